@@ -1,0 +1,177 @@
+"""
+Members and the population: names, roles, ratings, ages and lineage. The noun that every phase shares.
+
+Holds plain numbers only (no tensors, no torch), so that every rank can keep its own identical copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+
+ROLES = ("teacher", "student")
+
+# TrueSkill's own prior (Herbrich et al., 2006), which PopuLoRA keeps: a newborn is anybody.
+PRIOR_MU = 25.0
+PRIOR_SIGMA = 25.0 / 3
+
+
+@dataclass
+class Member:
+    """
+    One LoRA adapter of the population, as the matchmaker and evolution see it.
+
+    Args:
+        name (`str`):
+            PEFT adapter name, e.g. `"teacher_0"`. A replacement keeps the name of the member whose slot it takes.
+        role (`str`):
+            `"teacher"` or `"student"`.
+        index (`int`):
+            Position in the population and route index in the router; teachers come first.
+        mu, sigma (`float`, *optional*, defaults to `25.0` and `25 / 3`):
+            TrueSkill mean and standard deviation.
+        age (`int`, *optional*, defaults to `0`):
+            Rated matches since birth.
+        born (`int`, *optional*, defaults to `0`):
+            Optimizer step of birth.
+        parents (`tuple[str, ...]`, *optional*):
+            Parents as `name@version`, so that a parent replaced later is still identified.
+        operator (`str`, *optional*, defaults to `"init"`):
+            Name of the operator that made this member.
+        version (`int`, *optional*, defaults to `0`):
+            How many times the slot has been replaced.
+    """
+
+    name: str
+    role: str
+    index: int
+    mu: float = PRIOR_MU
+    sigma: float = PRIOR_SIGMA
+    age: int = 0
+    born: int = 0
+    parents: tuple[str, ...] = ()
+    operator: str = "init"
+    version: int = 0
+
+    @property
+    def identity(self) -> str:
+        """`name@version`: one individual, where `name` is a slot that several individuals hold in turn."""
+        return f"{self.name}@{self.version}"
+
+
+class Population:
+    """
+    Teachers and students in a fixed order, teachers first.
+
+    Args:
+        teachers (`int`):
+            Number of teachers, at least 1.
+        students (`int`):
+            Number of students, at least 1.
+
+    Raises:
+        ValueError: If either role would be empty.
+    """
+
+    def __init__(self, teachers: int, students: int):
+        for role, count in zip(ROLES, (teachers, students), strict=True):
+            if count < 1:
+                raise ValueError(f"A population needs at least 1 {role}, got {count}. Set `num_{role}s` to 1 or more.")
+        names = [(f"{role}_{i}", role) for role, n in zip(ROLES, (teachers, students), strict=True) for i in range(n)]
+        self.members = [Member(name, role, index) for index, (name, role) in enumerate(names)]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self.members)
+
+    def __getitem__(self, name: str) -> Member:
+        for member in self.members:
+            if member.name == name:
+                return member
+        raise KeyError(f"No member is called {name!r}; the population holds {', '.join(self.names)}.")
+
+    @property
+    def names(self) -> list[str]:
+        """Member names in route order."""
+        return [member.name for member in self.members]
+
+    @property
+    def teachers(self) -> list[Member]:
+        return self.role("teacher")
+
+    @property
+    def students(self) -> list[Member]:
+        return self.role("student")
+
+    def role(self, role: str) -> list[Member]:
+        """Members of one role, in route order."""
+        return [member for member in self.members if member.role == role]
+
+    @staticmethod
+    def fitness(member: Member) -> float:
+        """Conservative skill mu - 3 sigma: what the member is worth with near certainty."""
+        return member.mu - 3 * member.sigma
+
+    def replace(
+        self,
+        name: str,
+        *,
+        step: int,
+        parents: tuple[str, ...] = (),
+        operator: str,
+        mu: float = PRIOR_MU,
+        sigma: float = PRIOR_SIGMA,
+    ) -> Member:
+        """
+        Give the slot `name` to a newborn: age 0, next version, the rating given.
+
+        Raises:
+            KeyError: If no member is called `name`.
+            ValueError: If `sigma` is not positive.
+        """
+        if not sigma > 0:
+            raise ValueError(f"`sigma` of a newborn must be positive, got {sigma}.")
+        member = self[name]
+        member.mu, member.sigma = mu, sigma
+        member.age, member.born = 0, step
+        member.parents, member.operator = tuple(parents), operator
+        member.version += 1
+        return member
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {"members": [{**asdict(member), "parents": list(member.parents)} for member in self.members]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: If the saved population has other members than this one.
+        """
+        members = [Member(**{**fields, "parents": tuple(fields["parents"])}) for fields in state["members"]]
+        if [m.name for m in members] != self.names:
+            raise ValueError(
+                f"The saved population holds {', '.join(m.name for m in members)} but this one holds "
+                f"{', '.join(self.names)}. Resume with the `num_teachers` and `num_students` of the saved run."
+            )
+        # Updated in place: other parts may hold a reference to a member.
+        for member, saved in zip(self.members, members, strict=True):
+            member.__dict__.update(saved.__dict__)
+
+    def metrics(self) -> dict[str, float]:
+        """Ratings per role and per member."""
+        values = {}
+        for role in ROLES:
+            mus = [member.mu for member in self.role(role)]
+            values[f"population/{role}/mu_mean"] = fmean(mus)
+            values[f"population/{role}/mu_std"] = pstdev(mus)
+        for member in self.members:
+            values[f"member/{member.name}/mu"] = member.mu
+            values[f"member/{member.name}/sigma"] = member.sigma
+        return values
