@@ -1,0 +1,36 @@
+"""PopuLoRA for TRL: populations of LoRA adapters that teach and solve each other's verifiable tasks.
+
+The public names load on first use, so that the torch-free rooms (`trl_populora.tasks`, `trl_populora.sandbox`, ...)
+stay importable without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from .evolution import EvolutionCallback
+    from .population import Member, Population
+    from .populora_config import PopuLoRAConfig
+    from .populora_trainer import PopuLoRATrainer
+    from .tasks.base import TaskKind
+
+__version__ = "0.1.0"
+__all__ = ["EvolutionCallback", "Member", "PopuLoRAConfig", "PopuLoRATrainer", "Population", "TaskKind"]
+
+_HOMES = {
+    "EvolutionCallback": "evolution",
+    "Member": "population",
+    "PopuLoRAConfig": "populora_config",
+    "PopuLoRATrainer": "populora_trainer",
+    "Population": "population",
+    "TaskKind": "tasks.base",
+}
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

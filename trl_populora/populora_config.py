@@ -1,0 +1,299 @@
+"""`PopuLoRAConfig`: every setting of a population run. Groups stand in the order of the step (population, tasks,
+matchmaking, rewards, sandbox, evolution); each default names its source.
+
+"paper" is PopuLoRA (arXiv 2605.16727), "AZR" is Absolute Zero Reasoner (arXiv 2505.03335).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+
+EXACT_LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
+PROMPT_STYLES = ("chat", "compact")
+BASELINES = ("group", "member")
+
+
+@dataclass
+class PopuLoRAConfig(GRPOConfig):
+    r"""
+    Configuration of [`PopuLoRATrainer`].
+
+    Everything of [`~trl.GRPOConfig`] is inherited. The batch follows from the population: one population step has
+    `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows, so `generation_batch_size`,
+    `steps_per_generation`, `gradient_accumulation_steps` and `num_generations` are derived here and need not be set.
+    Only `per_device_train_batch_size` is yours: times the number of processes it must divide those rows.
+
+    Args:
+        teachers (`int`, *optional*, defaults to `4`):
+            Number of teacher adapters (paper: 4).
+        students (`int`, *optional*, defaults to `4`):
+            Number of student adapters (paper: 4).
+
+        task_kinds (`list[str]`, *optional*, defaults to `["code_i", "code_o", "code_f"]`):
+            Kinds of task the teachers propose, in rotation (AZR's three). A kind of your own is named as
+            `"package.module:Class"`.
+        proposals_per_teacher (`int`, *optional*, defaults to `12`):
+            Tasks proposed per teacher and step, spread over the kinds: 4 teachers make 48 per step. AZR proposes 64
+            per kind with one agent.
+        attempts_per_task (`int`, *optional*, defaults to `8`):
+            Attempts of the matched student at each task, the group of the GRPO baseline (AZR: 8).
+        references_per_proposal (`int`, *optional*, defaults to `6`):
+            Archived tasks shown to a teacher when it proposes code_i or code_o (AZR: 6). code_f shows one program.
+        inputs_per_function (`int`, *optional*, defaults to `10`):
+            Inputs a code_f proposal must give; half are shown to the student (AZR: 10).
+        prompt_style (`str`, *optional*):
+            `"chat"` instructs instruction-tuned models; `"compact"` is the language of the embedded tiny base. Chosen
+            by the model when `None`.
+        archive_size (`int`, *optional*, defaults to `16384`):
+            Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
+
+        matchmaking (`str`, *optional*, defaults to `"pfsp"`):
+            `"pfsp"` prefers near-balanced pairs by TrueSkill win probability p; `"uniform"` pairs at random.
+        pfsp_kappa (`float`, *optional*, defaults to `1.0`):
+            Exponent of the weight (p(1-p))^kappa (paper, second hand: 1).
+        pfsp_floor (`float`, *optional*, defaults to `0.01`):
+            Added to the weight, so that every pair can meet.
+
+        teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`):
+            Reward of a proposal that does not parse, run or repeat (paper).
+        teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`):
+            Reward of a valid task that no attempt solves (paper). A solved one earns 1 - solve rate.
+        student_reward_correct (`float`, *optional*, defaults to `1.0`):
+            Reward of a right answer (paper, second hand; AZR uses 1).
+        student_reward_wrong (`float`, *optional*, defaults to `-0.5`):
+            Reward of a well-formed wrong answer (AZR).
+        student_reward_malformed (`float`, *optional*, defaults to `-1.0`):
+            Reward of an answer that cannot be read (AZR).
+        teacher_baseline (`str`, *optional*, defaults to `"member"`):
+            `"member"`: mean over the teacher's proposals of the same kind, each of which has its own references
+            (AZR's task-relative REINFORCE++). `"group"`: the whole match.
+        student_baseline (`str`, *optional*, defaults to `"group"`):
+            `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of the same kind.
+
+        sandbox_workers (`int`, *optional*):
+            Warm interpreters per rank that run programs; the number of usable cores when `None`, at most 4.
+        sandbox_seconds (`float`, *optional*, defaults to `1.0`):
+            Wall-clock limit of one program run, in seconds. Programs are small; AZR waits 10.
+        sandbox_memory_mb (`int`, *optional*, defaults to `512`):
+            Memory limit of one program run, in MiB.
+        determinism_runs (`int`, *optional*, defaults to `2`):
+            Runs of a proposal under different hash seeds that must agree (AZR: 2).
+        sandbox_allow_weak (`bool`, *optional*, defaults to `False`):
+            Train although this host offers no kernel confinement. Only for hosts that hold nothing of value.
+
+        evolve_every (`int`, *optional*, defaults to `10`):
+            Optimizer steps between two evolution events (paper, second hand: 10). `0` switches evolution off.
+        evolve_burn_in (`int`, *optional*, defaults to `5`):
+            Matches a member must have played before it can be replaced.
+        cull_fraction (`float`, *optional*, defaults to `0.25`):
+            Share of each role replaced per event, at least one member (paper, second hand).
+        crossover_rate (`float`, *optional*, defaults to `0.5`):
+            Probability that a child has two parents (paper, second hand).
+        tournament_size (`int`, *optional*, defaults to `2`):
+            Survivors drawn per parent; the fittest becomes the parent.
+        mutations (`dict[str, float]` or `str`, *optional*):
+            Weights of the mutation operators. The paper's four, evenly, when `None`.
+        crossovers (`dict[str, float]` or `str`, *optional*):
+            Weights of the crossover operators. The paper's four, evenly, when `None`.
+        mutation_strength (`float`, *optional*, defaults to `0.1`):
+            Strength handed to the mutation operators.
+        inherit_optimizer (`bool`, *optional*, defaults to `False`):
+            Give a child the first parent's Adam moments instead of zeros.
+        rating_reset (`str`, *optional*, defaults to `"prior"`):
+            `"prior"`: the child starts at 25 / 8.333 (paper, second hand). `"parents"`: at its parents' mean mu.
+
+        save_rollouts (`bool`, *optional*, defaults to `True`):
+            Write every proposal, verdict, attempt and reward to `rollouts/step_*.parquet` under `output_dir`.
+
+    Raises:
+        `ValueError`: A value is out of range, names nothing known, or the population does not fit the batch.
+    """
+
+    # Defaults that differ from GRPOConfig.
+    max_steps: int = field(default=200, metadata={"help": "Optimizer steps = population steps. The paper runs 200."})
+    learning_rate: float = field(default=1e-5, metadata={"help": "AZR's 1e-6 for full weights, times 10 for LoRA."})
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "AZR: constant; children need it flat."})
+    logging_steps: float = field(default=1, metadata={"help": "Log every population step."})
+    max_completion_length: int | None = field(default=2048, metadata={"help": "Tokens per proposal or attempt."})
+
+    # Population
+    teachers: int = field(default=4, metadata={"help": "Number of teacher adapters."})
+    students: int = field(default=4, metadata={"help": "Number of student adapters."})
+
+    # Tasks
+    task_kinds: list[str] = field(
+        default_factory=lambda: ["code_i", "code_o", "code_f"], metadata={"help": "Kinds of task proposed in rotation."}
+    )
+    proposals_per_teacher: int = field(default=12, metadata={"help": "Tasks proposed per teacher and step."})
+    attempts_per_task: int = field(default=8, metadata={"help": "Attempts of the matched student at each task."})
+    references_per_proposal: int = field(default=6, metadata={"help": "Archived tasks shown to a proposing teacher."})
+    inputs_per_function: int = field(default=10, metadata={"help": "Inputs a code_f proposal must give."})
+    prompt_style: str | None = field(default=None, metadata={"help": "'chat', 'compact', or chosen by the model."})
+    archive_size: int = field(default=16384, metadata={"help": "Tasks kept per kind, newest first."})
+
+    # Matchmaking
+    matchmaking: str = field(default="pfsp", metadata={"help": "'pfsp' or 'uniform'."})
+    pfsp_kappa: float = field(default=1.0, metadata={"help": "Exponent of the weight (p(1-p))^kappa."})
+    pfsp_floor: float = field(default=0.01, metadata={"help": "Added to the PFSP weight."})
+
+    # Rewards and baselines
+    teacher_reward_invalid: float = field(default=-1.0, metadata={"help": "Reward of an invalid proposal."})
+    teacher_reward_unsolved: float = field(default=0.0, metadata={"help": "Reward of a task nobody solves."})
+    student_reward_correct: float = field(default=1.0, metadata={"help": "Reward of a right answer."})
+    student_reward_wrong: float = field(default=-0.5, metadata={"help": "Reward of a well-formed wrong answer."})
+    student_reward_malformed: float = field(default=-1.0, metadata={"help": "Reward of an unreadable answer."})
+    teacher_baseline: str = field(default="member", metadata={"help": "'member' or 'group'."})
+    student_baseline: str = field(default="group", metadata={"help": "'group' or 'member'."})
+
+    # Sandbox
+    sandbox_workers: int | None = field(default=None, metadata={"help": "Warm interpreters per rank."})
+    sandbox_seconds: float = field(default=1.0, metadata={"help": "Wall-clock limit of one run, in seconds."})
+    sandbox_memory_mb: int = field(default=512, metadata={"help": "Memory limit of one run, in MiB."})
+    determinism_runs: int = field(default=2, metadata={"help": "Runs of a proposal that must agree."})
+    sandbox_allow_weak: bool = field(default=False, metadata={"help": "Train without kernel confinement."})
+
+    # Evolution
+    evolve_every: int = field(default=10, metadata={"help": "Optimizer steps between evolution events; 0 is off."})
+    evolve_burn_in: int = field(default=5, metadata={"help": "Matches before a member can be replaced."})
+    cull_fraction: float = field(default=0.25, metadata={"help": "Share of each role replaced per event."})
+    crossover_rate: float = field(default=0.5, metadata={"help": "Probability that a child has two parents."})
+    tournament_size: int = field(default=2, metadata={"help": "Survivors drawn per parent."})
+    mutations: dict[str, Any] | str | None = field(default=None, metadata={"help": "Weights of mutation operators."})
+    crossovers: dict[str, Any] | str | None = field(default=None, metadata={"help": "Weights of crossover operators."})
+    mutation_strength: float = field(default=0.1, metadata={"help": "Strength of the mutation operators."})
+    inherit_optimizer: bool = field(default=False, metadata={"help": "A child keeps its first parent's moments."})
+    rating_reset: str = field(default="prior", metadata={"help": "'prior' or 'parents'."})
+
+    # Records
+    save_rollouts: bool = field(default=True, metadata={"help": "Write rollouts/step_*.parquet."})
+
+    def __post_init__(self):
+        self._check_population()
+        self._check_choices()
+        rows = self.rows_per_step
+        if self.generation_batch_size not in (None, rows) or self.steps_per_generation is not None:
+            raise ValueError(
+                f"`generation_batch_size={self.generation_batch_size}`, `steps_per_generation="
+                f"{self.steps_per_generation}`: both follow from the population ({rows} rows per step here). Leave "
+                "them unset and choose `per_device_train_batch_size`."
+            )
+        if self.num_generations not in (8, self.attempts_per_task):
+            raise ValueError(
+                f"`num_generations={self.num_generations}` and `attempts_per_task={self.attempts_per_task}` are the "
+                "same thing here. Set only `attempts_per_task`."
+            )
+        self.num_generations = self.attempts_per_task
+        self.generation_batch_size = rows
+        wanted_accumulation = self.gradient_accumulation_steps
+        self._check_batch()
+        self.gradient_accumulation_steps = self._micro_batches
+        super().__post_init__()
+        if wanted_accumulation not in (1, self.steps_per_generation):
+            raise ValueError(
+                f"`gradient_accumulation_steps={wanted_accumulation}`: one population step is one optimizer step, so "
+                f"it must be {self.steps_per_generation} here. Leave it unset; it is derived."
+            )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one population step over all processes: the proposals and every attempt at them."""
+        return self.teachers * self.proposals_per_teacher * (1 + self.attempts_per_task)
+
+    def _check_population(self):
+        """Refuse counts with which no step can be played."""
+        for name, least in {
+            "teachers": 1,
+            "students": 1,
+            "proposals_per_teacher": 1,
+            "attempts_per_task": 2,
+            "references_per_proposal": 0,
+            "inputs_per_function": 2,
+            "archive_size": 1,
+            "determinism_runs": 1,
+            "evolve_every": 0,
+            "evolve_burn_in": 0,
+            "tournament_size": 1,
+        }.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
+        if not 0 <= self.cull_fraction < 1:
+            raise ValueError(f"`cull_fraction` must be in [0, 1), got {self.cull_fraction}.")
+        if not 0 <= self.crossover_rate <= 1:
+            raise ValueError(f"`crossover_rate` must be in [0, 1], got {self.crossover_rate}.")
+        proposals = self.teachers * self.proposals_per_teacher
+        if proposals % self.attempts_per_task:
+            better = self._proposals_dividing(self.attempts_per_task)
+            raise ValueError(
+                f"`teachers * proposals_per_teacher` = {self.teachers} * {self.proposals_per_teacher} = {proposals} "
+                f"must be a multiple of `attempts_per_task={self.attempts_per_task}`, because TRL's generation batch "
+                f"holds whole groups. `proposals_per_teacher={better}` works."
+            )
+
+    def _proposals_dividing(self, attempts: int) -> int:
+        """Smallest `proposals_per_teacher` not below the wanted one with which whole groups fill the batch."""
+        wanted = self.proposals_per_teacher
+        return next(p for p in range(wanted, wanted + attempts + 1) if (self.teachers * p) % attempts == 0)
+
+    def _check_choices(self):
+        """Refuse names that nothing in the package answers to, and loss options that couple members."""
+        choices = {
+            "matchmaking": ("pfsp", "uniform"),
+            "rating_reset": ("prior", "parents"),
+            "teacher_baseline": BASELINES,
+            "student_baseline": BASELINES,
+            "loss_type": EXACT_LOSS_TYPES,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        if self.prompt_style is not None and self.prompt_style not in PROMPT_STYLES:
+            raise ValueError(f"`prompt_style` must be 'chat', 'compact' or unset, got {self.prompt_style!r}.")
+        if not self.task_kinds:
+            raise ValueError("`task_kinds` is empty; name at least one, for example `['code_o']`.")
+        for name, allowed_value, reason in [
+            ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
+            ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
+            ("use_adaptive_entropy", False, "the entropy bonus is averaged over all members' tokens"),
+            ("multi_objective_aggregation", "sum_then_normalize", "it whitens over all members"),
+            ("use_transformers_continuous_batching", False, "it reorders rows, and each row has its own adapter"),
+            ("sync_ref_model", False, "the reference is the frozen base"),
+            ("off_policy_mask_threshold", None, "it thresholds on the sign of normalised advantages of one policy"),
+        ]:
+            if getattr(self, name) != allowed_value:
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` is not supported: {reason}, which couples members. Leave it at "
+                    f"{allowed_value!r}."
+                )
+        if self.max_steps <= 0:
+            raise ValueError(
+                f"`max_steps` must be positive, got {self.max_steps}: the population writes its own tasks, so there "
+                "is no dataset that an epoch could count."
+            )
+        if str(self.eval_strategy) not in ("no", "IntervalStrategy.NO"):
+            raise ValueError(
+                f"`eval_strategy={self.eval_strategy!r}` is not supported: members are rated by their matches. Leave "
+                "it at 'no'; score a saved member with `trl_populora.evaluation` or any PEFT evaluation."
+            )
+
+    def _check_batch(self):
+        """Refuse a population that does not fit the processes and micro-batches, naming a size that does."""
+        rows, world, per_device = self.rows_per_step, self.world_size, self.per_device_train_batch_size
+        if self.proposals_per_teacher % world:
+            raise ValueError(
+                f"`proposals_per_teacher={self.proposals_per_teacher}` must be a multiple of the {world} processes, "
+                f"so that each holds an equal share of every match. "
+                f"`proposals_per_teacher={-(-self.proposals_per_teacher // world) * world}` works."
+            )
+        if rows % (per_device * world):
+            local = rows // world
+            fits = max(size for size in range(1, per_device + 1) if local % size == 0)
+            above = next(size for size in range(per_device, local + 1) if local % size == 0)
+            raise ValueError(
+                f"One population step has {rows} rows (teachers * proposals_per_teacher * (1 + attempts_per_task)), "
+                f"which `per_device_train_batch_size={per_device}` times {world} process(es) does not divide. "
+                f"`per_device_train_batch_size={fits}` or {above} works."
+            )
