@@ -1,0 +1,61 @@
+"""The tasks room: what teachers propose and students solve (phases 2 to 4). Imports without torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from .archive import TaskArchive, load_seed_tasks
+from .base import STYLES, Attempt, Proposal, Reject, Task, TaskKind
+from .code_f import CodeF
+from .code_i import CodeI
+from .code_o import CodeO
+
+
+__all__ = [
+    "STYLES",
+    "TASK_KINDS",
+    "Attempt",
+    "CodeF",
+    "CodeI",
+    "CodeO",
+    "Proposal",
+    "Reject",
+    "Task",
+    "TaskArchive",
+    "TaskKind",
+    "load_seed_tasks",
+    "resolve_kind",
+]
+
+TASK_KINDS = {"code_o": CodeO, "code_i": CodeI, "code_f": CodeF}
+
+
+def resolve_kind(name: str | TaskKind) -> TaskKind:
+    """
+    Finds a kind of task.
+
+    Args:
+        name (`str` or [`TaskKind`]): A key of `TASK_KINDS`, a class as `package.module:Class`, or an instance.
+
+    Raises:
+        `ValueError`: If nothing is found under `name`, or what is found is no [`TaskKind`].
+    """
+    if isinstance(name, TaskKind):
+        return name
+    choices = f"one of {', '.join(TASK_KINDS)}, `package.module:Class`, or an instance of TaskKind"
+    if not isinstance(name, str) or (name not in TASK_KINDS and ":" not in name):
+        raise ValueError(f"Unknown task kind {name!r}; it must be {choices}.")
+    kind = TASK_KINDS[name]() if name in TASK_KINDS else _class_at(name, choices)()
+    if not isinstance(kind, TaskKind):
+        raise ValueError(f"Task kind {name!r} is no TaskKind but {type(kind).__name__}; it must be {choices}.")
+    return kind
+
+
+def _class_at(path: str, choices: str) -> Callable[[], Any]:
+    module_name, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"Unknown task kind {path!r} ({error}); it must be {choices}.") from error

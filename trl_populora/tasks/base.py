@@ -1,0 +1,231 @@
+"""What a task is and what a kind of task must answer: the interface behind phases 2 to 4 (propose, verify, solve).
+
+A [`TaskKind`] is one class in one file. It writes both prompts, reads both answers, says what the sandbox has to run
+and decides from the verdict; it holds no state and never runs anything itself. The rollout knows only this interface,
+so a user's own kind needs no change in the package: write the class and name it in `PopuLoRAConfig(task_kinds=[...])`.
+
+Values travel as canonical texts (`trl_populora.sandbox.values.encode`): an entry of `Task.inputs` is the text of one
+argument *tuple*, an entry of `Task.outputs` the text of one return value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from trl_populora.sandbox import Job, Verdict
+
+
+STYLES = ("chat", "compact")
+
+
+class Reject(str, Enum):
+    """Why a proposal never reached a student. The values name the metrics `verify/reject/{reason}`."""
+
+    FORMAT = "format"
+    SYNTAX = "syntax"
+    NO_FUNCTION = "no_function"
+    ARGUMENTS = "arguments"
+    OVERSIZED = "oversized"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    MEMORY = "memory"
+    BAD_OUTPUT = "bad_output"
+    NONDETERMINISTIC = "nondeterministic"
+    POLICY = "policy"
+    TAMPERED = "tampered"
+    DUPLICATE = "duplicate"
+    DUPLICATE_INPUTS = "duplicate_inputs"
+    CONSTANT_OUTPUT = "constant_output"
+    LEAKED_PROGRAM = "leaked_program"
+
+    # Plain `str(reject)` differs between Python versions for mixed-in enums; metric keys need the value everywhere.
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    A verified task: what a student is asked and what is true about it.
+
+    Args:
+        kind (`str`): Name of the kind in the run's table of kinds.
+        program (`str`): Source with a top-level `f`; a user's own kind may keep any text here.
+        inputs (`tuple[str, ...]`): Canonical texts of argument tuples.
+        outputs (`tuple[str, ...]`): Canonical texts of the values returned, one per input.
+        message (`str`, *optional*, defaults to `""`): Hint for the solver (code_f).
+        visible (`int`, *optional*, defaults to `0`): How many of the leading pairs the solver is shown (code_f).
+        author (`str`, *optional*, defaults to `"seed"`): Name of the member that proposed it.
+        step (`int`, *optional*, defaults to `0`): Population step it was proposed at.
+    """
+
+    kind: str
+    program: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    message: str = ""
+    visible: int = 0
+    author: str = "seed"
+    step: int = 0
+
+    @cached_property
+    def task_id(self) -> str:
+        """Short hex hash of the content; who wrote it and when do not count."""
+        content = json.dumps([self.kind, self.program, list(self.inputs), self.message])
+        # Lone surrogates in a message must hash too, not raise: JSON's ASCII escapes take care of that.
+        return hashlib.sha256(content.encode("ascii")).hexdigest()[:16]
+
+    def to_record(self) -> dict[str, Any]:
+        """A JSON-ready row, the schema of `seed_tasks.jsonl` and of the archive's dataset."""
+        return {
+            "kind": self.kind,
+            "program": self.program,
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "message": self.message,
+            "visible": self.visible,
+            "author": self.author,
+            "step": self.step,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], where: str = "record") -> Task:
+        """
+        Reads a row written by [`Task.to_record`]; further columns are ignored, optional ones may be absent.
+
+        Raises:
+            `ValueError`: If a column is missing or holds the wrong type; the message names the column and `where`.
+        """
+        fields: dict[str, Any] = {}
+        for column, (wanted, required) in _COLUMNS.items():
+            value = record.get(column)
+            if value is None:
+                if required:
+                    raise ValueError(
+                        f"{where}: column `{column}` is missing or empty; a task needs {wanted}. "
+                        f"Columns present: {sorted(record)}."
+                    )
+                continue
+            if not _COLUMN_TESTS[wanted](value):
+                raise ValueError(f"{where}: column `{column}` must be {wanted}, got {type(value).__name__} {value!r:.80}.")
+            fields[column] = tuple(value) if wanted == _TEXTS else value
+        task = cls(**fields)
+        if len(task.inputs) != len(task.outputs):
+            raise ValueError(
+                f"{where}: column `outputs` must hold one value per input, got {len(task.outputs)} for "
+                f"{len(task.inputs)} `inputs`."
+            )
+        if not 0 <= task.visible <= len(task.inputs):
+            raise ValueError(
+                f"{where}: column `visible` must lie between 0 and the number of inputs ({len(task.inputs)}), got "
+                f"{task.visible}."
+            )
+        return task
+
+
+_TEXT, _TEXTS, _COUNT = "a string", "a list of strings", "a non-negative integer"
+_COLUMNS = {  # column: (what it must be, whether a row without it is refused)
+    "kind": (_TEXT, True),
+    "program": (_TEXT, True),
+    "inputs": (_TEXTS, True),
+    "outputs": (_TEXTS, True),
+    "message": (_TEXT, False),
+    "visible": (_COUNT, False),
+    "author": (_TEXT, False),
+    "step": (_COUNT, False),
+}
+_COLUMN_TESTS = {
+    _TEXT: lambda value: isinstance(value, str),
+    _TEXTS: lambda value: isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value),
+    _COUNT: lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A proposal that parsed and has not run yet. `inputs` are canonical texts of argument tuples."""
+
+    kind: str
+    program: str
+    inputs: tuple[str, ...]
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """
+    A student's answer after parsing.
+
+    Args:
+        well_formed (`bool`): Whether the answer has the stated format. Malformed answers earn the lowest reward.
+        answer (`str`): Canonical text (code_o: the value, code_i: the argument tuple) or program (code_f); `""` if
+            malformed.
+        reason (`str`, *optional*, defaults to `""`): Value of a [`Reject`] when malformed.
+    """
+
+    well_formed: bool
+    answer: str
+    reason: str = ""
+
+
+class TaskKind(ABC):
+    """
+    One kind of task. All methods are pure: the same arguments give the same result, in any process.
+
+    The life of a proposal: `proposal_prompt` -> (teacher) -> `parse_proposal` -> `check` -> (sandbox) -> `accept`.
+    The life of an attempt: `solving_prompt` -> (student) -> `parse_attempt` -> `trial` -> (sandbox) -> `correct`.
+    `check` and `trial` may return `None`, which means that nothing has to run: the verdict passed on is then `None`.
+    """
+
+    name: str
+    reference_kinds: tuple[str, ...] = ()
+
+    def reference_count(self, k: int) -> int:
+        """How many archived tasks of `reference_kinds` the proposer is shown when `k` are configured."""
+        return k
+
+    @abstractmethod
+    def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
+        """Chat messages that ask a teacher for one proposal. `style` is `"chat"` or `"compact"`."""
+
+    @abstractmethod
+    def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
+        """Reads a teacher's completion (without its end-of-turn token). Must never raise on any text."""
+
+    @abstractmethod
+    def check(self, proposal: Proposal) -> Job | None:
+        """What the sandbox must run to know whether the proposal is valid."""
+
+    @abstractmethod
+    def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Reject:
+        """Turns a checked proposal into a task, or says why not."""
+
+    @abstractmethod
+    def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
+        """Chat messages that put the task to a student; never contains what the student must find."""
+
+    @abstractmethod
+    def parse_attempt(self, text: str, task: Task) -> Attempt:
+        """Reads a student's completion (without its end-of-turn token). Must never raise on any text."""
+
+    @abstractmethod
+    def trial(self, task: Task, attempt: Attempt) -> Job | None:
+        """What the sandbox must run to grade the attempt; `None` if it is malformed or needs no run."""
+
+    @abstractmethod
+    def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
+        """Whether the attempt is right, given the verdict of its trial."""
+
+    def complexity(self, task: Task) -> dict[str, float]:
+        """What the curriculum metrics average over valid tasks; none by default."""
+        return {}

@@ -1,0 +1,106 @@
+"""What the three code kinds share: limits, reading programs and literals, and the step from a verdict to a task."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from trl_populora.sandbox import Job, Status, Verdict, literals, values
+
+from . import complexity, templates
+from .base import Attempt, Proposal, Reject, Task, TaskKind
+from .fences import FormatError, read_blocks
+from .programs import ProgramError, check_program
+
+
+class CodeKind(TaskKind):
+    """
+    A kind whose tasks are programs with a top-level `f`.
+
+    The limits are class attributes, to be changed in a subclass. Nothing over a limit is ever cut: it is rejected.
+    """
+
+    max_program_chars = 3000  # AZR's prompt budget of 6144 tokens holds K = 6 references of about this size
+    max_input_chars = 400  # one argument list, as literals; same size as an output
+    max_output_chars = 400  # AZR cuts outputs at 400 characters and keeps the cut text as gold; here they are refused
+    max_answer_chars = 4000  # ten times the longest gold: longer answers are malformed, not merely wrong
+    determinism_runs = 2  # paper: determinism is checked by running twice
+
+    def read_program(self, text: str) -> str:
+        """Checks a program's size, syntax and `f`; returns it without trailing blank lines."""
+        program = text.rstrip()
+        if len(program) > self.max_program_chars:
+            raise ProgramError(Reject.OVERSIZED, f"program of {len(program)} characters")
+        check_program(program)
+        return program
+
+    def read_arguments(self, text: str, max_chars: int) -> str:
+        """Canonical text of an argument list; literals only."""
+        text = text.strip()
+        if len(text) > max_chars:
+            raise ProgramError(Reject.OVERSIZED, f"arguments of {len(text)} characters")
+        try:
+            return values.encode(literals.read_arguments(text))
+        except ValueError as error:  # LiteralError, and values over the encoder's budgets
+            raise ProgramError(Reject.ARGUMENTS, str(error)) from error
+
+    def check(self, proposal: Proposal) -> Job:
+        return Job(proposal.program, proposal.inputs, runs=self.determinism_runs)
+
+    def outputs_of(self, verdict: Verdict | None) -> tuple[str, ...] | Reject:
+        """The verified outputs, or why there are none."""
+        if verdict is None:
+            raise ValueError("a code proposal is accepted on a sandbox verdict, got None: run `check(proposal)` first.")
+        if verdict.status is not Status.OK:
+            return Reject(verdict.status.value)
+        if any(len(templates.literal(output)) > self.max_output_chars for output in verdict.outputs):
+            return Reject.OVERSIZED
+        return tuple(verdict.outputs)
+
+    def complexity(self, task: Task) -> dict[str, float]:
+        return complexity.measure(task.program)
+
+    def malformed(self, error: FormatError | ProgramError) -> Attempt:
+        return Attempt(False, "", reason_of(error).value)
+
+    def trial(self, task: Task, attempt: Attempt) -> Job | None:
+        return None
+
+
+class ProgramWithInput(CodeKind):
+    """code_o and code_i: the proposal is a program and one input; the two differ in what the solver must find."""
+
+    def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
+        templates.check_style(style)
+        shown = [templates.reference_blocks(task) for task in references]
+        if style == "compact":
+            return templates.compact_turn(f"propose {self.name}", shown)
+        text = templates.PROPOSE_PROGRAM.format(
+            goal=templates.PROPOSE_GOAL[self.name],
+            program_chars=self.max_program_chars,
+            output_chars=self.max_output_chars,
+        )
+        if shown:
+            text = "\n\n".join([templates.REFERENCES, *shown, text])
+        return templates.user_turn(text)
+
+    def render_proposal(self, proposal: Proposal) -> str:
+        """The completion text that [`parse_proposal`] reads back as `proposal`."""
+        return templates.fenced(templates.program_block(proposal.program), templates.input_block(proposal.inputs[0]))
+
+    def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
+        try:
+            program, given = read_blocks(text, ("python", "input"))
+            return Proposal(self.name, self.read_program(program), (self.read_arguments(given, self.max_input_chars),))
+        except (FormatError, ProgramError) as error:
+            return reason_of(error)
+
+    def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Reject:
+        outputs = self.outputs_of(verdict)
+        if isinstance(outputs, Reject):
+            return outputs
+        return Task(self.name, proposal.program, proposal.inputs, outputs)
+
+
+def reason_of(error: FormatError | ProgramError) -> Reject:
+    return error.reason if isinstance(error, ProgramError) else Reject.FORMAT

@@ -1,0 +1,132 @@
+"""code_f, induction: the student is given a hint and example pairs and must write the program (phases 2 to 4)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from trl_populora.sandbox import Job, Status, Verdict, values
+
+from . import templates
+from .base import Attempt, Proposal, Reject, Task
+from .code import CodeKind, reason_of
+from .fences import FormatError, read_blocks
+from .programs import ProgramError, contains_program
+
+
+class CodeF(CodeKind):
+    """
+    Right when the student's program agrees on every hidden pair.
+
+    The teacher is given a known program and writes inputs and a message. The inputs are shuffled before they are split
+    into a visible and a hidden half, so the teacher cannot choose what is hidden.
+
+    Args:
+        inputs_per_task (`int`, *optional*, defaults to `10`): Inputs of one task (Absolute Zero Reasoner).
+        strict (`bool`, *optional*, defaults to `False`): Whether `1`, `1.0` and `True` are different outputs.
+        tolerance (`float`, *optional*, defaults to `0.0`): Allowed difference between floats.
+
+    Raises:
+        `ValueError`: If there are too few inputs for one visible and one hidden pair.
+    """
+
+    name = "code_f"
+    reference_kinds = ("code_o", "code_i")
+    max_message_chars = 400  # one or two lines; as long as an output
+    max_message_lines = 2
+
+    def __init__(self, inputs_per_task: int = 10, strict: bool = False, tolerance: float = 0.0):
+        if inputs_per_task < 2:
+            raise ValueError(
+                f"`inputs_per_task` must be at least 2, one visible and one hidden pair, got {inputs_per_task}."
+            )
+        self.inputs_per_task = inputs_per_task
+        self.strict = strict
+        self.tolerance = tolerance
+
+    def reference_count(self, k: int) -> int:
+        """One: the program that the inputs are written for."""
+        return 1
+
+    def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
+        templates.check_style(style)
+        program = templates.fenced(templates.program_block(self._known_program(references)))
+        if style == "compact":
+            return templates.compact_turn(f"propose {self.name} {self.inputs_per_task}", [program])
+        text = templates.PROPOSE_INPUTS.format(count=self.inputs_per_task, message_chars=self.max_message_chars)
+        return templates.user_turn("\n\n".join([templates.GIVEN_PROGRAM, program, text]))
+
+    def render_proposal(self, proposal: Proposal) -> str:
+        """The completion text that [`parse_proposal`] reads back as `proposal`."""
+        lines = "\n".join(templates.arguments(text) for text in proposal.inputs)
+        return templates.fenced(("inputs", lines), ("message", proposal.message))
+
+    def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
+        program = self._known_program(references)
+        try:
+            written, message = read_blocks(text, ("inputs", "message"))
+            lines = written.strip("\n").split("\n")
+            message = message.strip()
+            if len(lines) != self.inputs_per_task or not message:
+                return Reject.FORMAT
+            if message.count("\n") >= self.max_message_lines or len(message) > self.max_message_chars:
+                return Reject.OVERSIZED
+            inputs = tuple(self.read_arguments(line, self.max_input_chars) for line in lines)
+        except (FormatError, ProgramError) as error:
+            return reason_of(error)
+        if contains_program(message, program):
+            return Reject.LEAKED_PROGRAM
+        # Equal is what the solver's program would see: `1` and `True` are one input, whatever the grading mode.
+        decoded = [values.decode(text) for text in inputs]
+        if any(values.equal(a, b) for i, a in enumerate(decoded) for b in decoded[:i]):
+            return Reject.DUPLICATE_INPUTS
+        return Proposal(self.name, program, inputs, message)
+
+    def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Reject:
+        outputs = self.outputs_of(verdict)
+        if isinstance(outputs, Reject):
+            return outputs
+        first, *others = (values.decode(text) for text in outputs)
+        if all(values.equal(first, other) for other in others):
+            return Reject.CONSTANT_OUTPUT
+        pairs = list(zip(proposal.inputs, outputs, strict=True))
+        rng.shuffle(pairs)
+        inputs, outputs = zip(*pairs, strict=True)
+        visible = len(pairs) // 2
+        return Task(self.name, proposal.program, inputs, outputs, proposal.message, visible)
+
+    def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
+        templates.check_style(style)
+        pairs = zip(task.inputs[: task.visible], task.outputs[: task.visible], strict=True)
+        shown = templates.fenced(("message", task.message), templates.examples_block(pairs))
+        if style == "compact":
+            return templates.compact_turn(f"solve {self.name}", [shown])
+        return templates.user_turn(templates.SOLVE_PROGRAM.format(task=shown))
+
+    def render_answer(self, answer: str) -> str:
+        """The completion text that [`parse_attempt`] reads back as the program `answer`."""
+        return templates.fenced(templates.program_block(answer))
+
+    def parse_attempt(self, text: str, task: Task) -> Attempt:
+        try:
+            (program,) = read_blocks(text, ("python",))
+            return Attempt(True, self.read_program(program))
+        except (FormatError, ProgramError) as error:
+            return self.malformed(error)
+
+    def trial(self, task: Task, attempt: Attempt) -> Job | None:
+        return Job(attempt.answer, task.inputs[task.visible :]) if attempt.well_formed else None
+
+    def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
+        if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:
+            return False
+        hidden = task.outputs[task.visible :]
+        return len(verdict.outputs) == len(hidden) and all(
+            values.equal(values.decode(returned), values.decode(gold), strict=self.strict, tolerance=self.tolerance)
+            for returned, gold in zip(verdict.outputs, hidden, strict=True)
+        )
+
+    def _known_program(self, references: Sequence[Task]) -> str:
+        if len(references) != 1:
+            raise ValueError(f"code_f proposes for exactly one known program, got {len(references)} references.")
+        return references[0].program

@@ -1,0 +1,205 @@
+"""Reads program text in the trainer's process without running it: bounded parsing, `f`, and normal forms.
+
+`ast.parse` never executes anything, but it can be made to recurse until the interpreter dies or to backtrack for
+minutes. So the text is bounded first, by a linear scan: characters, bracket depth, and the operators and clauses that
+nest the tree without brackets (the tokenizer itself bounds indentation). What passes parses in milliseconds on every supported Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+
+from .base import Reject
+
+
+MAX_PROGRAM_CHARS = 8000  # what the parser is ever shown; `CodeKind.max_program_chars` is the limit for tasks
+MAX_BRACKET_DEPTH = 20  # the parser may backtrack exponentially in brackets that do not close as they should
+MAX_CHAIN = 200  # tokens between two commas or lines, clauses of one program that nest across them: levels of the tree
+FUNCTION = "f"
+
+
+class ProgramError(ValueError):
+    """Text that is not a task's program or value; `reason` says which [`Reject`] it is."""
+
+    def __init__(self, reason: Reject, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+# Strings and comments are skipped whole, so that brackets inside them do not count.
+_TOKEN = re.compile(
+    r"""
+    (?P<string>(?P<prefix>[A-Za-z]{0,2})(?:
+        \"\"\"(?:[^"\\]|\\.|"(?!""))*\"\"\" | '''(?:[^'\\]|\\.|'(?!''))*'''
+      | "(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*'))
+  | (?P<blank>\#[^\n]* | [ \t\f]+ | \\\n)
+  | (?P<token>\w+ | .)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_STEP = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)
+
+
+def parse_bounded(program: str) -> ast.Module:
+    """
+    Parses source text within bounds that keep the parser quick and the interpreter alive.
+
+    Raises:
+        `ProgramError`: `OVERSIZED` over a bound, `SYNTAX` if it does not parse.
+    """
+    if len(program) > MAX_PROGRAM_CHARS:
+        raise ProgramError(Reject.OVERSIZED, f"program of {len(program)} characters, at most {MAX_PROGRAM_CHARS}")
+    _scan(program)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an invalid escape or `1is 2` in untrusted text is no concern of the log
+            return ast.parse(program)
+    # ValueError: null bytes, lone surrogates, integers over the digit limit. The other two: trees that are too deep.
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ProgramError(Reject.SYNTAX, f"{type(error).__name__}: {error}") from error
+
+
+def check_program(program: str) -> None:
+    """
+    Checks that a program parses and defines a top-level `def f`.
+
+    Raises:
+        `ProgramError`: `OVERSIZED`, `SYNTAX` or `NO_FUNCTION`.
+    """
+    body = parse_bounded(program).body
+    if not any(isinstance(node, ast.FunctionDef) and node.name == FUNCTION for node in body):
+        raise ProgramError(Reject.NO_FUNCTION, f"no top-level `def {FUNCTION}`")
+
+
+def _scan(program: str) -> None:
+    """Bounds the depth that the tree can reach; linear in the text and blind to its grammar."""
+    depth = chain = nested = 0
+    for match in _TOKEN.finditer(program):
+        if match["blank"] is not None:
+            continue
+        token = match["token"]
+        if token is None:
+            # The expressions inside an f-string are parsed too; its text is scanned as if it were code.
+            chain += 1
+            if "f" in match["prefix"].lower():
+                inner = 0
+                for character in match["string"]:
+                    inner += _STEP.get(character, 0)
+                    chain += character in _STEP
+                    _check_depth(depth + inner, chain)
+        elif token == "," or (token == "\n" and depth <= 0):
+            chain = 0
+        elif token != "\n":
+            chain += 1
+            nested += token in ("elif", "lambda")
+            depth += _STEP.get(token, 0)
+        _check_depth(depth, max(chain, nested))
+
+
+def _check_depth(depth: int, chain: int) -> None:
+    if depth > MAX_BRACKET_DEPTH or chain > MAX_CHAIN:
+        raise ProgramError(Reject.OVERSIZED, f"brackets {depth} deep, at most {MAX_BRACKET_DEPTH}; {chain} tokens chained")
+
+
+def normal_form(program: str) -> str:
+    """
+    Text that is equal for programs that differ only in layout, comments, docstrings or the names they bind.
+
+    Used for duplicates only, never to change a program. Names that the program does not bind (builtins, modules),
+    attributes and keyword arguments stay as they are. Text that does not parse is its own normal form.
+    """
+    try:
+        tree = parse_bounded(program)
+    except ProgramError:
+        return program.strip()
+    return _Normaliser(tree).text()
+
+
+class _Normaliser:
+    """One walk that writes node types, constants and numbered names; linear in the size of the tree."""
+
+    def __init__(self, tree: ast.Module):
+        self.tree = tree
+        self.bound = {name for node in ast.walk(tree) for name in bound_names(node)} - {FUNCTION}
+        self.numbers: dict[str, int] = {}
+
+    def text(self) -> str:
+        parts: list[str] = []
+        # An explicit stack: the tree may be deeper than Python's recursion limit leaves room for.
+        stack: list[object] = [self.tree]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, str):
+                parts.append(node)
+            elif isinstance(node, ast.AST):
+                parts.append(type(node).__name__)
+                stack.append(")")
+                for name, value in reversed(list(ast.iter_fields(node))):
+                    stack.extend(reversed(self._field(node, name, value)))
+                stack.append("(")
+        return " ".join(parts)
+
+    def _field(self, node: ast.AST, name: str, value: object) -> list[object]:
+        if name in ("ctx", "type_comment", "type_ignores", "kind"):
+            return []
+        if isinstance(value, list):
+            if name == "body":
+                value = _without_docstrings(value)
+            return ["[", *(self._name(item) if isinstance(item, str) else item for item in value), "]"]
+        if isinstance(value, ast.AST):
+            return [value]
+        if isinstance(value, str) and name in ("id", "arg", "name", "asname") and not isinstance(node, ast.keyword):
+            return [self._name(value)]
+        return [repr(value)]
+
+    def _name(self, name: str) -> str:
+        if name not in self.bound:
+            return name
+        return f"${self.numbers.setdefault(name, len(self.numbers))}"
+
+
+def bound_names(node: ast.AST) -> tuple[str, ...]:
+    """Names that one node of a program's tree gives a value to."""
+    if isinstance(node, ast.Name):
+        return (node.id,) if isinstance(node.ctx, ast.Store) else ()
+    if isinstance(node, ast.arg):
+        return (node.arg,)
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return (node.name,)
+    if isinstance(node, ast.alias):
+        return (node.asname,) if node.asname else ()
+    if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
+        return (node.name,) if node.name else ()
+    return ()
+
+
+def _without_docstrings(body: list) -> list:
+    """A body without statements that are bare constants: docstrings, `...`, stray literals."""
+    return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+
+
+_NOT_TEXT = re.compile(r"[\s`]+")
+
+
+def contains_program(message: str, program: str) -> bool:
+    """
+    Whether a hint gives the program away: any `def`, the program's text, or the body of its `f`; blanks, case, comments
+    and back-ticks do not count.
+    """
+    if re.search(r"\bdef\s+\w+\s*\(", message):
+        return True
+    said = _squeeze(message)
+    tree = parse_bounded(program)
+    texts = [program, ast.unparse(tree)]
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == FUNCTION:
+            body = _without_docstrings(node.body)
+            texts += ["\n".join(ast.unparse(statement) for statement in body)]
+            texts += ["\n".join(ast.get_source_segment(program, statement) or "" for statement in body)]
+    return any(len(text) > 0 and text in said for text in map(_squeeze, texts))
+
+
+def _squeeze(text: str) -> str:
+    return _NOT_TEXT.sub("", text).lower()

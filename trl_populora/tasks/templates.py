@@ -1,0 +1,172 @@
+"""Every word the models are shown, in one place, and the fences that prompts, parsers and training data share.
+
+Two styles from one set of blocks (phase 2, propose, and phase 4, solve):
+
+* `compact`: what the embedded tiny base is trained on, byte for byte. One user turn, its first line is role and kind.
+* `chat`: instructions for instruction-tuned models of 0.5B and up. The answer formats below are stated in full and are
+  exactly what the parsers enforce; a leading `<think>...</think>` is allowed and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trl_populora.sandbox import values
+
+from .base import STYLES, Task
+
+
+_THINKING = (
+    "You may reason first inside <think>...</think>; only what follows is read. Write each block below exactly once, in "
+    "this order, and no other fenced block."
+)
+
+_PROGRAM_RULES = """\
+Rules for the program:
+- It defines one top-level function `def f(...)`. Helper functions, classes and imports of the standard library's \
+computing modules are allowed.
+- It is deterministic: no randomness, time, files, network, environment or user input.
+- It uses only its arguments, does not print, and finishes within a second.
+- Arguments and return value are plain data: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, \
+dict."""
+
+PROPOSE_PROGRAM = f"""\
+You write test problems for a skilled programmer. Write one new Python program and one input for it. {{goal}} Make it \
+require real reasoning: state that changes over several steps, nested control flow, data structures, an algorithm. It \
+must still be solvable by careful thinking, and it must differ from the examples in what it computes.
+
+{_PROGRAM_RULES}
+- It is at most {{program_chars}} characters long, and its output, written out, at most {{output_chars}}.
+
+Answer format. {_THINKING}
+
+```python
+def f(...):
+    ...
+```
+```input
+the arguments only, as Python literals separated by commas, for example: 3, [1, 2], 'ab'
+```"""
+
+PROPOSE_GOAL = {
+    "code_o": "The programmer will see program and input, and must work out the output without running anything.",
+    "code_i": "The programmer will see program and output, and must find an input that gives this output.",
+}
+
+PROPOSE_INPUTS = f"""\
+You write test problems for a skilled programmer. Below is a Python program that the programmer will not see. Write \
+{{count}} different inputs for it, and a message that helps to work out what it does from the inputs and outputs alone.
+
+Rules:
+- Exactly {{count}} inputs, one per line, no two equal, together showing all that the program can do; their outputs must \
+not all be equal.
+- An input is the arguments only, as Python literals separated by commas, for example: 3, [1, 2], 'ab'
+- The message describes the purpose in words, in one or two lines and at most {{message_chars}} characters. It contains \
+no code: neither the program nor its body.
+
+Answer format. {_THINKING}
+
+```inputs
+first input
+second input
+(and so on, {{count}} lines)
+```
+```message
+the message
+```"""
+
+SOLVE_OUTPUT = f"""\
+Work out what the call `f(...)` of this Python program returns for the given input.
+
+{{task}}
+
+Answer format. {_THINKING}
+
+```output
+the returned value as one Python literal, for example: [1, 'a', None]
+```"""
+
+SOLVE_INPUT = f"""\
+Find an input for which the call `f(...)` of this Python program returns the given output. Any such input is right.
+
+{{task}}
+
+Answer format. {_THINKING}
+
+```input
+the arguments only, as Python literals separated by commas, for example: 3, [1, 2], 'ab'
+```"""
+
+SOLVE_PROGRAM = f"""\
+Write the Python program behind these examples. It is tested on further inputs, so find the rule; do not list the \
+examples.
+
+{{task}}
+
+{_PROGRAM_RULES}
+
+Answer format. {_THINKING}
+
+```python
+def f(...):
+    ...
+```"""
+
+REFERENCES = "Examples of earlier programs, with input and output:"
+GIVEN_PROGRAM = "The program:"
+
+
+def fenced(*blocks: tuple[str, str]) -> str:
+    """Blocks of (fence name, content), each on lines of its own, joined by newlines; no newline at the end."""
+    return "\n".join(f"```{name}\n{content}\n```" for name, content in blocks)
+
+
+def arguments(text: str) -> str:
+    """The canonical text of an argument tuple as it stands between the parentheses of a call: `3, [4, 5]`."""
+    return ", ".join(values.to_literal(value) for value in values.decode(text))
+
+
+def literal(text: str) -> str:
+    """The canonical text of a value as a Python literal."""
+    return values.to_literal(values.decode(text))
+
+
+def program_block(program: str) -> tuple[str, str]:
+    return "python", program.rstrip("\n")
+
+
+def input_block(text: str) -> tuple[str, str]:
+    return "input", arguments(text)
+
+
+def output_block(text: str) -> tuple[str, str]:
+    return "output", literal(text)
+
+
+def reference_blocks(task: Task) -> str:
+    """Program, first input and its output of a reference task."""
+    return fenced(program_block(task.program), input_block(task.inputs[0]), output_block(task.outputs[0]))
+
+
+def examples_block(pairs: Iterable[tuple[str, str]]) -> tuple[str, str]:
+    """Pairs of canonical (arguments, output) as calls, one per line."""
+    return "examples", "\n".join(f"f({arguments(given)}) -> {literal(returned)}" for given, returned in pairs)
+
+
+def user_turn(content: str) -> list[dict[str, str]]:
+    """A conversation of a single user turn: small models follow that better than a system turn."""
+    return [{"role": "user", "content": content}]
+
+
+def compact_turn(first_line: str, blocks: Iterable[str]) -> list[dict[str, str]]:
+    """The compact style: the first line, then the blocks; every line, the last included, ends in a newline."""
+    return user_turn("".join(f"{line}\n" for line in (first_line, *blocks)))
+
+
+def check_style(style: str) -> None:
+    """
+    Raises:
+        `ValueError`: If `style` is not one of the prompt styles.
+    """
+    if style not in STYLES:
+        raise ValueError(f"`style` must be one of {', '.join(STYLES)}, got {style!r}.")
