@@ -1,0 +1,114 @@
+"""What the adapters room refuses at construction, each with the reason and the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import check_target_module_exists
+from torch import nn
+
+
+# Names with a meaning of their own: TRL copies an adapter "default" to "ref" and takes "ref" as reference model.
+RESERVED_NAMES = ("default", "ref")
+
+# Options that must keep PEFT's default, with the reason.
+_FIXED_OPTIONS = {
+    "bias": ("none", "biases live in the base model, which all members share"),
+    "modules_to_save": (None, "a full copy of a module per member is not routed by row"),
+    "lora_dropout": (0.0, "dropout makes old and current log-probabilities differ and draws one mask for all members"),
+    "lora_bias": (False, "operators and serving know only the A and B factors"),
+    "target_parameters": (None, "parameters that are not in an `nn.Linear` cannot be routed by row"),
+    "layer_replication": (None, "it changes the base model that the members share"),
+    "trainable_token_indices": (None, "token embeddings are not routed by row"),
+    "fan_in_fan_out": (False, "only `nn.Linear` layers are routed"),
+    "use_qalora": (False, "quantised base layers are not routed"),
+    "megatron_config": (None, "tensor-parallel layers are not routed"),
+}
+
+
+def check_member_names(names: Sequence[str], model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: If a name is repeated, reserved or not usable in a file name, or the model already has adapters.
+    """
+    if isinstance(model, PeftModel):
+        raise ValueError(
+            f"The model already has the adapters {sorted(model.peft_config)}. Pass the base model "
+            "(`model.merge_and_unload()` keeps what an adapter learned), the population brings its own adapters."
+        )
+    if not names:
+        raise ValueError("`names` must hold at least one member name, got none.")
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ValueError(f"A member name may hold only letters, digits, `_` and `-`, got {name!r}.")
+        if name in RESERVED_NAMES:
+            raise ValueError(f"The member name {name!r} is reserved by TRL for its reference model. Rename it.")
+    repeated = sorted({name for name in names if list(names).count(name) > 1})
+    if repeated:
+        raise ValueError(f"Member names must differ, got {repeated} more than once.")
+
+
+def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
+    """
+    Checks that a LoRA configuration can be trained for many members at once.
+
+    Rank-stabilised scaling, rank and alpha patterns and layer selections are supported.
+
+    Raises:
+        TypeError: If it is not a `LoraConfig`.
+        ValueError: If an option, a target or the base model's type cannot be routed by row.
+    """
+    if type(lora_config) is not LoraConfig:
+        raise TypeError(
+            f"The population needs a `peft.LoraConfig`, got `{type(lora_config).__name__}`. Members are rows of "
+            "stacked LoRA factors; other PEFT methods have none."
+        )
+    if lora_config.task_type not in (None, "CAUSAL_LM"):
+        raise ValueError(f"`task_type` must be 'CAUSAL_LM' or unset, got {str(lora_config.task_type)!r}.")
+    for option, (default, reason) in _FIXED_OPTIONS.items():
+        value = getattr(lora_config, option)
+        if value != default and value:
+            raise ValueError(f"`{option}={value!r}` is not supported: {reason}. Leave it at {default!r}.")
+    _check_variants(lora_config)
+    _check_targets(lora_config, model)
+
+
+def _check_variants(lora_config: LoraConfig) -> None:
+    for field in dataclasses.fields(lora_config):
+        if field.metadata.get("is_lora_variant") and getattr(lora_config, field.name):
+            raise ValueError(
+                f"`{field.name}={getattr(lora_config, field.name)!r}` is not supported: variants of LoRA have their "
+                "own forward, which does not split a batch by member. Leave it unset."
+            )
+    init = lora_config.init_lora_weights
+    if init is not True and init != "gaussian":
+        raise ValueError(
+            f"`init_lora_weights={init!r}` is not supported: members share their initial A, start from B = 0 and "
+            "leave the base weights alone. Use True or 'gaussian', or write factors with `adapters.weights.write_member`."
+        )
+
+
+def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "The base model is quantised, and quantised layers are not routed by row. Load it in bf16 or fp16."
+        )
+    if lora_config.target_modules is None or lora_config.target_modules == "all-linear":
+        return  # PEFT resolves both to linear layers without the output head
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if not name or not check_target_module_exists(lora_config, name):
+            continue
+        if module is head:
+            raise ValueError(
+                f"`target_modules` names the output head {name!r}. TRL computes log-probabilities from its weight "
+                "without calling it, so an adapter there would be ignored. Remove it from `target_modules`."
+            )
+        if not isinstance(module, nn.Linear):
+            raise ValueError(
+                f"`target_modules` names {name!r} of type `{type(module).__name__}`; only `nn.Linear` layers are "
+                "routed by row. Remove it from `target_modules`."
+            )

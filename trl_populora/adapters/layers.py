@@ -1,0 +1,203 @@
+"""The routed LoRA layer: one base matmul for the whole batch, all members' low-rank parts beside it.
+
+Members are ordinary PEFT adapters of ordinary shape; what is special is only the forward. It multiplies by the frozen
+base weight once, stacks the members' `A` and `B`, and applies them to the rows of each member in two batched matmuls (contracts 2, 4
+and 5).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from .checks import check_lora_config, check_member_names
+from .routing import Route, Router
+
+
+class RoutedLinear(nn.Module, LoraLayer):
+    """
+    A PEFT LoRA layer over `nn.Linear` in which every row of the batch has its own adapter.
+
+    It differs from `peft.tuners.lora.Linear` in three ways. The adapter of a row comes from a [`Router`], not from
+    `set_adapter`, so that the recomputation of gradient checkpointing sees the same adapters as the forward did. All
+    members are trainable at all times. And members without rows in a batch receive zero gradients instead of none, so
+    that DDP and ZeRO never wait for an unused parameter.
+
+    The weights are read without calling the `lora_A` and `lora_B` submodules: under ZeRO-3 they must not be
+    partitioned (`stage3_param_persistence_threshold`, see `accelerate_configs/zero3.yaml`).
+    """
+
+    def __init__(
+        self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int, lora_alpha: int, **kwargs
+    ):
+        super().__init__()
+        LoraLayer.__init__(self, base_layer, **kwargs)
+        self.fan_in_fan_out = config.fan_in_fan_out
+        self.router: Router | None = None
+        self.members: tuple[str, ...] = ()
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Records the active names. Every member stays trainable whichever is active, unless `inference_mode`."""
+        for factors in (self.lora_A, self.lora_B):
+            factors.requires_grad_(not inference_mode)
+        self._active_adapter = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+
+    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """
+        Args:
+            x (`torch.Tensor`): Inputs of shape `[R, ..., in_features]`, rows in the order of the route.
+
+        Raises:
+            RuntimeError: If no route is set, or if ZeRO-3 has partitioned the adapters.
+            ValueError: If the batch and the route differ in length, the route names a member that does not exist, or
+                PEFT's `adapter_names` is used.
+        """
+        if "adapter_names" in kwargs:
+            raise ValueError("`adapter_names` is not used by routed layers: set the rows with `Router.set`.")
+        if self.disable_adapters:
+            return self.base_layer(x, *args, **kwargs)
+        route = self._checked_route(x)
+        result = self.base_layer(x, *args, **kwargs)
+        if not route.present:
+            return self._touch(result)
+        dtype = result.dtype
+        inputs = self._cast_input_dtype(x, self.lora_A[self.members[0]].weight.dtype)
+        if route.ordered:
+            return (result + self._low_rank(inputs, route)).to(dtype)
+        order = route.order(x.device)
+        return result.index_add(0, order, self._low_rank(inputs.index_select(0, order), route).to(dtype))
+
+    def _low_rank(self, x: torch.Tensor, route: Route) -> torch.Tensor:
+        """`scaling * B_m A_m x` per row; `x` holds the present members' segments in order, `[rows, ..., in]`."""
+        factor_a, factor_b = self._stacked("lora_A", route), self._stacked("lora_B", route)  # [N, r, in], [N, out, r]
+        scaling = self.scaling[self.members[0]]
+        if route.equal:
+            segments = x.reshape(len(route.present), -1, self.in_features)
+            hidden = torch.bmm(segments, factor_a.transpose(1, 2)) * scaling
+            return torch.bmm(hidden, factor_b.transpose(1, 2)).reshape(*x.shape[:-1], self.out_features)
+        parts = zip(x.split(route.counts), factor_a.unbind(), factor_b.unbind(), strict=True)
+        return torch.cat([nn.functional.linear(nn.functional.linear(part, a) * scaling, b) for part, a, b in parts])
+
+    def _stacked(self, factors: str, route: Route) -> torch.Tensor:
+        weights = [getattr(self, factors)[name].weight for name in self.members]
+        if weights[0].ndim != 2:
+            raise RuntimeError(
+                f"`{factors}` has shape {tuple(weights[0].shape)}: ZeRO-3 has partitioned the adapters. Set "
+                "`stage3_param_persistence_threshold` above the largest LoRA matrix (`accelerate_configs/zero3.yaml`)."
+            )
+        scale = None if route.factors is None else route.factor_tensor(weights[0].device)
+        return _Stack.apply(route.present, scale, *weights)
+
+    def _touch(self, result: torch.Tensor) -> torch.Tensor:
+        """Lets a batch of base rows still reach every member's gradient, with zeros."""
+        if not torch.is_grad_enabled():
+            return result
+        nobody = Route(())
+        zero = self._stacked("lora_A", nobody).sum() + self._stacked("lora_B", nobody).sum()
+        return result + zero.to(result.dtype)
+
+    def _checked_route(self, x: torch.Tensor) -> Route:
+        route = None if self.router is None else self.router.route
+        if route is None:
+            raise RuntimeError(
+                "No route is set for this forward, so it is not known which member computes which row. Call "
+                "`router.set(rows)` before a forward with a backward (and `router.clear()` after the backward), or "
+                "run the forward inside `with router.rows_of(rows):`; -1 is the base model."
+            )
+        if len(route.rows) != x.shape[0]:
+            raise ValueError(
+                f"The route has {len(route.rows)} rows, the batch has {x.shape[0]}. Beam search and "
+                "`num_return_sequences` multiply rows: repeat the prompts and the route instead."
+            )
+        if route.present and route.present[-1] >= len(self.members):
+            raise ValueError(f"The route names member {route.present[-1]}, there are {len(self.members)} members.")
+        return route
+
+
+class _Stack(torch.autograd.Function):
+    """
+    Stacks the weights of the present members, `[N, *shape]`.
+
+    Backward gives each present member its slice times its factor, and every other member exact zeros. Scaling here,
+    rather than on the loss, leaves the gradient that flows on to the layers below untouched.
+    """
+
+    @staticmethod
+    def forward(ctx, present: tuple[int, ...], scale: torch.Tensor | None, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.present, ctx.scale = present, scale
+        return torch.stack([weights[i] for i in present]) if present else weights[0].new_empty(0, *weights[0].shape)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.scale is not None and ctx.present:
+            grad = grad * ctx.scale.to(grad.dtype)
+        slices = dict(zip(ctx.present, grad.unbind(), strict=True)) if ctx.present else {}
+        zero = grad.new_zeros(()).expand(grad.shape[1:])
+        needed = enumerate(ctx.needs_input_grad[2:])
+        return (None, None, *(slices.get(i, zero) if need else None for i, need in needed))
+
+
+def add_members(
+    model: nn.Module,
+    names: Sequence[str],
+    lora_config: LoraConfig,
+    router: Router,
+    seed: int,
+    autocast_adapter_dtype: bool = True,
+) -> PeftModel:
+    """
+    Puts one trainable LoRA adapter per member on a base model.
+
+    All members start from the same `A` and from `B = 0`: averaging two factorised adapters keeps 0.82 of their cosine
+    when they share the initialisation and 0.50 when they do not, so crossover depends on it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Base model; it is changed in place and frozen.
+        names (`Sequence[str]`):
+            Member names; a member's position is its index in the route.
+        lora_config ([`~peft.LoraConfig`]):
+            One configuration for all members; see [`~trl_populora.adapters.checks.check_lora_config`].
+        router ([`Router`]):
+            Where the layers read the route.
+        seed (`int`):
+            Seed of the common initialisation. The global random state is left as it is.
+        autocast_adapter_dtype (`bool`, *optional*, defaults to `True`):
+            Whether adapters of a half-precision base are kept in fp32. Must be `False` under ZeRO-3, which gathers
+            adapters and base into buffers of one type.
+
+    Raises:
+        ValueError: If the configuration or a name cannot be used; the message says what to do.
+        TypeError: If `lora_config` is not a `LoraConfig`.
+    """
+    check_member_names(names, model)
+    check_lora_config(lora_config, model)
+    config = copy.deepcopy(lora_config)
+    config.task_type = "CAUSAL_LM"
+    for position, name in enumerate(names):
+        member_config = copy.deepcopy(config)
+        member_config._register_custom_module({nn.Linear: RoutedLinear})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if position == 0:
+                peft_model = get_peft_model(model, member_config, name, autocast_adapter_dtype=autocast_adapter_dtype)
+                # "all-linear" is resolved by now; resolved again it would also look inside the new layers.
+                config.target_modules = member_config.target_modules
+            else:
+                peft_model.add_adapter(name, member_config, autocast_adapter_dtype=autocast_adapter_dtype)
+    for layer in routed_layers(peft_model).values():
+        layer.router, layer.members = router, tuple(names)
+    peft_model.base_model.set_adapter(list(names))
+    return peft_model
+
+
+def routed_layers(model: nn.Module) -> dict[str, RoutedLinear]:
+    """Routed layers of a model, by dotted name in `model.named_modules()`."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, RoutedLinear)}

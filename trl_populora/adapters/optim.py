@@ -1,0 +1,133 @@
+"""One optimizer life per member: its parameter group, its gradient norm, its right to stand still (contract 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .weights import is_zero_parameter, member_parameters
+
+
+def member_param_groups(
+    model: nn.Module, names: Sequence[str], lr: float | Mapping[str, float], weight_decay: float = 0.0
+) -> list[dict]:
+    """
+    One parameter group per member, in the order of `names`.
+
+    Args:
+        model (`nn.Module`): The model.
+        names (`Sequence[str]`): The members.
+        lr (`float` or `Mapping[str, float]`): Learning rate of all members, or one per name.
+        weight_decay (`float`, *optional*, defaults to `0.0`): Weight decay of all members.
+    """
+    return [
+        {
+            "params": list(member_parameters(model, name).values()),
+            "lr": lr[name] if isinstance(lr, Mapping) else lr,
+            "weight_decay": weight_decay,
+            "member": name,
+        }
+        for name in names
+    ]
+
+
+@torch.no_grad()
+def clip_member_grad_norms(model: nn.Module, names: Sequence[str], max_norm: float | None) -> dict[str, float]:
+    """
+    Clips the gradients of each member by that member's own norm, with the rule of `torch.nn.utils.clip_grad_norm_`.
+
+    A norm over all adapters would let the loudest member decide how far the others may move. Under ZeRO it has to run
+    between backward and step (see [`clip_inside_deepspeed`]); it is collective there and under FSDP.
+
+    Args:
+        model (`nn.Module`): The model after the backward, wrapped or not.
+        names (`Sequence[str]`): The members.
+        max_norm (`float`, *optional*): Largest norm per member; `None` or `0` only measures.
+
+    Returns:
+        `dict[str, float]`: Norm of each member before clipping; `0.0` without gradients.
+    """
+    gradients = {name: _local_gradients(model, name) for name in names}
+    squares = torch.stack([_square_sum(gradients[name]) for name in names])
+    if is_zero_parameter(next(iter(member_parameters(model, names[0]).values()))):
+        torch.distributed.all_reduce(squares)
+    norms = squares.sqrt()
+    if max_norm:
+        factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+        for name, factor in zip(names, factors, strict=True):
+            for gradient in gradients[name]:
+                gradient.mul_(factor.to(gradient.device))
+    return dict(zip(names, norms.tolist(), strict=True))
+
+
+def _local_gradients(model: nn.Module, name: str) -> list[torch.Tensor]:
+    """Gradient tensors of a member that can be changed in place: whole ones, or this rank's shards under ZeRO."""
+    parameters = member_parameters(model, name).values()
+    if not is_zero_parameter(next(iter(parameters))):
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if hasattr(next(iter(parameters)), "ds_id"):
+        return [_stage3_gradient(parameter) for parameter in parameters]
+    # A parameter without a mapping lies wholly in another rank's partition.
+    owned = [parameter for parameter in parameters if parameter._hp_mapping is not None]
+    return [parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group) for parameter in owned]
+
+
+def _stage3_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter._z3_optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)[0]
+
+
+def _square_sum(gradients: list[torch.Tensor]) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros(())
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
+    total = torch.linalg.vector_norm(norms.full_tensor() if isinstance(norms, DTensor) else norms)
+    return total.square().cpu()
+
+
+def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
+    """
+    Takes the gradients of members that have no rows in this step away, so that the optimizer leaves them alone.
+
+    With zero gradients instead, Adam would still move them by their momentum and advance their `step`. Call it on
+    every rank with the same names, after the last backward of the step.
+
+    Raises:
+        RuntimeError: Under ZeRO, which always steps a whole parameter group.
+    """
+    for name in names:
+        for parameter in member_parameters(model, name).values():
+            if is_zero_parameter(parameter):
+                raise RuntimeError(
+                    f"Members {list(names)} have no rows in this optimizer step, and ZeRO cannot leave them out of "
+                    "it: their momentum would move them. Use one optimizer step per population step "
+                    "(`steps_per_generation` = `gradient_accumulation_steps`) and let every member play, or use DDP."
+                )
+            parameter.grad = None
+
+
+def clip_inside_deepspeed(engine, names: Sequence[str], max_norm: float | None) -> dict[str, float]:
+    """
+    Lets a DeepSpeed engine clip per member. DeepSpeed runs backward, clipping and step in one call, so the place
+    between them is reached by going in front of `engine.step`; its own, joint clipping is switched off.
+
+    Args:
+        engine (`deepspeed.DeepSpeedEngine`): The prepared model.
+        names (`Sequence[str]`): The members.
+        max_norm (`float`, *optional*): Largest norm per member; `None` or `0` only measures.
+
+    Returns:
+        `dict[str, float]`: Filled anew with each member's norm at every optimizer step.
+    """
+    norms: dict[str, float] = {}
+    step = engine.step
+    engine.optimizer.clip_grad = 0.0
+
+    def clip_and_step(*args, **kwargs):
+        norms.update(clip_member_grad_norms(engine, names, max_norm))
+        return step(*args, **kwargs)
+
+    engine.step = clip_and_step
+    return norms

@@ -1,0 +1,218 @@
+"""Reading, writing, resetting and saving one member of a live model, on any backend (contracts 5 and 7).
+
+Every function is collective: under ZeRO and FSDP all ranks have to call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import extract_model_from_parallel
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .layers import routed_layers
+
+
+# Wrappers that put themselves between a module and its name; saved adapters must not know them.
+_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+# Optimizer state that is empty when all zero. Other state (quantised moments, say) is dropped and made anew.
+_ZERO_STATE = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+
+
+def member_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """
+    The live parameters of one member, by PEFT state-dict key without the adapter name, in the order of the model.
+
+    PEFT's own selection by name is not used: it matches sub-strings, so that `teacher_1` would also find `teacher_10`.
+
+    Args:
+        model (`nn.Module`): The `PeftModel`, or a DDP, DeepSpeed, FSDP or compiled wrapper of it.
+        name (`str`): The member.
+
+    Raises:
+        KeyError: If the model has no member of that name.
+    """
+    parameters = {}
+    for path, layer in routed_layers(peft_model(model)).items():
+        for part in _WRAPPER_PARTS:
+            path = path.replace(part, "")
+        if name not in layer.members:
+            raise KeyError(f"There is no member {name!r}; the members are {list(layer.members)}.")
+        parameters[f"{path}.lora_A.weight"] = layer.lora_A[name].weight
+        parameters[f"{path}.lora_B.weight"] = layer.lora_B[name].weight
+    return parameters
+
+
+def peft_model(model: nn.Module) -> PeftModel:
+    """The `PeftModel` inside whatever wraps it."""
+    return model if isinstance(model, PeftModel) else extract_model_from_parallel(model)
+
+
+def is_zero_parameter(parameter: nn.Parameter) -> bool:
+    """Whether DeepSpeed's ZeRO keeps a master copy of the parameter (`ds_id` marks stage 3, `_hp_mapping` 1 and 2)."""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+def read_member(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """
+    Full factors of one member, fp32 on the CPU; under ZeRO the master copy, which is what training continues from.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Per layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.
+    """
+    return {key: _full_tensor(parameter) for key, parameter in member_parameters(model, name).items()}
+
+
+def _full_tensor(parameter: nn.Parameter) -> torch.Tensor:
+    if isinstance(parameter, DTensor):
+        value = parameter.full_tensor()
+    elif is_zero_parameter(parameter):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        value = safe_get_full_fp32_param(parameter)
+    else:
+        value = parameter
+    return value.detach().to(device="cpu", dtype=torch.float32, copy=True)
+
+
+@torch.no_grad()
+def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor]) -> None:
+    """
+    Overwrites one member in place, so that the next forward already sees it and no optimizer step undoes it.
+
+    ZeRO keeps an fp32 master copy from which each step rewrites the live tensor, and setting the master leaves the
+    live tensor as it is until then. Both are written.
+
+    Args:
+        model (`nn.Module`): The model, wrapped or not.
+        name (`str`): The member to overwrite.
+        factors (`Mapping[str, torch.Tensor]`): As returned by [`read_member`]; the same on every rank.
+
+    Raises:
+        ValueError: If keys are missing or unexpected, or a shape differs.
+    """
+    parameters = member_parameters(model, name)
+    if parameters.keys() != factors.keys():
+        missing, unexpected = sorted(parameters.keys() - factors.keys()), sorted(factors.keys() - parameters.keys())
+        raise ValueError(f"`factors` for {name!r} must have the member's keys: missing {missing}, extra {unexpected}.")
+    for key, parameter in parameters.items():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # a partitioned ZeRO-3 parameter looks empty
+        if shape != factors[key].shape:
+            raise ValueError(f"{key!r} must have shape {tuple(shape)}, got {tuple(factors[key].shape)}.")
+    for key, parameter in parameters.items():
+        _write(parameter, factors[key])
+
+
+def _write(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        value = value.to(device=parameter.to_local().device, dtype=parameter.dtype)
+        parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
+        return
+    if not is_zero_parameter(parameter):
+        parameter.copy_(value)
+        return
+    from deepspeed.utils import safe_set_full_fp32_param
+    from deepspeed.zero import GatheredParameters
+
+    if hasattr(parameter, "ds_id"):
+        with GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(value)
+    else:
+        parameter.data.copy_(value)
+    safe_set_full_fp32_param(parameter, value.to(device=parameter.device, dtype=torch.float32))
+
+
+@torch.no_grad()
+def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
+    """
+    Makes the optimizer treat a member as one it has never stepped: moments and `step` are zero.
+
+    A kept `step` with zero moments would give the member a first update of more than three times the learning rate.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): The trainer's optimizer; accelerate's and DeepSpeed's wrappers are opened.
+        model (`nn.Module`): The model, wrapped or not.
+        name (`str`): The member.
+
+    Raises:
+        RuntimeError: Under ZeRO, if the member shares a parameter group with anything else.
+    """
+    parameters = list(member_parameters(model, name).values())
+    if isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    if not is_zero_parameter(parameters[0]):
+        for parameter in parameters:
+            _reset(optimizer.state, parameter)
+        return
+    for flat, group in _zero_partitions(optimizer, parameters, name):
+        _reset(optimizer.optimizer.state, flat)
+        if "step" in group:  # DeepSpeed's FusedAdam counts per group
+            group["step"] = 0
+
+
+def _reset(states: dict, key: torch.Tensor) -> None:
+    state = states.get(key)
+    if state is None:
+        return
+    if not _ZERO_STATE.issuperset(state):
+        del states[key]
+        return
+    for entry, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+        else:
+            state[entry] = 0
+
+
+def _zero_partitions(optimizer, parameters: list[nn.Parameter], name: str) -> list[tuple[torch.Tensor, dict]]:
+    """This rank's flat fp32 partitions of a member with their parameter groups; ZeRO steps these, not parameters."""
+    stage3 = hasattr(parameters[0], "ds_id")
+    groups = optimizer.fp16_groups if stage3 else optimizer.bit16_groups
+    flats = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
+    own = {id(parameter) for parameter in parameters}
+    partitions = []
+    for index, (group, flat) in enumerate(zip(groups, flats, strict=True)):
+        ids = {id(parameter) for parameter in group}
+        if not ids & own:
+            continue
+        if not ids <= own:
+            raise RuntimeError(
+                f"Member {name!r} shares a parameter group with other parameters, so ZeRO keeps one `step` for both. "
+                "Build the optimizer from `trl_populora.adapters.optim.member_param_groups`."
+            )
+        group_index = optimizer.sub_group_to_group_id[index] if stage3 else index
+        partitions.append((flat, optimizer.optimizer.param_groups[group_index]))
+    return partitions
+
+
+def save_member(model: nn.Module, name: str, directory: str | Path, write: bool = True) -> None:
+    """
+    Saves one member as an ordinary PEFT adapter directory, which stock PEFT and vLLM load.
+
+    Args:
+        model (`nn.Module`): The model, wrapped or not.
+        name (`str`): The member.
+        directory (`str` or `Path`): Where `adapter_config.json` and `adapter_model.safetensors` go; made if absent.
+        write (`bool`, *optional*, defaults to `True`):
+            Whether this rank writes. All ranks call, because reading is collective, and the main one writes.
+    """
+    factors = read_member(model, name)
+    if not write:
+        return
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = copy.copy(peft_model(model).peft_config[name])
+    config.inference_mode = True
+    # PEFT holds the targets as a set, whose order changes with the hash seed: same run, same bytes.
+    if not isinstance(config.target_modules, str):
+        config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(directory)
+    save_file(factors, directory / "adapter_model.safetensors", metadata={"format": "pt"})

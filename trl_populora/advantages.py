@@ -1,0 +1,136 @@
+"""From rewards to advantages, and the factor that makes a joint step equal to each member's own (phase 5, contract 3).
+
+All functions take the rows of the whole generation batch, gathered over the ranks, because a group may span ranks; a
+rank keeps its own slice of the result. Shape key: `_R` rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+# Added to a standard deviation before dividing by it, as in TRL's GRPO.
+STD_EPSILON = 1e-4
+
+# What TRL's `_compute_loss` divides the sum over rows by: the number of rows, or the number of completion tokens.
+LOSS_NORMALISERS = {
+    "grpo": "rows",
+    "dr_grpo": "rows",
+    "dapo": "tokens",
+    "cispo": "tokens",
+}
+
+
+def compute_advantages(
+    rewards_R: torch.Tensor,
+    members_R: torch.Tensor,
+    kinds_R: torch.Tensor,
+    groups_R: torch.Tensor,
+    baseline: str = "group",
+    scale_rewards: str = "group",
+) -> torch.Tensor:
+    """
+    Advantages of the rows of one role.
+
+    Args:
+        rewards_R (`torch.Tensor`):
+            Rewards; NaN on rows of the other role, which get advantage 0 and count nowhere.
+        members_R (`torch.Tensor`):
+            Member index of each row.
+        kinds_R (`torch.Tensor`):
+            Task kind of each row as an integer.
+        groups_R (`torch.Tensor`):
+            Which rows answered the same prompt, as an integer: the task slot of a student's attempt.
+        baseline (`str`, *optional*, defaults to `"group"`):
+            What is subtracted. `"group"`: the mean over attempts at the same prompt (GRPO, arXiv 2402.03300), the
+            default for students. `"member"`: the mean over the member's rows of the same kind, the default for
+            teachers, whose prompts all differ (task-relative REINFORCE++ of Absolute Zero, arXiv 2505.03335, which
+            does it per kind and role; one member is one policy here).
+        scale_rewards (`str`, *optional*, defaults to `"group"`):
+            Over which rows the standard deviation is taken that advantages are divided by: `"group"`, `"member"` (and
+            kind), or `"none"` to divide by nothing (Dr. GRPO, arXiv 2503.20783).
+
+    Returns:
+        `torch.Tensor`: Advantages of shape `[R]`, on the device and in the type of the rewards.
+
+    Raises:
+        ValueError: If `baseline` or `scale_rewards` has another value.
+    """
+    if baseline not in ("group", "member"):
+        raise ValueError(f"`baseline` must be 'group' or 'member', got {baseline!r}.")
+    if scale_rewards not in ("group", "member", "none"):
+        raise ValueError(f"`scale_rewards` must be 'group', 'member' or 'none', got {scale_rewards!r}.")
+    # On the CPU and in double precision: a sum on a GPU depends on the order in which rows arrive, and no member's
+    # advantage may depend on another's rows by a single bit.
+    rewards = rewards_R.detach().to(device="cpu", dtype=torch.float64)
+    ids = {"group": groups_R.cpu(), "member": torch.stack([members_R.cpu(), kinds_R.cpu()], dim=1)}
+    advantages = rewards - _moments(rewards, ids[baseline])[0]
+    if scale_rewards != "none":
+        advantages = advantages / (_moments(rewards, ids[scale_rewards])[1] + STD_EPSILON)
+    return advantages.nan_to_num(nan=0.0).to(device=rewards_R.device, dtype=rewards_R.dtype)
+
+
+def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation (n - 1; 0 for one row) over the rows with the same id, NaN left out; both `[R]`."""
+    _, slots_R = torch.unique(ids, dim=0, return_inverse=True)
+    known_R = (~values_R.isnan()).to(values_R.dtype)
+    filled_R = values_R.nan_to_num(nan=0.0)
+    counts = _sums(known_R, slots_R)
+    means = _sums(filled_R, slots_R) / counts.clamp(min=1)
+    squares = _sums((filled_R - means[slots_R]).square() * known_R, slots_R)
+    return means[slots_R], (squares / (counts - 1).clamp(min=1)).sqrt()[slots_R]
+
+
+def _sums(values_R: torch.Tensor, slots_R: torch.Tensor) -> torch.Tensor:
+    """Sum of the values in each slot."""
+    return values_R.new_zeros(int(slots_R.max()) + 1 if slots_R.numel() else 0).index_add(0, slots_R, values_R)
+
+
+def member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str) -> torch.Tensor:
+    """
+    The factor per row by which the joint loss undercounts a member, compared with training the member alone.
+
+    TRL divides the sum over all rows of an optimizer step by their number (`grpo`, `dr_grpo`) or by their completion
+    tokens (`dapo`, `cispo`), over all ranks and accumulation steps. Alone, a member's sum would be divided by its own
+    number. The factor is the ratio, so a member with a third of the rows gets 3.
+
+    Give the factors to [`~trl_populora.adapters.routing.Router.set`] together with the rows: the routed layer then
+    multiplies the member's *gradients* by them. That is exact for everything in the loss that TRL divides alike, the
+    KL term (`beta`) included. Multiplying the advantages instead ([`normalise_per_member`]) is the same only while
+    `beta` is 0.
+
+    With more than one optimizer step per generation batch the `"rows"` factor is exact if each of them holds the same
+    share of every member's rows.
+
+    Args:
+        members_R (`torch.Tensor`): Member index of each row of the generation batch, over all ranks.
+        num_tokens_R (`torch.Tensor`): Completion tokens of each row that count in the loss.
+        loss_type (`str`): TRL's `loss_type`.
+
+    Returns:
+        `torch.Tensor`: Factors of shape `[R]`, fp32, equal for all rows of a member; 1 for a member without tokens.
+
+    Raises:
+        ValueError: If the loss type's normaliser is not one of rows and tokens of the whole step.
+    """
+    if loss_type not in LOSS_NORMALISERS:
+        raise ValueError(
+            f"`loss_type={loss_type!r}` cannot be made equal to training each member alone. Use one of "
+            f"{sorted(LOSS_NORMALISERS)}."
+        )
+    weights_R = torch.ones_like(num_tokens_R) if LOSS_NORMALISERS[loss_type] == "rows" else num_tokens_R
+    weights_R = weights_R.to(torch.float64)
+    _, slots_R = torch.unique(members_R, return_inverse=True)
+    own_R = _sums(weights_R, slots_R)[slots_R]
+    factors_R = weights_R.sum() / own_R
+    return torch.where(own_R > 0, factors_R, torch.ones_like(factors_R)).to(torch.float32)
+
+
+def normalise_per_member(
+    advantages_R: torch.Tensor, members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str
+) -> torch.Tensor:
+    """
+    Advantages times [`member_factors`]. The policy loss is positively homogeneous in the advantage, so this makes the
+    joint loss equal to each member's own as long as `beta` is 0. Use it instead of the router's factors, never both.
+    """
+    return advantages_R * member_factors(members_R, num_tokens_R, loss_type).to(advantages_R)
