@@ -87,7 +87,7 @@ def _check_variants(lora_config: LoraConfig) -> None:
     if init is not True and init != "gaussian":
         raise ValueError(
             f"`init_lora_weights={init!r}` is not supported: members share their initial A, start from B = 0 and "
-            "leave the base weights alone. Use True or 'gaussian', or write factors with `adapters.weights.write_member`."
+            "leave the base weights alone. Use True or 'gaussian', or write factors with `write_member`."
         )
 
 

@@ -1,8 +1,8 @@
 """The routed LoRA layer: one base matmul for the whole batch, all members' low-rank parts beside it.
 
 Members are ordinary PEFT adapters of ordinary shape; what is special is only the forward. It multiplies by the frozen
-base weight once, stacks the members' `A` and `B`, and applies them to the rows of each member in two batched matmuls (contracts 2, 4
-and 5).
+base weight once, stacks the members' `A` and `B`, and applies them to the rows of each member in two batched matmuls
+(contracts 2, 4 and 5).
 """
 
 from __future__ import annotations
