@@ -1,0 +1,209 @@
+"""Reading answers: Python literals from model text, without evaluating anything (phase 4).
+
+A token scan comes first. It lets through strings, numbers, brackets, commas, colons, signs and a handful of names,
+under limits on length, nesting, digits and operators. Only text that passed is given to `ast.parse`, and the tree is
+turned into plain data by a closed list of node types. There is no attribute, no comprehension, no f-string, no call but
+four named forms, and no operator but the signs and the `+` or `-` of a complex number.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+
+MAX_LENGTH = 65536  # characters of an answer
+MAX_DEPTH = 64  # brackets inside each other
+MAX_DIGITS = 4300  # decimal digits of an integer: where Python itself stops converting
+MAX_SIGNS = 4  # signs in a row
+
+_NAMES = {"None": None, "True": True, "False": False, "nan": float("nan"), "inf": float("inf")}
+_CALLS = ("set", "frozenset", "complex", "float")
+_FLOAT_WORDS = ("nan", "inf", "-inf", "+inf", "infinity", "-infinity")
+_TOKEN = re.compile(
+    r"""
+    (?P<space>[ \t\r\n\f]+)
+  | (?P<string>(?P<prefix>[rR]?[bB]|[bB][rR]|[rRuU])?
+        (?: \"\"\"(?:[^\\"]|\\.|\"{1,2}(?!\"))*\"\"\" | '''(?:[^\\']|\\.|'{1,2}(?!'))*'''
+          | "(?!"")(?:[^\\\n"]|\\.)*" | '(?!'')(?:[^\\\n']|\\.)*' | "" | '' ))
+  | (?P<number>0[xX][0-9a-fA-F_]+ | 0[oO][0-7_]+ | 0[bB][01_]+
+        | (?:[0-9][0-9_]*(?:\.[0-9_]*)? | \.[0-9][0-9_]*)(?:[eE][+-]?[0-9_]+)?[jJ]?)
+  | (?P<name>[A-Za-z_][A-Za-z0-9_]*)
+  | (?P<open>[\[({]) | (?P<close>[\])}]) | (?P<sign>[+-]) | (?P<mark>[,:])
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_PAIRS = {")": "(", "]": "[", "}": "{"}
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+
+
+class LiteralError(ValueError):
+    """The text is not a literal that may be read; the message says why."""
+
+
+def read_literal(text: str) -> object:
+    """
+    Plain data from a Python literal.
+
+    Args:
+        text (`str`): What a solver wrote, for example `[1, 'a', {2.5: None}]`. Reads everything that
+            [`to_literal`][trl_populora.sandbox.values] writes, and `float('nan')`.
+
+    Raises:
+        LiteralError: The text is anything else, or exceeds a limit.
+    """
+    return _convert(_parse(_scan(text, ())))
+
+
+def read_arguments(text: str, function: str = "f") -> tuple:
+    """
+    The positional arguments of a call, from `3, [4]` or from exactly one call `f(3, [4])`.
+
+    Args:
+        text (`str`): What a solver wrote.
+        function (`str`, *optional*, defaults to `"f"`): The only name that may be called.
+
+    Raises:
+        LiteralError: The text is anything else, or exceeds a limit.
+    """
+    source = _scan(text, (function,))
+    if not re.match(rf"{re.escape(function)}\s*\(", source):
+        source = f"{function}({source}\n)"
+    node = _parse(source)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != function:
+        raise LiteralError(f"expected one argument list, or one call of {function}")
+    if node.keywords:
+        raise LiteralError("only positional arguments are read")
+    return tuple(_convert(argument) for argument in node.args)
+
+
+def _scan(text: str, functions: tuple[str, ...]) -> str:
+    """Check every token; return the text with odd escapes made explicit."""
+    if not isinstance(text, str):
+        raise LiteralError(f"expected a string, got {type(text).__name__}")
+    if len(text) > MAX_LENGTH:
+        raise LiteralError(f"longer than {MAX_LENGTH} characters")
+    text = text.strip()
+    parts, kinds, brackets, position = [], [], [], 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise LiteralError(f"{text[position]!r} has no place in a literal")
+        kind, token, position = match.lastgroup, match.group(), match.end()
+        parts.append(_check_token(kind, token, match, functions))
+        kinds.append(kind)
+        if kind == "open" or kind == "close":
+            _nest(brackets, token)
+    if brackets:
+        raise LiteralError(f"{brackets[-1]!r} is never closed")
+    _check_order(kinds)
+    return "".join(parts)
+
+
+def _nest(brackets: list[str], token: str) -> None:
+    if token not in _PAIRS:
+        brackets.append(token)
+        if len(brackets) > MAX_DEPTH:
+            raise LiteralError(f"nested deeper than {MAX_DEPTH}")
+    elif not brackets or brackets.pop() != _PAIRS[token]:
+        raise LiteralError(f"{token!r} closes nothing")
+
+
+def _check_order(kinds: list[str]) -> None:
+    signs, previous = 0, "mark"
+    for kind in kinds:
+        signs = signs + 1 if kind == "sign" else signs if kind == "space" else 0
+        if signs > MAX_SIGNS:
+            raise LiteralError(f"more than {MAX_SIGNS} signs in a row")
+        if previous == "number" and kind in ("name", "number", "string"):
+            raise LiteralError("a number runs into the next word")
+        previous = kind
+
+
+def _check_token(kind: str, token: str, match: re.Match, functions: tuple[str, ...]) -> str:
+    if kind == "number":
+        if token[:2].lower() not in ("0x", "0o", "0b") and len(token) > MAX_DIGITS:
+            raise LiteralError(f"a number of more than {MAX_DIGITS} digits")
+    elif kind == "name":
+        if token not in _NAMES and token not in _CALLS and token not in functions:
+            raise LiteralError(f"the name {token[:40]!r} is not a literal")
+    elif kind == "string":
+        if "\0" in token:
+            raise LiteralError("a null character in a string")
+        if "\\" in token and "r" not in (match.group("prefix") or "").lower():
+            return _explicit_escapes(token, "b" in (match.group("prefix") or "").lower())
+    return token
+
+
+def _explicit_escapes(token: str, is_bytes: bool) -> str:
+    """Double the backslashes that Python would keep with a warning, so that reading answers never warns."""
+    allowed = "\\'\"abfnrtvx01234567\n\r" + ("" if is_bytes else "NuU")
+    return _ESCAPE.sub(lambda pair: pair.group() if pair.group()[1] in allowed else "\\" + pair.group(), token)
+
+
+def _parse(source: str) -> ast.expr:
+    try:
+        return ast.parse(source, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise LiteralError(f"not a literal: {str(error)[:80]}") from None
+
+
+def _convert(node: ast.expr) -> object:
+    kind = type(node)
+    if kind is ast.Constant and type(node.value) in (int, float, complex, str, bytes, bool, type(None)):
+        return node.value
+    if kind is ast.List:
+        return [_convert(item) for item in node.elts]
+    if kind is ast.Tuple:
+        return tuple(_convert(item) for item in node.elts)
+    if kind is ast.Set:
+        return _hashed(set, [_convert(item) for item in node.elts])
+    if kind is ast.Dict and None not in node.keys:
+        return _hashed(dict, list(zip(map(_convert, node.keys), map(_convert, node.values), strict=True)))
+    if kind is ast.Name and node.id in _NAMES:
+        return _NAMES[node.id]
+    if kind is ast.UnaryOp and type(node.op) in (ast.UAdd, ast.USub):
+        return _signed(node)
+    if kind is ast.BinOp and type(node.op) in (ast.Add, ast.Sub):
+        return _complex_sum(node)
+    if kind is ast.Call and isinstance(node.func, ast.Name) and not node.keywords:
+        return _named_form(node.func.id, node.args)
+    raise LiteralError(f"{kind.__name__} is not part of a literal")
+
+
+def _hashed(kind: type, items: list) -> object:
+    try:
+        return kind(items)
+    except TypeError as error:
+        raise LiteralError(str(error)) from None
+
+
+def _signed(node: ast.UnaryOp) -> object:
+    value = _convert(node.operand)
+    if type(value) not in (int, float, complex):
+        raise LiteralError("a sign needs a number")
+    return -value if isinstance(node.op, ast.USub) else +value
+
+
+def _complex_sum(node: ast.BinOp) -> complex:
+    left, right = _convert(node.left), _convert(node.right)
+    if type(left) not in (int, float) or type(right) is not complex or not isinstance(node.right, ast.Constant):
+        raise LiteralError("arithmetic is not part of a literal")
+    try:
+        return left + right if isinstance(node.op, ast.Add) else left - right
+    except OverflowError:
+        raise LiteralError("a number too large for a complex part") from None
+
+
+def _named_form(name: str, nodes: list[ast.expr]) -> object:
+    """`set()`, `frozenset()`, `frozenset({1})`, `complex(nan, 1.0)` and `float('nan')`."""
+    values = [_convert(node) for node in nodes]
+    if name == "set" and not values:
+        return set()
+    if name == "frozenset" and (not values or (len(values) == 1 and type(values[0]) in (set, list, tuple))):
+        return _hashed(frozenset, values[0] if values else [])
+    if name == "complex" and len(values) == 2 and all(type(value) is float for value in values):
+        return complex(*values)
+    if name == "float" and len(values) == 1 and type(values[0]) is str and values[0].lower() in _FLOAT_WORDS:
+        return float(values[0])
+    raise LiteralError(f"{name!r} is not called this way in a literal")

@@ -1,0 +1,389 @@
+"""Plain data as canonical text: what programs take in, what they give back, and when two answers are equal.
+
+Plain data is `None`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `list`, `tuple`, `set`, `frozenset` and
+`dict`, of exactly these types. Its text form is a tagged JSON: equal values of equal type give equal text, so a golden
+answer can be stored, hashed and compared as a string, and reading it back never evaluates anything.
+
+| value | text |
+|---|---|
+| None, True, 3, 1.5, "a" | `null`, `true`, `3`, `1.5`, `"a"` |
+| int of 64 bits or more | `["x","-1f..."]` (hexadecimal: linear time in both directions) |
+| nan, inf, -inf | `["f","nan"]` |
+| str with lone surrogates | `["u","<utf-8 with surrogates, hexadecimal>"]` |
+| bytes, complex | `["b","<hexadecimal>"]`, `["c",re,im]` |
+| list, tuple, set, frozenset | `["l",...]`, `["t",...]`, `["s",...]`, `["z",...]` |
+| dict | `["d",key,value,...]` |
+
+The members of sets and the pairs of dicts are sorted by their own text. This file is loaded by the trainer and by the
+sandbox's warm processes alike (phases 3 and 4), so it imports nothing beyond `json`.
+"""
+
+from __future__ import annotations
+
+import json
+from json.encoder import encode_basestring_ascii as _quote
+
+
+MAX_BYTES = 65536  # text of one value
+MAX_NODES = 20000  # scalars and containers in one value
+MAX_DEPTH = 64  # containers inside each other
+
+_SMALL = 1 << 63
+_SEQUENCES = {list: "l", tuple: "t"}
+_SETS = {set: "s", frozenset: "z"}
+_INFINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+class NotPlainData(ValueError):
+    """The value, or something inside it, is not plain data."""
+
+
+class ValueTooLarge(ValueError):
+    """The value is plain data but exceeds the budget of bytes, nodes or depth."""
+
+
+class _Encoder:
+    """One encoding in progress: what is left of the budgets."""
+
+    def __init__(self, max_bytes: int, max_nodes: int, max_depth: int):
+        self.max_bytes, self.bytes = max_bytes, max_bytes
+        self.max_nodes, self.nodes = max_nodes, max_nodes
+        self.max_depth = max_depth
+
+    def spend(self, size: int) -> None:
+        self.bytes -= size
+        self.nodes -= 1
+        if self.bytes < 0:
+            raise ValueTooLarge(f"the value needs more than {self.max_bytes} bytes")
+        if self.nodes < 0:
+            raise ValueTooLarge(f"the value has more than {self.max_nodes} parts")
+
+    def text(self, value: object, depth: int) -> str:
+        kind = type(value)
+        if kind is str:
+            return self.string(value)
+        if kind is int:
+            return self.integer(value)
+        if value is None or kind is bool:
+            self.spend(5)
+            return "null" if value is None else "true" if value else "false"
+        if kind is float:
+            self.spend(20)
+            return _float_text(value)
+        if kind is bytes:
+            self.spend(2 * len(value) + 8)
+            return f'["b","{value.hex()}"]'
+        if kind is complex:
+            self.spend(48)
+            return f'["c",{_float_text(value.real)},{_float_text(value.imag)}]'
+        return self.container(value, kind, depth)
+
+    def string(self, value: str) -> str:
+        self.spend(len(value) + 2)
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                # JSON's \ud800\udc00 would read back as one character, so lone surrogates need a form of their own.
+                return f'["u","{value.encode("utf-8", "surrogatepass").hex()}"]'
+        return _quote(value)
+
+    def integer(self, value: int) -> str:
+        if -_SMALL < value < _SMALL:
+            self.spend(8)
+            return str(value)
+        self.spend(value.bit_length() // 4 + 8)
+        return f'["x","{value:x}"]'
+
+    def container(self, value: object, kind: type, depth: int) -> str:
+        if depth >= self.max_depth:
+            raise ValueTooLarge(f"the value is nested deeper than {self.max_depth}")
+        self.spend(6)
+        depth += 1
+        if kind in _SEQUENCES:
+            parts = [self.text(item, depth) for item in value]
+            tag = _SEQUENCES[kind]
+        elif kind in _SETS:
+            parts = sorted(self.text(item, depth) for item in value)
+            tag = _SETS[kind]
+        elif kind is dict:
+            pairs = sorted((self.text(key, depth), self.text(item, depth)) for key, item in value.items())
+            parts = [text for pair in pairs for text in pair]
+            tag = "d"
+        else:
+            name = getattr(kind, "__name__", "object")
+            raise NotPlainData(f"a value of type {str(name)[:80]!r} is not plain data")
+        return f'["{tag}",{",".join(parts)}]' if parts else f'["{tag}"]'
+
+
+def _float_text(value: float) -> str:
+    text = repr(value)
+    return text if text[-1] not in "nf" else f'["f","{text}"]'
+
+
+def encode(
+    value: object, *, max_bytes: int = MAX_BYTES, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH
+) -> str:
+    """
+    Canonical text of plain data; pure ASCII without line breaks.
+
+    Args:
+        value (`object`): Plain data; anything else, a subclass included, is refused and never stored by its `repr`.
+        max_bytes (`int`, *optional*, defaults to `65536`): Longest text, in bytes.
+        max_nodes (`int`, *optional*, defaults to `20000`): Most scalars and containers.
+        max_depth (`int`, *optional*, defaults to `64`): Most containers inside each other; also ends cyclic data.
+
+    Raises:
+        NotPlainData: The value holds something else than plain data.
+        ValueTooLarge: A budget is exceeded. Nothing is ever cut.
+    """
+    text = _Encoder(max_bytes, max_nodes, max_depth).text(value, 0)
+    if len(text) > max_bytes:
+        raise ValueTooLarge(f"the value needs more than {max_bytes} bytes")
+    return text
+
+
+def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> object:
+    """
+    The value behind a canonical text. Only text that [`encode`] could have written is read.
+
+    Raises:
+        ValueError: `text` is not canonical: unknown tags, unsorted or repeated members, spaces, other number forms.
+    """
+    value = _read(text, max_bytes, max_depth)
+    if encode(value, max_bytes=max_bytes, max_nodes=max_bytes, max_depth=max_depth) != text:
+        raise ValueError("the text is not in canonical form")
+    return value
+
+
+def is_canonical(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> bool:
+    """Whether [`decode`] would read `text`."""
+    # The commonest answers, short integers, are recognised without parsing.
+    digits = text[1:] if text.startswith("-") else text
+    if 0 < len(digits) < 16 and digits.isascii() and digits.isdigit():
+        return (digits[0] != "0" or digits == "0") and text != "-0"
+    try:
+        decode(text, max_bytes=max_bytes, max_depth=max_depth)
+    except ValueError:
+        return False
+    return True
+
+
+def _read(text: str, max_bytes: int, max_depth: int) -> object:
+    if not isinstance(text, str) or len(text) > max_bytes:
+        raise ValueError(f"the text is not a string of at most {max_bytes} characters")
+    if text.count("[") > max_depth and _bracket_depth(text) > max_depth + 2:
+        raise ValueError(f"the text is nested deeper than {max_depth}")
+    try:
+        return _build(_JSON.decode(text))
+    except (RecursionError, TypeError, KeyError, IndexError, OverflowError) as error:
+        raise ValueError(f"the text is not canonical: {type(error).__name__}") from None
+
+
+def _bracket_depth(text: str) -> int:
+    deepest = depth = 0
+    inside = escaped = False
+    for char in text:
+        if inside:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == '"':
+                inside = False
+        elif char == '"':
+            inside = True
+        elif char == "[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char == "]":
+            depth -= 1
+    return deepest
+
+
+def _refuse(token: object) -> object:
+    raise ValueError(f"{str(token)[:40]!r} has no place in canonical text")
+
+
+def _small_int(digits: str) -> int:
+    return int(digits) if len(digits) < 21 else _refuse(digits)
+
+
+_JSON = json.JSONDecoder(parse_int=_small_int, parse_constant=_refuse, object_pairs_hook=_refuse)
+
+
+def _build(node: object) -> object:
+    if type(node) is not list:
+        return node
+    tag, *rest = node
+    return _BUILDERS[tag](rest)
+
+
+def _build_float(rest: list) -> float:
+    (name,) = rest
+    return _INFINITE[name]
+
+
+def _build_complex(rest: list) -> complex:
+    real, imag = map(_build, rest)
+    if type(real) is not float or type(imag) is not float:
+        raise ValueError("a complex number needs two floats")
+    return complex(real, imag)
+
+
+def _build_bytes(rest: list) -> bytes:
+    (digits,) = rest
+    return bytes.fromhex(digits)
+
+
+def _build_set(rest: list, kind: type) -> object:
+    value = kind(map(_build, rest))
+    if len(value) != len(rest):
+        raise ValueError("a set repeats a member")
+    return value
+
+
+def _build_dict(rest: list) -> dict:
+    value = dict(zip(map(_build, rest[::2]), map(_build, rest[1::2]), strict=True))
+    if 2 * len(value) != len(rest):
+        raise ValueError("a dict repeats a key")
+    return value
+
+
+_BUILDERS = {
+    "l": lambda rest: [_build(node) for node in rest],
+    "t": lambda rest: tuple(_build(node) for node in rest),
+    "s": lambda rest: _build_set(rest, set),
+    "z": lambda rest: _build_set(rest, frozenset),
+    "d": _build_dict,
+    "f": _build_float,
+    "c": _build_complex,
+    "b": _build_bytes,
+    "u": lambda rest: _build_bytes(rest).decode("utf-8", "surrogatepass"),
+    "x": lambda rest: int(*rest, 16),
+}
+
+
+def equal(a: object, b: object, *, strict: bool = False, tolerance: float = 0.0) -> bool:
+    """
+    Whether two pieces of plain data are the same answer.
+
+    The default is Python's `==` with nan equal to nan, so `1 == 1.0 == True` and `-0.0 == 0.0`.
+
+    Args:
+        a (`object`): Plain data, as [`decode`] gives it.
+        b (`object`): Plain data.
+        strict (`bool`, *optional*, defaults to `False`): Types, and the sign of a zero, must agree as well.
+        tolerance (`float`, *optional*, defaults to `0.0`): Largest absolute or relative difference of two floats.
+            Members of sets and keys of dicts are compared without it.
+    """
+    if strict and tolerance == 0.0:
+        return encode(a, **_ANY_SIZE) == encode(b, **_ANY_SIZE)
+    if (strict and type(a) is not type(b)) or _family(a) is not _family(b):
+        return False
+    if type(a) in _SEQUENCES:
+        return len(a) == len(b) and all(
+            equal(x, y, strict=strict, tolerance=tolerance) for x, y in zip(a, b, strict=True)
+        )
+    if type(a) is dict:
+        return _equal_dicts(a, b, strict, tolerance)
+    if type(a) in _SETS:
+        return _keys(a, strict) == _keys(b, strict)
+    if type(a) is float or type(b) is float:
+        return _equal_numbers(a, b, tolerance)
+    if type(a) is complex and type(b) is complex:
+        return _equal_numbers(a.real, b.real, tolerance) and _equal_numbers(a.imag, b.imag, tolerance)
+    return a == b
+
+
+_ANY_SIZE = {"max_bytes": 1 << 40, "max_nodes": 1 << 40, "max_depth": 400}
+_NUMBERS = (bool, int, float, complex)
+
+
+def _family(value: object) -> type:
+    kind = type(value)
+    return complex if kind in _NUMBERS else set if kind in _SETS else kind
+
+
+def _equal_numbers(a: float, b: float, tolerance: float) -> bool:
+    if a == b or (a != a and b != b):
+        return True
+    if not tolerance or type(a) is not float or type(b) is not float or abs(a) == abs(b) or a - b != a - b:
+        return False
+    gap = abs(a - b)
+    return gap != float("inf") and gap <= max(tolerance, tolerance * max(abs(a), abs(b)))
+
+
+def _key(value: object, strict: bool) -> str:
+    """A text that two keys share exactly when Python, with nan equal to nan, calls them equal."""
+    if strict or type(value) in (str, bytes):
+        return encode(value, **_ANY_SIZE)
+    if type(value) is tuple:
+        return "(" + ",".join(_key(item, strict) for item in value) + ")"
+    if type(value) is frozenset:
+        return "{" + ",".join(sorted(_key(item, strict) for item in value)) + "}"
+    return _number_key(value) if type(value) in _NUMBERS else "null"
+
+
+def _number_key(value: complex) -> str:
+    if type(value) is complex and value.imag != 0:
+        return f"c{value.real + 0.0!r},{value.imag + 0.0!r}"
+    number = value.real
+    whole = type(number) is not float or number.is_integer()
+    return f"n{int(number):x}" if whole else f"n{number!r}"
+
+
+def _keys(members: object, strict: bool) -> list[str]:
+    return sorted(_key(member, strict) for member in members)
+
+
+def _equal_dicts(a: dict, b: dict, strict: bool, tolerance: float) -> bool:
+    if len(a) != len(b) or _keys(a, strict) != _keys(b, strict):
+        return False
+    # Several nan keys share one text, so the pairs under a text are matched in the order of their values' texts.
+    order = [
+        sorted((_key(key, strict), encode(item, **_ANY_SIZE), index) for index, (key, item) in enumerate(side.items()))
+        for side in (a, b)
+    ]
+    items = [list(side.values()) for side in (a, b)]
+    return all(
+        equal(items[0][left[2]], items[1][right[2]], strict=strict, tolerance=tolerance)
+        for left, right in zip(*order, strict=True)
+    )
+
+
+def to_literal(value: object) -> str:
+    """
+    Plain data as a Python literal for prompts; [`read_literal`][trl_populora.sandbox.literals] reads it back.
+
+    Values without a literal of their own become `nan`, `inf`, `set()`, `frozenset({1})` and `complex(nan, 1.0)`. Sets
+    and dicts are written in canonical order.
+
+    Raises:
+        NotPlainData: The value holds something else than plain data.
+    """
+    kind = type(value)
+    if kind is int:
+        return str(value) if value.bit_length() < 14000 else hex(value)
+    if kind is complex:
+        return _complex_literal(value)
+    if value is None or kind in (bool, float, str, bytes):
+        return repr(value)
+    if kind is list:
+        return "[" + ", ".join(map(to_literal, value)) + "]"
+    if kind is tuple:
+        return "(" + ", ".join(map(to_literal, value)) + (",)" if len(value) == 1 else ")")
+    if kind in _SETS:
+        members = sorted(value, key=lambda item: encode(item, **_ANY_SIZE))
+        text = "{" + ", ".join(map(to_literal, members)) + "}" if members else ""
+        return text if kind is set and members else f"{kind.__name__}({text})"
+    if kind is dict:
+        pairs = sorted(value.items(), key=lambda pair: (encode(pair[0], **_ANY_SIZE), encode(pair[1], **_ANY_SIZE)))
+        return "{" + ", ".join(f"{to_literal(key)}: {to_literal(item)}" for key, item in pairs) + "}"
+    raise NotPlainData(f"a value of type {kind.__name__!r} is not plain data")
+
+
+def _complex_literal(value: complex) -> str:
+    parts = (value.real, value.imag)
+    plain = all(part == part and abs(part) != float("inf") and repr(part) != "-0.0" for part in parts)
+    return repr(value) if plain else f"complex({parts[0]!r}, {parts[1]!r})"
