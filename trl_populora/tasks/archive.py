@@ -1,11 +1,256 @@
-"""The task archive (stub)."""
+"""The task archive: verified tasks that serve as references (phase 2) and fill free student slots (phase 4).
+
+In memory, newest kept: at the cap the oldest task of the same kind makes room (Absolute Zero Reasoner keeps the oldest
+and freezes). Adding, looking up and evicting cost O(1), sampling O(number sampled), however large it is.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_populora.sandbox import values
+
+from .base import Task
+from .complexity import Coverage
+from .programs import ProgramError, normal_form, parse_bounded
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+STATE_VERSION = 1
+
+
+class _Ring:
+    """The newest `cap` tasks of one kind; position 0 is the oldest."""
+
+    def __init__(self, cap: int):
+        self.cap = cap
+        self.slots: list[tuple[Task, bytes]] = []
+        self.start = 0
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, position: int) -> Task:
+        return self.slots[(self.start + position) % len(self.slots)][0]
+
+    def push(self, task: Task, key: bytes) -> bytes | None:
+        """Appends a task and returns the key of the one that had to go, if any."""
+        if len(self.slots) < self.cap:
+            self.slots.append((task, key))
+            return None
+        evicted = self.slots[self.start][1]
+        self.slots[self.start] = (task, key)
+        self.start = (self.start + 1) % self.cap
+        return evicted
+
 
 class TaskArchive:
-    pass
+    """
+    Verified tasks by kind, without duplicates.
+
+    Two tasks are duplicates when kind, inputs and message agree and their programs differ at most in layout, comments,
+    docstrings and the names they bind. A task that was evicted may come back.
+
+    Args:
+        cap (`int`, *optional*, defaults to `16384`): Tasks kept per kind (Absolute Zero Reasoner's buffer size).
+
+    Raises:
+        `ValueError`: If `cap` is not positive.
+    """
+
+    def __init__(self, cap: int = 16384):
+        if cap < 1:
+            raise ValueError(f"`cap` must be at least 1 task per kind, got {cap}.")
+        self.cap = cap
+        self.coverage = Coverage()
+        self._rings: dict[str, _Ring] = {}
+        self._keys: set[bytes] = set()
+
+    def add(self, task: Task) -> bool:
+        """Adds a task; returns `False` and changes nothing if it is a duplicate."""
+        key, tree = _key(task)
+        if key in self._keys:
+            return False
+        self._push(task, key)
+        if tree is not None:
+            self.coverage.add(tree)
+        return True
+
+    def __contains__(self, task: object) -> bool:
+        return isinstance(task, Task) and _key(task)[0] in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Task]:
+        """All tasks, kind by kind, oldest first."""
+        for ring in self._rings.values():
+            yield from (ring[position] for position in range(len(ring)))
+
+    def sample(self, kinds: Sequence[str], k: int, rng: random.Random) -> list[Task]:
+        """
+        Draws tasks uniformly, without replacement.
+
+        Args:
+            kinds (`Sequence[str]`): Names of the kinds to draw from, all their tasks together.
+            k (`int`): How many; fewer are returned if there are fewer.
+            rng (`random.Random`): The caller's generator.
+        """
+        rings = [self._rings[kind] for kind in dict.fromkeys(kinds) if kind in self._rings]
+        total = sum(map(len, rings))
+        drawn = []
+        for position in rng.sample(range(total), min(k, total)):
+            for ring in rings:
+                if position < len(ring):
+                    drawn.append(ring[position])
+                    break
+                position -= len(ring)
+        return drawn
+
+    def metrics(self) -> dict[str, float]:
+        """`archive/size` and the coverage of program space over everything ever added."""
+        return {"archive/size": float(len(self)), **self.coverage.metrics()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides what is sampled and accepted next; survives JSON."""
+        tasks = {kind: [ring[i].to_record() for i in range(len(ring))] for kind, ring in self._rings.items()}
+        return {"version": STATE_VERSION, "tasks": tasks, "coverage": self.coverage.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Restores a saved archive; this archive's own `cap` applies.
+
+        Raises:
+            `ValueError`: If a field of the state is missing or was written by another version.
+        """
+        for field in ("version", "tasks", "coverage"):
+            if field not in state:
+                raise ValueError(f"Archive state lacks the field `{field}`; it holds {sorted(state)}.")
+        if state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"Archive state has `version` {state['version']!r}, this package reads {STATE_VERSION}: resume with "
+                "the version of trl-populora that saved it."
+            )
+        self._rings, self._keys = {}, set()
+        for kind, records in state["tasks"].items():
+            for row, record in enumerate(records):
+                task = Task.from_record(record, f"archive state, tasks of {kind!r}, row {row}")
+                self._push(task, _key(task)[0])
+        self.coverage.load_state_dict(state["coverage"])
+
+    def to_dataset(self) -> Dataset:
+        """All tasks as a [`datasets.Dataset`], one column per field of [`Task`]; kind by kind, oldest first."""
+        from datasets import Dataset, Features, List, Value
+
+        text, count = Value("string"), Value("int64")
+        features = Features(
+            {
+                "kind": text,
+                "program": text,
+                "inputs": List(text),
+                "outputs": List(text),
+                "message": text,
+                "visible": count,
+                "author": text,
+                "step": count,
+            }
+        )
+        records = [task.to_record() for task in self]
+        return Dataset.from_dict({name: [record[name] for record in records] for name in features}, features=features)
+
+    @classmethod
+    def from_dataset(cls, dataset: Iterable[Mapping[str, Any]], cap: int = 16384) -> TaskArchive:
+        """
+        Builds an archive from a table of tasks, in its order; duplicates are dropped.
+
+        Args:
+            dataset (`datasets.Dataset` or iterable of rows): Needs the columns `kind`, `program`, `inputs` and
+                `outputs`, the last two with canonical texts; `message`, `visible`, `author` and `step` are optional.
+            cap (`int`, *optional*, defaults to `16384`): Tasks kept per kind.
+
+        Raises:
+            `ValueError`: If a column is missing or a cell is broken; the message names column and row.
+        """
+        archive = cls(cap)
+        for row, record in enumerate(dataset):
+            archive.add(read_task(record, f"row {row}"))
+        return archive
+
+    def _push(self, task: Task, key: bytes) -> None:
+        evicted = self._rings.setdefault(task.kind, _Ring(self.cap)).push(task, key)
+        if evicted is not None:
+            self._keys.remove(evicted)
+        self._keys.add(key)
 
 
-def load_seed_tasks(path=None):
-    raise NotImplementedError
+def read_task(record: Mapping[str, Any], where: str) -> Task:
+    """
+    A task from a row that a user may have written: types and canonical texts are checked.
+
+    Raises:
+        `ValueError`: If a cell is broken; the message names its column and `where`.
+    """
+    task = Task.from_record(record, where)
+    for column, texts in (("inputs", task.inputs), ("outputs", task.outputs)):
+        for text in texts:
+            if not values.is_canonical(text):
+                raise ValueError(
+                    f"{where}: column `{column}` holds {text!r:.80}, which is no canonical text; write values with "
+                    "`trl_populora.sandbox.values.encode`."
+                )
+            if column == "inputs" and not isinstance(values.decode(text), tuple):
+                raise ValueError(
+                    f"{where}: column `inputs` holds {text!r:.80}; an input is the tuple of arguments, "
+                    "`values.encode((3,))` for `f(3)`."
+                )
+    return task
+
+
+def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
+    """
+    Reads seed tasks, one JSON object per line.
+
+    Args:
+        path (`str` or `Path`, *optional*): A file of the user's own; the 256 tasks that ship with the package by
+            default.
+
+    Raises:
+        `ValueError`: If a line is no JSON object or a cell is broken; the message names file, line and column.
+    """
+    package = __name__.partition(".")[0]
+    source = files(package) / "assets" / "seed_tasks.jsonl" if path is None else Path(path)
+    tasks = []
+    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{source}, line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: no JSON object ({error}).") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: a task is a JSON object, got {type(record).__name__}.")
+        tasks.append(read_task(record, where))
+    return tasks
+
+
+def _key(task: Task) -> tuple[bytes, Any]:
+    """What makes a task a duplicate, as a short hash, and its program's tree (`None` if it is no Python)."""
+    try:
+        tree = parse_bounded(task.program)
+        program = normal_form(tree)
+    except ProgramError:
+        tree, program = None, task.program.strip()
+    # The order of code_f's inputs is an accident of the shuffle.
+    inputs = sorted(task.inputs) if task.visible else list(task.inputs)
+    content = json.dumps([task.kind, program, inputs, " ".join(task.message.lower().split())])
+    return hashlib.blake2b(content.encode("ascii"), digest_size=16).digest(), tree

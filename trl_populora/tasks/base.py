@@ -117,7 +117,9 @@ class Task:
                     )
                 continue
             if not _COLUMN_TESTS[wanted](value):
-                raise ValueError(f"{where}: column `{column}` must be {wanted}, got {type(value).__name__} {value!r:.80}.")
+                raise ValueError(
+                    f"{where}: column `{column}` must be {wanted}, got {type(value).__name__} {value!r:.80}."
+                )
             fields[column] = tuple(value) if wanted == _TEXTS else value
         task = cls(**fields)
         if len(task.inputs) != len(task.outputs):

@@ -21,8 +21,7 @@ class CodeKind(TaskKind):
     """
 
     max_program_chars = 3000  # AZR's prompt budget of 6144 tokens holds K = 6 references of about this size
-    max_input_chars = 400  # one argument list, as literals; same size as an output
-    max_output_chars = 400  # AZR cuts outputs at 400 characters and keeps the cut text as gold; here they are refused
+    max_value_chars = 400  # one input or output, as literals; AZR cuts outputs here and makes the cut text the gold
     max_answer_chars = 4000  # ten times the longest gold: longer answers are malformed, not merely wrong
     determinism_runs = 2  # paper: determinism is checked by running twice
 
@@ -50,10 +49,10 @@ class CodeKind(TaskKind):
     def outputs_of(self, verdict: Verdict | None) -> tuple[str, ...] | Reject:
         """The verified outputs, or why there are none."""
         if verdict is None:
-            raise ValueError("a code proposal is accepted on a sandbox verdict, got None: run `check(proposal)` first.")
+            raise ValueError("A code proposal is accepted on a verdict, got None: run `check(proposal)` first.")
         if verdict.status is not Status.OK:
             return Reject(verdict.status.value)
-        if any(len(templates.literal(output)) > self.max_output_chars for output in verdict.outputs):
+        if any(len(templates.literal(output)) > self.max_value_chars for output in verdict.outputs):
             return Reject.OVERSIZED
         return tuple(verdict.outputs)
 
@@ -78,7 +77,7 @@ class ProgramWithInput(CodeKind):
         text = templates.PROPOSE_PROGRAM.format(
             goal=templates.PROPOSE_GOAL[self.name],
             program_chars=self.max_program_chars,
-            output_chars=self.max_output_chars,
+            value_chars=self.max_value_chars,
         )
         if shown:
             text = "\n\n".join([templates.REFERENCES, *shown, text])
@@ -91,7 +90,7 @@ class ProgramWithInput(CodeKind):
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
         try:
             program, given = read_blocks(text, ("python", "input"))
-            return Proposal(self.name, self.read_program(program), (self.read_arguments(given, self.max_input_chars),))
+            return Proposal(self.name, self.read_program(program), (self.read_arguments(given, self.max_value_chars),))
         except (FormatError, ProgramError) as error:
             return reason_of(error)
 

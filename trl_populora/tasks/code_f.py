@@ -53,8 +53,13 @@ class CodeF(CodeKind):
         program = templates.fenced(templates.program_block(self._known_program(references)))
         if style == "compact":
             return templates.compact_turn(f"propose {self.name} {self.inputs_per_task}", [program])
-        text = templates.PROPOSE_INPUTS.format(count=self.inputs_per_task, message_chars=self.max_message_chars)
-        return templates.user_turn("\n\n".join([templates.GIVEN_PROGRAM, program, text]))
+        text = templates.PROPOSE_INPUTS.format(
+            count=self.inputs_per_task,
+            value_chars=self.max_value_chars,
+            message_chars=self.max_message_chars,
+            task=program,
+        )
+        return templates.user_turn(text)
 
     def render_proposal(self, proposal: Proposal) -> str:
         """The completion text that [`parse_proposal`] reads back as `proposal`."""
@@ -71,7 +76,7 @@ class CodeF(CodeKind):
                 return Reject.FORMAT
             if message.count("\n") >= self.max_message_lines or len(message) > self.max_message_chars:
                 return Reject.OVERSIZED
-            inputs = tuple(self.read_arguments(line, self.max_input_chars) for line in lines)
+            inputs = tuple(self.read_arguments(line, self.max_value_chars) for line in lines)
         except (FormatError, ProgramError) as error:
             return reason_of(error)
         if contains_program(message, program):
@@ -101,7 +106,8 @@ class CodeF(CodeKind):
         shown = templates.fenced(("message", task.message), templates.examples_block(pairs))
         if style == "compact":
             return templates.compact_turn(f"solve {self.name}", [shown])
-        return templates.user_turn(templates.SOLVE_PROGRAM.format(task=shown))
+        text = templates.SOLVE_PROGRAM.format(task=shown, program_chars=self.max_program_chars)
+        return templates.user_turn(text)
 
     def render_answer(self, answer: str) -> str:
         """The completion text that [`parse_attempt`] reads back as the program `answer`."""

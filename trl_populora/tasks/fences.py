@@ -1,8 +1,9 @@
 """Reads the fenced answer format of the code kinds (phases 2 and 4): strictly, so that one text has one reading.
 
-A block opens with a line of three backticks and its name and closes with a line of three backticks; blanks may follow.
-The expected blocks stand exactly once and in order. Prose around them is ignored; any other line that starts with three
-backticks outside a block, or that would open one inside, makes the whole text malformed. Nothing is guessed.
+A block opens with a line of three backticks and its name and closes with a line of three backticks; blanks may
+follow. The expected blocks stand exactly once and in order. Prose around them is ignored; any other line that starts
+with three backticks outside a block, or that would open one inside, makes the whole text malformed. Nothing is
+guessed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `ast.parse` never executes anything, but it can be made to recurse until the interpreter dies or to backtrack for
 minutes. So the text is bounded first, by a linear scan: characters, bracket depth, and the operators and clauses that
-nest the tree without brackets (the tokenizer itself bounds indentation). What passes parses in milliseconds on every supported Python.
+nest the tree without brackets (the tokenizer itself bounds indentation). What passes parses in at most 20 ms on Python
+3.10 to 3.13.
 """
 
 from __future__ import annotations
@@ -100,21 +101,23 @@ def _scan(program: str) -> None:
 
 def _check_depth(depth: int, chain: int) -> None:
     if depth > MAX_BRACKET_DEPTH or chain > MAX_CHAIN:
-        raise ProgramError(Reject.OVERSIZED, f"brackets {depth} deep, at most {MAX_BRACKET_DEPTH}; {chain} tokens chained")
+        raise ProgramError(
+            Reject.OVERSIZED,
+            f"brackets {depth} deep, at most {MAX_BRACKET_DEPTH}; {chain} tokens chained, at most {MAX_CHAIN}",
+        )
 
 
-def normal_form(program: str) -> str:
+def normal_form(tree: ast.Module) -> str:
     """
     Text that is equal for programs that differ only in layout, comments, docstrings or the names they bind.
 
     Used for duplicates only, never to change a program. Names that the program does not bind (builtins, modules),
-    attributes and keyword arguments stay as they are. Text that does not parse is its own normal form.
+    attributes and keyword arguments stay as they are.
     """
-    try:
-        tree = parse_bounded(program)
-    except ProgramError:
-        return program.strip()
     return _Normaliser(tree).text()
+
+
+_NAME_FIELDS = ("id", "arg", "name", "asname", "rest")
 
 
 class _Normaliser:
@@ -146,11 +149,11 @@ class _Normaliser:
             return []
         if isinstance(value, list):
             if name == "body":
-                value = _without_docstrings(value)
+                value = without_docstrings(value)
             return ["[", *(self._name(item) if isinstance(item, str) else item for item in value), "]"]
         if isinstance(value, ast.AST):
             return [value]
-        if isinstance(value, str) and name in ("id", "arg", "name", "asname") and not isinstance(node, ast.keyword):
+        if isinstance(value, str) and name in _NAME_FIELDS and not isinstance(node, ast.keyword):
             return [self._name(value)]
         return [repr(value)]
 
@@ -158,6 +161,9 @@ class _Normaliser:
         if name not in self.bound:
             return name
         return f"${self.numbers.setdefault(name, len(self.numbers))}"
+
+
+BOUND_BY_DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
 
 
 def bound_names(node: ast.AST) -> tuple[str, ...]:
@@ -172,10 +178,12 @@ def bound_names(node: ast.AST) -> tuple[str, ...]:
         return (node.asname,) if node.asname else ()
     if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
         return (node.name,) if node.name else ()
+    if isinstance(node, ast.MatchMapping):
+        return (node.rest,) if node.rest else ()
     return ()
 
 
-def _without_docstrings(body: list) -> list:
+def without_docstrings(body: list) -> list:
     """A body without statements that are bare constants: docstrings, `...`, stray literals."""
     return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
 
@@ -185,17 +193,21 @@ _NOT_TEXT = re.compile(r"[\s`]+")
 
 def contains_program(message: str, program: str) -> bool:
     """
-    Whether a hint gives the program away: any `def`, the program's text, or the body of its `f`; blanks, case, comments
-    and back-ticks do not count.
+    Whether a hint gives the program away: any `def`, the program's text, or the body of its `f`.
+
+    Blanks, letter case, back-ticks and (in the program) comments and docstrings do not count.
     """
     if re.search(r"\bdef\s+\w+\s*\(", message):
         return True
     said = _squeeze(message)
-    tree = parse_bounded(program)
+    try:
+        tree = parse_bounded(program)
+    except ProgramError:  # a known program that came from a user's table
+        return _squeeze(program) in said
     texts = [program, ast.unparse(tree)]
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == FUNCTION:
-            body = _without_docstrings(node.body)
+            body = without_docstrings(node.body)
             texts += ["\n".join(ast.unparse(statement) for statement in body)]
             texts += ["\n".join(ast.get_source_segment(program, statement) or "" for statement in body)]
     return any(len(text) > 0 and text in said for text in map(_squeeze, texts))

@@ -16,36 +16,39 @@ from trl_populora.sandbox import values
 from .base import STYLES, Task
 
 
-_THINKING = (
-    "You may reason first inside <think>...</think>; only what follows is read. Write each block below exactly once, in "
-    "this order, and no other fenced block."
-)
+_FORMAT = """\
+Answer format. You may reason first inside <think>...</think>; only what follows is read. Write the following exactly \
+once{order} and no other fenced block."""
+_FORMAT_ONE = _FORMAT.format(order="")
+_FORMAT_TWO = _FORMAT.format(order=", in this order,")
+
+_ARGUMENTS = "the arguments only, as Python literals separated by commas, for example: 3, [1, 2], 'ab'"
 
 _PROGRAM_RULES = """\
 Rules for the program:
 - It defines one top-level function `def f(...)`. Helper functions, classes and imports of the standard library's \
 computing modules are allowed.
 - It is deterministic: no randomness, time, files, network, environment or user input.
-- It uses only its arguments, does not print, and finishes within a second.
-- Arguments and return value are plain data: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, \
-dict."""
+- It uses only its arguments, prints nothing, and finishes within a second.
+- Arguments and return value are plain data: None, bool, int, float, complex, str, bytes, list, tuple, set, \
+frozenset, dict."""
 
 PROPOSE_PROGRAM = f"""\
 You write test problems for a skilled programmer. Write one new Python program and one input for it. {{goal}} Make it \
-require real reasoning: state that changes over several steps, nested control flow, data structures, an algorithm. It \
-must still be solvable by careful thinking, and it must differ from the examples in what it computes.
+require real reasoning: state that changes over several steps, nested control flow, data structures, an algorithm. \
+It must still be solvable by careful thinking, and differ from the examples in what it computes.
 
 {_PROGRAM_RULES}
-- It is at most {{program_chars}} characters long, and its output, written out, at most {{output_chars}}.
+- It has at most {{program_chars}} characters; its input and its output, written out, at most {{value_chars}} each.
 
-Answer format. {_THINKING}
+{_FORMAT_TWO}
 
 ```python
 def f(...):
     ...
 ```
 ```input
-the arguments only, as Python literals separated by commas, for example: 3, [1, 2], 'ab'
+{_ARGUMENTS}
 ```"""
 
 PROPOSE_GOAL = {
@@ -55,16 +58,16 @@ PROPOSE_GOAL = {
 
 PROPOSE_INPUTS = f"""\
 You write test problems for a skilled programmer. Below is a Python program that the programmer will not see. Write \
-{{count}} different inputs for it, and a message that helps to work out what it does from the inputs and outputs alone.
+{{count}} different inputs for it, and a message that helps to work out what it does from the inputs and outputs.
 
 Rules:
-- Exactly {{count}} inputs, one per line, no two equal, together showing all that the program can do; their outputs must \
-not all be equal.
-- An input is the arguments only, as Python literals separated by commas, for example: 3, [1, 2], 'ab'
-- The message describes the purpose in words, in one or two lines and at most {{message_chars}} characters. It contains \
-no code: neither the program nor its body.
+- Exactly {{count}} inputs, one per line, no two equal, that together show all the program can do; their outputs \
+must not all be equal. An input and its output have at most {{value_chars}} characters each.
+- A line holds {_ARGUMENTS}
+- The message describes the purpose in words, in one or two lines and at most {{message_chars}} characters. It \
+contains no code: neither the program nor its body.
 
-Answer format. {_THINKING}
+{_FORMAT_TWO}
 
 ```inputs
 first input
@@ -73,14 +76,18 @@ second input
 ```
 ```message
 the message
-```"""
+```
+
+The program:
+
+{{task}}"""
 
 SOLVE_OUTPUT = f"""\
 Work out what the call `f(...)` of this Python program returns for the given input.
 
 {{task}}
 
-Answer format. {_THINKING}
+{_FORMAT_ONE}
 
 ```output
 the returned value as one Python literal, for example: [1, 'a', None]
@@ -91,10 +98,10 @@ Find an input for which the call `f(...)` of this Python program returns the giv
 
 {{task}}
 
-Answer format. {_THINKING}
+{_FORMAT_ONE}
 
 ```input
-the arguments only, as Python literals separated by commas, for example: 3, [1, 2], 'ab'
+{_ARGUMENTS}
 ```"""
 
 SOLVE_PROGRAM = f"""\
@@ -104,8 +111,9 @@ examples.
 {{task}}
 
 {_PROGRAM_RULES}
+- It has at most {{program_chars}} characters.
 
-Answer format. {_THINKING}
+{_FORMAT_ONE}
 
 ```python
 def f(...):
@@ -113,7 +121,6 @@ def f(...):
 ```"""
 
 REFERENCES = "Examples of earlier programs, with input and output:"
-GIVEN_PROGRAM = "The program:"
 
 
 def fenced(*blocks: tuple[str, str]) -> str:
