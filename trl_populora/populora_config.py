@@ -6,6 +6,7 @@ matchmaking, rewards, sandbox, evolution); each default names its source.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,14 +190,13 @@ class PopuLoRAConfig(GRPOConfig):
         self.num_generations = self.attempts_per_task
         self.generation_batch_size = rows
         wanted_accumulation = self.gradient_accumulation_steps
-        self._check_batch()
-        self.gradient_accumulation_steps = self._micro_batches
-        super().__post_init__()
-        if wanted_accumulation not in (1, self.steps_per_generation):
+        self.gradient_accumulation_steps = self._micro_batches()
+        if wanted_accumulation not in (1, self.gradient_accumulation_steps):
             raise ValueError(
                 f"`gradient_accumulation_steps={wanted_accumulation}`: one population step is one optimizer step, so "
-                f"it must be {self.steps_per_generation} here. Leave it unset; it is derived."
+                f"it must be {self.gradient_accumulation_steps} here. Leave it unset; it is derived."
             )
+        super().__post_init__()
 
     @property
     def rows_per_step(self) -> int:
@@ -279,9 +279,11 @@ class PopuLoRAConfig(GRPOConfig):
                 "it at 'no'; score a saved member with `trl_populora.evaluation` or any PEFT evaluation."
             )
 
-    def _check_batch(self):
-        """Refuse a population that does not fit the processes and micro-batches, naming a size that does."""
-        rows, world, per_device = self.rows_per_step, self.world_size, self.per_device_train_batch_size
+    def _micro_batches(self) -> int:
+        """Micro-batches of one step per process; a population that does not fit is refused with a size that does."""
+        # `self.world_size` exists only once TrainingArguments has set up the devices; every launcher sets WORLD_SIZE.
+        rows, world = self.rows_per_step, int(os.environ.get("WORLD_SIZE", "1"))
+        per_device = self.per_device_train_batch_size
         if self.proposals_per_teacher % world:
             raise ValueError(
                 f"`proposals_per_teacher={self.proposals_per_teacher}` must be a multiple of the {world} processes, "
@@ -297,3 +299,4 @@ class PopuLoRAConfig(GRPOConfig):
                 f"which `per_device_train_batch_size={per_device}` times {world} process(es) does not divide. "
                 f"`per_device_train_batch_size={fits}` or {above} works."
             )
+        return rows // (per_device * world)

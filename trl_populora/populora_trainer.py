@@ -1,0 +1,463 @@
+"""`PopuLoRATrainer`: the population step on the seams of TRL's `GRPOTrainer` (phase 5 and the glue to phases 1 to 4).
+
+Shape key: R rows of this rank, W processes, M members, G attempts per task, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, set_seed
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+
+from trl_populora import batching, checkpoint, loading, records
+from trl_populora.adapters import optim, weights
+from trl_populora.adapters.layers import add_members
+from trl_populora.adapters.routing import Router
+from trl_populora.advantages import compute_advantages, member_factors
+from trl_populora.evolution import EvolutionCallback
+from trl_populora.matchmaking import Matchmaker
+from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.progress import use_step_line
+from trl_populora.rewards import make_student_reward, make_teacher_reward
+from trl_populora.rollout import Completion, Game, Messages, Row, play_step
+from trl_populora.sandbox import Limits, Sandbox
+from trl_populora.tasks import CodeF, resolve_kind
+from trl_populora.tasks.base import TaskKind
+
+
+# Rank 32 is the paper's; alpha = 2r and all linear layers are PEFT's and TRL's usual advice for LoRA with RL.
+DEFAULT_LORA = {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}
+
+PHASES = ("match", "propose", "verify", "solve", "update")
+
+
+class PopuLoRATrainer(GRPOTrainer):
+    """
+    Trains a population of LoRA teachers and students on one frozen base, from PopuLoRA (arXiv 2605.16727).
+
+    In every step each teacher writes small tasks, the student it is matched with solves them, a sandbox decides what
+    is true, and all adapters learn in one joint policy-gradient step that equals training each of them alone.
+
+    What differs from [`~trl.GRPOTrainer`]:
+
+    - `__init__`: builds the population, its game and its adapters; two reward functions stand before the user's.
+    - `rollout_func` (set here): plays phases 1 to 4 and returns one row per slot of the generation batch.
+    - `_calculate_rewards`: shows reward functions the prompts that were really asked, and keeps the rewards.
+    - `_generate_and_score_completions`: adds each row's member, and replaces TRL's advantages by the population's.
+    - `_prepare_inputs`: deals the rows into micro-batches of equal member segments with little padding.
+    - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows.
+    - `create_optimizer`, `_clip_grad_norm`: one parameter group and one gradient norm per member.
+    - `_save`, `_load_from_checkpoint`: one ordinary PEFT directory per member, and the state of the game.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`]):
+            Base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
+        reward_funcs (`Callable` or `list[Callable]`, *optional*):
+            Further reward functions in TRL's signature, added to the two built in. They receive the columns `role`,
+            `member`, `kind`, `match`, `task_id`, `valid`, `reject_reason`, `solve_rate`, `correct` and `well_formed`;
+            return `None` for rows that do not concern you. `args.reward_weights`, if set, weighs these alone.
+        args ([`PopuLoRAConfig`], *optional*):
+            Settings of the run.
+        train_dataset ([`~datasets.Dataset`], *optional*):
+            Table of seed tasks (columns `kind`, `program`, `inputs`, `outputs`; see
+            [`~trl_populora.tasks.archive.TaskArchive`]). The 256 tasks of the package when `None`.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Tokenizer with a chat template; loaded with the base when `None`.
+        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*):
+            Added to the usual ones.
+        optimizers (`tuple`, *optional*):
+            Optimizer and scheduler of your own, as in `Trainer`; the optimizer must cover every member.
+        peft_config ([`~peft.LoraConfig`], *optional*):
+            Adapter of every member; rank 32, alpha 64, all linear layers when `None`.
+
+    Raises:
+        `TypeError`: If `args` is no [`PopuLoRAConfig`] or `peft_config` no `LoraConfig`.
+        `ValueError`: If the base, the dataset, the adapters or the output directory cannot be used; the message names
+            the value and the way out.
+    """
+
+    _tag_names = ["trl", "populora", "lora"]
+    _name = "PopuLoRA"
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: PopuLoRAConfig | None = None,
+        train_dataset: Dataset | None = None,
+        *,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple = (None, None),
+        peft_config: LoraConfig | None = None,
+        **unsupported: Any,
+    ):
+        args = PopuLoRAConfig("populora") if args is None else args
+        _refuse(args, unsupported)
+        loading.check_output_dir(args.output_dir)
+        kinds = make_kinds(args)
+        archive = loading.load_archive(train_dataset, kinds, args)
+
+        set_seed(args.seed)
+        base = loading.load_base(model, args)
+        tokenizer = loading.load_tokenizer(base, processing_class)
+        self.population = Population(args.teachers, args.students)
+        self.router = Router()
+        self.base_name = model if isinstance(model, str) else base.config.name_or_path
+        members = add_members(
+            base,
+            self.population.names,
+            peft_config or LoraConfig(**DEFAULT_LORA),
+            self.router,
+            args.seed,
+            autocast_adapter_dtype=not loading.is_zero3(args),
+        )
+        own = [
+            make_teacher_reward(args.teacher_reward_invalid, args.teacher_reward_unsolved),
+            make_student_reward(args.student_reward_correct, args.student_reward_wrong, args.student_reward_malformed),
+        ]
+        extra = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        extra_classes = reward_processing_classes if isinstance(reward_processing_classes, list) else None
+        if args.reward_weights is not None and len(args.reward_weights) == len(extra):
+            args.reward_weights = [1.0, 1.0, *args.reward_weights]
+
+        # TRL looks for an adapter named "default" to copy when beta is set; here the frozen base is the reference.
+        beta, args.beta = args.beta, 0.0
+        super().__init__(
+            model=members,
+            reward_funcs=own + extra,
+            args=args,
+            train_dataset=_placeholder(args),
+            processing_class=tokenizer,
+            reward_processing_classes=None if extra_classes is None else [None, None, *extra_classes],
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        args.beta = self.beta = beta
+
+        self.rollout_func = self._play
+        self.sandbox = make_sandbox(args)
+        self.game = Game(
+            population=self.population,
+            matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
+            archive=archive,
+            kinds=kinds,
+            sandbox=self.sandbox,
+            generate=self._generate_rows,
+            gather=self._gather,
+            proposals=args.proposals_per_teacher,
+            attempts=args.attempts_per_task,
+            references=args.references_per_proposal,
+            determinism_runs=args.determinism_runs,
+            style=loading.prompt_style(args, base),
+            seed=args.seed,
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+        )
+        self._rows: list[Row] = []
+        self._idle: list[str] = []
+        self._deepspeed_norms: dict[str, float] | None = None
+        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
+        self.evolution = EvolutionCallback(self) if args.evolve_every else None
+        if self.evolution is not None:
+            self.add_callback(self.evolution)
+        use_step_line(self)
+
+    @property
+    def archive(self):
+        """Tasks that were verified so far, newest kept."""
+        return self.game.archive
+
+    @property
+    def matchmaker(self) -> Matchmaker:
+        """Pairs teachers with students and keeps the ratings."""
+        return self.game.matchmaker
+
+    def close(self) -> None:
+        """Ends the sandbox's processes. Training ends them too; a second call does nothing."""
+        self.sandbox.close()
+
+    def train(self, *args, **kwargs):
+        """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.close()
+
+    # Phases 1 to 4
+
+    def _play(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
+        """TRL's `rollout_func`: plays one step; the placeholder prompts only say how many rows are expected."""
+        played = play_step(self.game, self.state.global_step)
+        if len(played.rows) != len(prompts):
+            raise RuntimeError(f"The step played {len(played.rows)} rows, TRL expects {len(prompts)}.")
+        self._rows = played.rows
+        for phase, spent in played.seconds.items():
+            self._phase_seconds[phase] += spent
+        metrics = played.metrics | self.matchmaker.metrics() | self.population.metrics() | self.archive.metrics()
+        self._log_values(metrics)
+        columns = {name: [getattr(row, name) for row in self._rows] for name in Row.COLUMNS}
+        completions = [row.completion for row in self._rows]
+        logprobs = None if completions[0].logprobs is None else [c.logprobs for c in completions]
+        return columns | {
+            "prompt_ids": [c.prompt_ids for c in completions],
+            "completion_ids": [c.completion_ids for c in completions],
+            "logprobs": logprobs,
+        }
+
+    def _generate_rows(self, prompts: list[Messages], members: Sequence[str]) -> list[Completion]:
+        """One completion per prompt, each sampled from its own member."""
+        prompt_ids, _, _ = self._tokenize_prompts(prompts)
+        with self.router.rows_of([self.population[name].index for name in members]):
+            completion_ids, logprobs = self._generate_single_turn(prompt_ids, None, {}, 1)
+        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        each_logprobs = [None] * len(texts) if logprobs is None else logprobs
+        return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, each_logprobs, strict=True)]
+
+    def _gather(self, value: Any) -> list[Any]:
+        """One object per rank, in rank order."""
+        return gather_object([value])
+
+    # Phase 5: rewards, advantages, micro-batches
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        # In place: TRL logs this very list, and reward functions should see what was asked, not the placeholder.
+        prompts[:] = [row.prompt for row in self._rows]
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._rewards_per_func = rewards
+        return rewards
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        device = output["advantages"].device
+        members = torch.tensor([self.population[row.member].index for row in self._rows], device=device)
+        all_members = self.accelerator.gather(members)
+        rewards = (self._rewards_per_func * self.reward_weights.to(device)).nansum(dim=1)
+        advantages = self._advantages(rewards, all_members)
+        tokens = self.accelerator.gather(output["completion_mask"].sum(1))
+        factors = member_factors(all_members, tokens, self.loss_type)
+        self._idle = [member.name for member in self.population if member.index not in set(all_members.tolist())]
+
+        start = self.accelerator.process_index * len(members)
+        mine = slice(start, start + len(members))
+        output |= {"advantages": advantages[mine], "member": members, "member_factor": factors[mine]}
+        self._logs["advantages"].extend(advantages.tolist())  # a full deque: TRL's own advantages drop out
+        if self.args.save_rollouts:
+            records.write_rollouts(
+                self.args.output_dir,
+                self.state.global_step,
+                self.game,
+                self._rows,
+                rewards[mine].tolist(),
+                advantages[mine].tolist(),
+            )
+        return output
+
+    def _advantages(self, rewards: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
+        """Advantages of all ranks' rows `[W * R]`, each role under its own baseline."""
+        rows = [(row.role, row.kind, row.group) for row in self._rows]
+        roles, kinds, groups = zip(*(row for part in self._gather(rows) for row in part), strict=True)
+        kind_ids, group_ids = (torch.tensor(_numbered(names)) for names in (kinds, groups))
+        advantages = torch.zeros_like(rewards)
+        for role, baseline in (("teacher", self.args.teacher_baseline), ("student", self.args.student_baseline)):
+            mask = torch.tensor([name == role for name in roles], device=rewards.device)
+            scale = {"group": baseline}.get(self.args.scale_rewards, self.args.scale_rewards)
+            own = rewards.masked_fill(~mask, float("nan"))
+            advantages += compute_advantages(own, members, kind_ids, group_ids, baseline, scale)
+            if role == "student":
+                self._log_groups(own, group_ids)
+        return advantages
+
+    def _log_groups(self, rewards: torch.Tensor, groups: torch.Tensor) -> None:
+        """TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups."""
+        attempts = [rewards[groups == group] for group in groups[~rewards.isnan().cpu()].unique()]
+        flat = [bool(group.std() < 1e-6) for group in attempts]
+        self._metrics["train"]["frac_reward_zero_std"][-1] = sum(flat) / len(flat)
+
+    def _prepare_inputs(self, generation_batch):
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = batching.reorder(self._buffered_inputs, self.args.teachers)
+        self._log_values({"batch/padding": batching.padding_fraction(self._buffered_inputs)})
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    # Phase 5: the joint update
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        if self.router.route is not None:  # inside the loss, whose route must outlive the backward
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
+            )
+        members = [self.population[row.member].index for row in self._rows]
+        parts = []
+        for ids, mask, rows in zip(
+            input_ids.split(batch_size), attention_mask.split(batch_size), _chunks(members, batch_size), strict=True
+        ):
+            with self.router.rows_of(rows):
+                parts.append(super()._get_per_token_logps_and_entropies(model, ids, mask, logits_to_keep, **kwargs))
+        logps, entropies, aux_losses = zip(*parts, strict=True)
+        return torch.cat(logps), _joined(entropies, torch.cat), _joined(aux_losses, torch.stack)
+
+    def _compute_loss(self, model, inputs):
+        self.router.set(inputs["member"], inputs["member_factor"])
+        return super()._compute_loss(model, inputs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.is_deepspeed_enabled and self._deepspeed_norms is None:
+            self._deepspeed_norms = optim.clip_inside_deepspeed(
+                self.model_wrapped, self.population.names, self.args.max_grad_norm
+            )
+        start, played = time.perf_counter(), sum(self._phase_seconds.values())
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        # Only now: gradient checkpointing runs the forward again, under the same route, during the backward.
+        self.router.clear()
+        spent = time.perf_counter() - start
+        self._phase_seconds["update"] += spent - (sum(self._phase_seconds.values()) - played)
+        if self.accelerator.sync_gradients:
+            self._log_values({f"time/{phase}": seconds for phase, seconds in self._phase_seconds.items()})
+            self._phase_seconds = dict.fromkeys(PHASES, 0.0)
+        return loss
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            groups = optim.member_param_groups(
+                self.model, self.population.names, self.args.learning_rate, self.args.weight_decay
+            )
+            self.optimizer = optimizer_class(groups, **kwargs)
+        return super().create_optimizer(model)
+
+    def _clip_grad_norm(self, model):
+        if self.is_deepspeed_enabled:  # already clipped, between DeepSpeed's backward and its step
+            if self._idle:
+                optim.withhold_gradients(self.model, self._idle)
+            norms = self._deepspeed_norms
+        else:
+            norms = optim.clip_member_grad_norms(model, self.population.names, self.args.max_grad_norm)
+            optim.withhold_gradients(self.model, self._idle)
+        self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.names})
+        return torch.tensor(list(norms.values())).norm()
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return float(self._clip_grad_norm(model) if grad_norm is None else grad_norm)
+
+    # Evolution, records, checkpoints
+
+    def replace_member(
+        self,
+        name: str,
+        factors: Mapping[str, torch.Tensor],
+        *,
+        step: int,
+        parents: Sequence[str] = (),
+        operator: str = "written",
+        mu: float = PRIOR_MU,
+        sigma: float = PRIOR_SIGMA,
+        optimizer_from: str | None = None,
+    ) -> None:
+        """
+        Replaces all of a member: weights, optimizer state, rating, age and version. Call it on every rank.
+
+        Args:
+            name (`str`): The slot.
+            factors (`Mapping[str, torch.Tensor]`): LoRA factors as [`~trl_populora.adapters.weights.read_member`]
+                returns them, the same on every rank.
+            step (`int`): Optimizer step of the replacement.
+            parents (`Sequence[str]`, *optional*): Identities of the parents.
+            operator (`str`, *optional*, defaults to `"written"`): What made the child.
+            mu, sigma (`float`, *optional*): TrueSkill rating to start from, the prior by default.
+
+        Raises:
+            KeyError: If there is no such member.
+            ValueError: If keys or shapes of the factors differ from the member's.
+        """
+        weights.write_member(self.model_wrapped, name, factors)
+        if self.optimizer is not None:
+            weights.reset_optimizer_state(self.optimizer, self.model_wrapped, name)
+        self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
+
+    def _save(self, output_dir=None, state_dict=None):
+        checkpoint.save(self, output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        checkpoint.load(self, resume_from_checkpoint)
+
+    def _log_values(self, values: Mapping[str, float]) -> None:
+        """Adds to TRL's metrics of this step."""
+        for name, value in values.items():
+            self._metrics["train"][name].append(value)
+
+
+def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
+    """
+    The run's task kinds by name, in rotation order.
+
+    Raises:
+        `ValueError`: If a kind does not exist or two share a name.
+    """
+    kinds = [CodeF(args.inputs_per_function) if name == "code_f" else resolve_kind(name) for name in args.task_kinds]
+    if len({kind.name for kind in kinds}) < len(kinds):
+        raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice; its share is the rotation's.")
+    return {kind.name: kind for kind in kinds}
+
+
+def make_sandbox(args: PopuLoRAConfig) -> Sandbox:
+    """The rank's sandbox with the configured limits."""
+    limits = Limits(wall_seconds=args.sandbox_seconds, memory_bytes=args.sandbox_memory_mb << 20)
+    return Sandbox(workers=args.sandbox_workers, limits=limits, allow_weak=args.sandbox_allow_weak)
+
+
+def _refuse(args: Any, unsupported: Mapping[str, Any]) -> None:
+    """Refuses what `GRPOTrainer` takes and a population cannot use, with the way out."""
+    if not isinstance(args, PopuLoRAConfig):
+        raise TypeError(f"`args` must be a `PopuLoRAConfig` (it extends `GRPOConfig`), got `{type(args).__name__}`.")
+    ways_out = {
+        "eval_dataset": "members are rated by their matches; evaluate a saved member as any PEFT adapter",
+        "rollout_func": "the trainer plays its own rollouts; write a `TaskKind` to change what is played",
+        "tools": "tasks are answered in one turn; write a `TaskKind` to change what is played",
+        "environment_factory": "tasks are answered in one turn; write a `TaskKind` to change what is played",
+        "quantization_config": "quantised layers are not routed by row; load the base in bf16",
+    }
+    for name, value in unsupported.items():
+        if name not in ways_out:
+            raise TypeError(f"`PopuLoRATrainer` has no argument `{name}`.")
+        if value is not None:
+            raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
+    if args.use_vllm:
+        raise ValueError(
+            "`use_vllm=True` is not supported yet: TRL's engine serves one merged adapter, a population needs one per "
+            "request. Leave it off; rows are then generated with transformers, each by its own member."
+        )
+
+
+def _placeholder(args: PopuLoRAConfig) -> Dataset:
+    """Rows that only drive TRL's loop: one generation batch long, so an epoch is a population step."""
+    prompt = [{"role": "user", "content": "The rollout writes the prompts."}]
+    return Dataset.from_dict({"prompt": [prompt] * (args.generation_batch_size // args.num_generations)})
+
+
+def _numbered(names: Sequence[str]) -> list[int]:
+    """Each name's number in order of first appearance."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(name, len(numbers)) for name in names]
+
+
+def _chunks(values: list[int], size: int) -> list[list[int]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def _joined(parts: Sequence[torch.Tensor | None], join) -> torch.Tensor | None:
+    return None if parts[0] is None else join(list(parts))

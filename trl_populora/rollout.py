@@ -1,0 +1,328 @@
+"""Phases 1 to 4 of a population step: match, propose, verify, solve.
+
+[`play_step`] is the whole game of one step, read top to bottom. It knows nothing of TRL: the trainer hands in a
+`generate` callable that routes every row to its member, and turns the rows that come back into a training batch.
+
+Shapes: R rows of this rank, P proposals per teacher on this rank, G attempts per task.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trl_populora.matchmaking import Match, Matchmaker, student_share
+from trl_populora.population import Population
+from trl_populora.sandbox import Job, Sandbox, Verdict
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
+
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion: token ids as the trainer needs them, and the text without the end-of-turn token."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    text: str
+    logprobs: list[float] | None = None
+
+
+@dataclass
+class Row:
+    """One training row. The fields up to `well_formed` are the columns that reward functions and records see."""
+
+    role: str
+    member: str
+    kind: str
+    match: int
+    task_id: str = ""
+    valid: bool = False
+    reject_reason: str = ""
+    solve_rate: float = float("nan")
+    correct: bool = False
+    well_formed: bool = False
+    archived: bool = False
+    prompt: Messages = field(default_factory=list)
+    completion: Completion | None = None
+    group: str = ""
+
+    COLUMNS = (
+        "role",
+        "member",
+        "kind",
+        "match",
+        "task_id",
+        "valid",
+        "reject_reason",
+        "solve_rate",
+        "correct",
+        "well_formed",
+    )
+
+
+@dataclass
+class Game:
+    """
+    What a step is played with.
+
+    Args:
+        population, matchmaker, archive: The nouns that carry over from step to step, identical on every rank.
+        kinds (`Mapping[str, TaskKind]`): The run's task kinds, in rotation order.
+        sandbox (`Sandbox`): Runs every program that a model wrote.
+        generate (`Callable`): `(prompts, members) -> completions`, one completion per prompt, in order.
+        gather (`Callable`): Collects one picklable object per rank into a list in rank order.
+        proposals (`int`): Proposals per teacher over all ranks.
+        attempts (`int`): Attempts per task, G.
+        references (`int`): Archived tasks shown to a proposing teacher, K.
+        determinism_runs (`int`): Runs of a proposal under different hash seeds that must agree.
+        style (`str`): Prompt style, `"chat"` or `"compact"`.
+        seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
+        rank, world (`int`): This process and their number.
+    """
+
+    population: Population
+    matchmaker: Matchmaker
+    archive: TaskArchive
+    kinds: Mapping[str, TaskKind]
+    sandbox: Sandbox
+    generate: Callable[[list[Messages], list[str]], list[Completion]]
+    gather: Callable[[Any], list[Any]]
+    proposals: int
+    attempts: int
+    references: int
+    determinism_runs: int
+    style: str
+    seed: int
+    rank: int = 0
+    world: int = 1
+
+
+@dataclass
+class Played:
+    """Rows of this rank (the attempts, group by group, then the proposals), metrics over all ranks, seconds a phase."""
+
+    rows: list[Row]
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
+def play_step(game: Game, step: int) -> Played:
+    """
+    Plays one step: pairs the members, lets teachers propose and students solve, and updates ratings and archive.
+
+    Every rank plays its share of every match. Ratings and archive are updated from what all ranks saw, in rank order,
+    so they stay identical everywhere.
+
+    Args:
+        game (`Game`): The players and the rules.
+        step (`int`): Number of the step, from 0.
+
+    Returns:
+        `Played`: `teachers * P * (1 + G)` rows of this rank, with `P` its share of the proposals.
+    """
+    rng = random.Random(f"{game.seed}/{step}/{game.rank}")
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "match"):
+        matches = game.matchmaker.pair(game.population)
+    with _timed(seconds, "propose"):
+        proposals, references = _propose(game, matches, step, rng)
+    with _timed(seconds, "verify"):
+        fillers = _fillers(game, proposals, rng)
+        outcomes = _verify(game, proposals, references, step, rng)
+    with _timed(seconds, "solve"):
+        attempts = _solve(game, matches, proposals, outcomes, fillers)
+    rows = attempts + proposals
+    records = [record for part in game.gather([_record(row) for row in rows]) for record in part]
+    game.matchmaker.update(game.population, _shares(matches, records))
+    tasks = [task for part in game.gather(outcomes) for task in part if isinstance(task, Task)]
+    return Played(rows, step_metrics(game, records, tasks), seconds)
+
+
+def _propose(
+    game: Game, matches: Sequence[Match], step: int, rng: random.Random
+) -> tuple[list[Row], list[list[Task]]]:
+    """Phase 2: every teacher writes its proposals, the kinds in rotation (shifted each step, so all get their turn)."""
+    kinds = list(game.kinds.values())
+    share = game.proposals // game.world
+    rows, references = [], []
+    for match in matches:
+        for slot in range(game.rank * share, (game.rank + 1) * share):
+            kind = kinds[(slot + step) % len(kinds)]
+            shown = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
+            prompt = kind.proposal_prompt(shown, game.style)
+            group = f"match {match.index}"
+            rows.append(Row("teacher", match.teacher, kind.name, match.index, prompt=prompt, group=group))
+            references.append(shown)
+    for row, completion in zip(rows, game.generate([r.prompt for r in rows], [r.member for r in rows]), strict=True):
+        row.completion = completion
+    return rows, references
+
+
+def _verify(
+    game: Game, rows: Sequence[Row], references: Sequence[Sequence[Task]], step: int, rng: random.Random
+) -> list[Task | Reject]:
+    """Phase 3: the sandbox decides which proposals are tasks; a task that anyone proposed before is a duplicate."""
+    parsed = [
+        game.kinds[row.kind].parse_proposal(row.completion.text, shown)
+        for row, shown in zip(rows, references, strict=True)
+    ]
+    jobs = [game.kinds[p.kind].check(p) if isinstance(p, Proposal) else None for p in parsed]
+    jobs = [job and replace(job, runs=game.determinism_runs) for job in jobs]
+    outcomes: list[Task | Reject] = []
+    for row, proposal, verdict in zip(rows, parsed, _run(game.sandbox, jobs), strict=True):
+        if isinstance(proposal, Reject):
+            outcomes.append(proposal)
+            continue
+        outcome = game.kinds[row.kind].accept(proposal, verdict, rng)
+        outcomes.append(replace(outcome, author=row.member, step=step) if isinstance(outcome, Task) else outcome)
+    for rank, part in enumerate(game.gather(outcomes)):
+        for index, outcome in enumerate(part):
+            if isinstance(outcome, Task) and not game.archive.add(outcome) and rank == game.rank:
+                outcomes[index] = Reject.DUPLICATE
+    for row, outcome in zip(rows, outcomes, strict=True):
+        row.valid = isinstance(outcome, Task)
+        row.task_id = outcome.task_id if isinstance(outcome, Task) else ""
+        row.reject_reason = "" if isinstance(outcome, Task) else outcome.value
+        row.well_formed = outcome is not Reject.FORMAT
+    return outcomes
+
+
+def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
+    """One archived task per proposal, of its kind where there is one: it takes the student's time if that is invalid."""
+    names = list(game.kinds)
+    return [(game.archive.sample([row.kind], 1, rng) or game.archive.sample(names, 1, rng))[0] for row in rows]
+
+
+def _solve(
+    game: Game,
+    matches: Sequence[Match],
+    proposals: Sequence[Row],
+    outcomes: Sequence[Task | Reject],
+    fillers: Sequence[Task],
+) -> list[Row]:
+    """Phase 4: the matched student attempts each task G times; the share of right answers is the proposal's rho."""
+    student = {match.index: match.student for match in matches}
+    tasks = [o if isinstance(o, Task) else filler for o, filler in zip(outcomes, fillers, strict=True)]
+    rows: list[Row] = []
+    for slot, (proposal, task) in enumerate(zip(proposals, tasks, strict=True)):
+        prompt = game.kinds[task.kind].solving_prompt(task, game.style)
+        name = student[proposal.match]
+        rows += [
+            Row(
+                "student",
+                name,
+                task.kind,
+                proposal.match,
+                task.task_id,
+                valid=True,
+                archived=not proposal.valid,
+                prompt=prompt,
+                group=f"rank {game.rank} task {slot}",
+            )
+            for _ in range(game.attempts)
+        ]
+    owners = [task for task in tasks for _ in range(game.attempts)]
+    completions = game.generate([row.prompt for row in rows], [row.member for row in rows])
+    answers = [
+        game.kinds[task.kind].parse_attempt(completion.text, task)
+        for task, completion in zip(owners, completions, strict=True)
+    ]
+    right = _grade(game, owners, answers)
+    for row, completion, answer, is_right in zip(rows, completions, answers, right, strict=True):
+        row.completion, row.well_formed, row.correct = completion, answer.well_formed, is_right
+        row.reject_reason = answer.reason
+    for slot, proposal in enumerate(proposals):
+        group = rows[slot * game.attempts : (slot + 1) * game.attempts]
+        rho = sum(row.correct for row in group) / game.attempts
+        for row in group:
+            row.solve_rate = rho
+        if proposal.valid:
+            proposal.solve_rate = rho
+    return rows
+
+
+def _grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list[bool]:
+    """Which answers are right; equal answers to one task run once."""
+    distinct = {(task.task_id, task.kind, answer): task for task, answer in zip(tasks, answers, strict=True)}
+    jobs = [game.kinds[kind].trial(task, answer) for (_, kind, answer), task in distinct.items()]
+    verdicts = _run(game.sandbox, jobs)
+    right = {
+        key: key[2].well_formed and game.kinds[key[1]].correct(task, key[2], verdict)
+        for (key, task), verdict in zip(distinct.items(), verdicts, strict=True)
+    }
+    return [right[task.task_id, task.kind, answer] for task, answer in zip(tasks, answers, strict=True)]
+
+
+def _run(sandbox: Sandbox, jobs: Sequence[Job | None]) -> list[Verdict | None]:
+    """Runs the jobs that exist, in one batch, and puts the verdicts where the jobs were."""
+    verdicts = iter(sandbox.run([job for job in jobs if job is not None]))
+    return [None if job is None else next(verdicts) for job in jobs]
+
+
+def _record(row: Row) -> dict[str, Any]:
+    """What the other ranks need to know of a row."""
+    return {name: getattr(row, name) for name in (*Row.COLUMNS, "archived", "group")}
+
+
+def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict[Match, float]:
+    """The student's share of each match: the mean over the teacher's proposals (archived tasks do not count)."""
+    shares: dict[int, list[float]] = {match.index: [] for match in matches}
+    for record in records:
+        if record["role"] == "teacher":
+            shares[record["match"]].append(student_share(record["valid"], record["solve_rate"]))
+    return {match: sum(shares[match.index]) / len(shares[match.index]) for match in matches}
+
+
+def step_metrics(game: Game, records: Sequence[dict[str, Any]], tasks: Sequence[Task]) -> dict[str, float]:
+    """
+    Metrics of one step over all ranks; every key is present at every step, NaN where nothing was seen.
+
+    Args:
+        game (`Game`): Names the kinds.
+        records (`Sequence[dict]`): All ranks' rows, as their columns.
+        tasks (`Sequence[Task]`): All ranks' valid tasks of this step.
+    """
+    proposals = [r for r in records if r["role"] == "teacher"]
+    valid = [r for r in proposals if r["valid"]]
+    attempts = [r for r in records if r["role"] == "student"]
+    fresh = [r for r in attempts if not r["archived"]]
+    metrics = {
+        "propose/valid_rate": _mean([r["valid"] for r in proposals]),
+        "solve/rate": _mean([r["correct"] for r in fresh]),
+        "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
+        "solve/well_formed": _mean([r["well_formed"] for r in attempts]),
+        "solve/frac_none": _mean([r["solve_rate"] == 0 for r in valid]),
+        "solve/frac_all": _mean([r["solve_rate"] == 1 for r in valid]),
+    }
+    for kind in game.kinds:
+        metrics[f"propose/{kind}/valid_rate"] = _mean([r["valid"] for r in proposals if r["kind"] == kind])
+        metrics[f"solve/{kind}/rate"] = _mean([r["correct"] for r in fresh if r["kind"] == kind])
+    for reason in Reject:
+        metrics[f"verify/reject/{reason.value}"] = float(sum(r["reject_reason"] == reason.value for r in proposals))
+    complexities = [game.kinds[task.kind].complexity(task) for task in tasks]
+    for name in sorted({key for complexity in complexities for key in complexity} | set(CURRICULUM)):
+        metrics[f"curriculum/{name}"] = _mean([c[name] for c in complexities if name in c])
+    return metrics
+
+
+CURRICULUM = ("ast_depth", "cyclomatic", "lines", "variables")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Records the wall time of a phase."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - start
