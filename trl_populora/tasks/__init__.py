@@ -42,14 +42,19 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
     Raises:
         `ValueError`: If nothing is found under `name`, or what is found is no [`TaskKind`].
     """
-    if isinstance(name, TaskKind):
-        return name
     choices = f"one of {', '.join(TASK_KINDS)}, `package.module:Class`, or an instance of TaskKind"
-    if not isinstance(name, str) or (name not in TASK_KINDS and ":" not in name):
+    if isinstance(name, TaskKind):
+        kind: Any = name
+    elif isinstance(name, str) and name in TASK_KINDS:
+        kind = TASK_KINDS[name]()
+    elif isinstance(name, str) and ":" in name:
+        kind = _class_at(name, choices)()
+    else:
         raise ValueError(f"Unknown task kind {name!r}; it must be {choices}.")
-    kind = TASK_KINDS[name]() if name in TASK_KINDS else _class_at(name, choices)()
     if not isinstance(kind, TaskKind):
         raise ValueError(f"Task kind {name!r} is no TaskKind but {type(kind).__name__}; it must be {choices}.")
+    if not isinstance(getattr(kind, "name", None), str):
+        raise ValueError(f'Task kind {name!r} has no `name`; give its class one, for example `name = "arithmetic"`.')
     return kind
 
 

@@ -6,6 +6,7 @@ and freezes). Adding, looking up and evicting cost O(1), sampling O(number sampl
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import random
@@ -18,7 +19,7 @@ from trl_populora.sandbox import values
 
 from .base import Task
 from .complexity import Coverage
-from .programs import ProgramError, normal_form, parse_bounded
+from .programs import ProgramError, defines_function, normal_form, parse_bounded
 
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class TaskArchive:
     Verified tasks by kind, without duplicates.
 
     Two tasks are duplicates when kind, inputs and message agree and their programs differ at most in layout, comments,
-    docstrings and the names they bind. A task that was evicted may come back.
+    docstrings and the names they bind (text that defines no `f` is compared as it is). An evicted task may come back.
 
     Args:
         cap (`int`, *optional*, defaults to `16384`): Tasks kept per kind (Absolute Zero Reasoner's buffer size).
@@ -243,13 +244,16 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
     return tasks
 
 
-def _key(task: Task) -> tuple[bytes, Any]:
-    """What makes a task a duplicate, as a short hash, and its program's tree (`None` if it is no Python)."""
+def _key(task: Task) -> tuple[bytes, ast.Module | None]:
+    """What makes a task a duplicate, as a short hash, and its program's tree (`None` if it defines no `f`)."""
     try:
         tree = parse_bounded(task.program)
-        program = normal_form(tree)
     except ProgramError:
-        tree, program = None, task.program.strip()
+        tree = None
+    # A user's own kind may keep any text as its program, and `24` or `a + b` is no program of ours though it parses.
+    if tree is not None and not defines_function(tree):
+        tree = None
+    program = task.program.strip() if tree is None else normal_form(tree)
     # The order of code_f's inputs is an accident of the shuffle.
     inputs = sorted(task.inputs) if task.visible else list(task.inputs)
     content = json.dumps([task.kind, program, inputs, " ".join(task.message.lower().split())])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from trl_populora.sandbox import Job, Verdict
+    from trl_populora.sandbox.jobs import Job, Verdict
 
 
 STYLES = ("chat", "compact")

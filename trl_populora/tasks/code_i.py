@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trl_populora.sandbox import Job, Status, Verdict, values
+from trl_populora.sandbox import values
+from trl_populora.sandbox.jobs import Job, Status, Verdict
 
 from . import templates
 from .base import Attempt, Task

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trl_populora.sandbox import Verdict, literals, values
+from trl_populora.sandbox import literals, values
+from trl_populora.sandbox.jobs import Verdict
 
 from . import templates
 from .base import Attempt, Reject, Task

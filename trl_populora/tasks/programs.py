@@ -69,9 +69,13 @@ def check_program(program: str) -> None:
     Raises:
         `ProgramError`: `OVERSIZED`, `SYNTAX` or `NO_FUNCTION`.
     """
-    body = parse_bounded(program).body
-    if not any(isinstance(node, ast.FunctionDef) and node.name == FUNCTION for node in body):
+    if not defines_function(parse_bounded(program)):
         raise ProgramError(Reject.NO_FUNCTION, f"no top-level `def {FUNCTION}`")
+
+
+def defines_function(tree: ast.Module) -> bool:
+    """Whether a top-level `def f` is there; helpers, classes and anything else may stand beside it."""
+    return any(isinstance(node, ast.FunctionDef) and node.name == FUNCTION for node in tree.body)
 
 
 def _scan(program: str) -> None:
@@ -155,7 +159,8 @@ class _Normaliser:
             return [value]
         if isinstance(value, str) and name in _NAME_FIELDS and not isinstance(node, ast.keyword):
             return [self._name(value)]
-        return [repr(value)]
+        # Decimal text of a huge integer is refused by Python itself; hexadecimal never is.
+        return [hex(value) if type(value) is int else repr(value)]
 
     def _name(self, name: str) -> str:
         if name not in self.bound:
@@ -188,30 +193,41 @@ def without_docstrings(body: list) -> list:
     return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
 
 
-_NOT_TEXT = re.compile(r"[\s`]+")
+_NOT_TEXT = re.compile(r"[\s`'\"]+")
 
 
 def contains_program(message: str, program: str) -> bool:
     """
     Whether a hint gives the program away: any `def`, the program's text, or the body of its `f`.
 
-    Blanks, letter case, back-ticks and (in the program) comments and docstrings do not count.
+    Blanks, letter case, quotes and (in the program) comments and docstrings do not count.
     """
     if re.search(r"\bdef\s+\w+\s*\(", message):
         return True
     said = _squeeze(message)
+    return any(text and text in said for text in map(_squeeze, (program, _body_of_f(program))))
+
+
+def _body_of_f(program: str) -> str:
+    """Source of the body of the last top-level `f`, after its docstring; empty if there is none."""
     try:
         tree = parse_bounded(program)
     except ProgramError:  # a known program that came from a user's table
-        return _squeeze(program) in said
-    texts = [program, ast.unparse(tree)]
+        return ""
+    body: list[ast.stmt] = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == FUNCTION:
             body = without_docstrings(node.body)
-            texts += ["\n".join(ast.unparse(statement) for statement in body)]
-            texts += ["\n".join(ast.get_source_segment(program, statement) or "" for statement in body)]
-    return any(len(text) > 0 and text in said for text in map(_squeeze, texts))
+    if not body:
+        return ""
+    # Positions in the tree count bytes. `ast.unparse` would be simpler, but it recurses and prints big integers.
+    lines = program.encode().split(b"\n")[body[0].lineno - 1 : body[-1].end_lineno]
+    lines[-1] = lines[-1][: body[-1].end_col_offset]
+    lines[0] = lines[0][body[0].col_offset :]
+    return b"\n".join(lines).decode()
 
 
 def _squeeze(text: str) -> str:
-    return _NOT_TEXT.sub("", text).lower()
+    """Text without comments, blanks and quotes, in lower case."""
+    kept = (match[0] for match in _TOKEN.finditer(text) if match["blank"] is None)
+    return _NOT_TEXT.sub("", "".join(kept)).lower()
