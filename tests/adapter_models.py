@@ -1,0 +1,66 @@
+"""Tiny bases and populations for the tests of the adapters room: real Qwen2 layers, two of them, random weights."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from trl_populora.adapters.layers import add_members
+from trl_populora.adapters.routing import Router
+from trl_populora.adapters.weights import read_member, write_member
+
+
+VOCABULARY = 64
+
+
+def make_base(dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    # Larger weights than the default: with 0.02 the logits hardly depend on the adapters.
+    config.initializer_range = 0.2
+    return Qwen2ForCausalLM(config).to(dtype).eval()
+
+
+def make_config(**options) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options})
+
+
+def make_population(
+    members: int, dtype: torch.dtype = torch.float32, **options
+) -> tuple[PeftModel, Router, list[str]]:
+    """A population of distinct members: `B` is random instead of zero."""
+    router = Router()
+    names = [f"member_{i}" for i in range(members)]
+    model = add_members(make_base(dtype), names, make_config(**options), router, seed=3)
+    for i, name in enumerate(names):
+        generator = torch.Generator().manual_seed(i)
+        factors = read_member(model, name)
+        for key, value in factors.items():
+            value += 0.3 * torch.randn(value.shape, generator=generator)
+            factors[key] = value
+        write_member(model, name, factors)
+    return model, router, names
+
+
+def make_rows(rows: int, length: int = 7, seed: int = 5) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def token_logps(model, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each token after the first, `[R, T - 1]`."""
+    logps = model(input_ids=ids).logits[:, :-1].float().log_softmax(-1)
+    return logps.gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def gradients(model: PeftModel, name: str) -> dict[str, torch.Tensor | None]:
+    return {path: p.grad for path, p in model.named_parameters() if f".{name}." in path}

@@ -1,0 +1,83 @@
+"""What is refused at construction, and whether the message says what was wrong."""
+
+from __future__ import annotations
+
+import pytest
+from peft import IA3Config, LoraConfig
+from torch import nn
+
+from tests.adapter_models import make_base, make_config
+from trl_populora.adapters.layers import add_members
+from trl_populora.adapters.routing import Router
+
+
+NAMES = ["teacher_0", "student_0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "`use_dora=True` is not supported"),
+        ({"bias": "lora_only"}, "`bias='lora_only'` is not supported"),
+        ({"lora_bias": True}, "`lora_bias=True` is not supported"),
+        ({"lora_dropout": 0.1}, r"`lora_dropout=0.1` is not supported.*Leave it at 0.0"),
+        ({"modules_to_save": ["lm_head"]}, "`modules_to_save=.'lm_head'.` is not supported"),
+        ({"init_lora_weights": False}, "`init_lora_weights=False` is not supported"),
+        ({"init_lora_weights": "pissa"}, "`init_lora_weights='pissa'` is not supported"),
+        ({"trainable_token_indices": [3]}, "`trainable_token_indices=.3.` is not supported"),
+        ({"task_type": "SEQ_CLS"}, "`task_type` must be 'CAUSAL_LM' or unset"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "names the output head 'lm_head'"),
+        ({"target_modules": ".*(q_proj|lm_head)"}, "names the output head 'lm_head'"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "'model.embed_tokens' of type `Embedding`"),
+    ],
+)
+def test_options_that_cannot_be_routed_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        add_members(make_base(), NAMES, make_config(**options), Router(), seed=0)
+
+
+def test_another_peft_method_is_refused():
+    with pytest.raises(TypeError, match=r"needs a `peft.LoraConfig`, got `IA3Config`"):
+        add_members(make_base(), NAMES, IA3Config(), Router(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "at least one member name"),
+        (["a_0", "a_1", "a_0"], r"must differ, got \['a_0'\]"),
+        (["default", "a_1"], "'default' is reserved"),
+        (["a_0", "ref"], "'ref' is reserved"),
+        (["a.0"], "only letters, digits, `_` and `-`, got 'a.0'"),
+        (["../a"], "only letters"),
+    ],
+)
+def test_names_that_clash_are_refused(names, message):
+    with pytest.raises(ValueError, match=message):
+        add_members(make_base(), names, make_config(), Router(), seed=0)
+
+
+def test_a_model_that_already_has_adapters_is_refused():
+    model = add_members(make_base(), NAMES, make_config(), Router(), seed=0)
+    with pytest.raises(ValueError, match=r"already has the adapters \['student_0', 'teacher_0'\]"):
+        add_members(model, ["a_0"], make_config(), Router(), seed=0)
+
+
+def test_a_quantised_base_is_refused():
+    base = make_base()
+    base.hf_quantizer = object()  # what transformers leaves on a model it loaded quantised
+    with pytest.raises(ValueError, match="quantised"):
+        add_members(base, NAMES, make_config(), Router(), seed=0)
+
+
+def test_the_callers_configuration_is_not_changed():
+    config = LoraConfig(r=4, target_modules="all-linear")
+    add_members(make_base(), NAMES, config, Router(), seed=0)
+    assert config.target_modules == "all-linear"
+    assert config._custom_modules is None
+    assert config.task_type is None
+
+
+def test_all_linear_leaves_the_output_head_alone():
+    model = add_members(make_base(), NAMES, make_config(), Router(), seed=0)
+    assert type(model.get_output_embeddings()) is nn.Linear

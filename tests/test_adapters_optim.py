@@ -1,0 +1,82 @@
+"""Each member's own parameter group, gradient norm and right to stand still."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.adapter_models import gradients, make_population, make_rows, token_logps
+from trl_populora.adapters.optim import clip_member_grad_norms, member_param_groups, withhold_gradients
+from trl_populora.adapters.weights import member_parameters, read_member
+
+
+def backward(model, router, rows, seed=5) -> None:
+    model.zero_grad()
+    router.set(rows)
+    token_logps(model, make_rows(len(rows), seed=seed)).sum().backward()
+
+
+def test_one_group_per_member_holds_all_of_it_once():
+    model, _, names = make_population(3)
+    groups = member_param_groups(
+        model, names, lr={"member_0": 1.0, "member_1": 2.0, "member_2": 3.0}, weight_decay=0.5
+    )
+    assert [(group["member"], group["lr"], group["weight_decay"]) for group in groups] == [
+        ("member_0", 1.0, 0.5),
+        ("member_1", 2.0, 0.5),
+        ("member_2", 3.0, 0.5),
+    ]
+    grouped = [id(p) for group in groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.0, 0.1, 1e6])
+def test_each_member_is_clipped_by_its_own_norm_as_torch_would(max_norm):
+    model, router, names = make_population(3)
+    backward(model, router, [0, 1, 1, 2, 2, 2])
+    expected, norms = {}, {}
+    for name in names:
+        parameters = [torch.nn.Parameter(p.detach().clone()) for p in member_parameters(model, name).values()]
+        for copy, p in zip(parameters, member_parameters(model, name).values(), strict=True):
+            copy.grad = p.grad.clone()
+        norms[name] = torch.nn.utils.clip_grad_norm_(parameters, max_norm or float("inf")).item()
+        expected[name] = [copy.grad for copy in parameters]
+    assert clip_member_grad_norms(model, names, max_norm) == pytest.approx(norms, rel=1e-6)
+    for name in names:
+        for reference, p in zip(expected[name], member_parameters(model, name).values(), strict=True):
+            torch.testing.assert_close(p.grad, reference, rtol=1e-6, atol=0)
+
+
+def test_a_withheld_member_keeps_weights_moments_and_step_while_others_move():
+    model, router, names = make_population(3)
+    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2))
+    backward(model, router, [0, 0, 1, 1, 2, 2])
+    optimizer.step()
+    before = {name: read_member(model, name) for name in names}
+    idle = list(member_parameters(model, "member_1").values())
+    state = [{key: value.clone() for key, value in optimizer.state[p].items()} for p in idle]
+
+    backward(model, router, [0, 0, 2, 2])
+    assert all(g.count_nonzero() == 0 for g in gradients(model, "member_1").values())
+    assert clip_member_grad_norms(model, names, 1.0)["member_1"] == 0.0
+    withhold_gradients(model, ["member_1"])
+    assert clip_member_grad_norms(model, names, 1.0)["member_1"] == 0.0
+    optimizer.step()
+
+    for name in names:
+        same = [torch.equal(value, before[name][key]) for key, value in read_member(model, name).items()]
+        assert all(same) if name == "member_1" else not any(same)
+    for p, kept in zip(idle, state, strict=True):
+        assert all(torch.equal(kept[key], value) for key, value in optimizer.state[p].items())
+
+
+def test_without_withholding_momentum_would_move_an_idle_member():
+    """The reason `withhold_gradients` exists: zero gradients are not no gradients to Adam."""
+    model, router, names = make_population(2)
+    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2, weight_decay=0.0))
+    backward(model, router, [0, 1])
+    optimizer.step()
+    before = read_member(model, "member_1")
+    backward(model, router, [0, 0])
+    optimizer.step()
+    assert not any(torch.equal(value, before[key]) for key, value in read_member(model, "member_1").items())

@@ -1,0 +1,135 @@
+"""Reading, writing, resetting and saving one member in a single process; test_backends.py has DDP and ZeRO."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+
+from tests.adapter_models import make_base, make_population, make_rows, token_logps
+from trl_populora.adapters.optim import member_param_groups
+from trl_populora.adapters.weights import (
+    member_parameters,
+    read_member,
+    reset_optimizer_state,
+    save_member,
+    write_member,
+)
+
+
+def test_a_member_read_and_written_elsewhere_computes_the_same():
+    model, router, _ = make_population(3)
+    factors = read_member(model, "member_2")
+    assert {value.dtype for value in factors.values()} == {torch.float32}
+    write_member(model, "member_0", factors)
+    ids = make_rows(1).repeat(3, 1)
+    with router.rows_of([0, 1, 2]), torch.no_grad():
+        logps = token_logps(model, ids)
+    assert torch.equal(logps[0], logps[2])
+    assert not torch.allclose(logps[0], logps[1])
+
+
+def test_what_was_read_is_a_copy():
+    model, _, _ = make_population(2)
+    factors = read_member(model, "member_0")
+    for value in factors.values():
+        value.zero_()
+    assert all(p.abs().sum() > 0 for p in member_parameters(model, "member_0").values())
+
+
+def test_keys_are_those_of_stock_peft():
+    model, _, names = make_population(2)
+    expected = get_peft_model_state_dict(model, adapter_name=names[1])
+    factors = read_member(model, names[1])
+    assert factors.keys() == expected.keys()
+    assert all(torch.equal(factors[key], expected[key]) for key in factors)
+
+
+def test_a_name_that_begins_like_another_is_not_mixed_up():
+    model, _, names = make_population(11)
+    before = {name: read_member(model, name) for name in names}
+    assert before["member_1"].keys() == before["member_10"].keys()
+    write_member(model, "member_1", before["member_5"])
+    for name in names:
+        source = "member_5" if name == "member_1" else name
+        assert all(torch.equal(value, before[source][key]) for key, value in read_member(model, name).items())
+
+
+def test_a_saved_member_loads_with_stock_peft_and_gives_the_same_log_probabilities(tmp_path):
+    model, router, names = make_population(3)
+    ids = make_rows(4)
+    for index, name in enumerate(names):
+        save_member(model, name, tmp_path / name)
+        alone = PeftModel.from_pretrained(make_base(), tmp_path / name)
+        with router.rows_of([index] * len(ids)), torch.no_grad():
+            torch.testing.assert_close(token_logps(model, ids), token_logps(alone, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_saved_bytes_do_not_depend_on_the_hash_seed(tmp_path):
+    program = (
+        "import sys; from tests.adapter_models import make_population; "
+        "from trl_populora.adapters.weights import save_member; save_member(make_population(1)[0], 'member_0', sys.argv[1])"
+    )
+    for seed in "12":
+        command = [sys.executable, "-c", program, str(tmp_path / seed)]
+        subprocess.run(
+            command, check=True, env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(filter(None, sys.path))}
+        )
+    files = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes() for name in files)
+
+
+def test_writing_refuses_wrong_keys_and_shapes_and_changes_nothing():
+    model, _, _ = make_population(2)
+    before = read_member(model, "member_0")
+    factors = read_member(model, "member_1")
+    key = next(iter(factors))
+    with pytest.raises(ValueError, match="missing"):
+        write_member(model, "member_0", {k: v for k, v in factors.items() if k != key})
+    with pytest.raises(ValueError, match="extra"):
+        write_member(model, "member_0", {**factors, "another": torch.zeros(1)})
+    with pytest.raises(ValueError, match="must have shape"):
+        write_member(model, "member_0", {**factors, key: factors[key][:-1]})
+    assert all(torch.equal(value, before[k]) for k, value in read_member(model, "member_0").items())
+
+
+def test_an_unknown_member_is_named_with_those_that_exist():
+    model, _, _ = make_population(2)
+    with pytest.raises(KeyError, match=r"no member 'member_9'; the members are \['member_0', 'member_1'\]"):
+        read_member(model, "member_9")
+
+
+def test_a_reset_member_steps_like_a_fresh_one_and_the_others_keep_their_state():
+    model, router, names = make_population(2)
+    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2))
+
+    def step(seed: int) -> dict[str, dict[str, torch.Tensor]]:
+        before = {name: read_member(model, name) for name in names}
+        optimizer.zero_grad()
+        router.set([0, 0, 1, 1])
+        token_logps(model, make_rows(4, seed=seed)).sum().backward()
+        optimizer.step()
+        return {
+            name: {key: value - before[name][key] for key, value in read_member(model, name).items()} for name in names
+        }
+
+    for seed in range(3):
+        step(seed)
+    other = next(iter(member_parameters(model, "member_1").values()))
+    kept = {key: value.clone() for key, value in optimizer.state[other].items()}
+    reset_optimizer_state(optimizer, model, "member_0")
+    assert all(torch.equal(kept[key], value) for key, value in optimizer.state[other].items())
+    own = list(member_parameters(model, "member_0").values())
+    assert all(value.count_nonzero() == 0 for p in own for value in optimizer.state[p].values())
+    # Adam's first update is the learning rate wherever the gradient is not tiny.
+    for value in step(7)["member_0"].values():
+        assert value.abs().max() == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_a_reset_before_the_first_step_is_harmless():
+    model, _, names = make_population(1)
+    reset_optimizer_state(torch.optim.AdamW(member_param_groups(model, names, lr=1e-2)), model, names[0])

@@ -1,0 +1,114 @@
+"""Baselines, scales and factors on hand-written rows; test_solo_parity.py holds them against stock TRL."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trl_populora.advantages import LOSS_NORMALISERS, STD_EPSILON, compute_advantages, member_factors
+
+
+NAN = math.nan
+# Two members with two kinds each, groups of two attempts.
+MEMBERS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+KINDS = torch.tensor([0, 0, 1, 1, 0, 0, 0, 0])
+GROUPS = torch.tensor([3, 3, 5, 5, 9, 9, 1, 1])
+REWARDS = torch.tensor([1.0, 0.0, 2.0, 4.0, 1.0, 2.0, 3.0, 6.0])
+
+
+def test_group_baseline_is_the_mean_over_attempts_at_one_prompt():
+    advantages = compute_advantages(REWARDS, MEMBERS, KINDS, GROUPS, "group", "none")
+    assert advantages.tolist() == [0.5, -0.5, -1, 1, -0.5, 0.5, -1.5, 1.5]
+
+
+def test_member_baseline_is_the_mean_over_a_members_rows_of_one_kind():
+    advantages = compute_advantages(REWARDS, MEMBERS, KINDS, GROUPS, "member", "none")
+    assert advantages.tolist() == [0.5, -0.5, -1, 1, -2, -1, 0, 3]
+
+
+@pytest.mark.parametrize("baseline", ["group", "member"])
+def test_group_scale_is_trls(baseline):
+    advantages = compute_advantages(REWARDS, MEMBERS, KINDS, GROUPS, baseline, "group")
+    centred = compute_advantages(REWARDS, MEMBERS, KINDS, GROUPS, baseline, "none")
+    std = REWARDS.view(-1, 2).std(1).repeat_interleave(2)  # torch divides by n - 1, as TRL does
+    torch.testing.assert_close(advantages, centred / (std + STD_EPSILON))
+
+
+def test_member_scale_is_the_deviation_over_a_members_rows_of_one_kind():
+    advantages = compute_advantages(REWARDS, MEMBERS, KINDS, GROUPS, "group", "member")
+    centred = compute_advantages(REWARDS, MEMBERS, KINDS, GROUPS, "group", "none")
+    std = torch.cat([REWARDS[:2].std().expand(2), REWARDS[2:4].std().expand(2), REWARDS[4:].std().expand(4)])
+    torch.testing.assert_close(advantages, centred / (std + STD_EPSILON))
+
+
+@pytest.mark.parametrize("baseline", ["group", "member"])
+@pytest.mark.parametrize("scale", ["group", "member", "none"])
+def test_rows_of_the_other_role_get_zero_and_change_nothing(baseline, scale):
+    off = torch.tensor([False, True] * 4)
+    rewards = torch.where(off, NAN, REWARDS)
+    advantages = compute_advantages(rewards, MEMBERS, KINDS, GROUPS, baseline, scale)
+    assert (advantages[off] == 0).all()
+    kept = [column[~off] for column in (REWARDS, MEMBERS, KINDS, GROUPS)]
+    assert torch.equal(advantages[~off], compute_advantages(*kept, baseline, scale))
+
+
+@pytest.mark.parametrize("baseline", ["group", "member"])
+@pytest.mark.parametrize("scale", ["group", "member", "none"])
+def test_no_member_depends_on_another_by_a_bit(baseline, scale):
+    other = REWARDS.clone()
+    other[:4] = torch.tensor([0.1, 1e6, NAN, -3.0])
+    rows = compute_advantages(REWARDS, MEMBERS, KINDS, GROUPS, baseline, scale)[4:]
+    assert torch.equal(rows, compute_advantages(other, MEMBERS, KINDS, GROUPS, baseline, scale)[4:])
+
+
+def test_the_order_of_rows_does_not_matter():
+    """Groups may lie on several ranks, so their rows are not next to each other."""
+    order = torch.tensor([4, 0, 7, 2, 1, 6, 3, 5])
+    columns = (REWARDS, MEMBERS, KINDS, GROUPS)
+    shuffled = compute_advantages(*(column[order] for column in columns))
+    assert torch.equal(shuffled, compute_advantages(*columns)[order])
+
+
+@pytest.mark.parametrize("scale", ["group", "member", "none"])
+def test_equal_rewards_and_single_rows_give_zero(scale):
+    ones = torch.ones(8)
+    assert not compute_advantages(ones, MEMBERS, KINDS, GROUPS, "group", scale).any()
+    assert not compute_advantages(REWARDS, MEMBERS, KINDS, torch.arange(8), "group", scale).any()
+    empty = torch.zeros(0, dtype=torch.long)
+    assert compute_advantages(torch.zeros(0), empty, empty, empty, "group", scale).shape == (0,)
+
+
+def test_unknown_choices_are_named():
+    columns = (REWARDS, MEMBERS, KINDS, GROUPS)
+    with pytest.raises(ValueError, match="`baseline` must be 'group' or 'member', got 'batch'"):
+        compute_advantages(*columns, baseline="batch")
+    with pytest.raises(ValueError, match="`scale_rewards` must be 'group', 'member' or 'none', got 'batch'"):
+        compute_advantages(*columns, scale_rewards="batch")
+
+
+@pytest.mark.parametrize("loss_type", LOSS_NORMALISERS)
+def test_factors_turn_the_joint_mean_into_each_members_own(loss_type):
+    members = torch.tensor([0, 1, 1, 1, 2, 2])
+    tokens = torch.tensor([5, 2, 3, 0, 10, 4])
+    losses = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    weights = tokens.float() if LOSS_NORMALISERS[loss_type] == "tokens" else torch.ones(6)
+    factors = member_factors(members, tokens, loss_type)
+    for member in range(3):
+        own = members == member
+        joint = (factors * losses * weights / weights.sum())[own].sum()
+        torch.testing.assert_close(joint, (losses * weights)[own].sum() / weights[own].sum())
+        assert len(factors[own].unique()) == 1
+
+
+def test_a_member_without_tokens_gets_factor_one():
+    factors = member_factors(torch.tensor([0, 1]), torch.tensor([0, 4]), "dapo")
+    assert factors.tolist() == [1.0, 1.0]
+
+
+def test_a_loss_type_that_couples_members_is_refused():
+    with pytest.raises(
+        ValueError, match=r"`loss_type='bnpo'` cannot be made equal.*'cispo', 'dapo', 'dr_grpo', 'grpo'"
+    ):
+        member_factors(torch.tensor([0]), torch.tensor([1]), "bnpo")
