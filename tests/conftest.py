@@ -1,0 +1,106 @@
+"""Real but tiny things that tests share: a random two-layer base with its tokenizer, and trainer arguments for it."""
+
+from __future__ import annotations
+
+import os
+
+
+# Before torch is imported: the suite runs beside other work, and two OpenMP pools on two cores fight.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest  # noqa: E402
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer():
+    """Byte-level tokenizer with ChatML: any text survives it, and nothing is trained or downloaded."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left"
+    )
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    fast.chat_template = CHATML
+    return fast
+
+
+@pytest.fixture(scope="session")
+def random_base(tmp_path_factory) -> str:
+    """Directory of a random two-layer Qwen3 (hidden 32) with a byte tokenizer; it speaks the compact style badly."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("random_base")
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def make_args(tmp_path):
+    """Arguments of a small run: 2T+2S, 4 proposals, 2 attempts, 24 rows in 3 micro-batches, CPU, fp32, no logging."""
+    from trl_populora.populora_config import PopuLoRAConfig
+
+    def make(**overrides):
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "teachers": 2,
+            "students": 2,
+            "proposals_per_teacher": 4,
+            "attempts_per_task": 2,
+            "references_per_proposal": 1,
+            "inputs_per_function": 4,
+            "prompt_style": "compact",
+            "per_device_train_batch_size": 8,
+            "max_completion_length": 24,
+            "max_steps": 2,
+            "learning_rate": 1e-2,  # a random base needs a large step for its adapters to move visibly
+            "sandbox_workers": 1,
+            "evolve_every": 0,
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": [],
+            "save_strategy": "no",
+            "gradient_checkpointing": False,
+            "disable_tqdm": True,
+        }
+        return PopuLoRAConfig(**(settings | overrides))
+
+    return make
+
+
+@pytest.fixture
+def lora():
+    """Rank 4 on attention and MLP."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")

@@ -1,0 +1,168 @@
+"""Pictures and tables of a run, from the files it leaves: works on a run in progress and on a finished one.
+
+Needs the `report` extra (matplotlib, rich).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Colour-blind safe (Okabe and Ito); a role keeps its colour in every picture.
+COLORS = {"teacher": "#D55E00", "student": "#0072B2"}
+KIND_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
+
+
+def load_history(run: str | Path) -> list[dict[str, Any]]:
+    """
+    Metrics per logged step of a run, oldest first.
+
+    Args:
+        run (`str` or `Path`): The run's `output_dir`; the newest checkpoint in it serves while it is still going.
+
+    Raises:
+        `ValueError`: If there is no `trainer_state.json` in it, or the file is broken.
+    """
+    root = Path(run)
+    checkpoints = sorted(root.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name[11:]))
+    paths = [path for path in (root / "trainer_state.json", *reversed(checkpoints)) if path.is_file()]
+    if not paths:
+        raise ValueError(f"{root} holds no trainer_state.json and no checkpoint: it is not the directory of a run.")
+    try:
+        history = json.loads(paths[0].read_text())["log_history"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{paths[0]} is broken ({error!r}).") from error
+    return [entry for entry in history if "propose/valid_rate" in entry]
+
+
+def load_population(run: str | Path) -> dict[str, Any]:
+    """
+    `population.json` of a run or of a pushed population.
+
+    Raises:
+        `ValueError`: If the file is missing or broken.
+    """
+    path = Path(run, "population.json")
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}). Is {run} the directory of a run?") from error
+
+
+def print_population(run: str | Path) -> None:
+    """Prints the members of a run with their ratings, best first in each role."""
+    from rich.console import Console
+    from rich.table import Table
+
+    population = load_population(run)
+    table = Table(title=f"Population after {population['step']} steps on {population['base_model']}")
+    for column in ("member", "mu", "sigma", "fitness", "matches", "born", "version", "operator", "parents"):
+        table.add_column(column, justify="left" if column in ("member", "operator", "parents") else "right")
+    for member in sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["fitness"])):
+        table.add_row(
+            member["name"],
+            f"{member['mu']:.2f}",
+            f"{member['sigma']:.2f}",
+            f"{member['fitness']:.2f}",
+            str(member["age"]),
+            str(member["born"]),
+            str(member["version"]),
+            member["operator"],
+            " + ".join(member["parents"]) or "-",
+            end_section=member["role"] == "teacher" and member is _last_teacher(population),
+        )
+    Console(width=None).print(table)
+
+
+def _last_teacher(population: dict[str, Any]) -> dict[str, Any]:
+    return min((m for m in population["members"] if m["role"] == "teacher"), key=lambda m: m["fitness"])
+
+
+def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
+    """
+    Draws ratings, solve rates, rewards and validity over the steps into one PNG.
+
+    Args:
+        run (`str` or `Path`): The run's `output_dir`.
+        path (`str` or `Path`, *optional*): Where the picture goes, `run.png` in the run by default.
+
+    Raises:
+        `ValueError`: If the run has not logged a step yet.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    history = load_history(run)
+    if not history:
+        raise ValueError(f"{run} has not logged a population step yet; try again after its first one.")
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
+    _draw_ratings(axes[0, 0], history)
+    _draw_solving(axes[0, 1], history)
+    _draw_rewards(axes[1, 0], history)
+    _draw_kinds(axes[1, 1], history)
+    for axis in axes.flat:
+        for entry in history:
+            if entry.get("evolve/replaced"):
+                axis.axvline(entry["step"], color="0.6", linestyle=":", linewidth=1, zorder=0)
+        axis.grid(alpha=0.2)
+        axis.margins(x=0.01)
+    for axis in axes[1]:
+        axis.set_xlabel("population step")
+    figure.suptitle(f"{Path(run).name}: dotted lines mark evolution events", fontsize=10)
+    target = Path(path) if path else Path(run, "run.png")
+    figure.savefig(target, dpi=110, metadata={"Software": None})  # no version stamp: same run, same bytes
+    plt.close(figure)
+    return target
+
+
+def series(history: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, where it was known."""
+    points = [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _draw_ratings(axis: Axes, history: Sequence[dict[str, Any]]) -> None:
+    for role, color in COLORS.items():
+        names = sorted(key[7:-3] for key in history[-1] if key.startswith(f"member/{role}_") and key.endswith("/mu"))
+        for name in names:
+            axis.plot(*series(history, f"member/{name}/mu"), color=color, alpha=0.35, linewidth=1)
+        steps, means = series(history, f"population/{role}/mu_mean")
+        _, spreads = series(history, f"population/{role}/mu_std")
+        axis.plot(steps, means, color=color, linewidth=2, label=f"{role}s, mean (thin: members)")
+        low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
+        axis.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
+    axis.set(title="TrueSkill rating", ylabel="mu (band: one std over members)")
+    axis.legend(fontsize=8)
+
+
+def _draw_solving(axis: Axes, history: Sequence[dict[str, Any]]) -> None:
+    axis.plot(*series(history, "solve/rate"), color=COLORS["student"], linewidth=2, label="solve rate of fresh tasks")
+    axis.plot(*series(history, "solve/frac_none"), color="0.3", linestyle="--", label="tasks nobody solved")
+    axis.plot(*series(history, "solve/frac_all"), color="0.6", linestyle="-.", label="tasks everybody solved")
+    axis.set(title="Solving", ylabel="fraction", ylim=(-0.02, 1.02))
+    axis.legend(fontsize=8)
+
+
+def _draw_rewards(axis: Axes, history: Sequence[dict[str, Any]]) -> None:
+    for role, color in COLORS.items():
+        axis.plot(*series(history, f"rewards/{role}_reward/mean"), color=color, linewidth=2, label=f"{role} reward")
+    axis.axhline(0, color="0.8", linewidth=1, zorder=0)
+    axis.set(title="Rewards", ylabel="mean reward", ylim=(-1.05, 1.05))
+    axis.legend(fontsize=8)
+
+
+def _draw_kinds(axis: Axes, history: Sequence[dict[str, Any]]) -> None:
+    kinds = sorted(key.split("/")[1] for key in history[-1] if key.startswith("propose/") and key.count("/") == 2)
+    for kind, color in zip(kinds, KIND_COLORS, strict=False):
+        axis.plot(*series(history, f"solve/{kind}/rate"), color=color, label=f"{kind} solved")
+        axis.plot(*series(history, f"propose/{kind}/valid_rate"), color=color, linestyle=":", label=f"{kind} valid")
+    axis.set(title="By kind of task", ylabel="fraction", ylim=(-0.02, 1.02))
+    axis.legend(fontsize=8, ncols=2)
