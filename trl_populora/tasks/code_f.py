@@ -73,7 +73,7 @@ class CodeF(CodeKind):
             written, message = read_blocks(text, ("inputs", "message"))
             lines = written.strip("\n").split("\n")
             message = message.strip()
-            if len(lines) != self.inputs_per_task or not message:
+            if len(lines) != self.inputs_per_task or not all(map(str.strip, lines)) or not message:
                 return Reject.FORMAT
             if message.count("\n") >= self.max_message_lines or len(message) > self.max_message_chars:
                 return Reject.OVERSIZED

@@ -27,18 +27,21 @@ def strip_thinking(text: str) -> str:
     Drops a leading `<think>...</think>`; what follows the first closing tag is the answer.
 
     Raises:
-        `FormatError`: If the thinking is never closed.
+        `FormatError`: If the thinking is never closed, or closed a second time.
     """
     body = text.lstrip()
+    bare = _BARE_CLOSE.search(text)
     if body.startswith(_THINK_OPEN):
         _, found, answer = body.partition(_THINK_CLOSE)
         if not found:
             raise FormatError(f"the text opens {_THINK_OPEN} and never closes it")
-        return answer
-    bare = _BARE_CLOSE.search(text)
-    if bare and _THINK_OPEN not in text[: bare.start()]:
-        return text[bare.end() :]
-    return text
+    elif bare:
+        answer = text[bare.end() :]
+    else:
+        return text
+    if _BARE_CLOSE.search(answer):
+        raise FormatError(f"{_THINK_CLOSE} stands in the answer")
+    return answer
 
 
 def read_blocks(text: str, names: Sequence[str]) -> list[str]:
@@ -49,7 +52,7 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
         `FormatError`: If a block is missing, repeated, out of order, unclosed or not one of `names`.
     """
     # The Python tokenizer reads all three line ends as one; after this, lines here are lines there.
-    lines = strip_thinking(text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    lines = strip_thinking(text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
     found: list[str] = []
     block: list[str] | None = None
     for line in lines:

@@ -1,0 +1,167 @@
+"""Program text is read in bounded time without running it, and its normal forms do what duplicates and hints need."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from trl_populora.tasks.base import Reject
+from trl_populora.tasks.programs import (
+    MAX_PROGRAM_CHARS,
+    ProgramError,
+    check_program,
+    contains_program,
+    normal_form,
+    parse_bounded,
+)
+
+
+GOOD = [
+    "def f(x):\n    return x",
+    "import math\n\nclass A:\n    def f(self):\n        return 1\n\ndef helper(x):\n    return A().f() + x\n\ndef f(x):\n    return helper(x)",
+    "def f(x):\n    return 1\n\ndef f(x):\n    return 2",
+    'def f(s):\n    """A docstring (with [brackets {."""\n    return f"{s!r:>{len(s)}}"',
+    "def f(n):\n    match n:\n        case [a, *rest]:\n            return rest\n        case {'k': v, **more}:\n            return more\n        case _:\n            return [lambda q=i: q for i in range(3)]",
+    "def f():\n    return [" + ", ".join(map(str, range(300))) + "]",
+    "def f(x):\n    s = '((((((((((((((((((((((((((((('\n    # [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[\n    return s",
+]
+
+
+@pytest.mark.parametrize("program", GOOD)
+def test_programs_with_a_top_level_f_pass(program):
+    check_program(program)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("", Reject.NO_FUNCTION),
+        ("def g(x):\n    return x", Reject.NO_FUNCTION),
+        ("f = lambda x: x", Reject.NO_FUNCTION),
+        ("async def f(x):\n    return x", Reject.NO_FUNCTION),
+        ("class A:\n    def f(x):\n        return x", Reject.NO_FUNCTION),
+        ("if True:\n    def f(x):\n        return x", Reject.NO_FUNCTION),
+        ("'def f(x): return x'", Reject.NO_FUNCTION),
+        ("def f(x)\n    return x", Reject.SYNTAX),
+        ("def f(x):\nreturn x", Reject.SYNTAX),
+        ("def f(...):\n    ...", Reject.SYNTAX),
+        ("def f(x):\n    return '\0'", Reject.SYNTAX),
+        ("def f(x):\n    return '\ud800'", Reject.SYNTAX),
+        ("def f(x):\n    return " + "9" * 5000, Reject.SYNTAX),
+        ("x = 1\n" * 2000, Reject.OVERSIZED),
+        ("(" * 500 + ")" * 500, Reject.OVERSIZED),
+        ("[{(" * 300, Reject.OVERSIZED),
+        ("-" * 7000 + "1", Reject.OVERSIZED),
+        ("not " * 1500 + "1", Reject.OVERSIZED),
+        ("x" + "()" * 3000, Reject.OVERSIZED),
+        ("x" + ".y" * 3000, Reject.OVERSIZED),
+        ("+".join("1" * 3000), Reject.OVERSIZED),
+        ("lambda a, b: " * 500 + "1", Reject.OVERSIZED),
+        ("if 1: 0\n" + "elif 1: 0\n" * 500, Reject.OVERSIZED),
+        ("f'" + "{" * 400 + "1" + "}" * 400 + "'", Reject.OVERSIZED),
+        ("f'''{" + "(" * 300 + "1" + ")" * 300 + "}'''", Reject.OVERSIZED),
+        ("\n".join(" " * depth + "if 1:" for depth in range(110)), Reject.SYNTAX),
+    ],
+    ids=lambda value: value.value if isinstance(value, Reject) else repr(value[:24]),
+)
+def test_other_texts_are_refused_with_their_reason(program, reason):
+    with pytest.raises(ProgramError) as caught:
+        check_program(program)
+    assert caught.value.reason is reason
+
+
+def test_some_digit_limits_do_not_apply_to_every_notation():
+    tree = parse_bounded("def f(x):\n    return 0x" + "f" * 7000)
+    assert len(normal_form(tree)) > 7000
+
+
+@pytest.mark.parametrize("unit", ["(", "[", "{", "{a:", "f(", "a[", "lambda:(", "(yield ", "f'{", "(a:=", "match (", "print "])
+@pytest.mark.parametrize("tail", ["", ":", "1 2", "=", "!", ")", "x=1=2", "else"])
+def test_the_parser_never_takes_long(unit, tail):
+    start = time.perf_counter()
+    for depth in (5, 10, 15, 19, 20):
+        for text in (unit * depth + tail, f"def f(x):\n    return {unit * depth}{tail}"):
+            with pytest.raises(ProgramError):
+                check_program(text)
+    assert time.perf_counter() - start < 2.0  # exponential backtracking would take hours; this takes milliseconds
+
+
+def test_the_scan_is_linear_in_unclosed_strings():
+    start = time.perf_counter()
+    for text in ("'''\\", '"""\\', "'\\", "\\'''", "f'''{", "''''"):
+        with pytest.raises(ProgramError):
+            check_program((text * MAX_PROGRAM_CHARS)[:MAX_PROGRAM_CHARS])
+    assert time.perf_counter() - start < 2.0
+
+
+def test_parsing_warns_about_nothing(recwarn):
+    parse_bounded("def f(x):\n    return x is 1 or '\\d'")
+    assert not recwarn.list
+
+
+BASE = "def g(a):\n    return a * 2\n\ndef f(x, y=1):\n    total = 0\n    for i in range(x):\n        total += g(i)\n    return total - y"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BASE.replace("    ", "  ") + "\n\n# a remark\n",
+        BASE.replace("total = 0", '"""Sums."""\n    total = 0'),
+        BASE.replace("total", "t").replace("g(", "helper(").replace("range(x)", "range(  x )"),
+        BASE.replace("x", "y_").replace("y=1", "x=1").replace("- y", "- x"),
+    ],
+)
+def test_layout_docstrings_and_bound_names_do_not_count(other):
+    assert normal_form(parse_bounded(other)) == normal_form(parse_bounded(BASE))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BASE.replace("* 2", "* 3"),
+        BASE.replace("* 2", "* 2.0"),
+        BASE.replace("* 2", "* True"),
+        BASE.replace("range", "sorted"),
+        BASE.replace("- y", "- x"),
+        BASE.replace("- y", "+ y"),
+        BASE.replace("def f", "def h"),
+        BASE.replace("y=1", "*y"),
+    ],
+)
+def test_what_changes_the_program_counts(other):
+    assert normal_form(parse_bounded(other)) != normal_form(parse_bounded(BASE))
+
+
+def test_a_keyword_argument_is_not_a_bound_name():
+    one = "def f(key, x):\n    return sorted(x, key=key)"
+    two = "def f(reverse, x):\n    return sorted(x, reverse=reverse)"
+    assert normal_form(parse_bounded(one)) != normal_form(parse_bounded(two))
+
+
+PROGRAM = 'def f(x):\n    """Doc."""\n    # a remark\n    y = x + 1\n    return y * "2"\n'
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PROGRAM,
+        "It is `DEF F(X):  y=x+1; ` hm: def f(x): y = x",
+        "compute y = x + 1\nreturn y * '2'",
+        "Y=X+1 return Y*2, quickly",
+        "def anything (q)",
+    ],
+)
+def test_a_hint_with_the_program_or_its_body_is_a_leak(message):
+    assert contains_program(message, PROGRAM)
+
+
+@pytest.mark.parametrize("message", ["adds one, then doubles", "y is x + 1", "f defines a line", "return"])
+def test_a_hint_in_words_is_no_leak(message):
+    assert not contains_program(message, PROGRAM)
+
+
+def test_a_one_line_body_counts_as_the_program():
+    assert contains_program("simply return x+1", "def f(x): return x + 1")
+    assert not contains_program("adds one to x", "def f(x): return x + 1")
+    assert not contains_program("anything", "def f(x): ...")
