@@ -2,8 +2,8 @@
 
 A token scan comes first. It lets through strings, numbers, brackets, commas, colons, signs and a handful of names,
 under limits on length, nesting, digits and operators. Only text that passed is given to `ast.parse`, and the tree is
-turned into plain data by a closed list of node types. There is no attribute, no comprehension, no f-string, no call but
-four named forms, and no operator but the signs and the `+` or `-` of a complex number.
+turned into plain data by a closed list of node types. There is no attribute, no comprehension, no f-string, no call
+but four named forms, and no operator but the signs and the `+` or `-` of a complex number.
 """
 
 from __future__ import annotations

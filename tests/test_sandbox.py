@@ -1,0 +1,89 @@
+"""The sandbox as its users see it: verdicts, batches, threads, closing."""
+
+import threading
+
+import pytest
+
+from trl_populora.sandbox import Job, Limits, Sandbox, Status, Verdict
+from trl_populora.sandbox.values import encode
+
+
+ADD = "def f(x, y=1):\n    return x + y\n"
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=2, limits=Limits(wall_seconds=5.0)) as box:
+        yield box
+
+
+def arguments(*values):
+    return encode(values)
+
+
+def test_outputs_are_canonical_texts_in_the_order_of_the_inputs(sandbox):
+    (verdict,) = sandbox.run([Job(ADD, (arguments(1), arguments(2, 3), arguments([1], [2])), runs=2)])
+    assert verdict.status is Status.OK and verdict.reason == ""
+    assert verdict.outputs == ("2", "5", '["l",1,2]')
+    assert verdict.cpu_seconds > 0 and verdict.wall_seconds > 0 and verdict.peak_bytes > 1 << 20
+
+
+def test_no_inputs_means_compile_and_look_for_f(sandbox):
+    verdicts = sandbox.run([Job(ADD), Job("g = 1"), Job("def f(:"), Job("f = 3"), Job("1 / 0")])
+    assert [verdict.status for verdict in verdicts] == ["ok", "error", "error", "error", "error"]
+    assert "'f'" in verdicts[1].reason and "SyntaxError" in verdicts[2].reason
+
+
+def test_batches_keep_their_order_and_streams_their_indices(sandbox):
+    jobs = [Job(f"{ADD}# {i}", (arguments(i),)) for i in range(60)]
+    assert [verdict.outputs for verdict in sandbox.run(jobs)] == [(str(i + 1),) for i in range(60)]
+    assert {index: verdict.outputs for index, verdict in sandbox.stream(jobs)} == {i: (str(i + 1),) for i in range(60)}
+
+
+def test_threads_share_one_sandbox(sandbox):
+    results = {}
+
+    def work(name):
+        results[name] = sandbox.run([Job(f"def f(x): return x * {name}", (arguments(3),))] * 10)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {name: {verdict.outputs for verdict in each} for name, each in results.items()} == {
+        name: {(str(3 * name),)} for name in range(6)
+    }
+
+
+def test_a_closed_sandbox_says_so():
+    box = Sandbox(workers=1)
+    future = box.submit(Job("while True: pass"))
+    box.close()
+    box.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        future.result(10)
+    with pytest.raises(RuntimeError, match="closed"):
+        box.submit(Job(ADD))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"runs": 0}, ValueError), ({"inputs": ["1"]}, TypeError), ({"function": "f()"}, ValueError)],
+)
+def test_wrong_jobs_are_refused(arguments, error):
+    with pytest.raises(error):
+        Job(ADD, **arguments)
+
+
+def test_wrong_limits_are_refused():
+    for wrong in ({"wall_seconds": 0}, {"memory_bytes": 1 << 20}, {"output_bytes": 0}, {"wall_seconds": float("nan")}):
+        with pytest.raises(ValueError, match="must"):
+            Limits(**wrong)
+    with pytest.raises(ValueError, match="workers"):
+        Sandbox(workers=0)
+
+
+def test_verdict_knows_whether_it_is_ok():
+    assert Verdict(Status.OK).ok and not Verdict(Status.ERROR).ok
+    assert str(Status.BAD_OUTPUT) == "bad_output" == Status.BAD_OUTPUT

@@ -1,0 +1,278 @@
+"""Plain data: canonical text, equality, literals."""
+
+import contextlib
+import math
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_populora.sandbox.literals import LiteralError, read_arguments, read_literal
+from trl_populora.sandbox.values import (
+    NotPlainData,
+    ValueTooLarge,
+    decode,
+    encode,
+    equal,
+    is_canonical,
+    to_literal,
+)
+
+
+NAN = float("nan")
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**200), 2**200),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(),
+    st.text(st.characters(categories=("Cs", "Lu"))),
+    st.binary(),
+)
+keys = st.recursive(scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4)
+plain = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner),
+        st.sets(keys, max_size=4),
+        st.frozensets(keys, max_size=4),
+        st.dictionaries(keys, inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plain)
+def test_text_reads_back_to_the_same_text_and_an_equal_value(value):
+    text = encode(value)
+    again = decode(text)
+    assert encode(again) == text
+    assert is_canonical(text)
+    assert equal(value, again) and equal(value, again, strict=True) and equal(value, again, tolerance=1e-9)
+    assert text.isascii() and "\n" not in text
+
+
+@settings(max_examples=150, deadline=None)
+@given(plain)
+def test_literals_read_back(value):
+    assert encode(read_literal(to_literal(value))) == encode(value)
+    literal = to_literal(value)
+    assert encode(read_arguments(f"{literal}, 3")) == encode((value, 3))
+    assert encode(read_arguments(f"f({literal})")) == encode((value,))
+
+
+@settings(max_examples=150, deadline=None)
+@given(plain, plain)
+def test_strict_equality_is_equality_of_texts(a, b):
+    assert equal(a, b, strict=True) == (encode(a) == encode(b))
+    assert equal(a, b) == equal(b, a)
+    if encode(a) == encode(b):
+        assert equal(a, b)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=60) | st.text('[]{}(),:"\'\\ 0123456789.eExf-+ntuls', max_size=60))
+def test_readers_only_ever_refuse(text):
+    for reader, error in ((decode, ValueError), (read_literal, LiteralError), (read_arguments, LiteralError)):
+        try:
+            encode(reader(text))
+        except error:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "loose", "strict"),
+    [
+        (1, True, True, False),
+        (1, 1.0, True, False),
+        (0.0, -0.0, True, False),
+        (NAN, NAN, True, True),
+        ([NAN, (1,)], [NAN, (True,)], True, False),
+        ({NAN: 1}, {NAN: 1}, True, True),
+        ({1: "a"}, {1.0: "a"}, True, False),
+        ({1: 2, "x": 3}, {"x": 3, 1: 2}, True, True),
+        ({1, 2}, frozenset({1, 2}), True, False),
+        ([1], (1,), False, False),
+        ("1", 1, False, False),
+        (None, False, False, False),
+        (b"a", "a", False, False),
+        (10**17 + 1, 1e17, False, False),
+        (complex(1, 0), 1, True, False),
+        ({(1, NAN)}, {(1.0, NAN)}, True, False),
+        ([], {}, False, False),
+        ({1: [2]}, {1: [3]}, False, False),
+        ([1, 2], [1, 2, 3], False, False),
+    ],
+)
+def test_equality(a, b, loose, strict):
+    assert equal(a, b) is loose
+    assert equal(a, b, strict=True) is strict
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "within"),
+    [(0.1 + 0.2, 0.3, True), (1.0, 1.1, False), (NAN, 1.0, False), (math.inf, math.inf, True), (math.inf, 1e308, False)]
+    + [(1, 2, False), ([1.0, {"a": 2.0}], [1.0 + 1e-9, {"a": 2.0}], True), (-1e308, 1e308, False)],
+)
+def test_tolerance_is_for_floats_only(a, b, within):
+    assert equal(a, b, tolerance=1e-6) is within
+
+
+class Sly(int):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("value", [Sly(1), object(), iter([]), range(3), bytearray(b"a"), len, int, [{"a": Sly(2)}]])
+def test_other_types_are_refused(value):
+    with pytest.raises(NotPlainData):
+        encode(value)
+
+
+def test_budgets():
+    cyclic = []
+    cyclic.append(cyclic)
+    for value in (cyclic, "a" * 70000, [0] * 30000, 1 << 400000, ["a" * 100] * 1000, b"a" * 40000):
+        with pytest.raises(ValueTooLarge):
+            encode(value)
+    assert len(encode("é" * 10, max_bytes=62)) == 62
+    with pytest.raises(ValueTooLarge):
+        encode("é" * 10, max_bytes=61)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " 1", "1 ", "01", "-0", "+1", "1e5", "1.50", "NaN", "Infinity", "{}", "[]", '["q"]', '["l" ,1]', '["s",2,1]']
+    + ['["s",1,1]', '["d",1]', '["d",1,2,1,3]', '["f","1.0"]', '["x","1"]', '["x",1]', '["b","AA"]', '["u","61"]']
+    + ['["c",1,2]', "9" * 5000, "[" * 100000, '["l",' * 70 + '["l"]' + "]" * 70, '"é"', '"\\u0041"', "__import__('os')"]
+    + ['["s",["l"]]', '["t",nul]', '["x","_1"]', '{"a":1}', '["f",["f","nan"]]', "9223372036854775808", '["b","0 0"]'],
+)
+def test_only_canonical_text_is_read(text):
+    with pytest.raises(ValueError):  # noqa: PT011 - any message will do
+        decode(text)
+    assert not is_canonical(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-7", "123456789012345", "1234567890123456789"])
+def test_short_integers_are_canonical(text):
+    assert is_canonical(text) and encode(decode(text)) == text
+
+
+HOSTILE_ANSWERS = [
+    "0) or (True",
+    "1); import os; f(1",
+    "f(1) or f(2)",
+    "f(f(1))",
+    "__import__('os').system('true')",
+    "().__class__.__bases__",
+    "9**9**9",
+    "1<<99999",
+    "'a'*9",
+    "10*10",
+    "1+1",
+    "1j+1",
+    "2+1j+1j",
+    "[i for i in [1]]",
+    "lambda: 0",
+    "f'{1}'",
+    "x",
+    "x=1",
+    "f(x=1)",
+    "*[1]",
+    "**{}",
+    "{**{}}",
+    "[*[1]]",
+    "1 if 1 else 2",
+    "not 1",
+    "~1",
+    "1 == 1",
+    "1; 2",
+    "-'a'",
+    "--------1",
+    "open('x')",
+    "set([1])",
+    "frozenset(1)",
+    "float('1')",
+    "complex(1)",
+    "{[]: 1}",
+    "{[1]}",
+    "{{}}",
+    "..." + "",
+    "`1`",
+    "1 # comment",
+    "(yield)",
+    "(x := 1)",
+    "1if 1else 2",
+    "0x",
+    "1__0",
+    "'unclosed",
+    "'''unclosed",
+    "(1",
+    "1)",
+    "(1]",
+    "\x00",
+    "'\x00'",
+    "1_",
+    "９",
+    "ｎａｎ",
+    "True.real",
+    "b'é'",
+    "1" * 5000,
+    "[" * 2000 + "]" * 2000,
+    "(" * 5000,
+    "'a'" * 30000,
+    "-" * 60000 + "1",
+    "1," * 40000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE_ANSWERS, ids=range(len(HOSTILE_ANSWERS)))
+def test_hostile_answers_are_refused(text):
+    with pytest.raises(LiteralError):
+        read_literal(text)
+
+
+@pytest.mark.parametrize("text", [*HOSTILE_ANSWERS, "f(1), 2", "f", "g(1)", "f(1)(2)", "f(1,)[0]", "f (1) f", "(f)(1)"])
+def test_hostile_arguments_are_refused(text):
+    if text == "1," * 40000:
+        text += "0," * 9000
+    with pytest.raises(LiteralError):
+        read_arguments(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [("", ()), ("3, [4]", (3, [4])), ("f(3, [4])", (3, [4])), (" f ( 3 ,\n 4 ) ", (3, 4)), ("(1, 2)", ((1, 2),))]
+    + [("3,", (3,)), ("'f(1)'", ("f(1)",)), ("f()", ()), ("1,\n2", (1, 2)), ("{'a': (1,)}, -2.5", ({"a": (1,)}, -2.5))]
+    + [("'a' 'b'", ("ab",)), (r"'\d\\'", (r"\d" + "\\",)), ('"""x\ny"""', ("x\ny",)), (r"rb'\d'", (rb"\d",))],
+)
+def test_arguments(text, arguments):
+    assert read_arguments(text) == arguments
+
+
+@pytest.mark.filterwarnings("error")
+def test_reading_never_warns():
+    assert read_literal(r"'\d \q'") == r"\d \q"
+    assert read_literal(r"b'\N \u'") == rb"\N \u"
+
+
+def test_reading_costs_linear_time():
+    for text in ("'" * 65000, '"""' + '"a' * 30000, "\\" * 65000, "'" + "\\'" * 32000, "1e" * 30000, "_" * 65000):
+        start = time.perf_counter()
+        with contextlib.suppress(LiteralError):
+            read_literal(text)
+        assert time.perf_counter() - start < 1.0
+
+
+def test_huge_integers_survive_the_digit_limit():
+    value = 7**6000
+    assert value.bit_length() > 14000 and sys.get_int_max_str_digits() == 4300
+    assert read_literal(to_literal(value)) == decode(encode(value)) == value

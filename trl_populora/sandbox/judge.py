@@ -1,0 +1,120 @@
+"""The verdict, formed in the trainer after the child is dead, from what the kernel said and from one frame of text.
+
+A child can claim `ok` with any outputs: that means no more than "f returned this", since the golden answers never left
+the trainer. It cannot claim a time, a signal, an exit or somebody else's job. No text from it is evaluated.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+from . import protocol
+from .jobs import Limits, Status, Verdict
+from .values import is_canonical
+
+
+_CLAIMS = {
+    protocol.ERROR: Status.ERROR,
+    protocol.MEMORY: Status.MEMORY,
+    protocol.BAD_OUTPUT: Status.BAD_OUTPUT,
+    protocol.POLICY: Status.POLICY,
+    protocol.ENTROPY: Status.NONDETERMINISTIC,
+}
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the kernel and the zygote's clock say about one finished child."""
+
+    expired: bool
+    wait_status: int
+    cpu_seconds: float
+    wall_seconds: float
+    peak_bytes: int
+
+
+def largest_frame(limits: Limits, inputs: int) -> int:
+    """Bytes that a child may send: all outputs, their line breaks, a status word and the length."""
+    return limits.output_bytes + inputs + protocol.MAX_REASON + 64
+
+
+def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tuple[Status, str, tuple[str, ...]]:
+    """
+    Status, reason and outputs of one run.
+
+    Args:
+        data (`bytes`): Everything that arrived from the child until end of file (at most one byte too much).
+        inputs (`int`): Number of outputs that are expected.
+        limits (`Limits`): The limits of the run.
+        seen (`Observation`): What was observed from outside.
+    """
+    ended = _ending(seen, limits)
+    if ended is not None:
+        return *ended, ()
+    code = os.waitstatus_to_exitcode(seen.wait_status)
+    if code != 0:
+        return Status.TAMPERED, f"the process ended with exit status {code}", ()
+    lines = _lines(data, largest_frame(limits, inputs))
+    if lines is None:
+        return Status.TAMPERED, "the process did not leave exactly one well-formed answer", ()
+    word, *rest = lines
+    if word in _CLAIMS and len(rest) == 1:
+        return _CLAIMS[word], protocol.one_line(rest[0]), ()
+    if word != protocol.OK or len(rest) != inputs or sum(map(len, rest)) > limits.output_bytes:
+        return Status.TAMPERED, "the answer has the wrong form", ()
+    if not all(is_canonical(text, max_bytes=limits.output_bytes) for text in rest):
+        return Status.TAMPERED, "an output is not canonical data", ()
+    return Status.OK, "", tuple(rest)
+
+
+def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
+    """What the way the process died says by itself."""
+    if seen.expired:
+        return Status.TIMEOUT, f"still running after {limits.wall_seconds:g} s"
+    if not os.WIFSIGNALED(seen.wait_status):
+        return None
+    number = os.WTERMSIG(seen.wait_status)
+    if number == signal.SIGXCPU or (number == signal.SIGKILL and seen.cpu_seconds > limits.wall_seconds):
+        return Status.TIMEOUT, f"used {seen.cpu_seconds:.1f} s of CPU time"
+    if number == signal.SIGKILL:
+        return Status.MEMORY, "killed from outside, as the kernel does when memory runs out"
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    crashed = number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+    return (Status.ERROR if crashed else Status.TAMPERED), f"the process died of {name}"
+
+
+def _lines(data: bytes, limit: int) -> list[str] | None:
+    """The lines of exactly one frame of printable ASCII, else None."""
+    header = protocol.LENGTH.size
+    if len(data) < header or len(data) > limit or protocol.LENGTH.unpack(data[:header])[0] != len(data) - header:
+        return None
+    body = data[header:]
+    if not body.isascii():
+        return None
+    return body.decode("ascii").split("\n")
+
+
+def combine(runs: list[tuple[Status, str, tuple[str, ...]]], seen: list[Observation]) -> Verdict:
+    """One verdict from the runs of a job: they must all be `ok` with the same outputs."""
+    status, reason, outputs = runs[0]
+    for later_status, later_reason, later_outputs in runs[1:]:
+        if status is not Status.OK:
+            break
+        if later_status in (Status.TIMEOUT, Status.MEMORY, Status.TAMPERED, Status.POLICY, Status.NONDETERMINISTIC):
+            status, reason = later_status, later_reason
+        elif later_status is not Status.OK:
+            status, reason = Status.NONDETERMINISTIC, f"a second run ended differently: {later_reason}"
+        elif later_outputs != outputs:
+            index = next(i for i, pair in enumerate(zip(outputs, later_outputs, strict=True)) if pair[0] != pair[1])
+            pair = f"{outputs[index][:60]} and {later_outputs[index][:60]}"
+            status, reason = Status.NONDETERMINISTIC, f"two runs disagree on output {index}: {pair}"
+    return Verdict(
+        status=status,
+        reason=reason,
+        outputs=outputs if status is Status.OK else (),
+        cpu_seconds=sum(each.cpu_seconds for each in seen),
+        wall_seconds=sum(each.wall_seconds for each in seen),
+        peak_bytes=max((each.peak_bytes for each in seen), default=0),
+    )

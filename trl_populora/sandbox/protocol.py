@@ -1,0 +1,53 @@
+"""The three message forms between the trainer, a warm process ("zygote") and a program's process ("child").
+
+    trainer -> zygote   START   control socket, with the child's end of a private socket pair attached; no payload
+    zygote  -> trainer  EVENT   control socket: what the kernel said about the child
+    trainer -> child    frame   private pair: the program and its inputs
+    child   -> trainer  frame   private pair: one frame, then end of file
+
+A frame is a length of 4 bytes and as many bytes. The child's answer is ASCII lines: a status word, then one line per
+output or one line of reason. Nothing here can carry an object, only text.
+"""
+
+from __future__ import annotations
+
+import struct
+
+
+START = struct.Struct("<QddQQ")  # job, wall seconds, owed CPU seconds, address space, flags
+EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, job, CPU seconds, wall seconds, peak resident bytes
+LENGTH = struct.Struct("<I")
+
+# START flags
+PROBE = 1  # try the confinement instead of running a program
+MAY_YIELD = 2  # the trainer accepts a SLOW event for this job
+
+# EVENT kinds
+READY = 0  # the zygote is warm; a JSON report follows the header
+DONE = 1  # the child is dead and reaped
+EXPIRED = 2  # the same, killed by the zygote at the deadline
+SLOW = 3  # the child has had its owed CPU time and goes on in the background
+
+# Status words of a child's answer. It may say these things about itself and no others.
+OK, ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY, TIER = (
+    "ok",
+    "error",
+    "memory",
+    "bad_output",
+    "policy",
+    "entropy",
+    "tier",
+)
+MAX_REASON = 300  # characters
+
+
+def answer(word: str, lines: list[str]) -> bytes:
+    """The child's one frame."""
+    body = "\n".join([word, *lines]).encode("ascii", "backslashreplace")
+    return LENGTH.pack(len(body)) + body
+
+
+def one_line(text: str) -> str:
+    """`text` as a printable ASCII line of bounded length."""
+    text = text[:MAX_REASON].encode("ascii", "backslashreplace").decode("ascii")
+    return "".join(char if " " <= char <= "~" else " " for char in text)[:MAX_REASON]
