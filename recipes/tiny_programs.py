@@ -1,0 +1,209 @@
+"""
+The programs the embedded tiny base is trained on: a narrow graded grammar whose programs are executed for truth.
+
+A program is a chain of one-line operations on integers, lists of digits and short strings; its level is the number of
+operations (1 to 4 for training, level 5 has six and is kept out of supervised training). Everything here is trusted
+text made by [`ProgramWriter`], so it is run with a plain `exec`: this is the one place where no sandbox is needed.
+Used by `make_tiny_base.py` only.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+TRAINED_LEVELS = (1, 2, 3, 4)
+OPERATIONS_AT_LEVEL = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6}
+
+# Letters that no keyword or name of the grammar has next to each other: the tokenizer then never merges them, and a
+# string is spelt one letter per token.
+LETTERS = "hkqxz"
+SIGNATURES = (("a",), ("a", "b"), ("xs",), ("xs", "a"), ("s",), ("s", "a"))
+SIGNATURE_WEIGHTS = (2, 3, 3, 3, 3, 1)
+TYPE_OF = {"a": "int", "b": "int", "xs": "list", "s": "str"}
+FRESH_NAMES = {"int": ("c", "d", "e", "g", "m", "n"), "list": ("ys", "zs", "ws"), "str": ("t", "u", "v")}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """
+    One operation of the grammar.
+
+    Args:
+        source (`str`): Type of the main operand: `"int"`, `"list"` or `"str"`.
+        target (`str`): Type of the result.
+        text (`str`): Expression over `{v}` (main operand), `{w}` (another integer variable), `{k}`, `{j}` (digits),
+            `{p}`, `{q}` (different letters).
+        hint (`str`): What a message says about it; it names the operation and leaves its constants to the examples.
+        weight (`float`): How often it is drawn.
+        statement (`bool`): Whether `text` is an `if` that changes `{v}` in place instead of an expression.
+        nonempty (`str`): `"needs"`: the operand must not be empty; `"keeps"`: a non-empty operand gives a non-empty
+            result; `"loses"`: it may not.
+    """
+
+    source: str
+    target: str
+    text: str
+    hint: str
+    weight: float = 1.0
+    statement: bool = False
+    nonempty: str = "keeps"
+
+
+OPERATIONS = (
+    Operation("int", "int", "{v} + {k}", "add a number", 1.5),
+    Operation("int", "int", "{v} - {k}", "subtract a number", 1.5),
+    Operation("int", "int", "{v} * 2", "double it"),
+    Operation("int", "int", "max({v}, {k})", "keep it above a limit", 0.8),
+    Operation("int", "int", "min({v}, {k})", "keep it below a limit", 0.8),
+    Operation("int", "int", "{v} + {w}", "add the other number", 1.5),
+    Operation("int", "int", "{v} - {w}", "subtract the other number", 1.5),
+    Operation("int", "int", "max({v}, {w})", "take the larger"),
+    Operation("int", "int", "min({v}, {w})", "take the smaller"),
+    Operation("int", "int", "if {v} > {k}:\n        {v} = {v} - {j}", "lower it if it is large", 1.0, True),
+    Operation("int", "int", "if {v} < {k}:\n        {v} = {v} + {j}", "raise it if it is small", 1.0, True),
+    Operation("list", "list", "{v}[::-1]", "reverse it"),
+    Operation("list", "list", "sorted({v})", "sort it"),
+    Operation("list", "list", "{v}[1:]", "drop the first", nonempty="loses"),
+    Operation("list", "list", "{v} + [{k}]", "append a number"),
+    Operation("list", "list", "{v} + [{w}]", "append the other number", 1.5),
+    Operation("list", "list", "[x + {k} for x in {v}]", "add a number to each"),
+    Operation("list", "list", "[x + {w} for x in {v}]", "add the other number to each", 1.5),
+    Operation("list", "list", "[x for x in {v} if x > {k}]", "keep the large ones", nonempty="loses"),
+    Operation("list", "int", "len({v})", "take the length", 0.4),
+    Operation("list", "int", "sum({v})", "take the sum", 0.6),
+    Operation("list", "int", "{v}[0]", "take the first", 0.6, nonempty="needs"),
+    Operation("list", "int", "max({v})", "take the largest", 0.6, nonempty="needs"),
+    Operation("str", "str", "{v}[::-1]", "reverse it"),
+    Operation("str", "str", "{v} + '{p}'", "append a letter", 1.5),
+    Operation("str", "str", "'{p}' + {v}", "put a letter in front"),
+    Operation("str", "str", "{v}.upper()", "make it upper case", 0.7),
+    Operation("str", "str", "{v} * 2", "repeat it"),
+    Operation("str", "str", "{v}[1:]", "drop the first", nonempty="loses"),
+    Operation("str", "str", "{v}.replace('{p}', '{q}')", "replace a letter", 1.2),
+    Operation("str", "int", "len({v})", "take the length", 0.6),
+    Operation("str", "int", "{v}.count('{p}')", "count a letter", 0.6),
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A generated program: its `text`, parameter names, `level`, and the message that hints at its operations."""
+
+    text: str
+    parameters: tuple[str, ...]
+    level: int
+    message: str
+
+
+def run(program: str, inputs: list[tuple]) -> list | None:
+    """Outputs of a *trusted* program on argument tuples, or `None` if one call raises."""
+    namespace: dict = {}
+    exec(program, namespace)  # noqa: S102 - the program was written by `ProgramWriter` a moment ago.
+    try:
+        return [namespace["f"](*arguments) for arguments in inputs]
+    except (IndexError, ValueError):
+        return None
+
+
+def is_small(value: object) -> bool:
+    """Whether an output is short enough to be an answer of the tiny base."""
+    if isinstance(value, int):
+        return -20 <= value <= 99
+    if isinstance(value, str):
+        return len(value) <= 10
+    return len(value) <= 7 and all(is_small(item) for item in value)
+
+
+class ProgramWriter:
+    """
+    Writes random programs of the grammar and inputs for them.
+
+    Args:
+        rng (`random.Random`): The only source of randomness, so a seed fixes every program.
+    """
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+
+    def argument(self, name: str) -> int | list[int] | str:
+        """One random argument for the parameter `name`."""
+        rng = self.rng
+        if TYPE_OF[name] == "int":
+            return rng.randrange(10)
+        if TYPE_OF[name] == "list":
+            return [rng.randrange(10) for _ in range(rng.randint(1, 4))]
+        return "".join(rng.choice(LETTERS) for _ in range(rng.randint(1, 4)))
+
+    def inputs(self, parameters: tuple[str, ...], count: int) -> list[tuple]:
+        """`count` different argument tuples in ascending order (ten integers exist, so ask for fewer)."""
+        found: dict[str, tuple] = {}
+        while len(found) < count:
+            arguments = tuple(self.argument(name) for name in parameters)
+            found[repr(arguments)] = arguments
+        return sorted(found.values())
+
+    def program(self, level: int) -> Program:
+        """A program of exactly `level` that uses all its parameters and is not constant on random inputs."""
+        while True:
+            (parameters,) = self.rng.choices(SIGNATURES, SIGNATURE_WEIGHTS)
+            body, message, used = self._body(parameters, OPERATIONS_AT_LEVEL[level])
+            if not used.issuperset(parameters):
+                continue
+            text = f"def f({', '.join(parameters)}):\n{body}"
+            outputs = run(text, self.inputs(parameters, 6))
+            if outputs and all(map(is_small, outputs)) and len({repr(output) for output in outputs}) >= 3:
+                return Program(text, parameters, level, message)
+
+    def _body(self, parameters: tuple[str, ...], operations: int) -> tuple[str, str, set[str]]:
+        """Indented lines, message, and the names that the lines read."""
+        rng = self.rng
+        types = {name: TYPE_OF[name] for name in parameters}
+        current, nonempty, previous = parameters[0], True, None
+        lines, hints, used = [], [], {current}
+        for index in range(operations):
+            last = index == operations - 1
+            others = [name for name, type_ in types.items() if type_ == "int" and name != current]
+            operation = self._draw(types[current], bool(others), nonempty, previous, last)
+            other = rng.choice(others) if others else ""
+            if "{w}" in operation.text:
+                used.add(other)
+            letters = rng.sample(LETTERS, 2)
+            text = operation.text.format(
+                v=current, w=other, k=rng.randint(1, 9), j=rng.randint(1, 9), p=letters[0], q=letters[1]
+            )
+            hints.append(operation.hint)
+            nonempty = nonempty and operation.nonempty == "keeps"
+            previous = operation
+            if operation.statement:
+                lines.append(f"    {text}")
+                if last:
+                    lines.append(f"    return {current}")
+            elif last:
+                lines.append(f"    return {text}")
+            else:
+                current = self._target(current, operation, types)
+                types[current] = operation.target
+                lines.append(f"    {current} = {text}")
+        return "\n".join(lines), ", then ".join(hints), used
+
+    def _draw(self, source: str, others: bool, nonempty: bool, previous: Operation | None, last: bool) -> Operation:
+        """An operation that fits the current value; reductions to an integer are kept for the end mostly."""
+        fitting = [
+            operation
+            for operation in OPERATIONS
+            if operation.source == source
+            and operation is not previous
+            and (others or "{w}" not in operation.text)
+            and (nonempty or operation.nonempty != "needs")
+        ]
+        weights = [operation.weight * (1.0 if last or operation.target == source else 0.5) for operation in fitting]
+        return self.rng.choices(fitting, weights)[0]
+
+    def _target(self, current: str, operation: Operation, types: dict[str, str]) -> str:
+        """The name that takes the result: the operand itself or a fresh one."""
+        fresh = [name for name in FRESH_NAMES[operation.target] if name not in types]
+        if not fresh or (operation.target == operation.source and self.rng.random() < 0.5):
+            return current
+        return fresh[0]
