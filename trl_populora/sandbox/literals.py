@@ -84,19 +84,22 @@ def _scan(text: str, functions: tuple[str, ...]) -> str:
     if len(text) > MAX_LENGTH:
         raise LiteralError(f"longer than {MAX_LENGTH} characters")
     text = text.strip()
-    parts, kinds, brackets, position = [], [], [], 0
+    parts, kinds, tokens, brackets, position = [], [], [], [], 0
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
             raise LiteralError(f"{text[position]!r} has no place in a literal")
         kind, token, position = match.lastgroup, match.group(), match.end()
         parts.append(_check_token(kind, token, match, functions))
+        if kind != "space":
+            tokens.append((kind, token))
         kinds.append(kind)
         if kind == "open" or kind == "close":
             _nest(brackets, token)
     if brackets:
         raise LiteralError(f"{brackets[-1]!r} is never closed")
     _check_order(kinds)
+    _check_neighbours(tokens)
     return "".join(parts)
 
 
@@ -118,6 +121,19 @@ def _check_order(kinds: list[str]) -> None:
         if previous == "number" and kind in ("name", "number", "string"):
             raise LiteralError("a number runs into the next word")
         previous = kind
+
+
+def _check_neighbours(tokens: list[tuple[str, str]]) -> None:
+    """Chains without brackets around them, as in `1+1+1` or `()()()`, are deep trees: they crash some Pythons' parser."""
+    values = ("number", "name", "string", "close")
+    for (before, _), (kind, token) in zip(tokens, tokens[1:], strict=False):
+        if kind == "open" and before in values and (before, token) != ("name", "("):
+            raise LiteralError(f"{token!r} after a value is not part of a literal")
+    for (before, left), (kind, _), (after, right) in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        if kind == "sign" and before in values:
+            real = before in ("number", "name") and left[-1] not in "jJ"
+            if not real or after != "number" or right[-1] not in "jJ":
+                raise LiteralError("arithmetic is not part of a literal")
 
 
 def _check_token(kind: str, token: str, match: re.Match, functions: tuple[str, ...]) -> str:
