@@ -104,3 +104,36 @@ def lora():
     from peft import LoraConfig
 
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+
+
+PROGRAMS = [  # program, argument tuples
+    ("def f(a):\n    return a + 1", [(1,), (2,), (5,), (9,)]),
+    ("def f(a, b):\n    return a * b", [(2, 3), (4, 5), (0, 7), (1, 1)]),
+    ("def f(s):\n    return s[::-1]", [("hk",), ("qxz",), ("",), ("zz",)]),
+    ("def f(x):\n    y = [v * 2 for v in x]\n    return sum(y)", [([1, 2],), ([],), ([5],), ([1, 1, 1],)]),
+]
+
+
+@pytest.fixture(scope="session")
+def seed_tasks():
+    """Twelve hand-written tasks, four of each kind; the truth is what Python says here."""
+    from trl_populora.sandbox.values import encode
+    from trl_populora.tasks.base import Task
+
+    tasks = []
+    for program, arguments in PROGRAMS:
+        scope: dict = {}
+        exec(program, scope)
+        inputs, outputs = [encode(a) for a in arguments], [encode(scope["f"](*a)) for a in arguments]
+        for kind in ("code_o", "code_i"):
+            tasks.append(Task(kind, program, tuple(inputs[:1]), tuple(outputs[:1])))
+        tasks.append(Task("code_f", program, tuple(inputs), tuple(outputs), message="a small function", visible=2))
+    return tasks
+
+
+@pytest.fixture
+def seed_dataset(seed_tasks):
+    """The same as the table that a user would pass as `train_dataset`."""
+    from datasets import Dataset
+
+    return Dataset.from_list([task.to_record() for task in seed_tasks])

@@ -21,7 +21,10 @@ from trl_populora.adapters import optim, weights
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.advantages import compute_advantages, member_factors
-from trl_populora.evolution import EvolutionCallback
+try:
+    from trl_populora.evolution import EvolutionCallback
+except ImportError:
+    EvolutionCallback = None
 from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig

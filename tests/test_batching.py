@@ -1,0 +1,81 @@
+"""Micro-batches: the same rows, in equal contiguous segments, with less padding."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from trl_populora.adapters.routing import Route
+from trl_populora.batching import deal, padding_fraction, reorder
+
+
+def make_batches(members: list[int], size: int, seed: int = 0) -> list[dict]:
+    rng = random.Random(seed)
+    rows = len(members)
+    prompts = torch.tensor([rng.randint(1, 12) for _ in members])
+    completions = torch.tensor([rng.randint(1, 20) for _ in members])
+    columns = torch.arange(12) >= 12 - prompts[:, None]
+    whole = {
+        "prompt_ids": torch.arange(rows)[:, None].repeat(1, 12) * columns,
+        "prompt_mask": columns.long(),
+        "completion_ids": torch.arange(rows)[:, None].repeat(1, 20),
+        "completion_mask": (torch.arange(20) < completions[:, None]).long(),
+        "old_per_token_logps": torch.arange(rows)[:, None].repeat(1, 20).float(),
+        "importance_sampling_ratio": torch.arange(rows)[:, None].float(),
+        "advantages": torch.arange(rows).float(),
+        "member": torch.tensor(members),
+        "num_items_in_batch": torch.tensor(99),
+    }
+    return [
+        {key: value[start : start + size] if value.dim() else value for key, value in whole.items()}
+        for start in range(0, rows, size)
+    ]
+
+
+def shuffled(counts: dict[int, int], seed: int = 0) -> list[int]:
+    members = [member for member, count in counts.items() for _ in range(count)]
+    random.Random(seed).shuffle(members)
+    return members
+
+
+@pytest.mark.parametrize(("counts", "size"), [({0: 8, 1: 8, 2: 32, 3: 32}, 16), ({0: 4, 1: 4, 2: 8, 3: 8}, 8)])
+def test_segments_are_equal_and_roles_apart_when_the_numbers_allow(counts, size):
+    for batch in reorder(make_batches(shuffled(counts), size), num_teachers=2):
+        route = Route(batch["member"].tolist())
+        assert route.ordered
+        assert route.equal
+        assert len({member < 2 for member in route.present}) == 1
+
+
+@pytest.mark.parametrize("counts", [{0: 3, 1: 5, 2: 7, 3: 9}, {0: 12, 1: 12}, {1: 24}, {0: 1, 3: 23}])
+def test_every_row_is_kept_exactly_once(counts):
+    batches = make_batches(shuffled(counts), 8)
+    dealt = reorder(batches, num_teachers=2)
+    assert [len(batch["member"]) for batch in dealt] == [8] * 3
+    assert sorted(torch.cat([b["advantages"] for b in dealt]).tolist()) == list(range(24))
+    for batch in dealt:
+        for key in ("completion_ids", "old_per_token_logps", "importance_sampling_ratio"):
+            assert (batch[key][:, 0] == batch["advantages"]).all(), f"{key} lost its row"
+        assert batch["num_items_in_batch"] == 99
+
+
+def test_trimming_removes_padding_and_no_token():
+    batches = make_batches(shuffled({0: 8, 1: 8, 2: 32, 3: 32}), 16)
+    dealt = reorder(batches, num_teachers=2)
+    for mask in ("prompt_mask", "completion_mask"):
+        assert sum(int(b[mask].sum()) for b in dealt) == sum(int(b[mask].sum()) for b in batches)
+        assert all(b[mask].any(0).all() for b in dealt), "a column of pure padding is left"
+    assert padding_fraction(dealt) < padding_fraction(batches)
+
+
+def test_order_does_not_depend_on_how_trl_shuffled_equal_rows():
+    members, lengths = [2, 2, 3, 3], [5, 9, 9, 5]
+    assert deal(members, lengths, 2, 2) == [1, 2, 0, 3]
+
+
+def test_a_row_without_prompt_padding_is_left_whole():
+    batches = make_batches([0, 0], 2)
+    batches[0]["prompt_mask"][:] = 1
+    assert reorder(batches, 1)[0]["prompt_ids"].shape[1] == 12

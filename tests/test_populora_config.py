@@ -1,0 +1,59 @@
+"""The config's arithmetic and its refusals, each with a way out that works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trl_populora.populora_config import PopuLoRAConfig
+
+
+def test_batch_follows_from_the_population(make_args):
+    args = make_args(teachers=2, students=2, proposals_per_teacher=8, attempts_per_task=4, per_device_train_batch_size=16)
+    assert args.rows_per_step == 2 * 8 * (1 + 4) == args.generation_batch_size
+    assert args.num_generations == 4
+    assert args.steps_per_generation == args.gradient_accumulation_steps == 5
+
+
+def test_defaults_make_a_legal_step(tmp_path):
+    args = PopuLoRAConfig(str(tmp_path), use_cpu=True, bf16=False)
+    assert args.rows_per_step % args.per_device_train_batch_size == 0
+
+
+def test_a_rank_count_that_does_not_divide_is_refused(make_args, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"multiple of the 3 processes.*`proposals_per_teacher=6` works"):
+        make_args(proposals_per_teacher=4)
+
+
+@pytest.mark.parametrize("overrides", [{"per_device_train_batch_size": 7}, {"proposals_per_teacher": 5}])
+def test_the_way_out_of_a_bad_batch_works(make_args, overrides):
+    sizes = {"teachers": 3, "attempts_per_task": 4, "proposals_per_teacher": 4, **overrides}
+    with pytest.raises(ValueError, match="works") as refusal:
+        make_args(**sizes)
+    name, value = re.search(r"`(\w+)=(\d+)`[^`]*works", str(refusal.value)).groups()
+    make_args(**(sizes | {"per_device_train_batch_size": 1} | {name: int(value)}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"teachers": 0}, "`teachers` must be at least 1, got 0"),
+        ({"attempts_per_task": 1}, "`attempts_per_task` must be at least 2"),
+        ({"matchmaking": "elo"}, "`matchmaking` must be one of pfsp, uniform, got 'elo'"),
+        ({"loss_type": "bnpo"}, "`loss_type` must be one of grpo, dapo, dr_grpo, cispo, got 'bnpo'"),
+        ({"prompt_style": "haiku"}, "`prompt_style`"),
+        ({"task_kinds": []}, "`task_kinds` is empty"),
+        ({"cull_fraction": 1.0}, "`cull_fraction` must be in"),
+        ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5` is not supported.*couples members"),
+        ({"max_steps": -1}, "`max_steps` must be positive"),
+        ({"eval_strategy": "steps", "eval_steps": 1}, "`eval_strategy"),
+        ({"generation_batch_size": 12}, "`generation_batch_size=12`"),
+        ({"num_generations": 4}, "Set only `attempts_per_task`"),
+        ({"gradient_accumulation_steps": 2}, "must be 3 here"),
+    ],
+)
+def test_refusal(make_args, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        make_args(**overrides)

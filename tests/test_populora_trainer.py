@@ -1,0 +1,272 @@
+"""The trainer on a random two-layer base: real generation, real sandbox, real optimizer, two or three steps each."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_populora.adapters.weights import read_member
+from trl_populora.matchmaking import student_share
+from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.rewards import student_reward, teacher_reward
+
+
+def letters(completions, **kwargs) -> list[float]:
+    """A reward that a random base earns by chance: without it every row would earn the same and nothing would move."""
+    return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
+
+
+class SilentFor:
+    """The same reward, but constant for one member: its advantages are zero, whatever the others do."""
+
+    __name__ = "letters_but_one"
+
+    def __init__(self, member: str):
+        self.member = member
+
+    def __call__(self, completions, member, **kwargs):
+        return [
+            0.0 if name == self.member else value for name, value in zip(member, letters(completions), strict=True)
+        ]
+
+
+@pytest.fixture
+def make_trainer(random_base, make_args, seed_dataset, lora):
+    made = []
+
+    def make(reward_funcs=letters, train_dataset=seed_dataset, model=random_base, **overrides):
+        trainer = PopuLoRATrainer(
+            model, reward_funcs, make_args(**overrides), train_dataset=train_dataset, peft_config=lora
+        )
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def members_of(trainer) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: read_member(trainer.model, name) for name in trainer.population.names}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def rollouts_of(run: str) -> list[dict]:
+    return [row for path in sorted(Path(run, "rollouts").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+class TestStep:
+    def test_all_members_move_and_the_base_does_not(self, make_trainer):
+        trainer = make_trainer()
+        before, base = members_of(trainer), trainer.model.get_base_model().model.embed_tokens.weight.clone()
+        frozen = {n: p.clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+        trainer.train()
+        after = members_of(trainer)
+        assert all(not same(before[name], after[name]) for name in before)
+        assert torch.equal(base, trainer.model.get_base_model().model.embed_tokens.weight)
+        assert frozen
+        assert all(torch.equal(p, frozen[n]) for n, p in trainer.model.named_parameters() if n in frozen)
+
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.parametrize("silent", ["teacher_1", "student_0"])
+    def test_a_member_with_zero_advantages_stands_still(self, make_trainer, silent, checkpointing):
+        trainer = make_trainer(SilentFor(silent), gradient_checkpointing=checkpointing)
+        before = members_of(trainer)
+        trainer.train()
+        after = members_of(trainer)
+        assert {name for name in before if same(before[name], after[name])} == {silent}
+
+    def test_a_silent_member_changes_no_other_by_a_bit(self, make_trainer, tmp_path):
+        """Zeroing one member's reward leaves the first update of the others as it was."""
+        runs = []
+        for index, reward in enumerate((letters, SilentFor("student_1"))):
+            trainer = make_trainer(reward, max_steps=1, output_dir=str(tmp_path / str(index)), max_grad_norm=0.01)
+            trainer.train()
+            runs.append(members_of(trainer))
+        assert {name for name in runs[0] if not same(runs[0][name], runs[1][name])} == {"student_1"}
+
+    def test_gradient_checkpointing_changes_nothing(self, make_trainer, tmp_path):
+        runs = []
+        for checkpointing in (False, True):
+            path = str(tmp_path / str(checkpointing))
+            trainer = make_trainer(gradient_checkpointing=checkpointing, output_dir=path)
+            trainer.train()
+            runs.append(members_of(trainer))
+        assert all(same(runs[0][name], runs[1][name]) for name in runs[0])
+
+    def test_kl_pulls_towards_the_base(self, make_trainer):
+        trainer = make_trainer(beta=0.04, max_steps=3)
+        trainer.train()
+        kl = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+        assert kl[0] == pytest.approx(0, abs=1e-6), "before the first update every member is the base"
+        assert kl[-1] > 1e-6
+
+    def test_every_metric_exists_at_every_step(self, make_trainer):
+        trainer = make_trainer(max_steps=3)
+        trainer.train()
+        steps = [set(entry) for entry in trainer.state.log_history if "propose/valid_rate" in entry]
+        assert len(steps) == 3
+        assert steps[0] == steps[1] == steps[2]
+        wanted = {"match/win_prob_mean", "propose/code_o/valid_rate", "verify/reject/format", "solve/rate"}
+        wanted |= {"population/teacher/mu_mean", "member/student_0/mu", "member/student_0/grad_norm", "time/verify"}
+        wanted |= {"curriculum/ast_depth", "curriculum/coverage", "batch/padding", "rewards/letters/mean"}
+        assert wanted <= steps[0]
+
+
+class TestRewardFunctions:
+    def test_see_real_prompts_and_all_columns(self, make_trainer):
+        seen = []
+
+        def spy(prompts, completions, role, member, kind, match, task_id, valid, reject_reason, solve_rate, **kwargs):
+            seen.append((prompts, role, kind, kwargs["correct"], kwargs["well_formed"]))
+            return letters(completions)
+
+        make_trainer(spy, max_steps=1).train()
+        prompts, roles, kinds, correct, well_formed = seen[0]
+        for prompt, role, kind in zip(prompts, roles, kinds, strict=True):
+            verb = {"teacher": "propose", "student": "solve"}[role]
+            assert prompt[0]["content"].startswith(f"{verb} {kind}")
+        assert {type(value) for value in correct + well_formed} == {bool}
+
+    def test_weights_of_the_users_functions_stand_after_the_built_in_ones(self, make_trainer):
+        trainer = make_trainer(letters, reward_weights=[0.25])
+        assert trainer.reward_weights.tolist() == [1.0, 1.0, 0.25]
+        assert trainer.reward_func_names == ["teacher_reward", "student_reward", "letters"]
+
+
+class TestRecords:
+    def test_rollouts_agree_with_rewards_and_ratings(self, make_trainer):
+        trainer = make_trainer(reward_funcs=None, max_steps=1)
+        trainer.train()
+        rows = rollouts_of(trainer.args.output_dir)
+        assert len(rows) == trainer.args.rows_per_step
+        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        expected = [t if t is not None else s for t, s in zip(teacher_reward(**columns), student_reward(**columns), strict=True)]
+        assert columns["reward"] == pytest.approx(expected)
+        proposals = [row for row in rows if row["role"] == "teacher"]
+        assert all(row["valid"] != bool(row["reject_reason"]) for row in proposals), "every reject has a reason"
+        shares = [student_share(row["valid"], row["solve_rate"]) for row in proposals]
+        logged = next(e for e in trainer.state.log_history if "match/student_share_mean" in e)
+        assert logged["match/student_share_mean"] == pytest.approx(sum(shares) / len(shares))
+
+    def test_saved_member_equals_the_live_one_in_stock_peft(self, make_trainer, random_base):
+        trainer = make_trainer()
+        trainer.train()
+        trainer.save_model()
+        ids = AutoTokenizer.from_pretrained(random_base)("solve code_o", return_tensors="pt")["input_ids"]
+        for member in trainer.population:
+            base = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float32)
+            stock = PeftModel.from_pretrained(base, os.path.join(trainer.args.output_dir, "members", member.name))
+            with torch.no_grad(), trainer.router.rows_of([member.index]):
+                live = trainer.model.eval()(ids).logits.log_softmax(-1)
+            assert torch.allclose(stock.eval()(ids).logits.log_softmax(-1), live, atol=1e-5)
+        described = json.loads(Path(trainer.args.output_dir, "population.json").read_text())
+        assert [m["name"] for m in described["members"]] == trainer.population.names
+        assert described["base_model"] == random_base
+
+    def test_same_seed_same_files(self, make_trainer, tmp_path):
+        contents = []
+        for name in ("a", "b"):
+            trainer = make_trainer(output_dir=str(tmp_path / name))
+            trainer.train()
+            trainer.save_model()
+            root = tmp_path / name
+            paths = [p for p in sorted(root.rglob("*")) if p.is_file() and p.suffix in (".safetensors", ".json", ".parquet")]
+            contents.append({str(p.relative_to(root)): p.read_bytes() for p in paths})
+        assert len(contents[0]) > 8
+        assert contents[0] == contents[1]
+
+    def test_resumed_run_equals_unbroken_run(self, make_trainer, tmp_path):
+        straight = make_trainer(output_dir=str(tmp_path / "a"), max_steps=4)
+        straight.train()
+        first = make_trainer(output_dir=str(tmp_path / "b"), max_steps=4, save_strategy="steps", save_steps=2)
+        first.train()
+        second = make_trainer(output_dir=str(tmp_path / "b"), max_steps=4, save_strategy="steps", save_steps=2)
+        second.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+        for name in straight.population.names:
+            assert same(members_of(straight)[name], members_of(second)[name])
+        assert straight.population.state_dict() == second.population.state_dict()
+        assert straight.archive.state_dict() == second.archive.state_dict()
+
+
+class TestMembers:
+    def test_replaced_member_is_replaced_whole(self, make_trainer):
+        trainer = make_trainer()
+        trainer.train()
+        donor = read_member(trainer.model, "student_1")
+        trainer.replace_member("student_0", donor, step=2, parents=["student_1@0"], operator="clone")
+        child = trainer.population["student_0"]
+        assert same(read_member(trainer.model, "student_0"), donor)
+        assert (child.mu, child.sigma, child.age, child.version) == (25.0, 25.0 / 3, 0, 1)
+        groups = {group["member"]: group["params"] for group in trainer.optimizer.param_groups}
+        states = {name: [trainer.optimizer.state[p] for p in groups[name]] for name in ("student_0", "student_1")}
+        assert all(not s["exp_avg"].any() and not s["exp_avg_sq"].any() and s["step"] == 0 for s in states["student_0"])
+        assert any(s["exp_avg"].any() and s["step"] == 2 for s in states["student_1"])
+
+    def test_no_process_is_left_after_training(self, make_trainer):
+        before = {p.pid for p in psutil.Process().children(recursive=True)}
+        trainer = make_trainer(max_steps=1)
+        assert {p.pid for p in psutil.Process().children(recursive=True)} - before, "the sandbox has processes"
+        trainer.train()
+        assert not {p.pid for p in psutil.Process().children(recursive=True)} - before
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("column", "value", "message"),
+        [
+            ("program", None, "column `program` is missing"),
+            ("inputs", 3, "column `inputs` must be a list of strings"),
+            ("kind", "riddle", "holds no task of the kinds code_i, code_o, code_f"),
+        ],
+    )
+    def test_broken_dataset(self, make_trainer, seed_tasks, column, value, message):
+        records = [task.to_record() for task in seed_tasks]
+        for record in records:
+            record[column] = value
+        with pytest.raises(ValueError, match=message):
+            make_trainer(train_dataset=Dataset.from_list(records))
+
+    def test_dataset_of_another_type(self, make_trainer):
+        with pytest.raises(TypeError, match="must be a `datasets.Dataset`.*got `list`"):
+            make_trainer(train_dataset=[{"prompt": "x"}])
+
+    def test_base_without_chat_template(self, make_trainer, random_base, tmp_path):
+        tokenizer = AutoTokenizer.from_pretrained(random_base)
+        tokenizer.chat_template = None
+        AutoModelForCausalLM.from_pretrained(random_base).save_pretrained(tmp_path / "mute")
+        tokenizer.save_pretrained(tmp_path / "mute")
+        with pytest.raises(ValueError, match=r"mute.*has no chat template.*processing_class"):
+            make_trainer(model=str(tmp_path / "mute"))
+
+    def test_unknown_task_kind(self, make_trainer):
+        with pytest.raises(ValueError, match=r"Unknown task kind 'code_x'.*code_o"):
+            make_trainer(task_kinds=["code_x"])
+
+    def test_output_directory_that_is_a_file(self, make_trainer, tmp_path):
+        (tmp_path / "taken").write_text("")
+        with pytest.raises(ValueError, match="is not writable"):
+            make_trainer(output_dir=str(tmp_path / "taken"))
+
+    @pytest.mark.parametrize("argument", ["eval_dataset", "tools", "rollout_func", "environment_factory"])
+    def test_arguments_that_a_population_cannot_use(self, random_base, make_args, argument):
+        with pytest.raises(ValueError, match=f"`{argument}` is not supported: .*(evaluate|TaskKind)"):
+            PopuLoRATrainer(random_base, args=make_args(), **{argument: [1]})
+
+    def test_stock_config(self, random_base, tmp_path):
+        from trl import GRPOConfig
+
+        with pytest.raises(TypeError, match="must be a `PopuLoRAConfig`"):
+            PopuLoRATrainer(random_base, args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))

@@ -1,0 +1,57 @@
+"""The reward truth table: rewards, rating outcome and metrics must tell one story."""
+
+from __future__ import annotations
+
+import pytest
+
+from trl_populora.matchmaking import student_share
+from trl_populora.rewards import make_student_reward, make_teacher_reward, student_reward, teacher_reward
+
+
+NAN = float("nan")
+
+# valid, solve rate -> teacher's reward, student's share of the match (paper; the floor gives nothing for rho = 0)
+PROPOSALS = [
+    (False, NAN, -1.0, 1.0),
+    (True, 0.0, 0.0, 0.5),
+    (True, 0.25, 0.75, 0.25),
+    (True, 0.5, 0.5, 0.5),
+    (True, 1.0, 0.0, 1.0),
+]
+# correct, well formed -> student's reward (AZR)
+ATTEMPTS = [(True, True, 1.0), (False, True, -0.5), (False, False, -1.0)]
+
+
+@pytest.mark.parametrize(("valid", "rho", "reward", "share"), PROPOSALS)
+def test_proposal(valid, rho, reward, share):
+    assert teacher_reward(role=["teacher"], valid=[valid], solve_rate=[rho]) == [reward]
+    assert student_share(valid, rho) == share
+
+
+@pytest.mark.parametrize(("correct", "well_formed", "reward"), ATTEMPTS)
+def test_attempt(correct, well_formed, reward):
+    assert student_reward(role=["student"], correct=[correct], well_formed=[well_formed]) == [reward]
+
+
+def test_each_function_is_silent_about_the_other_role():
+    columns = {
+        "role": ["teacher", "student"],
+        "valid": [True, True],
+        "solve_rate": [0.5, 0.5],
+        "correct": [False, True],
+        "well_formed": [True, True],
+    }
+    assert teacher_reward(**columns) == [0.5, None]
+    assert student_reward(**columns) == [None, 1.0]
+
+
+def test_settings_replace_the_defaults():
+    teacher = make_teacher_reward(invalid=-2.0, unsolved=-0.25)
+    assert teacher(role=["teacher"] * 2, valid=[False, True], solve_rate=[NAN, 0.0]) == [-2.0, -0.25]
+    student = make_student_reward(right=2.0, wrong=0.0, malformed=-0.5)
+    rewards = student(role=["student"] * 3, correct=[True, False, False], well_formed=[True, True, False])
+    assert rewards == [2.0, 0.0, -0.5]
+
+
+def test_names_that_trl_logs():
+    assert (teacher_reward.__name__, student_reward.__name__) == ("teacher_reward", "student_reward")

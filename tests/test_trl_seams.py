@@ -1,0 +1,76 @@
+"""The seams of TRL and transformers that the trainer hangs on. One of these failing names what moved."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import trl
+from packaging.version import Version
+from transformers import Trainer
+from trl import GRPOTrainer
+
+
+# Seam: its parameters, `self` first, as TRL 1.16 and transformers 5.17-5.23 have them.
+METHODS = {
+    (GRPOTrainer, "_prepare_inputs"): "self generation_batch",
+    (GRPOTrainer, "_calculate_rewards"): "self inputs prompts completions completion_ids_list",
+    (GRPOTrainer, "_generate_and_score_completions"): "self inputs",
+    (GRPOTrainer, "_generate_single_turn"): "self prompt_ids images multimodal_fields num_generations has_tool_images",
+    (GRPOTrainer, "_tokenize_prompts"): "self prompts",
+    (GRPOTrainer, "_compute_loss"): "self model inputs",
+    (GRPOTrainer, "training_step"): "self model inputs num_items_in_batch",
+    (GRPOTrainer, "log"): "self logs start_time",
+    (Trainer, "create_optimizer"): "self model",
+    (Trainer, "get_optimizer_cls_and_kwargs"): "args model",
+    (Trainer, "_clip_grad_norm"): "self model",
+    (Trainer, "_get_grad_norm"): "self model grad_norm",
+    (Trainer, "_save"): "self output_dir state_dict",
+    (Trainer, "_load_from_checkpoint"): "self resume_from_checkpoint model",
+    (Trainer, "_save_checkpoint"): "self model trial",
+    (Trainer, "pop_callback"): "self callback",
+}
+
+# Seam: text that must stand in the method that the seam lives in.
+PROMISES = {
+    "rollout_func receives prompts and trainer": ("_generate", "self.rollout_func(prompts, self)"),
+    "rollout_func returns ids and logprobs": ("_generate", '{"prompt_ids", "completion_ids", "logprobs"}'),
+    "columns reach reward functions through inputs": ("_generate_and_score_completions", "inp[key] = values[i]"),
+    "None rewards become NaN": ("_calculate_rewards", "torch.nan for reward in output_reward_func"),
+    "micro-batches are buffered": ("_prepare_inputs", "self._buffered_inputs = ["),
+    "the step selects the micro-batch": ("_prepare_inputs", "self._step % self.args.steps_per_generation"),
+    "loss calls the log-probs with the whole micro-batch": ("_compute_loss", "self._get_per_token_logps_and_entropies("),
+    "loss reads advantages of the rows": ("_compute_loss", 'advantages = inputs["advantages"]'),
+    "beta 0 needs no reference adapter": ("__init__", "elif is_peft_model(model) and args.beta != 0.0:"),
+    "reference log-probs disable the adapters": ("_generate_and_score_completions", "use_adapter(model"),
+    "advantages are logged": ("_generate_and_score_completions", 'self._logs["advantages"].extend'),
+    "metrics are lists by mode and name": ("__init__", 'self._metrics = {"train": defaultdict(list)'),
+    "vLLM is built by name": ("__init__", "self.vllm_generation = VLLMGeneration("),
+}
+
+
+def test_trl_version_is_in_the_window():
+    assert Version("1.16") <= Version(trl.__version__) < Version("1.17"), "widen the pin only with this file green"
+
+
+@pytest.mark.parametrize(("owner", "name"), METHODS, ids=lambda value: getattr(value, "__name__", value))
+def test_signature(owner, name):
+    found = " ".join(inspect.signature(getattr(owner, name)).parameters)
+    assert found == METHODS[owner, name], f"seam {owner.__name__}.{name} has parameters ({found})"
+
+
+def test_log_probs_keep_their_leading_parameters():
+    parameters = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    wanted = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
+    assert parameters[:7] == wanted, f"seam GRPOTrainer._get_per_token_logps_and_entropies has {parameters}"
+
+
+@pytest.mark.parametrize("seam", PROMISES)
+def test_promise(seam):
+    method, text = PROMISES[seam]
+    assert text in inspect.getsource(getattr(GRPOTrainer, method)), f"seam moved in GRPOTrainer.{method}: {seam}"
+
+
+def test_helpers_are_where_they_were():
+    assert callable(importlib.import_module("trl.trainer.utils").create_model_from_path)
