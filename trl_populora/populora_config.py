@@ -76,7 +76,7 @@ class PopuLoRAConfig(GRPOConfig):
             `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of the same kind.
 
         sandbox_workers (`int`, *optional*):
-            Warm interpreters per rank that run programs; the number of usable cores when `None`, at most 4.
+            Programs that a rank runs at a time; the usable cores divided by the ranks of this node when `None`.
         sandbox_seconds (`float`, *optional*, defaults to `1.0`):
             Wall-clock limit of one program run, in seconds. Programs are small; AZR waits 10.
         sandbox_memory_mb (`int`, *optional*, defaults to `512`):

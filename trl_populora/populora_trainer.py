@@ -21,6 +21,7 @@ from trl_populora.adapters import optim, weights
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.advantages import compute_advantages, member_factors
+
 try:
     from trl_populora.evolution import EvolutionCallback
 except ImportError:
@@ -148,13 +149,12 @@ class PopuLoRATrainer(GRPOTrainer):
         args.beta = self.beta = beta
 
         self.rollout_func = self._play
-        self.sandbox = make_sandbox(args)
         self.game = Game(
             population=self.population,
             matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
             archive=archive,
             kinds=kinds,
-            sandbox=self.sandbox,
+            sandbox=make_sandbox(args),
             generate=self._generate_rows,
             gather=self._gather,
             proposals=args.proposals_per_teacher,
@@ -166,6 +166,7 @@ class PopuLoRATrainer(GRPOTrainer):
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
         )
+        self._closed = False
         self._rows: list[Row] = []
         self._idle: list[str] = []
         self._deepspeed_norms: dict[str, float] | None = None
@@ -185,12 +186,20 @@ class PopuLoRATrainer(GRPOTrainer):
         """Pairs teachers with students and keeps the ratings."""
         return self.game.matchmaker
 
+    @property
+    def sandbox(self) -> Sandbox:
+        """Runs every program that a model wrote. Set `game.sandbox` to use another."""
+        return self.game.sandbox
+
     def close(self) -> None:
         """Ends the sandbox's processes. Training ends them too; a second call does nothing."""
         self.sandbox.close()
+        self._closed = True
 
     def train(self, *args, **kwargs):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
+        if self._closed:
+            self.game.sandbox, self._closed = make_sandbox(self.args), False
         try:
             return super().train(*args, **kwargs)
         finally:

@@ -235,7 +235,7 @@ def _solve(
         game.kinds[task.kind].parse_attempt(completion.text, task)
         for task, completion in zip(owners, completions, strict=True)
     ]
-    right = _grade(game, owners, answers)
+    right = grade(game, owners, answers)
     for row, completion, answer, is_right in zip(rows, completions, answers, right, strict=True):
         row.completion, row.well_formed, row.correct = completion, answer.well_formed, is_right
         row.reject_reason = answer.reason
@@ -249,7 +249,7 @@ def _solve(
     return rows
 
 
-def _grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list[bool]:
+def grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list[bool]:
     """Which answers are right; equal answers to one task run once."""
     distinct = {(task.task_id, task.kind, answer): task for task, answer in zip(tasks, answers, strict=True)}
     jobs = [game.kinds[kind].trial(task, answer) for (_, kind, answer), task in distinct.items()]
