@@ -19,8 +19,8 @@ from scipy.optimize import linear_sum_assignment
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Member, Population
 
 
-# beta and tau are TrueSkill's defaults for this prior: half of and a hundredth of its sigma. The draw margin only shapes
-# the two posteriors that are mixed: a draw itself is never an outcome here.
+# beta and tau are TrueSkill's defaults for this prior: half of and a hundredth of its sigma. The draw margin only
+# shapes the two posteriors that are mixed: a draw itself is never an outcome here.
 BETA = PRIOR_SIGMA / 2
 ENVIRONMENT = trueskill.TrueSkill(
     mu=PRIOR_MU, sigma=PRIOR_SIGMA, beta=BETA, tau=PRIOR_SIGMA / 100, draw_probability=0.1

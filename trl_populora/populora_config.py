@@ -100,12 +100,21 @@ class PopuLoRAConfig(GRPOConfig):
             Weights of the mutation operators. The paper's four, evenly, when `None`.
         crossovers (`dict[str, float]` or `str`, *optional*):
             Weights of the crossover operators. The paper's four, evenly, when `None`.
-        mutation_strength (`float`, *optional*, defaults to `0.1`):
-            Strength handed to the mutation operators.
+        mutation_strength (`float`, *optional*, defaults to `1.0`):
+            Factor on the mutation operators' own strengths: 1 is each as published, 0.5 half as far from the parent.
         inherit_optimizer (`bool`, *optional*, defaults to `False`):
             Give a child the first parent's Adam moments instead of zeros.
         rating_reset (`str`, *optional*, defaults to `"prior"`):
             `"prior"`: the child starts at 25 / 8.333 (paper, second hand). `"parents"`: at its parents' mean mu.
+        retention_tolerance (`float`, *optional*):
+            Switches the retention gate on: nats per token that a child may lose against its (better) parent on what
+            its role got right in the last step. A child that loses more is bred again at half the strength, at last
+            cloned. For example `0.1`.
+        retention_rows (`int`, *optional*, defaults to `16`):
+            Completions per rank that the gate looks at.
+        learning_rate_perturbation (`float`, *optional*, defaults to `0.0`):
+            A child learns at its first parent's rate times one plus or minus this. Population-based training
+            (Jaderberg et al., 2017) uses 0.2; 0 keeps one rate for all.
 
         save_rollouts (`bool`, *optional*, defaults to `True`):
             Write every proposal, verdict, attempt and reward to `rollouts/step_*.parquet` under `output_dir`.
@@ -165,9 +174,12 @@ class PopuLoRAConfig(GRPOConfig):
     tournament_size: int = field(default=2, metadata={"help": "Survivors drawn per parent."})
     mutations: dict[str, Any] | str | None = field(default=None, metadata={"help": "Weights of mutation operators."})
     crossovers: dict[str, Any] | str | None = field(default=None, metadata={"help": "Weights of crossover operators."})
-    mutation_strength: float = field(default=0.1, metadata={"help": "Strength of the mutation operators."})
+    mutation_strength: float = field(default=1.0, metadata={"help": "Factor on the mutations' own strengths."})
     inherit_optimizer: bool = field(default=False, metadata={"help": "A child keeps its first parent's moments."})
     rating_reset: str = field(default="prior", metadata={"help": "'prior' or 'parents'."})
+    retention_tolerance: float | None = field(default=None, metadata={"help": "Nats a child may lose; None is off."})
+    retention_rows: int = field(default=16, metadata={"help": "Completions per rank that the gate looks at."})
+    learning_rate_perturbation: float = field(default=0.0, metadata={"help": "PBT's factor on a child's rate."})
 
     # Records
     save_rollouts: bool = field(default=True, metadata={"help": "Write rollouts/step_*.parquet."})
@@ -217,6 +229,8 @@ class PopuLoRAConfig(GRPOConfig):
             "evolve_every": 0,
             "evolve_burn_in": 0,
             "tournament_size": 1,
+            "mutation_strength": 0,
+            "retention_rows": 1,
         }.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
@@ -224,6 +238,8 @@ class PopuLoRAConfig(GRPOConfig):
             raise ValueError(f"`cull_fraction` must be in [0, 1), got {self.cull_fraction}.")
         if not 0 <= self.crossover_rate <= 1:
             raise ValueError(f"`crossover_rate` must be in [0, 1], got {self.crossover_rate}.")
+        if not 0 <= self.learning_rate_perturbation < 1:
+            raise ValueError(f"`learning_rate_perturbation` must be in [0, 1), got {self.learning_rate_perturbation}.")
         proposals = self.teachers * self.proposals_per_teacher
         if proposals % self.attempts_per_task:
             better = self._proposals_dividing(self.attempts_per_task)
