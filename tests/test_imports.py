@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "trl_populora"
 FLOORS = [
     {"sandbox", "population", "operators"},
     {"tasks"},
-    {"matchmaking", "rewards", "advantages", "adapters", "populora_config"},
+    {"matchmaking", "rewards", "advantages", "adapters", "populora_config", "retention"},
     {"batching", "rollout", "evolution", "generation", "progress", "report", "evaluation", "loading"},
     {"records", "checkpoint", "hub"},
     {"populora_trainer"},
