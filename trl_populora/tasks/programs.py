@@ -17,7 +17,9 @@ from .base import Reject
 
 MAX_PROGRAM_CHARS = 8000  # what the parser is ever shown; `CodeKind.max_program_chars` is the limit for tasks
 MAX_BRACKET_DEPTH = 20  # the parser may backtrack exponentially in brackets that do not close as they should
-MAX_CHAIN = 200  # tokens between two commas or lines, clauses of one program that nest across them: levels of the tree
+MAX_CHAIN = (
+    200  # tokens in a row between commas, brackets summed up: each may be a level of the tree (`----1`, `a.b.c`)
+)
 FUNCTION = "f"
 
 
@@ -40,7 +42,6 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_STEP = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)
 
 
 def parse_bounded(program: str) -> ast.Module:
@@ -80,34 +81,47 @@ def defines_function(tree: ast.Module) -> bool:
 
 def _scan(program: str) -> None:
     """Bounds the depth that the tree can reach; linear in the text and blind to its grammar."""
-    depth = chain = nested = 0
+    chains = [0]  # for every open bracket, the tokens since its last comma
+    chained = nested = 0  # their sum, and the clauses that nest across commas and lines
     for match in _TOKEN.finditer(program):
         if match["blank"] is not None:
             continue
         token = match["token"]
-        if token is None:
-            # The expressions inside an f-string are parsed too; its text is scanned as if it were code.
-            chain += 1
-            if "f" in match["prefix"].lower():
-                inner = 0
-                for character in match["string"]:
-                    inner += _STEP.get(character, 0)
-                    chain += character in _STEP
-                    _check_depth(depth + inner, chain)
-        elif token == "," or (token == "\n" and depth <= 0):
-            chain = 0
+        if token == "," or (token == "\n" and len(chains) == 1):
+            chained -= chains[-1]
+            chains[-1] = 0
+        elif token is None:
+            tokens, depth = _inside(match)
+            chains[-1] += tokens
+            chained += tokens
+            _check_depth(len(chains) + depth, chained)
         elif token != "\n":
-            chain += 1
             nested += token in ("elif", "lambda")
-            depth += _STEP.get(token, 0)
-        _check_depth(depth, max(chain, nested))
+            chains[-1] += 1
+            chained += 1
+            if token in "([{":
+                chains.append(0)
+            elif token in ")]}" and len(chains) > 1:
+                chained -= chains.pop()
+        _check_depth(len(chains), max(chained, nested))
 
 
-def _check_depth(depth: int, chain: int) -> None:
-    if depth > MAX_BRACKET_DEPTH or chain > MAX_CHAIN:
+def _inside(string: re.Match) -> tuple[int, int]:
+    """What a string adds to the chain and to the brackets: expressions inside an f-string are parsed like others."""
+    if "f" not in string["prefix"].lower():
+        return 1, 0
+    depth = deepest = 0
+    for character in string["string"]:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return len(re.findall(r"\w+|[^\w\s]", string["string"])), deepest
+
+
+def _check_depth(depth: int, chained: int) -> None:
+    if depth > MAX_BRACKET_DEPTH + 1 or chained > MAX_CHAIN:
         raise ProgramError(
             Reject.OVERSIZED,
-            f"brackets {depth} deep, at most {MAX_BRACKET_DEPTH}; {chain} tokens chained, at most {MAX_CHAIN}",
+            f"brackets {depth - 1} deep, at most {MAX_BRACKET_DEPTH}; {chained} tokens chained, at most {MAX_CHAIN}",
         )
 
 
