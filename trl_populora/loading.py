@@ -78,7 +78,7 @@ def load_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 def prompt_style(args: PopuLoRAConfig, model: PreTrainedModel) -> str:
     """The configured style, else `"compact"` for a base made by `recipes/make_tiny_base.py` and `"chat"` otherwise."""
-    return args.prompt_style or getattr(model.config, "populora_prompt_style", "chat")
+    return args.prompt_style or str(getattr(model.config, "populora_prompt_style", "chat"))
 
 
 def is_zero3(args: PopuLoRAConfig) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl import GRPOConfig
 
@@ -122,6 +122,11 @@ class PopuLoRAConfig(GRPOConfig):
     Raises:
         `ValueError`: A value is out of range, names nothing known, or the population does not fit the batch.
     """
+
+    if TYPE_CHECKING:  # fields of GRPOConfig that are set here, too
+        generation_batch_size: int | None
+        num_generations: int | None
+        gradient_accumulation_steps: int
 
     # Defaults that differ from GRPOConfig.
     max_steps: int = field(default=200, metadata={"help": "Optimizer steps = population steps. The paper runs 200."})
@@ -262,10 +267,11 @@ class PopuLoRAConfig(GRPOConfig):
             "teacher_baseline": BASELINES,
             "student_baseline": BASELINES,
             "loss_type": EXACT_LOSS_TYPES,
+            "scale_rewards": ("group", "none", True, False),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+                raise ValueError(f"`{name}` must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}.")
         if self.prompt_style is not None and self.prompt_style not in PROMPT_STYLES:
             raise ValueError(f"`prompt_style` must be 'chat', 'compact' or unset, got {self.prompt_style!r}.")
         if not self.task_kinds:

@@ -22,10 +22,7 @@ from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.advantages import compute_advantages, member_factors
 
-try:
-    from trl_populora.evolution import EvolutionCallback
-except ImportError:
-    EvolutionCallback = None
+from trl_populora.evolution import EvolutionCallback
 from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
@@ -90,6 +87,11 @@ class PopuLoRATrainer(GRPOTrainer):
 
     _tag_names = ["trl", "populora", "lora"]
     _name = "PopuLoRA"
+
+    # Set by the classes above, which carry no annotations.
+    args: PopuLoRAConfig
+    optimizer: Any
+    _buffered_inputs: Any
 
     def __init__(
         self,
@@ -169,7 +171,8 @@ class PopuLoRATrainer(GRPOTrainer):
         self._closed = False
         self._rows: list[Row] = []
         self._idle: list[str] = []
-        self._deepspeed_norms: dict[str, float] | None = None
+        self._deepspeed_norms: dict[str, float] = {}
+        self._clips_inside_deepspeed = False
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self.evolution = EvolutionCallback(self) if args.evolve_every else None
         if self.evolution is not None:
@@ -207,7 +210,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
     # Phases 1 to 4
 
-    def _play(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
+    def _play(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         """TRL's `rollout_func`: plays one step; the placeholder prompts only say how many rows are expected."""
         played = play_step(self.game, self.state.global_step)
         if len(played.rows) != len(prompts):
@@ -282,7 +285,7 @@ class PopuLoRATrainer(GRPOTrainer):
         advantages = torch.zeros_like(rewards)
         for role, baseline in (("teacher", self.args.teacher_baseline), ("student", self.args.student_baseline)):
             mask = torch.tensor([name == role for name in roles], device=rewards.device)
-            scale = {"group": baseline}.get(self.args.scale_rewards, self.args.scale_rewards)
+            scale = baseline if self.args.scale_rewards == "group" else "none"
             own = rewards.masked_fill(~mask, float("nan"))
             advantages += compute_advantages(own, members, kind_ids, group_ids, baseline, scale)
             if role == "student":
@@ -328,10 +331,11 @@ class PopuLoRATrainer(GRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self.is_deepspeed_enabled and self._deepspeed_norms is None:
+        if self.is_deepspeed_enabled and not self._clips_inside_deepspeed:
             self._deepspeed_norms = optim.clip_inside_deepspeed(
                 self.model_wrapped, self.population.names, self.args.max_grad_norm
             )
+            self._clips_inside_deepspeed = True
         start, played = time.perf_counter(), sum(self._phase_seconds.values())
         loss = super().training_step(model, inputs, num_items_in_batch)
         # Only now: gradient checkpointing runs the forward again, under the same route, during the backward.
@@ -458,7 +462,7 @@ def _refuse(args: Any, unsupported: Mapping[str, Any]) -> None:
 def _placeholder(args: PopuLoRAConfig) -> Dataset:
     """Rows that only drive TRL's loop: one generation batch long, so an epoch is a population step."""
     prompt = [{"role": "user", "content": "The rollout writes the prompts."}]
-    return Dataset.from_dict({"prompt": [prompt] * (args.generation_batch_size // args.num_generations)})
+    return Dataset.from_dict({"prompt": [prompt] * (args.rows_per_step // args.attempts_per_task)})
 
 
 def _numbered(names: Sequence[str]) -> list[int]:

@@ -38,8 +38,8 @@ def write_rollouts(
             "reward": list(rewards),
             "advantage": list(advantages),
             "prompt": [row.prompt[-1]["content"] for row in rows],
-            "completion": [row.completion.text if row.completion else "" for row in rows],
-            "completion_tokens": [len(row.completion.completion_ids) if row.completion else 0 for row in rows],
+            "completion": [row.completion.text for row in rows],
+            "completion_tokens": [len(row.completion.completion_ids) for row in rows],
         }
     )
     suffix = f"-rank{game.rank}" if game.world > 1 else ""

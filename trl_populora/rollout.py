@@ -51,7 +51,7 @@ class Row:
     well_formed: bool = False
     archived: bool = False
     prompt: Messages = field(default_factory=list)
-    completion: Completion | None = None
+    completion: Completion = Completion([], [], "")
     group: str = ""
 
     COLUMNS = (
