@@ -178,7 +178,10 @@ def train(arguments: argparse.Namespace, tokenizer, model: Qwen3ForCausalLM) -> 
         model.load_state_dict(state["model"])
         average, progress = state["average"], Progress(**state["progress"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            peaks = [group["peak"] for group in optimizer.param_groups]
             optimizer.load_state_dict(saved)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["peak"] = peak  # the rates of the command line rule, also over a resumed run's
     queue = multiprocessing.get_context("spawn").Queue(maxsize=8)
     ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
     source = (arguments.seed, progress.step, tokenizer.backend_tokenizer.to_str(), *ends, arguments.layout)
@@ -264,7 +267,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=192, help="a multiple of the head width, 64")
     parser.add_argument("--muon-rate", type=float, default=0.02)
     parser.add_argument("--adam-rate", type=float, default=3e-3)
-    parser.add_argument("--log-every", type=int, default=20, help="steps")
+    parser.add_argument("--log-every", type=int, default=40, help="steps")
     parser.add_argument("--save-minutes", type=float, default=3.0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --work")
     parser.add_argument("--export-only", action="store_true", help="write the checkpoint's weight average to --output")

@@ -23,7 +23,7 @@ MAX_REFERENCES = 3
 PROPOSED_LEVEL_WEIGHTS = (0.12, 0.28, 0.32, 0.28)
 SOLVED_LEVEL_WEIGHTS = (0.12, 0.26, 0.32, 0.30)
 FIRST_LEVEL_WEIGHTS = (0.5, 0.3, 0.1, 0.1)
-WARM_UP_STEPS = 300  # steps over which the solved levels move from the first weights to the final ones
+WARM_UP_STEPS = 400  # steps over which the solved levels move from the first weights to the final ones
 
 # Share of the training tokens of each kind of document, and how many branches one has.
 TOKEN_SHARES = {
@@ -243,9 +243,9 @@ def pack(documents: list[Document], rows: int, length: int, pad: int) -> Batch:
 class Layout:
     """How many rows of which length a training step has; proposals with references need the long ones."""
 
-    short_rows: int = 22
+    short_rows: int = 11
     short_length: int = 256
-    long_rows: int = 4
+    long_rows: int = 2
     long_length: int = 448
 
 

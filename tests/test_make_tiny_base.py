@@ -1,0 +1,259 @@
+"""The tiny base: its recipe at smoke size, its training text against the task kinds, and the shipped asset."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+
+from trl_populora.sandbox import Job, Sandbox, Status, values
+from trl_populora.tasks.archive import load_seed_tasks
+from trl_populora.tasks.base import Proposal, Task
+from trl_populora.tasks.code_f import CodeF
+from trl_populora.tasks.code_i import CodeI
+from trl_populora.tasks.code_o import CodeO
+
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import make_tiny_base  # noqa: E402
+from tiny_documents import DialogueWriter, Layout, batches, is_held_out  # noqa: E402
+from tiny_programs import OPERATIONS_AT_LEVEL, ProgramWriter, run  # noqa: E402
+from tiny_tokenizer import WHOLE_TOKENS, train_tokenizer  # noqa: E402
+
+
+ASSETS = Path(str(files("trl_populora") / "assets"))
+MODEL = ASSETS / "tiny"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(seed=0, documents=500)
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
+        MODEL
+    )
+
+
+def run_recipe(*options: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(RECIPES / "make_tiny_base.py"), *map(str, options)]
+    environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_smoke_run_writes_a_model_that_loads_and_resumes(tmp_path):
+    options = ("--smoke", "--work", tmp_path, "--output", tmp_path / "model")
+    first = run_recipe(*options, "--seed-tasks", tmp_path / "seed_tasks.jsonl")
+    assert first.returncode == 0, first.stderr
+    assert "step     4" in first.stdout
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.float16
+    assert (tmp_path / "seed_tasks.jsonl").read_text() == (ASSETS / "seed_tasks.jsonl").read_text()
+    resumed = run_recipe(*options, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "step     5" not in resumed.stdout
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--width", 100, "--steps", 1), "multiple of 64, got 100"),
+        ((), "give --minutes or --steps"),
+        (("--export-only",), "no checkpoint in"),
+        (("--steps", -3), "must not be negative"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.setattr(sys, "argv", ["make_tiny_base.py", "--work", str(tmp_path), *map(str, options)])
+    with pytest.raises(SystemExit):
+        make_tiny_base.parse_arguments()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("level", OPERATIONS_AT_LEVEL)
+def test_programs_depend_on_the_seed_alone_and_run(level):
+    first, second = (ProgramWriter(random.Random(level)) for _ in range(2))
+    for _ in range(50):
+        program = first.program(level)
+        assert program == second.program(level)
+        inputs = first.inputs(program.parameters, 6)
+        assert inputs == second.inputs(program.parameters, 6)
+        assert len(set(map(repr, inputs))) == 6
+        assert run(program.text, inputs) is not None
+        assert program.message.count(", then ") == OPERATIONS_AT_LEVEL[level] - 1
+
+
+def test_dialogues_are_byte_for_byte_what_the_kinds_render():
+    writer = DialogueWriter(random.Random(0))
+    code_o, code_i, code_f = CodeO(), CodeI(), CodeF(inputs_per_task=6)
+    for number in range(40):
+        example = writer.varied_example(1 + number % 4)
+        program = example.program.text
+        inputs, outputs = (tuple(map(values.encode, column)) for column in (example.inputs, example.outputs))
+        task = Task("code_o", program, inputs[:1], outputs[:1])
+        pairs = [
+            (writer.deduction(example), code_o.solving_prompt(task, "compact"), code_o.render_answer(outputs[0])),
+            (writer.abduction(example), code_i.solving_prompt(task, "compact"), code_i.render_answer(inputs[0])),
+            (
+                writer.inputs_proposal(example),
+                code_f.proposal_prompt([task], "compact"),
+                code_f.render_proposal(Proposal("code_f", program, inputs, example.program.message)),
+            ),
+        ]
+        for dialogue, prompt, answer in pairs:
+            assert prompt == [{"role": "user", "content": dialogue.user}]
+            assert answer == dialogue.assistant
+        induction = writer.induction(example)
+        shown = [line for line in induction.user.split("\n") if line.startswith("f(")]
+        order = [
+            f"f({make_arguments(given)}) -> {returned!r}" for given, returned in zip(*columns(example), strict=True)
+        ]
+        chosen = [order.index(line) for line in shown]
+        rest = [index for index in range(6) if index not in chosen]
+        inputs, outputs = ([column[index] for index in chosen + rest] for column in (inputs, outputs))
+        task = Task("code_f", program, tuple(inputs), tuple(outputs), example.program.message, visible=3)
+        assert code_f.solving_prompt(task, "compact")[0]["content"] == induction.user
+        assert code_f.render_answer(program) == induction.assistant
+
+
+def columns(example):
+    return example.inputs, example.outputs
+
+
+def make_arguments(given: tuple) -> str:
+    return ", ".join(map(repr, given))
+
+
+@pytest.mark.parametrize("kind_class", [CodeO, CodeI])
+def test_proposals_show_references_as_the_kinds_do(kind_class):
+    kind, rng = kind_class(), random.Random(1)
+    writer = DialogueWriter(rng)
+    for references in range(4):
+        for dialogue in writer.proposals(kind.name, 2, references):
+            tasks = []
+            blocks = dialogue.user.split("```python\n")[1:]
+            for block in blocks:
+                program, _, rest = block.partition("\n```\n```input\n")
+                given, _, returned = rest.partition("\n```\n```output\n")
+                arguments = values.encode(eval(f"({given},)"))  # our own text, written a line above
+                tasks.append(Task(kind.name, program, (arguments,), (values.encode(eval(returned.split("\n")[0])),)))
+            assert len(tasks) == references
+            assert kind.proposal_prompt(tasks, "compact")[0]["content"] == dialogue.user
+            proposal = kind.parse_proposal(dialogue.assistant, tasks)
+            assert isinstance(proposal, Proposal)
+            assert kind.render_proposal(proposal) == dialogue.assistant
+
+
+def test_packed_loss_equals_the_dialogues_one_by_one(tokenizer, monkeypatch):
+    """Two branches of one document must not see each other, and positions go on from the prefix."""
+    torch.manual_seed(0)
+    AttentionInterface.register("packed", make_tiny_base.packed_attention)
+    packed = make_tiny_base.new_model(tokenizer, layers=2, width=64)
+    for weight in packed.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.3)
+    packed.set_attn_implementation("packed")
+    plain = Qwen3ForCausalLM(copy.deepcopy(packed.config))
+    plain.set_attn_implementation("sdpa")
+    plain.load_state_dict(packed.state_dict())
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: torch.enable_grad())
+    mask = make_tiny_base.attention_mask
+    monkeypatch.setattr(make_tiny_base, "attention_mask", lambda batch: mask(batch).float())
+    ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    for batch in next(batches(0, 500, tokenizer.backend_tokenizer, *ends, Layout(2, 256, 1, 448))):
+        _, _, total, count = make_tiny_base.loss_sums(packed, batch)
+        expected, answers = 0.0, 0
+        for row in range(len(batch.tokens)):
+            for document in range(batch.documents[row].max() + 1):
+                own = batch.documents[row] == document
+                for branch in range(1, batch.branches[row][own].max() + 1):
+                    seen = own & ((batch.branches[row] == 0) | (batch.branches[row] == branch))
+                    tokens = torch.tensor(batch.tokens[row][seen]).long()[None]
+                    # Prompt and answer are encoded apart; together they must give the same tokens.
+                    assert tokenizer(tokenizer.decode(tokens[0]))["input_ids"] == tokens[0].tolist()
+                    marked = torch.tensor(batch.answers[row][seen])[1:]
+                    logits = plain(tokens).logits[0, :-1]
+                    losses = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
+                    expected, answers = expected + float(losses[marked].sum().detach()), answers + int(marked.sum())
+        assert count == answers > 100
+        assert total == pytest.approx(expected, rel=1e-4)
+
+
+def test_held_out_programs_are_never_written_for_training():
+    training, evaluation = DialogueWriter(random.Random(0)), DialogueWriter(random.Random(0), held_out=True)
+    assert not any(is_held_out(training.example(1 + n % 4, 1).program.text) for n in range(100))
+    assert all(is_held_out(evaluation.example(1 + n % 4, 1).program.text) for n in range(100))
+
+
+def test_shipped_model_is_small_and_complete():
+    names = {path.name for path in MODEL.iterdir()}
+    assert names >= {
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "README.md"),
+    }
+    assert (MODEL / "model.safetensors").stat().st_size <= 8e6
+    assert "pass@1" in (MODEL / "README.md").read_text()
+
+
+def test_shipped_tokenizer_follows_the_format(shipped):
+    _, tokenizer = shipped
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi\n"}], add_generation_prompt=True, tokenize=False
+    )
+    assert text == "<|im_start|>user\nhi\n<|im_end|>\n<|im_start|>assistant\n"
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    for whole in WHOLE_TOKENS:
+        assert len(tokenizer(whole)["input_ids"]) == 1
+    for anything in ("naïve 'text' — 漢字\t\r\n  x", "```python\nprint(12)\n```\n\n```"):
+        assert tokenizer.decode(tokenizer(anything)["input_ids"]) == anything
+
+
+def test_shipped_model_answers_easy_seed_tasks(shipped):
+    model, tokenizer = shipped
+    kind, records = CodeO(), [json.loads(line) for line in (ASSETS / "seed_tasks.jsonl").open(encoding="utf-8")]
+    easy = [Task.from_record(record) for record in records if record["kind"] == "code_o" and record["level"] == 1]
+    right = 0
+    for task in easy:
+        prompt = tokenizer.apply_chat_template(
+            kind.solving_prompt(task, "compact"), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = model.generate(**prompt, max_new_tokens=40, do_sample=False)
+        text = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += kind.correct(task, kind.parse_attempt(text, task), None)
+    assert right / len(easy) >= 0.7
+
+
+def test_seed_tasks_are_graded_and_true():
+    tasks = load_seed_tasks()
+    levels = [json.loads(line)["level"] for line in (ASSETS / "seed_tasks.jsonl").open(encoding="utf-8")]
+    counts = Counter((task.kind, level) for task, level in zip(tasks, levels, strict=True))
+    assert len(tasks) == 256
+    assert len(counts) == 12
+    assert min(counts.values()) >= 21
+    assert len({task.task_id for task in tasks}) == 256
+    with Sandbox(allow_weak=True) as sandbox:
+        verdicts = sandbox.run([Job(task.program, task.inputs, runs=2) for task in tasks])
+    for task, verdict in zip(tasks, verdicts, strict=True):
+        assert verdict.status is Status.OK
+        assert verdict.outputs == task.outputs
+        assert not is_held_out(task.program)
+        if task.kind == "code_f":
+            assert (len(task.inputs), task.visible) == (6, 3)
+            assert len(set(task.outputs)) > 1
+            assert task.message
