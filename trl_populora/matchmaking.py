@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,20 @@ from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Member, Population
 # beta and tau are TrueSkill's defaults for this prior: half of and a hundredth of its sigma. The draw margin only
 # shapes the two posteriors that are mixed: a draw itself is never an outcome here.
 BETA = PRIOR_SIGMA / 2
+
+
+def _normal_cdf(x: float) -> float:
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+# The package's own erfc is a polynomial, off by 1e-5 rating points after a surprising win; these are exact.
 ENVIRONMENT = trueskill.TrueSkill(
-    mu=PRIOR_MU, sigma=PRIOR_SIGMA, beta=BETA, tau=PRIOR_SIGMA / 100, draw_probability=0.1
+    mu=PRIOR_MU,
+    sigma=PRIOR_SIGMA,
+    beta=BETA,
+    tau=PRIOR_SIGMA / 100,
+    draw_probability=0.1,
+    backend=(_normal_cdf, NormalDist().pdf, NormalDist().inv_cdf),
 )
 
 
@@ -62,7 +75,7 @@ def student_share(valid: bool, solve_rate: float) -> float:
 def win_probability(student: Member, teacher: Member) -> float:
     """Probability that the student beats the teacher: Phi((mu_s - mu_t) / sqrt(2 beta^2 + sigma_s^2 + sigma_t^2))."""
     spread = math.sqrt(2 * BETA**2 + student.sigma**2 + teacher.sigma**2)
-    return 0.5 * math.erfc((teacher.mu - student.mu) / spread / math.sqrt(2))
+    return _normal_cdf((student.mu - teacher.mu) / spread)
 
 
 def rate(student: Member, teacher: Member, share: float) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -77,8 +90,8 @@ def rate(student: Member, teacher: Member, share: float) -> tuple[tuple[float, f
     """
     of_student = ENVIRONMENT.create_rating(student.mu, student.sigma)
     of_teacher = ENVIRONMENT.create_rating(teacher.mu, teacher.sigma)
-    student_if_won, teacher_if_lost = ENVIRONMENT.rate_1vs1(of_student, of_teacher)
-    teacher_if_won, student_if_lost = ENVIRONMENT.rate_1vs1(of_teacher, of_student)
+    student_if_won, teacher_if_lost = trueskill.rate_1vs1(of_student, of_teacher, env=ENVIRONMENT)
+    teacher_if_won, student_if_lost = trueskill.rate_1vs1(of_teacher, of_student, env=ENVIRONMENT)
     return _mixture(student_if_won, student_if_lost, share), _mixture(teacher_if_lost, teacher_if_won, share)
 
 
