@@ -205,6 +205,8 @@ class PopuLoRAConfig(GRPOConfig):
                 "same thing here. Set only `attempts_per_task`."
             )
         self.num_generations = self.attempts_per_task
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False  # every member takes part in every backward
         self.generation_batch_size = rows
         wanted_accumulation = self.gradient_accumulation_steps
         self.gradient_accumulation_steps = self._micro_batches()
