@@ -116,6 +116,15 @@ class PopuLoRAConfig(GRPOConfig):
             A child learns at its first parent's rate times one plus or minus this. Population-based training
             (Jaderberg et al., 2017) uses 0.2; 0 keeps one rate for all.
 
+        vllm_engine_kwargs (`dict` or `str`, *optional*):
+            Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`. TRL's own
+            `vllm_*` settings hold too; the engine computes in the trainer's precision unless `dtype` is given.
+        vllm_adapter_dir (`str`, *optional*):
+            Directory that the trainer and every vLLM server see, for published adapters. Shared memory, or
+            `output_dir` when a server sits on another host or memory is short, when `None`.
+        vllm_request_timeout (`float`, *optional*, defaults to `1200.0`):
+            Seconds after which a vLLM server that does not answer counts as failed.
+
         save_rollouts (`bool`, *optional*, defaults to `True`):
             Write every proposal, verdict, attempt and reward to `rollouts/step_*.parquet` under `output_dir`.
 
@@ -127,6 +136,8 @@ class PopuLoRAConfig(GRPOConfig):
         generation_batch_size: int | None
         num_generations: int | None
         gradient_accumulation_steps: int
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # may be given as JSON
 
     # Defaults that differ from GRPOConfig.
     max_steps: int = field(default=200, metadata={"help": "Optimizer steps = population steps. The paper runs 200."})
@@ -185,6 +196,11 @@ class PopuLoRAConfig(GRPOConfig):
     retention_tolerance: float | None = field(default=None, metadata={"help": "Nats a child may lose; None is off."})
     retention_rows: int = field(default=16, metadata={"help": "Completions per rank that the gate looks at."})
     learning_rate_perturbation: float = field(default=0.0, metadata={"help": "PBT's factor on a child's rate."})
+
+    # Generation
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Arguments of `LLM`."})
+    vllm_adapter_dir: str | None = field(default=None, metadata={"help": "Directory that trainer and servers see."})
+    vllm_request_timeout: float = field(default=1200.0, metadata={"help": "Seconds a vLLM server may take to answer."})
 
     # Records
     save_rollouts: bool = field(default=True, metadata={"help": "Write rollouts/step_*.parquet."})

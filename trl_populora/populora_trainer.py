@@ -21,8 +21,9 @@ from trl_populora.adapters import optim, weights
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.advantages import compute_advantages, member_factors
-
 from trl_populora.evolution import EvolutionCallback
+from trl_populora.generation import vllm
+from trl_populora.generation.checks import check_vllm
 from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
@@ -110,6 +111,9 @@ class PopuLoRATrainer(GRPOTrainer):
         args = PopuLoRAConfig("populora") if args is None else args
         _refuse(args, unsupported)
         loading.check_output_dir(args.output_dir)
+        lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
+        if use_vllm := args.use_vllm:
+            check_vllm(loading.resolve_model_path(model) if isinstance(model, str) else model, args, lora_config)
         kinds = make_kinds(args)
         archive = loading.load_archive(train_dataset, kinds, args)
 
@@ -122,7 +126,7 @@ class PopuLoRATrainer(GRPOTrainer):
         members = add_members(
             base,
             self.population.names,
-            peft_config or LoraConfig(**DEFAULT_LORA),
+            lora_config,
             self.router,
             args.seed,
             autocast_adapter_dtype=not loading.is_zero3(args),
@@ -138,6 +142,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
         # TRL looks for an adapter named "default" to copy when beta is set; here the frozen base is the reference.
         beta, args.beta = args.beta, 0.0
+        args.use_vllm = False  # TRL would start an engine without adapters; ours is attached below
         super().__init__(
             model=members,
             reward_funcs=own + extra,
@@ -178,6 +183,8 @@ class PopuLoRATrainer(GRPOTrainer):
         if self.evolution is not None:
             self.add_callback(self.evolution)
         use_step_line(self)
+        if use_vllm:
+            vllm.attach(self)
 
     @property
     def archive(self):
@@ -195,9 +202,12 @@ class PopuLoRATrainer(GRPOTrainer):
         return self.game.sandbox
 
     def close(self) -> None:
-        """Ends the sandbox's processes. Training ends them too; a second call does nothing."""
+        """Ends the sandbox's processes, unpublishes the adapters. Training ends so too; a second call does nothing."""
         self.sandbox.close()
         self._closed = True
+        if self.use_vllm:
+            self.vllm_generation.close()
+            self._last_loaded_step = -1
 
     def train(self, *args, **kwargs):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
@@ -452,11 +462,6 @@ def _refuse(args: Any, unsupported: Mapping[str, Any]) -> None:
             raise TypeError(f"`PopuLoRATrainer` has no argument `{name}`.")
         if value is not None:
             raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
-    if args.use_vllm:
-        raise ValueError(
-            "`use_vllm=True` is not supported yet: TRL's engine serves one merged adapter, a population needs one per "
-            "request. Leave it off; rows are then generated with transformers, each by its own member."
-        )
 
 
 def _placeholder(args: PopuLoRAConfig) -> Dataset:

@@ -1,0 +1,75 @@
+"""The colocated engine: vLLM's `LLM`, answering each row with the row's own adapter. Imports vLLM."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+from .routes import Published, distinct_asks
+
+
+class RoutedLLM(LLM):
+    """
+    [`vllm.LLM`] whose `generate` sends every prompt to the adapter set in `routes`.
+
+    Args:
+        routed_arguments (`dict`): Engine arguments added to those that TRL passes; they win where both name one.
+        **kwargs: What TRL passes.
+
+    Attributes:
+        routes (`Sequence[Published]`): Who answers each prompt of the next `generate`; `None` stands for the base.
+    """
+
+    def __init__(self, *, routed_arguments: dict[str, Any], **kwargs: Any):
+        super().__init__(**(kwargs | routed_arguments))
+        self.routes: Sequence[Published | None] = ()
+
+    def load(self, adapter: Published) -> None:
+        """Loads a published adapter."""
+        self.llm_engine.add_lora(_request(adapter))
+
+    def unload(self, adapter: Published) -> None:
+        """Forgets an adapter, on the device and in host memory."""
+        self.llm_engine.remove_lora(adapter.id)
+
+    def generate(self, prompts, sampling_params: SamplingParams, **kwargs):
+        """
+        One output per prompt, in order. Equal prompts to one member become one request for several samples.
+
+        Greedy requests stay apart, because vLLM refuses several samples of one greedy request.
+        """
+        asks = distinct_asks([prompt["prompt_token_ids"] for prompt in prompts], self.routes)
+        if sampling_params.temperature == 0:
+            asks = [type(ask)(ask.prompt, ask.route, (row,)) for ask in asks for row in ask.rows]
+        requests, params = [], []
+        for ask in asks:
+            salt = {} if ask.route is None else {"cache_salt": ask.route.cache_salt}
+            requests.append({"prompt_token_ids": list(ask.prompt)} | salt)
+            own = sampling_params.clone()
+            own.n = len(ask.rows)
+            params.append(own)
+        adapters = [None if ask.route is None else _request(ask.route) for ask in asks]
+        answers = super().generate(requests, params, lora_request=adapters, **kwargs)
+        outputs: list[Any] = [None] * len(prompts)
+        for ask, answer in zip(asks, answers, strict=True):
+            for row, completion in zip(ask.rows, answer.outputs, strict=True):
+                outputs[row] = copy.copy(answer)
+                outputs[row].outputs = [completion]
+        return outputs
+
+    def sleep(self, level: int = 1, **kwargs: Any) -> None:
+        """
+        Sleeps at level 1 at most. Level 2, which TRL asks for, drops the weights because TRL sends all of them again
+        before the next generation; here the base is never sent, and adapters do not survive level 2 (vLLM issue
+        39934). Level 1 keeps both in host memory.
+        """
+        super().sleep(level=min(level, 1), **kwargs)
+
+
+def _request(adapter: Published) -> LoRARequest:
+    # No `load_inplace`: left on a request it makes vLLM read the directory again at every engine step.
+    return LoRARequest(adapter.name, adapter.id, adapter.path)

@@ -1,0 +1,151 @@
+"""Which members changed, and where their weights lie for vLLM to read (contracts 5 and 6). Knows nothing of vLLM."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trl_populora.adapters import weights
+
+
+SHARED_MEMORY = "/dev/shm"
+PREFIX = "populora-"
+
+# Current, previous and next version of every member lie there at once.
+VERSIONS_KEPT = 3
+
+
+class ChangeDetector:
+    """
+    Tells which members changed since they were last published, by a checksum of this rank's part of their tensors.
+
+    A counter of steps would publish members that did not move and miss writes from outside the optimizer; tensors'
+    own version counters miss the writes that ZeRO makes behind autograd.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[int]] = {}
+        self._weights = torch.empty(0, dtype=torch.long)
+
+    def changed(self, model: nn.Module, names: Sequence[str]) -> list[bool]:
+        """For each member, whether this rank's part of it differs from what `changed` saw last; then remembers it."""
+        flags = []
+        for name in names:
+            checksum = self._checksum(weights.member_parameters(model, name).values())
+            flags.append(self._seen.get(name) != checksum)
+            self._seen[name] = checksum
+        return flags
+
+    def forget(self) -> None:
+        """Makes every member count as changed."""
+        self._seen.clear()
+
+    @torch.no_grad()
+    def _checksum(self, parameters) -> list[int]:
+        """Per tensor, the sum modulo 2^64 of its bit patterns times fixed random factors, which tell places apart."""
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        sums = []
+        for parameter in parameters:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+            bits = local.contiguous().view(-1).view(integers[local.element_size()])
+            sums.append((bits * self._factors(bits.numel(), bits.device)).sum())
+        return torch.stack(sums).tolist()
+
+    def _factors(self, count: int, device: torch.device) -> torch.Tensor:
+        if self._weights.numel() < count or self._weights.device != device:
+            generator = torch.Generator().manual_seed(0)
+            largest = torch.iinfo(torch.long)
+            self._weights = torch.randint(largest.min, largest.max, (count,), generator=generator).to(device)
+        return self._weights[:count]
+
+
+class AdapterShelf:
+    """
+    Directory in which published adapters lie, each an ordinary PEFT adapter directory, until one version later.
+
+    Args:
+        parent (`str`): Where the shelf is made; see [`choose_parent`].
+
+    Attributes:
+        root (`Path`): The shelf's own directory, removed at `close`, at the end of the process or with the object.
+    """
+
+    def __init__(self, parent: str):
+        sweep(parent)
+        os.makedirs(parent, exist_ok=True)
+        self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._lock = _locked(self.root)
+        self._retired: deque[str] = deque()
+        self.close = weakref.finalize(self, _remove, str(self.root), self._lock, os.getpid())
+
+    def put(self, name: str, save: Callable[[Path], None]) -> str:
+        """Lets `save` write a directory and returns its final path, under which it appears only when complete."""
+        unfinished, path = self.root / f".{name}", self.root / name
+        save(unfinished)
+        unfinished.rename(path)
+        return str(path)
+
+    def retire(self, path: str) -> None:
+        """Marks a directory as replaced: it goes when [`sweep_retired`] is called after the next publishing."""
+        self._retired.append(path)
+
+    def sweep_retired(self) -> None:
+        """Removes the directories that were replaced before the versions now in use were loaded."""
+        while self._retired:
+            shutil.rmtree(self._retired.popleft())
+
+
+def choose_parent(output_dir: str, wanted_bytes: int, remote: bool) -> str:
+    """
+    Shared memory when it is there and has room, else `output_dir`.
+
+    Args:
+        output_dir (`str`): The run's directory; on several hosts, on a file system that all of them see.
+        wanted_bytes (`int`): Bytes of one version of all members.
+        remote (`bool`): Whether a reader sits on another host, which never sees this host's memory.
+    """
+    # Room for twice what is needed: data loaders and NCCL use the same memory.
+    needed = 2 * VERSIONS_KEPT * wanted_bytes
+    if not remote and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > needed:
+        return SHARED_MEMORY
+    return os.path.join(os.path.abspath(output_dir), "published")
+
+
+def sweep(parent: str) -> None:
+    """Removes shelves that a killed process left behind: those whose lock nobody holds."""
+    for root in Path(parent).glob(f"{PREFIX}*"):
+        try:
+            if time.time() - root.stat().st_mtime < 60:  # perhaps just made and not locked yet
+                continue
+            lock = _locked(root)
+        except OSError:  # held by a living run, another user's, or gone meanwhile
+            continue
+        _remove(str(root), lock, os.getpid())
+
+
+def _locked(root: Path) -> int:
+    descriptor = os.open(root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove(root: str, lock: int, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child runs its parent's exit handlers
+        return
+    shutil.rmtree(root, ignore_errors=True)
+    os.close(lock)

@@ -1,0 +1,63 @@
+"""What is published and which row asks for it: plain data that the colocated engine and the server client share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Published:
+    """
+    One version of one member as vLLM knows it (contract 6).
+
+    Every version has a name, an id and a path of its own. With any of them kept, some vLLM version serves the old
+    weights: an id that is loaded already is not read again, and prefix-cache keys have held the name, or the name and
+    the path, depending on the version. `cache_salt` keeps the keys apart whatever they hold.
+
+    Args:
+        member (`str`): The member.
+        name (`str`): Adapter name, unique over all runs that a server may have seen.
+        id (`int`): Adapter id, counted from 1.
+        path (`str`): Its PEFT directory.
+    """
+
+    member: str
+    name: str
+    id: int
+    path: str
+
+    @property
+    def cache_salt(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One distinct question: a prompt to one member (`route`, or `None` for the base), and the rows that asked it."""
+
+    prompt: tuple[int, ...]
+    route: Published | None
+    rows: tuple[int, ...]
+
+
+def distinct_asks(prompts: Sequence[Sequence[int]], routes: Sequence[Published | None]) -> list[Ask]:
+    """
+    Merges rows that put the same prompt to the same member, as the G attempts at a task do.
+
+    Args:
+        prompts (`Sequence[Sequence[int]]`): Token ids per row, length R.
+        routes (`Sequence[Published]`): Who answers each row, length R.
+
+    Returns:
+        `list[Ask]`: In order of first appearance; their `rows` together are 0 to R - 1.
+
+    Raises:
+        `RuntimeError`: If the lengths differ.
+    """
+    if len(prompts) != len(routes):
+        raise RuntimeError(f"{len(routes)} rows are routed, but {len(prompts)} prompts are to be answered.")
+    rows: dict[tuple[tuple[int, ...], Published | None], list[int]] = {}
+    for row, (prompt, route) in enumerate(zip(prompts, routes, strict=True)):
+        rows.setdefault((tuple(prompt), route), []).append(row)
+    return [Ask(prompt, route, tuple(positions)) for (prompt, route), positions in rows.items()]

@@ -1,0 +1,296 @@
+"""`PopulationGeneration`: TRL's vLLM generation with one adapter per row, colocated or on servers (phases 2 and 4).
+
+The base is frozen, so it is loaded once and never sent again. What changes are the adapters: `sync_weights` publishes
+those that moved, each version under a name, id and path of its own.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers.trainer_utils import get_last_checkpoint
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_populora.adapters import weights
+from trl_populora.adapters.routing import BASE, Router
+
+from . import publishing
+from .checks import permitted_rank
+from .client import LoRAServers, VLLMServerError
+from .routes import Published
+
+
+if TYPE_CHECKING:
+    from trl_populora.populora_trainer import PopuLoRATrainer
+
+
+class PopulationGeneration(VLLMGeneration):
+    """
+    [`~trl.generation.vllm_generation.VLLMGeneration`] for a population of LoRA adapters on one frozen base.
+
+    What differs:
+
+    - `_init_vllm`: the engine serves LoRA ([`~trl_populora.generation.engine.RoutedLLM`]), or the client speaks to
+      servers that do ([`~trl_populora.generation.client.LoRAServers`]); no weight-transfer group is opened.
+    - `sync_weights`: publishes the members that changed, as PEFT directories; nothing is merged.
+    - `generate`: every prompt goes to the member that the router names for its row.
+
+    Args:
+        model ([`~peft.PeftModel`]): The population's model.
+        members (`Sequence[str]`): Member names in route order.
+        router ([`~trl_populora.adapters.routing.Router`]): Holds the member of each row while `generate` runs.
+        output_dir (`str`): The run's directory.
+        adapter_dir (`str`, *optional*): Where published adapters lie. Shared memory when `None` and it has room.
+        engine_kwargs (`dict`, *optional*): Further arguments of vLLM's `LLM`, colocate mode only.
+        request_timeout (`float`, *optional*, defaults to `1200.0`): Seconds, server mode only.
+        **kwargs: Arguments of `VLLMGeneration`. `server_base_url` may list several URLs, separated by commas.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        members: Sequence[str],
+        router: Router,
+        output_dir: str,
+        adapter_dir: str | None = None,
+        engine_kwargs: dict[str, Any] | None = None,
+        request_timeout: float = 1200.0,
+        **kwargs: Any,
+    ):
+        self.members, self.router = list(members), router
+        self.output_dir, self.adapter_dir = output_dir, adapter_dir
+        self.engine_kwargs, self.request_timeout = engine_kwargs or {}, request_timeout
+        self.published: dict[str, Published] = {}
+        self._detector = publishing.ChangeDetector()
+        self._shelf: publishing.AdapterShelf | None = None
+        self._count = 0
+        super().__init__(model, **kwargs)
+        self._run = gather_object([uuid.uuid4().hex[:8]])[0]
+
+    @property
+    def backend(self) -> Any:
+        """What adapters are loaded into: the engine, the client of the main process, or `None`."""
+        return self.llm if self.mode == "colocate" else getattr(self, "vllm_client", None)
+
+    def _init_vllm(self) -> None:
+        names = {"VLLMClient": self._connect}
+        if self.mode == "colocate":
+            from .engine import RoutedLLM
+
+            names = {"LLM": partial(RoutedLLM, routed_arguments=self._engine_arguments())}
+        with _called_by_trl(names):
+            super()._init_vllm()
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        """What TRL's engine lacks: adapters, and the base in the precision that the trainer computes in."""
+        count, config = len(self.members), self.model.peft_config[self.members[0]]
+        computed_in = {"bf16": "bfloat16", "fp16": "float16"}
+        base_dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+        return {
+            "enable_lora": True,
+            "max_loras": count,
+            "max_cpu_loras": 2 * count,
+            "max_lora_rank": permitted_rank(config),
+            # vLLM's own choice turns an fp32 base into bf16, and its log-probabilities drift from the trainer's.
+            "dtype": computed_in.get(self.accelerator.mixed_precision, base_dtype),
+        } | self.engine_kwargs
+
+    def _connect(self, base_url: str, group_port: int, connection_timeout: float) -> LoRAServers:
+        """What TRL makes its client with."""
+        servers = LoRAServers(
+            [url.strip().rstrip("/") for url in base_url.split(",")],
+            connection_timeout=connection_timeout,
+            request_timeout=self.request_timeout,
+            advice=partial(_advice, self.output_dir),
+        )
+        config = self.model.peft_config[self.members[0]]
+        for server in servers.servers:
+            server.check_serves(len(self.members), permitted_rank(config))
+        return servers
+
+    def sync_weights(self) -> None:
+        """
+        Publishes every member whose weights changed since it was last published. Collective.
+
+        The new version is in before the old one is unloaded. A replaced directory stays until the next publishing.
+        """
+        if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        flags = gather_object([self._detector.changed(self.model, self.members)])
+        changed = [name for name, *moved in zip(self.members, *flags, strict=True) if any(moved)]
+        if not changed:
+            return
+        fresh = self._write(changed)
+        self.accelerator.wait_for_everyone()
+        if self.backend is not None:
+            for adapter in fresh:
+                self.backend.load(adapter)
+                if adapter.member in self.published:
+                    self.backend.unload(self.published[adapter.member])
+        if self._shelf is not None:
+            self._shelf.sweep_retired()
+            for adapter in fresh:
+                if adapter.member in self.published:
+                    self._shelf.retire(self.published[adapter.member].path)
+        self.published |= {adapter.member: adapter for adapter in fresh}
+
+    def _write(self, members: Sequence[str]) -> list[Published]:
+        """Saves members to the shelf of this host; every rank takes part, because reading a member is collective."""
+        shelf = self._shelf_root()
+        fresh = []
+        for member in members:
+            self._count += 1
+            name = f"{member}-{self._run}-{self._count}"
+            fresh.append(Published(member, name, self._count, str(Path(shelf) / name)))
+            save = partial(weights.save_member, self.model, member)
+            if self._shelf is None:
+                save(Path(shelf), write=False)
+            else:
+                self._shelf.put(name, save)
+        return fresh
+
+    def _shelf_root(self) -> str:
+        """This host's shelf, made by its first rank; server mode has one shelf in all, made by the main process."""
+        server = self.mode == "server"
+        first = 0 if server else self.accelerator.process_index - self.accelerator.local_process_index
+        if self._shelf is None and self.accelerator.process_index == first:
+            size = sum(
+                4 * parameter.numel()
+                for name in self.members
+                for parameter in weights.member_parameters(self.model, name).values()
+            )
+            remote = server and self.vllm_client.remote
+            parent = self.adapter_dir or publishing.choose_parent(self.output_dir, size, remote)
+            self._shelf = publishing.AdapterShelf(parent)
+        return gather_object([None if self._shelf is None else str(self._shelf.root)])[first]
+
+    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
+        """
+        One completion per prompt, by the member that the router names for its row; as in TRL otherwise. Collective.
+
+        Raises:
+            `RuntimeError`: If no rows are routed, or not as many as there are prompts.
+            `ValueError`: If `num_generations` is not 1. Attempts at one task are rows of their own; equal ones are
+                merged into one request here.
+        """
+        rows = self.router.rows
+        if rows is None or len(rows) != len(prompts):
+            raise RuntimeError(
+                f"{len(prompts)} prompts are to be answered, but the router names "
+                f"{'no rows' if rows is None else f'{len(rows)} rows'}. Generate inside `with router.rows_of(rows):`."
+            )
+        if num_generations != 1:
+            raise ValueError(f"`num_generations` must be 1, got {num_generations}: repeat the prompts and the rows.")
+        all_rows = self._rows_of_group(list(rows))
+        if self.backend is not None:
+            self.backend.routes = [None if row == BASE else self.published[self.members[row]] for row in all_rows]
+        return super().generate(prompts, images, num_generations, profiler)
+
+    def _rows_of_group(self, rows: list[int]) -> list[int]:
+        """Rows of all ranks whose prompts TRL gathers into one call, in the order in which it gathers them."""
+        if self.mode == "server":
+            return gather_object(rows)
+        if self.tensor_parallel_size == 1:
+            return rows
+        gathered: list[Any] = [None] * self.tensor_parallel_size
+        torch.distributed.all_gather_object(gathered, rows, group=self.tp_group)
+        return [row for part in gathered for row in part]
+
+    def close(self) -> None:
+        """
+        Unloads what is published and removes its directories; the next `sync_weights` publishes all members again.
+
+        Does not wait for a server that failed: what it holds goes when it is restarted.
+        """
+        try:
+            if self.backend is not None:
+                for adapter in self.published.values():
+                    self.backend.unload(adapter)
+        except VLLMServerError as error:
+            vllm_generation.logger.warning("Adapters were left on the server: %s", error)
+        self.published = {}
+        self._detector.forget()
+        if self._shelf is not None:
+            self._shelf.close()
+            self._shelf = None
+
+
+@contextmanager
+def _called_by_trl(names: dict[str, Callable]) -> Iterator[None]:
+    """Lets TRL's `_init_vllm` find other callables under the names it calls, in this block only."""
+    originals = {name: getattr(vllm_generation, name) for name in names}
+    vars(vllm_generation).update(names)
+    try:
+        yield
+    finally:
+        vars(vllm_generation).update(originals)
+
+
+def _advice(output_dir: str) -> str:
+    """How to go on after a server failed."""
+    checkpoint = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    if checkpoint is None:
+        return f"Restart it (`recipes/serve.sh`) and start again: {output_dir} holds no checkpoint (`save_steps`)."
+    return f"Restart it (`recipes/serve.sh`) and resume from the last checkpoint, {checkpoint}."
+
+
+def attach(trainer: PopuLoRATrainer) -> None:
+    """
+    Gives a constructed trainer its vLLM generation. TRL's constructor must have run with `use_vllm` off: it would
+    start an engine without adapters.
+    """
+    args = trainer.args
+    rows = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
+    trainer.vllm_generation = PopulationGeneration(
+        trainer.model,
+        members=trainer.population.names,
+        router=trainer.router,
+        output_dir=args.output_dir,
+        adapter_dir=args.vllm_adapter_dir,
+        engine_kwargs=_engine_kwargs(args),
+        request_timeout=args.vllm_request_timeout,
+        accelerator=trainer.accelerator,
+        processing_class=trainer.processing_class,
+        mode=args.vllm_mode,
+        structured_outputs_regex=args.vllm_structured_outputs_regex,
+        server_base_url=args.vllm_server_base_url,
+        server_host=args.vllm_server_host,
+        server_port=args.vllm_server_port,
+        group_port=args.vllm_group_port,
+        server_timeout=args.vllm_server_timeout,
+        tensor_parallel_size=args.vllm_tensor_parallel_size,
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        max_model_length=args.vllm_max_model_length,
+        max_num_seqs=rows,
+        enable_sleep_mode=args.vllm_enable_sleep_mode,
+        model_impl=args.vllm_model_impl,
+        trust_remote_code=args.trust_remote_code,
+        repetition_penalty=trainer.repetition_penalty,
+        temperature=trainer.temperature,
+        top_p=trainer.top_p,
+        top_k=trainer.top_k,
+        min_p=trainer.min_p,
+        max_completion_length=trainer.max_completion_length,
+        logprobs=0,  # the sampled token's, for the importance sampling correction
+        # The engine reads the base's own end token; the tokenizer of the run may end turns with another.
+        generation_kwargs={"stop_token_ids": list(trainer.eos_token_ids)} | (args.generation_kwargs or {}),
+    )
+    trainer.use_vllm = args.use_vllm = True
+    trainer._last_loaded_step = -1
+
+
+def _engine_kwargs(args: Any) -> dict[str, Any]:
+    """The user's engine arguments, over a seed that follows the run's and the revision that the trainer loads."""
+    group = args.process_index // args.vllm_tensor_parallel_size
+    revision = (args.model_init_kwargs or {}).get("revision")
+    return {"seed": args.seed + group, "revision": revision} | (args.vllm_engine_kwargs or {})
