@@ -58,10 +58,10 @@ def f(x):
         ("def f(x): return x", {"ast_depth": 3, "cyclomatic": 1, "lines": 1, "variables": 1}),
         ("def f(x):\n    return x and x and x or 1", {"ast_depth": 5, "cyclomatic": 4, "lines": 2, "variables": 1}),
         (
-            "def f(x):\n    x = y = z = [x]\n    x[0] = 1\n    return x",
+            "def f(x):\n    y = z = [x]\n    y[0] = 1\n    return z",
             {"ast_depth": 4, "cyclomatic": 1, "lines": 4, "variables": 3},
         ),
-        # comprehension 2 (for, if), and 1, or 1, for 1, if 1, elif 1, conditional 1, while 1, except 1, assert 1, case 1;
+        # Comprehension 2 (for, if), and, or, for, if, elif, conditional, while, except, assert, one case: 1 each;
         # a rest key b x total i error q other. `else:`, `try:`, `)` and comments hold no node, `try` itself does.
         (NESTED, {"ast_depth": 8, "cyclomatic": 13, "lines": 22, "variables": 10}),
     ],

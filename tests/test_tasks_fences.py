@@ -14,7 +14,21 @@ NAMES = ("python", "input")
 GOOD = "```python\nx\n```\n```input\n3\n```"
 
 FRAGMENTS = st.sampled_from(
-    ["```python\n", "```input\n", "```\n", "```", "\n", "x", " ", "<think>", "</think>", "\n</think>", "\r", "````", "f(1)"]
+    [
+        "```python\n",
+        "```input\n",
+        "```\n",
+        "```",
+        "\n",
+        "x",
+        " ",
+        "<think>",
+        "</think>",
+        "\n</think>",
+        "\r",
+        "````",
+        "f(1)",
+    ]
 )
 
 
@@ -80,7 +94,11 @@ def test_indented_fences_inside_a_block_are_content():
 
 @given(st.lists(st.text(alphabet="ab` \n</think>", max_size=12), min_size=2, max_size=2))
 def test_what_is_fenced_reads_back(contents):
-    clean = [text for text in contents if not any(line.lstrip().startswith(("```", "</think>")) for line in text.split("\n"))]
+    clean = [
+        text
+        for text in contents
+        if not any(line.lstrip().startswith(("```", "</think>")) for line in text.split("\n"))
+    ]
     if len(clean) == 2:
         assert read_blocks(fenced(("python", clean[0]), ("input", clean[1])), NAMES) == clean
 

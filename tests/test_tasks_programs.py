@@ -19,10 +19,13 @@ from trl_populora.tasks.programs import (
 
 GOOD = [
     "def f(x):\n    return x",
-    "import math\n\nclass A:\n    def f(self):\n        return 1\n\ndef helper(x):\n    return A().f() + x\n\ndef f(x):\n    return helper(x)",
+    "import math\n\nclass A:\n    def f(self):\n        return 1\n\n"
+    "def helper(x):\n    return A().f() + x\n\ndef f(x):\n    return helper(x)",
     "def f(x):\n    return 1\n\ndef f(x):\n    return 2",
     'def f(s):\n    """A docstring (with [brackets {."""\n    return f"{s!r:>{len(s)}}"',
-    "def f(n):\n    match n:\n        case [a, *rest]:\n            return rest\n        case {'k': v, **more}:\n            return more\n        case _:\n            return [lambda q=i: q for i in range(3)]",
+    "def f(n):\n    match n:\n        case [a, *rest]:\n            return rest\n"
+    "        case {'k': v, **more}:\n            return more\n"
+    "        case _:\n            return [lambda q=i: q for i in range(3)]",
     "def f():\n    return [" + ", ".join(map(str, range(300))) + "]",
     "def f(x):\n    s = '((((((((((((((((((((((((((((('\n    # [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[\n    return s",
 ]
@@ -76,7 +79,9 @@ def test_some_digit_limits_do_not_apply_to_every_notation():
     assert len(normal_form(tree)) > 7000
 
 
-@pytest.mark.parametrize("unit", ["(", "[", "{", "{a:", "f(", "a[", "lambda:(", "(yield ", "f'{", "(a:=", "match (", "print "])
+@pytest.mark.parametrize(
+    "unit", ["(", "[", "{", "{a:", "f(", "a[", "lambda:(", "(yield ", "f'{", "(a:=", "match (", "print "]
+)
 @pytest.mark.parametrize("tail", ["", ":", "1 2", "=", "!", ")", "x=1=2", "else"])
 def test_the_parser_never_takes_long(unit, tail):
     start = time.perf_counter()
@@ -100,7 +105,10 @@ def test_parsing_warns_about_nothing(recwarn):
     assert not recwarn.list
 
 
-BASE = "def g(a):\n    return a * 2\n\ndef f(x, y=1):\n    total = 0\n    for i in range(x):\n        total += g(i)\n    return total - y"
+BASE = (
+    "def g(a):\n    return a * 2\n\n"
+    "def f(x, y=1):\n    total = 0\n    for i in range(x):\n        total += g(i)\n    return total - y"
+)
 
 
 @pytest.mark.parametrize(

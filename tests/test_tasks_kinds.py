@@ -1,0 +1,272 @@
+"""The interface is enough: a user's own kind outside code, kinds found by name, and an import without torch."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from trl_populora.sandbox import Job, Sandbox, Status
+from trl_populora.tasks import (
+    TASK_KINDS,
+    Attempt,
+    CodeF,
+    CodeI,
+    CodeO,
+    Proposal,
+    Reject,
+    Task,
+    TaskArchive,
+    TaskKind,
+    load_seed_tasks,
+    resolve_kind,
+)
+
+
+class Countdown(TaskKind):
+    """Reach a target with the four operations on given numbers, each used once: `3 4 5 -> 17`. Nothing runs."""
+
+    name = "countdown"
+    reference_kinds = ("countdown",)
+
+    def proposal_prompt(self, references, style):
+        return [{"role": "user", "content": "\n".join(["propose countdown", *(task.program for task in references)])}]
+
+    def parse_proposal(self, text, references):
+        if not re.fullmatch(r"\d{1,3}( \d{1,3}){1,5} -> \d{1,4}", text.strip()):
+            return Reject.FORMAT
+        return Proposal(self.name, text.strip(), ())
+
+    def check(self, proposal):
+        return None
+
+    def accept(self, proposal, verdict, rng):
+        assert verdict is None
+        return Task(self.name, proposal.program, (), ())
+
+    def solving_prompt(self, task, style):
+        return [{"role": "user", "content": f"solve countdown\n{task.program}\n"}]
+
+    def parse_attempt(self, text, task):
+        if len(text) > 80 or not re.fullmatch(r"[\d+\-*/() ]+", text):
+            return Attempt(False, "", Reject.FORMAT.value)
+        return Attempt(True, text)
+
+    def trial(self, task, attempt):
+        return None
+
+    def correct(self, task, attempt, verdict):
+        numbers, _, target = task.program.partition(" -> ")
+        if sorted(re.findall(r"\d+", attempt.answer)) != sorted(numbers.split()):
+            return False
+        try:
+            return _value(ast.parse(attempt.answer, mode="eval").body) == int(target)
+        except (SyntaxError, ZeroDivisionError):
+            return False
+
+    def complexity(self, task):
+        return {"numbers": float(len(task.program.split()) - 2)}
+
+
+OPERATIONS = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+}
+
+
+def _value(node):
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    raise SyntaxError("not one of the four operations")
+
+
+class NoKind:
+    name = "no_kind"
+
+
+class Nameless(Countdown):
+    name = None
+
+
+def play(kind, archive, sandbox, proposal_text, answers, rng):
+    """One proposal and its attempts through the interface alone, as the rollout drives it."""
+
+    def run(job):
+        return None if job is None else sandbox.run([job])[0]
+
+    references = archive.sample(kind.reference_kinds, kind.reference_count(2), rng)
+    assert kind.proposal_prompt(references, "compact")[-1]["role"] == "user"
+    proposal = kind.parse_proposal(proposal_text, references)
+    if isinstance(proposal, Reject):
+        return proposal, []
+    task = kind.accept(proposal, run(kind.check(proposal)), rng)
+    if isinstance(task, Reject):
+        return task, []
+    if not archive.add(task):
+        return Reject.DUPLICATE, []
+    assert kind.solving_prompt(task, "compact")
+    graded = []
+    for text in answers:
+        attempt = kind.parse_attempt(text, task)
+        right = attempt.well_formed and kind.correct(task, attempt, run(kind.trial(task, attempt)))
+        graded.append("right" if right else "wrong" if attempt.well_formed else "malformed")
+    return task, graded
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=2, allow_weak=True) as box:
+        yield box
+
+
+def test_a_kind_outside_code_plays_through_the_same_interface(sandbox):
+    kind, archive, rng = resolve_kind(f"{__name__}:Countdown"), TaskArchive(), random.Random(0)
+    answers = ["(3 * 4) + 5", "3 * 5 + 4", "3 * 4 + 5 + 0", "3 * 4 ++", "f(3)", "5 / (4 - 4) + 3"]
+    task, graded = play(kind, archive, sandbox, "3 4 5 -> 17\n", answers, rng)
+    assert task.program == "3 4 5 -> 17"
+    assert graded == ["right", "wrong", "wrong", "wrong", "malformed", "wrong"]
+    assert play(kind, archive, sandbox, "3 4 5 -> 17", [], rng)[0] is Reject.DUPLICATE
+    assert play(kind, archive, sandbox, "three", [], rng)[0] is Reject.FORMAT
+    assert play(kind, archive, sandbox, "3 4 5 -> 23", ["3 + 4 * 5"], rng)[1] == ["right"]
+    assert kind.proposal_prompt(archive.sample(["countdown"], 9, rng), "chat")[0]["content"].count("->") == 2
+    assert kind.complexity(task) == {"numbers": 3.0}
+    assert archive.metrics()["archive/size"] == 2
+    state = TaskArchive()
+    state.load_state_dict(archive.state_dict())
+    assert list(state) == list(archive)
+
+
+def test_a_kind_of_code_plays_through_the_same_helper(sandbox):
+    archive, rng = TaskArchive(), random.Random(0)
+    text = "```python\ndef f(x):\n    return x * x\n```\n```input\n-3\n```"
+    answers = ["```input\n3\n```", "```input\n4\n```", "3"]
+    assert play(CodeI(), archive, sandbox, text, answers, rng)[1] == ["right", "wrong", "malformed"]
+    assert play(CodeI(), archive, sandbox, text.replace("x", "n"), [], rng)[0] is Reject.DUPLICATE
+    assert play(CodeO(), archive, sandbox, text, ["```output\n9\n```"], rng)[1] == ["right"]
+
+
+def test_every_kind_is_found_by_its_name():
+    assert [type(resolve_kind(name)) for name in TASK_KINDS] == [CodeO, CodeI, CodeF]
+    assert all(resolve_kind(name).name == name for name in TASK_KINDS)
+    kind = CodeF(inputs_per_task=4)
+    assert resolve_kind(kind) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("code_x", "Unknown task kind 'code_x'; it must be one of code_o, code_i, code_f, `package.module:Class`"),
+        ("", "Unknown task kind ''"),
+        (None, "Unknown task kind None"),
+        (CodeO, "Unknown task kind <class"),
+        ("no.such.package:Kind", "Unknown task kind 'no.such.package:Kind' .No module named 'no'"),
+        (f"{__name__}:Missing", "has no attribute 'Missing'"),
+        (":", "Unknown task kind ':'"),
+        (f"{__name__}:NoKind", "is no TaskKind but NoKind"),
+        (f"{__name__}:Nameless", "has no `name`"),
+    ],
+)
+def test_an_unknown_kind_is_refused_with_the_choices(name, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        resolve_kind(name)
+
+
+def test_a_kind_lacks_no_method():
+    class Unfinished(TaskKind):
+        name = "unfinished"
+
+    with pytest.raises(TypeError, match="abstract"):
+        Unfinished()
+    assert Countdown().reference_count(6) == 6
+    assert TaskKind.complexity(Countdown(), Task("countdown", "", (), ())) == {}
+
+
+def test_reject_reasons_make_metric_keys_on_every_python():
+    assert f"verify/reject/{Reject.NO_FUNCTION}" == "verify/reject/no_function"
+    assert Reject("leaked_program") is Reject.LEAKED_PROGRAM
+    assert {status.value for status in Status} - {"ok"} <= {reason.value for reason in Reject}
+
+
+def test_the_seed_tasks_that_ship_are_true_distinct_and_solvable(sandbox):
+    """Run again under other hash seeds than those they were made with, and solved with their own gold answers."""
+    tasks = load_seed_tasks()
+    assert len(tasks) == 256
+    assert {task.kind for task in tasks} == set(TASK_KINDS)
+    archive = TaskArchive()
+    assert all(archive.add(task) for task in tasks)
+    verdicts = sandbox.run([Job(task.program, task.inputs, runs=2) for task in tasks])
+    assert [verdict.outputs for verdict in verdicts] == [task.outputs for task in tasks]
+    for task in tasks:
+        kind = CodeF(len(task.inputs)) if task.kind == "code_f" else resolve_kind(task.kind)
+        gold = {"code_o": task.outputs[0], "code_i": task.inputs[0], "code_f": task.program}[task.kind]
+        attempt = kind.parse_attempt(kind.render_answer(gold), task)
+        assert attempt == Attempt(True, gold)
+        known = [task] if task.kind == "code_f" else []
+        proposal = Proposal(task.kind, task.program, task.inputs, task.message)
+        assert kind.parse_proposal(kind.render_proposal(proposal), known) == proposal
+
+
+TORCH_FREE = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "transformers", "trl", "peft", "numpy", "datasets"}:
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+import trl_populora.tasks as tasks
+from trl_populora.tasks import archive, code, complexity, fences, programs, templates
+
+kind = tasks.resolve_kind("code_o")
+(first, *_) = tasks.load_seed_tasks()
+assert kind.proposal_prompt([first], "chat") and kind.complexity(first)
+assert tasks.TaskArchive().add(first)
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_room_imports_and_works_without_torch():
+    done = subprocess.run([sys.executable, "-c", TORCH_FREE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+SMALL_STACK = """
+import threading
+from trl_populora.tasks import CodeF, CodeI, CodeO, Task
+
+task = Task("code_f", "def f(x): return x", (), ())
+units = ["-", "not ", "x.", "f()", "()", "[0]", "(", "[", "{1:", "lambda:", "lambda a, b:", "1+", "1j+", "await ",
+         "a:=", "x if y else ", "elif 1: 0\\n", "f'{", "-" * 190 + "(1, ", "not " * 90 + "[1, ", "if 1:\\n ", "@a\\n",
+         "'a' "]
+
+def feed():
+    for unit in units:
+        for end in ("", "1"):
+            for size in (300, 2900, 3990, 7900):
+                text = (unit * size)[:size] + end
+                closed = text + "".join({"(": ")", "[": "]", "{": "}"}[c] for c in reversed(text) if c in "([{")
+                for body in (text, closed, "def f(x):\\n    return " + text, "if 1: 0\\n" + text):
+                    for kind, name in ((CodeO(), "output"), (CodeI(), "input"), (CodeF(), "python")):
+                        kind.parse_attempt(f"```{name}\\n{body}\\n```", task)
+    print("alive")
+
+threading.stack_size(1 << 19)  # what other platforms give a thread
+thread = threading.Thread(target=feed)
+thread.start()
+thread.join()
+"""
+
+
+def test_no_answer_kills_the_interpreter_even_on_a_small_stack():
+    """In a process of its own: the failure that this guards against is a segmentation fault, not an exception."""
+    done = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
