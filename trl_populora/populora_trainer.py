@@ -22,7 +22,6 @@ from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.advantages import compute_advantages, member_factors
 from trl_populora.evolution import EvolutionCallback
-from trl_populora.generation import vllm
 from trl_populora.generation.checks import check_vllm
 from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
@@ -184,6 +183,8 @@ class PopuLoRATrainer(GRPOTrainer):
             self.add_callback(self.evolution)
         use_step_line(self)
         if use_vllm:
+            from trl_populora.generation import vllm  # needs packages that come with vLLM
+
             vllm.attach(self)
 
     @property
