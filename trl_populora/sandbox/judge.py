@@ -40,15 +40,18 @@ def largest_frame(limits: Limits, inputs: int) -> int:
     return limits.output_bytes + inputs + protocol.MAX_REASON + 64
 
 
-def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tuple[Status, str, tuple[str, ...]]:
+def judge_run(
+    data: bytes, inputs: int, limits: Limits, seen: Observation, full: bool = True
+) -> tuple[Status | None, str, tuple[str, ...]]:
     """
-    Status, reason and outputs of one run.
+    Status, reason and outputs of one run; status None when the child asks for the full tier.
 
     Args:
         data (`bytes`): Everything that arrived from the child until end of file (at most one byte too much).
         inputs (`int`): Number of outputs that are expected.
         limits (`Limits`): The limits of the run.
         seen (`Observation`): What was observed from outside.
+        full (`bool`, *optional*, defaults to `True`): Whether the child had the full tier already.
     """
     ended = _ending(seen, limits)
     if ended is not None:
@@ -60,6 +63,8 @@ def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tu
     if lines is None:
         return Status.TAMPERED, "the process did not leave exactly one well-formed answer", ()
     word, *rest = lines
+    if word == protocol.TIER and not full:
+        return None, "", ()
     if word in _CLAIMS and len(rest) == 1:
         return _CLAIMS[word], protocol.one_line(rest[0]), ()
     if word != protocol.OK or len(rest) != inputs or sum(map(len, rest)) > limits.output_bytes:
@@ -78,7 +83,7 @@ def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
     number = os.WTERMSIG(seen.wait_status)
     if number == signal.SIGXCPU or (number == signal.SIGKILL and seen.cpu_seconds > limits.wall_seconds):
         return Status.TIMEOUT, f"used {seen.cpu_seconds:.1f} s of CPU time"
-    if number == signal.SIGKILL:
+    if number == signal.SIGKILL and seen.peak_bytes > limits.memory_bytes // 8:
         return Status.MEMORY, "killed from outside, as the kernel does when memory runs out"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     crashed = number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)

@@ -1,9 +1,10 @@
-"""`Sandbox`: many programs in, verdicts out. One supervisor thread owns every socket and every zygote (phases 3 and 4)."""
+"""`Sandbox`: many programs in, verdicts out; one supervisor thread owns every socket and zygote (phases 3 and 4)."""
 
 from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,10 +22,12 @@ class Sandbox:
         workers (`int`, *optional*): Programs at a time. Defaults to the cores of this process divided by the ranks on
             this node (`LOCAL_WORLD_SIZE`).
         limits (`Limits`, *optional*): For jobs that bring none of their own.
-        allow_weak (`bool`, *optional*, defaults to `False`): Run even where the kernel offers no confinement (level C).
+        allow_weak (`bool`, *optional*, defaults to `False`): Run even where the kernel offers no confinement (level
+            C).
         seed (`int`, *optional*, defaults to `0`): Chooses the hash seeds, so that a run can be repeated.
-        soft (`bool`, *optional*, defaults to `True`): The import allow-list and the entropy guards. Off, every module can
-            be imported; for tests of the walls.
+        soft (`bool`, *optional*, defaults to `True`): The import allow-list and the entropy guards. Off, every module
+            can be imported; for tests of the walls.
+        without (`tuple[str, ...]`, *optional*): Layers of confinement to leave out; for tests of the others.
 
     Raises:
         RuntimeError: This host cannot confine programs and `allow_weak` is not set, or no zygote starts.
@@ -38,14 +41,20 @@ class Sandbox:
         *,
         seed: int = 0,
         soft: bool = True,
+        without: tuple[str, ...] = (),
     ):
+        if sys.platform != "linux":
+            raise RuntimeError(
+                f"the sandbox needs Linux (namespaces, Landlock, seccomp), and this is {sys.platform!r}; `allow_weak`"
+                " is for Linux hosts that lack some of these and does not help here. Use a Linux container or machine."
+            )
         if workers is None:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
             workers = max(1, len(os.sched_getaffinity(0)) // max(1, ranks))
         if workers < 1:
             raise ValueError(f"`workers` must be at least 1, got {workers}")
         self.workers, self.limits = workers, limits or Limits()
-        self._supervisor = Supervisor(workers, seed=seed, soft=soft, allow_weak=allow_weak)
+        self._supervisor = Supervisor(workers, seed=seed, soft=soft, allow_weak=allow_weak, without=tuple(without))
         self._closing = threading.Lock()
         self._finalizer = weakref.finalize(self, Supervisor.close, self._supervisor)
 

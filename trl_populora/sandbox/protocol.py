@@ -18,15 +18,15 @@ START = struct.Struct("<QddQQ")  # job, wall seconds, owed CPU seconds, address 
 EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, job, CPU seconds, wall seconds, peak resident bytes
 LENGTH = struct.Struct("<I")
 
-# START flags
+# START flag
 PROBE = 1  # try the confinement instead of running a program
-MAY_YIELD = 2  # the trainer accepts a SLOW event for this job
 
 # EVENT kinds
 READY = 0  # the zygote is warm; a JSON report follows the header
 DONE = 1  # the child is dead and reaped
 EXPIRED = 2  # the same, killed by the zygote at the deadline
 SLOW = 3  # the child has had its owed CPU time and goes on in the background
+FAILED = 4  # the zygote could not start; a JSON report follows the header
 
 # Status words of a child's answer. It may say these things about itself and no others.
 OK, ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY, TIER = (

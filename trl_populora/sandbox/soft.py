@@ -1,13 +1,122 @@
-"""The soft layer: keeps honest programs inside what the project can use. It improves data, it protects nothing."""
+"""The soft layer: keeps honest programs to what a training task may use. It improves data; it protects nothing.
+
+The program gets a table of builtins and a few module facades of its own. An import outside the allow-list, `open`,
+`input` and `breakpoint` give `policy`; clocks, unseeded randomness, string hashes and object addresses used as numbers give
+`nondeterministic`, because no number of repetitions would find the year or a rare coin flip. The standard library itself
+keeps the real modules.
+"""
 
 from __future__ import annotations
 
 import builtins
+import io
+import sys
+import types
+
+from . import entropy, modules, protocol
+
+
+class Refused(BaseException):
+    """Ends a program that did what it must not; not an `Exception`, so that ordinary handlers let it pass."""
 
 
 class Guard:
-    """What the program did that it should not; `finding` is a status word and its lines."""
+    """
+    The program's view of Python.
 
-    def __init__(self, enabled: bool):
+    Args:
+        enabled (`bool`): Off, the program gets the real builtins.
+        full (`bool`): Whether this zygote holds the full tier.
+    """
+
+    def __init__(self, enabled: bool, full: bool):
+        self.full = full
         self.finding: tuple[str, list[str]] | None = None
-        self.builtins = vars(builtins)
+        self.facades: dict[str, types.ModuleType] = {}
+        self.builtins = dict(vars(builtins))
+        if enabled:
+            self._enable()
+
+    def stop(self, word: str, reason: str) -> None:
+        """Note the first finding, which the program cannot take back by catching the exception, and raise."""
+        if self.finding is None:
+            self.finding = (word, [protocol.one_line(reason)])
+        raise Refused(reason)
+
+    def _enable(self) -> None:
+        self.facades = entropy.facades(lambda reason: self.stop(protocol.ENTROPY, reason))
+        self.facades["sys"] = _sys_facade()
+        self.facades["io"] = _io_facade()
+        self.builtins["__import__"] = self._import
+        self.builtins.update(entropy.guarded_builtins(lambda reason: self.stop(protocol.ENTROPY, reason)))
+        for name in ("open", "input", "breakpoint"):
+            self.builtins[name] = self._forbid(f"{name}()")
+        for name in ("exit", "quit", "help", "copyright", "credits", "license"):
+            self.builtins.pop(name, None)
+        self.facades["io"].open = self._forbid("io.open()")
+
+    def _forbid(self, name: str):
+        def forbidden(*_: object, **__: object) -> None:
+            self.stop(protocol.POLICY, f"{name} is not allowed")
+
+        return forbidden
+
+    def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
+        root = name.partition(".")[0] if isinstance(name, str) else ""
+        if level or root not in modules.ALLOWED_ROOTS:
+            self.stop(protocol.POLICY, f"import of {str(name)[:80]!r} is not allowed")
+        if root in self.facades:
+            return self.facades[root]
+        if name not in sys.modules:
+            if not self.full:
+                self.stop(protocol.TIER, name)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return sys.modules[name if fromlist else root]
+
+
+class _Nowhere(io.TextIOBase):
+    """Takes what is printed and forgets it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+
+class _Sys(types.ModuleType):
+    """The harmless part of `sys`; the streams are the real ones, so that redirecting them works."""
+
+    stdin = property(lambda self: sys.stdin, lambda self, value: setattr(sys, "stdin", value))
+    stdout = property(lambda self: sys.stdout, lambda self, value: setattr(sys, "stdout", value))
+    stderr = property(lambda self: sys.stderr, lambda self, value: setattr(sys, "stderr", value))
+
+
+_SYS_NAMES = (
+    "byteorder exc_info exit float_info float_repr_style getdefaultencoding getrecursionlimit getrefcount getsizeof"
+    " hash_info implementation int_info intern maxsize maxunicode platform set_int_max_str_digits"
+    " get_int_max_str_digits setrecursionlimit version version_info hexversion copyright"
+).split()
+
+
+def _sys_facade() -> types.ModuleType:
+    facade = _Sys("sys")
+    facade.argv = ["program"]
+    for name in _SYS_NAMES:
+        if hasattr(sys, name):
+            setattr(facade, name, getattr(sys, name))
+    return facade
+
+
+def _io_facade() -> types.ModuleType:
+    facade = types.ModuleType("io")
+    for name in ("StringIO", "BytesIO", "TextIOBase", "RawIOBase", "IOBase", "BufferedIOBase", "TextIOWrapper"):
+        setattr(facade, name, getattr(io, name))
+    facade.SEEK_SET, facade.SEEK_CUR, facade.SEEK_END = 0, 1, 2
+    return facade
+
+
+def silence() -> None:
+    """Give every child streams that lead nowhere, whatever the soft layer does."""
+    sys.stdin, sys.stdout, sys.stderr = io.StringIO(), _Nowhere(), _Nowhere()
+    sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None

@@ -2,136 +2,125 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
-import re
+import os
 import select
 import socket
 import threading
 import time
-import zlib
+import weakref
 from collections import deque
 from concurrent.futures import Future
 
-from . import protocol
+from . import health, protocol
 from .jobs import Job, Limits, Status, Verdict
-from .judge import Observation, combine, judge_run, largest_frame
-from .worker import START_SECONDS, Worker
+from .judge import Observation, combine, judge_run
+from .pending import Pending
+from .worker import Worker
 
 
+START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
-SENSITIVE_RUNS = 6  # runs of a program whose result may hang on the order of a set
-_SENSITIVE = re.compile(r"\b(?:set|frozenset|hash|id)\b")
-
-
-class Pending:
-    """A job on its way: its runs so far, and the socket of the run in progress."""
-
-    def __init__(self, job: Job, limits: Limits):
-        self.job, self.limits = job, limits
-        self.future: Future[Verdict] = Future()
-        self.runs: list = []
-        self.seen: list[Observation] = []
-        self.retried = False
-        self.socket: socket.socket | None = None
-        self.outgoing = memoryview(b"")
-        self.data = bytearray()
-        self.end_of_file = False
-        self.event: Observation | None = None
-        self.late = 0.0
-        self.foreground = False
-        self.wanted = job.runs
-        if job.runs > 1 and _SENSITIVE.search(job.program):
-            self.wanted = max(job.runs, SENSITIVE_RUNS)
-
-    @property
-    def seed_index(self) -> int:
-        """Which hash seed the next run gets; depends on the program alone, so that a run can be repeated."""
-        first = zlib.crc32(self.job.program.encode("utf-8", "surrogatepass")) & 1
-        return first ^ len(self.runs) if len(self.runs) < 2 else len(self.runs)
-
-    def payload(self, soft: bool) -> bytes:
-        body = json.dumps(
-            {
-                "program": self.job.program,
-                "function": self.job.function,
-                "inputs": self.job.inputs,
-                "output_bytes": self.limits.output_bytes,
-                "backwards": bool(len(self.runs) & 1),
-                "soft": soft,
-            }
-        ).encode()
-        return protocol.LENGTH.pack(len(body)) + body
+LONGEST_EXTENSION = 5.0  # see `zygote.py`
+FAILED_STARTS = 3  # zygotes in a row that may fail to start
+MOST_IN_BACKGROUND = 64
+_LEVELS = "CBA"
 
 
 class Supervisor:
     """
-    Everything but `submit` and `close` runs in its one thread, so nothing here needs a lock.
+    All but `submit`, `close` and the properties runs in one thread of its own, so nothing here needs a lock.
 
     Args:
         workers (`int`): Programs at a time.
         seed (`int`): Chooses the hash seeds.
         soft (`bool`): Whether the soft layer is on.
         allow_weak (`bool`): Whether level C is accepted.
+        without (`tuple[str, ...]`): Layers to leave out, for tests.
+
+    Raises:
+        RuntimeError: No zygote starts, or the host is too weak.
     """
 
-    def __init__(self, workers: int, *, seed: int, soft: bool, allow_weak: bool):
-        self.workers, self.seed, self.soft, self.allow_weak = workers, seed, soft, allow_weak
-        self.slots: dict[int, Worker] = {}
+    def __init__(self, workers: int, *, seed: int, soft: bool, allow_weak: bool, without: tuple[str, ...] = ()):
+        self.workers, self.seed, self.soft, self.allow_weak, self.without = workers, seed, soft, allow_weak, without
+        self.pools: dict[tuple[bool, int], list[Worker]] = {}
         self.inbox: deque[Pending] = deque()
         self.queue: deque[Pending] = deque()
-        self.waiting: dict[int, deque[Pending]] = {}
+        self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
         self.running: dict[int, Pending] = {}
+        self.slow: deque[Pending] = deque()
         self.numbers = itertools.count(1)
-        self.foreground = self.background = 0
-        self.closed = False
+        self.foreground = self.background = self.failed_starts = self.respawns = 0
+        self.room_in_background = _room_in_background()
         self.failure: Exception | None = None
-        self.epoll = select.epoll()
-        self.handlers: dict[int, tuple] = {}
+        self.closed, self.ready = False, threading.Event()
+        self.epoll, self.handlers, self.next_check = select.epoll(), {}, 0.0
         self.wake_read, self.wake_write = socket.socketpair()
-        self.wake_read.setblocking(False)
-        self.wake_write.setblocking(False)
-        self._watch(self.wake_read.fileno(), select.EPOLLIN, self._drain_wake)
+        for each in (self.wake_read, self.wake_write):
+            each.setblocking(False)
+        self._watch(self.wake_read, select.EPOLLIN, self._on_wake)
         for index in (0, 1):
-            self._spawn(index)
+            self._populate((not soft, index))
         self.thread = threading.Thread(target=self._loop, name="sandbox", daemon=True)
         self.thread.start()
-
-    level = "C"
-
-    def report(self) -> dict:
-        return {"level": self.level}
+        _alive.add(self)
+        if not self.ready.wait(START_SECONDS * FAILED_STARTS) or self.failure:
+            self.close()
+            raise self.failure or RuntimeError(f"no zygote was ready within {START_SECONDS * FAILED_STARTS:g} s")
 
     # Called from any thread.
 
+    @property
+    def level(self) -> str:
+        levels = [each.level for each in self._workers() if each.healthy]
+        return min(levels, key=_LEVELS.index) if levels else "C"
+
+    def report(self) -> dict:
+        """The level, and the layers and probes of the zygote that gives it."""
+        healthy = [each for each in self._workers() if each.healthy]
+        worst = min(healthy, key=lambda each: _LEVELS.index(each.level), default=None)
+        return {
+            "level": self.level,
+            "layers": dict(worst.layers) if worst else {},
+            "refused": dict(worst.refused) if worst else {},
+            "zygotes": len(healthy),
+            "respawns": self.respawns,
+        }
+
     def submit(self, job: Job, limits: Limits) -> Future[Verdict]:
-        pending = Pending(job, limits)
         if self.closed:
-            raise RuntimeError("the sandbox is closed")
+            raise RuntimeError("the sandbox is closed") from self.failure
+        pending = Pending(job, limits, self.soft)
         self.inbox.append(pending)
         self._wake()
+        if self.closed and not self.thread.is_alive():
+            self._refuse_all()
         return pending.future
 
     def close(self) -> None:
         self.closed = True
         self._wake()
-        self.thread.join(10)
+        if self.thread is not threading.current_thread():
+            self.thread.join(30)
 
     def _wake(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self.wake_write.send(b"x")
-        except BlockingIOError:
-            pass
+
+    def _workers(self) -> list[Worker]:
+        return [each for pool in list(self.pools.values()) for each in list(pool)]
 
     # The thread.
 
-    def _watch(self, fd: int, mask: int, handler, *arguments) -> None:
-        self.handlers[fd] = (handler, arguments)
-        self.epoll.register(fd, mask)
+    def _watch(self, source: socket.socket, mask: int, handler, *arguments: object) -> None:
+        self.handlers[source.fileno()] = (handler, arguments)
+        self.epoll.register(source.fileno(), mask)
 
-    def _forget(self, fd: int) -> None:
-        del self.handlers[fd]
-        self.epoll.unregister(fd)
+    def _forget(self, source: socket.socket) -> None:
+        if self.handlers.pop(source.fileno(), None):
+            self.epoll.unregister(source.fileno())
 
     def _loop(self) -> None:
         try:
@@ -141,168 +130,260 @@ class Supervisor:
                         handler, arguments = self.handlers[fd]
                         handler(*arguments, mask)
                 self._pump()
-                self._check_late()
+                if time.monotonic() > self.next_check:
+                    self._check_late()
+        except Exception as error:
+            self.failure = error
+            raise
         finally:
+            self.closed = True
             self._shut_down()
+            self.ready.set()
 
-    def _drain_wake(self, _: int) -> None:
-        try:
+    def _on_wake(self, _: int) -> None:
+        with contextlib.suppress(BlockingIOError):
             while self.wake_read.recv(4096):
                 pass
-        except BlockingIOError:
-            pass
 
-    def _spawn(self, index: int) -> Worker:
-        worker = Worker({"soft": self.soft, "debug": True}, hash_seed=1 + (self.seed * 16 + index) % 4294967295)
-        self.slots[index] = worker
-        self._watch(worker.control.fileno(), select.EPOLLIN, self._on_control, index, worker)
-        return worker
+    def _populate(self, slot: tuple[bool, int]) -> None:
+        """The zygotes of one tier and hash seed; the two seeds of every job's first runs share the load."""
+        full, index = slot
+        copies = (self.workers + 1) // 2 if index < 2 else 1
+        pool = self.pools.setdefault(slot, [])
+        while len(pool) < copies:
+            hash_seed = 1 + (self.seed * 16 + index) % 4294967294
+            worker = Worker(slot, hash_seed, {"full": full, "soft": self.soft, "without": self.without})
+            pool.append(worker)
+            self._watch(worker.control, select.EPOLLIN, self._on_control, worker)
 
     def _pump(self) -> None:
         while self.inbox:
             self.queue.append(self.inbox.popleft())
         while self.queue and self.foreground < 2 * self.workers:
             pending = self.queue.popleft()
-            index = pending.seed_index
-            worker = self.slots.get(index) or self._spawn(index)
-            if worker.ready:
-                self._start(pending, worker)
+            slot = pending.slot
+            if slot not in self.pools:
+                self._populate(slot)
+            healthy = [each for each in self.pools[slot] if each.healthy]
+            if healthy:
+                self._start(pending, min(healthy, key=lambda each: len(each.jobs)))
             else:
-                self.waiting.setdefault(index, deque()).append(pending)
+                self.waiting.setdefault(slot, deque()).append(pending)
 
     def _start(self, pending: Pending, worker: Worker) -> None:
-        number = next(self.numbers)
-        ours, theirs = socket.socketpair()
-        limits = pending.limits
-        pending.socket, pending.data, pending.end_of_file, pending.event = ours, bytearray(), False, None
-        pending.outgoing = memoryview(pending.payload(self.soft))
-        pending.late = time.monotonic() + limits.wall_seconds + GRACE_SECONDS
-        pending.foreground = True
-        self.foreground += 1
-        self.running[number] = pending
-        ours.setblocking(False)
-        with theirs:
+        number, limits = next(self.numbers), pending.limits
+        with pending.open() as theirs:
+            pending.late_at = time.monotonic() + limits.wall_seconds * LONGEST_EXTENSION + GRACE_SECONDS
+            pending.foreground = True
+            self.foreground += 1
+            self.running[number] = pending
+            flags = protocol.PROBE if pending.probe_of else 0
+            wall, owed, memory = limits.wall_seconds, limits.owed_cpu_seconds, limits.memory_bytes
             try:
-                worker.start(
-                    number,
-                    theirs.fileno(),
-                    limits.wall_seconds,
-                    limits.owed_cpu_seconds,
-                    limits.memory_bytes,
-                    protocol.MAY_YIELD,
-                )
+                worker.start(number, theirs.fileno(), wall, owed, memory, flags)
             except OSError:
-                worker.jobs.add(number)
-                self._watch(ours.fileno(), 0, self._on_socket, pending, number)
                 self._lose(worker)
                 return
-        self._send(pending)
-        mask = select.EPOLLIN | (select.EPOLLOUT if pending.outgoing else 0)
-        self._watch(ours.fileno(), mask, self._on_socket, pending, number)
-
-    def _send(self, pending: Pending) -> None:
-        try:
-            while pending.outgoing:
-                pending.outgoing = pending.outgoing[pending.socket.send(pending.outgoing) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            pending.outgoing = memoryview(b"")
+        self._watch(pending.socket, pending.send(), self._on_socket, pending, number)
 
     def _on_socket(self, pending: Pending, number: int, mask: int) -> None:
         if mask & select.EPOLLOUT:
-            self._send(pending)
-            if not pending.outgoing:
-                self.epoll.modify(pending.socket.fileno(), select.EPOLLIN)
+            self.epoll.modify(pending.socket.fileno(), pending.send())
         if mask & ~select.EPOLLOUT:
-            self._receive(pending, number)
+            pending.receive()
+            self._settle(number, pending)
 
-    def _receive(self, pending: Pending, number: int) -> None:
-        room = largest_frame(pending.limits, len(pending.job.inputs)) + 1
-        try:
-            while not pending.end_of_file:
-                part = pending.socket.recv(min(1 << 18, room))
-                if len(pending.data) < room:
-                    pending.data += part[: room - len(pending.data)]
-                pending.end_of_file = not part
-        except BlockingIOError:
-            return
-        except OSError:
-            pending.end_of_file = True
-        self.epoll.modify(pending.socket.fileno(), 0)
-        if pending.event is not None:
-            self._finish(number, pending)
-
-    def _on_control(self, index: int, worker: Worker, _: int) -> None:
+    def _on_control(self, worker: Worker, _: int) -> None:
         events = worker.events()
+        for kind, status, number, cpu, wall, peak, report in events or ():
+            pending = self.running.get(number)
+            if kind == protocol.READY:
+                worker.layers = report["layers"]
+                self._probe(worker)
+            elif kind == protocol.FAILED:
+                self.failure = RuntimeError(f"a zygote failed: {report['error']}")
+            elif pending is not None and kind == protocol.SLOW:
+                pending.slow = True
+                self.slow.append(pending)
+                self._fill_background()
+            elif pending is not None:
+                worker.jobs.discard(number)
+                pending.event = Observation(kind == protocol.EXPIRED, status, cpu, wall, peak)
+                pending.receive()
+                self._settle(number, pending)
         if events is None:
             self._lose(worker)
-            return
-        for kind, status, number, cpu, wall, peak in events:
-            if kind == protocol.READY:
-                self.queue.extendleft(reversed(self.waiting.pop(index, ())))
-                continue
-            pending = self.running.get(number)
-            if pending is None:
-                continue
-            if kind == protocol.SLOW:
-                self._release(pending)
-                continue
-            worker.jobs.discard(number)
-            pending.event = Observation(kind == protocol.EXPIRED, status, cpu, wall, peak)
-            self._receive(pending, number) if not pending.end_of_file else self._finish(number, pending)
 
-    def _release(self, pending: Pending) -> None:
-        if pending.foreground:
-            pending.foreground = False
-            self.foreground -= 1
+    def _settle(self, number: int, pending: Pending) -> None:
+        """Go on with a run of which both the end of file and the zygote's word have come."""
+        if not pending.end_of_file:
+            return
+        self._forget(pending.socket)
+        if pending.event is not None:
+            self._drop(number, pending)
+            self._judge(pending)
+
+    def _fill_background(self) -> None:
+        """Slow programs stop counting against the programs at a time, as long as memory allows."""
+        while self.slow and self.background < self.room_in_background:
+            pending = self.slow.popleft()
+            if pending.slow and pending.foreground:
+                pending.foreground = False
+                self.foreground -= 1
+                self.background += 1
 
     def _drop(self, number: int, pending: Pending) -> None:
         del self.running[number]
-        self._release(pending)
-        self._forget(pending.socket.fileno())
-        pending.socket.close()
+        if pending.foreground:
+            self.foreground -= 1
+        else:
+            self.background -= 1
+            self._fill_background()
+        pending.slow = pending.foreground = False
+        self._forget(pending.socket)
+        pending.close()
 
-    def _finish(self, number: int, pending: Pending) -> None:
-        self._drop(number, pending)
-        result = judge_run(bytes(pending.data), len(pending.job.inputs), pending.limits, pending.event)
-        pending.runs.append(result)
+    def _judge(self, pending: Pending) -> None:
+        status, reason, outputs = judge_run(
+            bytes(pending.data), len(pending.job.inputs), pending.limits, pending.event, pending.full
+        )
+        if pending.probe_of is not None:
+            self._admit(pending.probe_of, [text == "true" for text in outputs], reason)
+            return
+        if status is None:
+            # The scan of the imports was fooled: the run does not count and is repeated in the full tier.
+            pending.full = True
+            self.queue.appendleft(pending)
+            return
+        pending.runs.append((status, reason, outputs))
         pending.seen.append(pending.event)
-        if result[0] is Status.OK and len(pending.runs) < pending.wanted and result[2] == pending.runs[0][2]:
+        if status is Status.OK and len(pending.runs) < pending.wanted and outputs == pending.runs[0][2]:
             self.queue.appendleft(pending)
         else:
-            pending.future.set_result(combine(pending.runs, pending.seen))
+            _resolve(pending, combine(pending.runs, pending.seen))
+
+    # Births and deaths of zygotes.
+
+    def _probe(self, worker: Worker) -> None:
+        pending = Pending(Job("", ("",) * len(health.PROBES)), Limits(wall_seconds=10.0), self.soft)
+        pending.probe_of = worker
+        self._start(pending, worker)
+
+    def _admit(self, worker: Worker, refused: list[bool], reason: str) -> None:
+        """A zygote has tried its own walls: let it serve, or give up when the host is too weak."""
+        worker.refused = dict(zip(health.PROBES, refused, strict=False))
+        if worker.level == "C" and not self.allow_weak:
+            self.failure = RuntimeError(_too_weak(worker, reason))
+            self.closed = True
+            return
+        worker.healthy, self.failed_starts = True, 0
+        self.queue.extendleft(reversed(self.waiting.pop(worker.slot, ())))
+        if all(any(each.healthy for each in pool) for pool in self.pools.values()):
+            self.ready.set()
 
     def _lose(self, worker: Worker) -> None:
         """A zygote is gone: start another, and give its jobs one more chance."""
-        index = next(index for index, each in self.slots.items() if each is worker)
-        self._forget(worker.control.fileno())
+        self._forget(worker.control)
+        words = "" if worker.healthy else worker.last_words()
         worker.kill()
+        self.pools[worker.slot].remove(worker)
         for number in worker.jobs:
             pending = self.running[number]
             self._drop(number, pending)
+            if pending.probe_of is not None:
+                continue
             if pending.retried:
-                pending.future.set_result(Verdict(Status.TAMPERED, "its worker process died twice while it was running"))
+                reason = "its worker process died twice while the program was running"
+                _resolve(pending, Verdict(Status.TAMPERED, reason))
             else:
                 pending.retried = True
                 self.queue.appendleft(pending)
-        self._spawn(index)
+        self.respawns += 1
+        self.failed_starts += not worker.healthy
+        if self.failed_starts >= FAILED_STARTS:
+            self.failure = self.failure or RuntimeError(f"{FAILED_STARTS} zygotes in a row did not start: {words}")
+            self.closed = True
+        else:
+            self._populate(worker.slot)
 
     def _check_late(self) -> None:
+        """Replace zygotes that do not start or do not report."""
         now = time.monotonic()
-        for worker in list(self.slots.values()):
-            starting = not worker.ready and now > worker.born + START_SECONDS
-            if starting or any(now > self.running[number].late for number in worker.jobs):
+        self.next_check = now + 0.5
+        for worker in self._workers():
+            unborn = not worker.healthy and now > worker.born + START_SECONDS
+            if unborn or any(now > self.running[number].late_at for number in worker.jobs):
                 self._lose(worker)
 
     def _shut_down(self) -> None:
-        for worker in self.slots.values():
+        workers = self._workers()
+        for worker in workers:
+            worker.control.close()
+        for worker in workers:
             worker.close()
-        for pending in [*self.running.values(), *self.queue, *self.inbox, *itertools.chain(*self.waiting.values())]:
-            if pending.socket is not None:
-                pending.socket.close()
+        for pending in self.running.values():
+            pending.close()
+        self._refuse_all()
+        for each in (self.epoll, self.wake_read, self.wake_write):
+            each.close()
+
+    def _refuse_all(self) -> None:
+        held = [*self.running.values(), *self.queue, *itertools.chain(*self.waiting.values())]
+        while self.inbox:
+            held.append(self.inbox.popleft())
+        error = RuntimeError("the sandbox was closed before this job was finished")
+        error.__cause__ = self.failure
+        for pending in held:
             if not pending.future.done():
-                pending.future.set_exception(RuntimeError("the sandbox was closed before this job was finished"))
-        self.epoll.close()
-        self.wake_read.close()
-        self.wake_write.close()
+                pending.future.set_exception(error)
+
+
+def _resolve(pending: Pending, verdict: Verdict) -> None:
+    if pending.future.set_running_or_notify_cancel():
+        pending.future.set_result(verdict)
+
+
+def _too_weak(worker: Worker, reason: str) -> str:
+    missing = [f"{name}: {reason}" for name, reason in worker.layers.items() if reason]
+    open_doors = [name for name, refused in worker.refused.items() if not refused]
+    return (
+        "this host cannot confine untrusted programs (level C). Missing layers: "
+        + ("; ".join(missing) or "none")
+        + ". A program could: "
+        + (", ".join(open_doors) or f"not be probed ({reason})")
+        + ". `allow_weak=True` runs them all the same, with a process, limits and a deadline but nothing that keeps them"
+        " from your files and your network: only where a virtual machine or a container is the wall."
+    )
+
+
+def _room_in_background() -> int:
+    """How many slow programs may go on at once, so that their memory limits fit into half of what is free."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                free = min(free, int(file.read()))
+        except (OSError, ValueError):
+            continue
+    return max(1, min(MOST_IN_BACKGROUND, free // 2 // Limits().memory_bytes))
+
+
+_alive: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """
+    In a process forked from the trainer: let go of every socket, so that the trainer's death is still seen by its
+    zygotes. The fork has no supervisor thread; using the sandbox there raises.
+    """
+    for each in _alive:
+        each.closed = True
+        for worker in each._workers():
+            worker.control.close()
+            worker.process.returncode = 0  # not ours to wait for
+        for pending in each.running.values():
+            pending.close()
+        each.epoll.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)

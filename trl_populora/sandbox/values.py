@@ -35,7 +35,11 @@ _INFINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 class NotPlainData(ValueError):
-    """The value, or something inside it, is not plain data."""
+    """The value, or something inside it, is not plain data; `kind` is the offending type."""
+
+    def __init__(self, kind: type):
+        self.kind = kind
+        super().__init__(f"a value of type {str(getattr(kind, '__name__', 'object'))[:80]!r} is not plain data")
 
 
 class ValueTooLarge(ValueError):
@@ -111,8 +115,7 @@ class _Encoder:
             parts = [text for pair in pairs for text in pair]
             tag = "d"
         else:
-            name = getattr(kind, "__name__", "object")
-            raise NotPlainData(f"a value of type {str(name)[:80]!r} is not plain data")
+            raise NotPlainData(kind)
         return f'["{tag}",{",".join(parts)}]' if parts else f'["{tag}"]'
 
 
@@ -380,11 +383,10 @@ def to_literal(value: object) -> str:
     if kind is dict:
         pairs = sorted(value.items(), key=lambda pair: (encode(pair[0], **_ANY_SIZE), encode(pair[1], **_ANY_SIZE)))
         return "{" + ", ".join(f"{to_literal(key)}: {to_literal(item)}" for key, item in pairs) + "}"
-    raise NotPlainData(f"a value of type {kind.__name__!r} is not plain data")
+    raise NotPlainData(kind)
 
 
 def _complex_literal(value: complex) -> str:
     parts = (value.real, value.imag)
     plain = all(part == part and abs(part) != float("inf") and repr(part) != "-0.0" for part in parts)
-    # `-1j` is read as the negative of `1j`, whose real part is then -0.0.
-    return repr(value) if plain and (parts[0] or parts[1] >= 0) else f"complex({parts[0]!r}, {parts[1]!r})"
+    return repr(value) if plain else f"complex({parts[0]!r}, {parts[1]!r})"

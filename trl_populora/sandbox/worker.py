@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import signal
@@ -12,11 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from . import protocol
+from . import health, protocol
 
 
 _SCRIPT = Path(__file__).with_name("zygote.py")
-START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 
 
 class Worker:
@@ -24,12 +24,13 @@ class Worker:
     One zygote.
 
     Args:
-        options (`dict`): What the zygote is told on its command line (plain JSON).
+        slot (`tuple[bool, int]`): Whether it holds the full tier, and the number of its hash seed.
         hash_seed (`int`): Its `PYTHONHASHSEED`.
+        options (`dict`): What it is told on its command line (plain JSON).
     """
 
-    def __init__(self, options: dict, hash_seed: int):
-        self.options, self.hash_seed = options, hash_seed
+    def __init__(self, slot: tuple[bool, int], hash_seed: int, options: dict):
+        self.slot = slot
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # A clean environment and -s -S: no site, no .pth file, no variable of the trainer reaches the zygote.
@@ -38,34 +39,36 @@ class Worker:
                 env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=None if options.get("debug") else subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 cwd="/",
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         self.control.setblocking(False)
+        os.set_blocking(self.process.stderr.fileno(), False)
         self.born = time.monotonic()
-        self.report: dict | None = None
         self.jobs: set[int] = set()
+        self.layers: dict[str, str] = {}
+        self.refused: dict[str, bool] = {}
+        self.healthy = False
 
     @property
-    def ready(self) -> bool:
-        return self.report is not None
+    def level(self) -> str:
+        return health.level(self.layers, self.refused)
 
     def start(self, job: int, fd: int, wall: float, owed: float, memory: int, flags: int) -> None:
         """
-        Hand over a job's private socket.
+        Hand over the child's end of a job's private socket.
 
         Raises:
             OSError: The zygote is gone, or does not read its socket.
         """
-        message = protocol.START.pack(job, wall, owed, memory, flags)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        self.control.sendmsg([message], rights)
         self.jobs.add(job)
+        message = protocol.START.pack(job, wall, owed, memory, flags)
+        self.control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
 
     def events(self) -> list[tuple] | None:
-        """What the zygote reports since the last call; None when it is gone."""
+        """Header and report of what the zygote says since the last call; None when it is gone."""
         found = []
         while True:
             try:
@@ -75,27 +78,29 @@ class Worker:
             except OSError:
                 return None
             if len(data) < protocol.EVENT.size:
-                return None
-            event = protocol.EVENT.unpack_from(data)
-            if event[0] == protocol.READY:
-                self.report = json.loads(data[protocol.EVENT.size :])
-            found.append(event)
+                return found or None
+            report = json.loads(data[protocol.EVENT.size :]) if len(data) > protocol.EVENT.size else {}
+            found.append((*protocol.EVENT.unpack_from(data), report))
+
+    def last_words(self) -> str:
+        """What a zygote that could not start has left on its standard error."""
+        try:
+            return (self.process.stderr.read() or b"").decode("utf-8", "replace").strip()[-300:]
+        except OSError:
+            return ""
 
     def kill(self) -> None:
         """End the zygote and, through the kernel, everything under it."""
         self.control.close()
         if self.process.poll() is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.process.wait()
+        self.process.stderr.close()
 
     def close(self, seconds: float = 2.0) -> None:
         """Ask the zygote to end by closing its socket; kill it if it does not."""
         self.control.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pass
         self.kill()

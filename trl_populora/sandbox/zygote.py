@@ -1,7 +1,7 @@
 """The warm process: started by exec, confined once, forks one child per program and reports what the kernel says.
 
-Run as a script with the number of its control socket; it never reads a payload. The private socket of a job passes
-through it as a descriptor, from the trainer's message to the child, so that no process ever holds two jobs.
+Run as a script with the number of its control socket and its options; it never reads a payload. The private socket of a
+job passes through it as a descriptor, from the trainer's message to the child, so that no process ever holds two jobs.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import sys
 
 
 if __name__ == "__main__":
-    # The script's folder comes first on the path; the room is loaded as a package of its own without its `__init__`.
+    # The script's folder comes first on the path. The room is loaded as a package of its own, without its `__init__`.
     import types
 
-    _folder = sys.path.pop(0)
     _package = types.ModuleType("sandbox_room")
-    _package.__path__ = [_folder]
+    _package.__path__ = [sys.path.pop(0)]
     sys.modules["sandbox_room"] = _package
     __package__ = "sandbox_room"
 
@@ -29,41 +28,66 @@ import signal
 import socket
 import time
 
-from . import child, protocol
+from . import child, confine, health, modules, protocol, soft
 
 
 _FD_BYTES = socket.CMSG_SPACE(4)
+_LONGEST_EXTENSION = 5.0  # times the wall limit, for a program that the busy host has not let run
+_PROBE_SECONDS = 0.008  # a runnable process on a busy core gets a slice within this time, a sleeping one does not
 
 
 class Running:
     """A child that is not reaped."""
 
-    def __init__(self, job: int, pid: int, wall: float, owed: float, flags: int):
-        self.job, self.pid, self.wall, self.owed, self.flags = job, pid, wall, owed, flags
+    def __init__(self, job: int, pid: int, wall: float, owed: float):
+        self.job, self.pid, self.owed = job, pid, owed
         self.started = time.monotonic()
         self.deadline = self.started + wall
-        self.yields_at = self.started + owed if flags & protocol.MAY_YIELD else None
+        self.last_deadline = self.started + wall * _LONGEST_EXTENSION
+        self.yields_at: float | None = self.started + owed
+        self.used_at_deadline: float | None = None
         self.expired = False
 
     def cpu_seconds(self) -> float:
+        # The kernel's number for the CPU clock of another process.
         return time.clock_gettime((~self.pid) << 3 | 2)
+
+    def is_starved(self, now: float) -> bool:
+        """At the deadline: is it runnable, and short of the CPU time it is owed? Then the deadline moves on."""
+        used = self.cpu_seconds()
+        if used >= self.owed or now >= self.last_deadline:
+            return False
+        if self.used_at_deadline is not None and used <= self.used_at_deadline:
+            return False
+        self.used_at_deadline = used
+        self.deadline = now + _PROBE_SECONDS
+        return True
 
 
 class Zygote:
-    def __init__(self, control: socket.socket, soft: bool):
-        self.control, self.soft = control, soft
+    """
+    The serving loop.
+
+    Args:
+        control (`socket.socket`): START messages in, EVENT messages out.
+        guard (`soft.Guard`): The soft layer, ready to use in any child.
+    """
+
+    walls: confine.ChildWalls  # what every child adds
+
+    def __init__(self, control: socket.socket, guard: soft.Guard):
+        self.control, self.guard = control, guard
         self.children: dict[int, Running] = {}
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.poll = select.poll()
         self.poll.register(control, select.POLLIN)
         self.poll.register(self.wake_read, select.POLLIN)
-
-    def send(self, kind: int, job: int = 0, status: int = 0, cpu: float = 0.0, wall: float = 0.0, peak: int = 0):
-        self.control.send(protocol.EVENT.pack(kind, status, job, cpu, wall, peak))
-
-    def loop(self) -> None:
+        # Set up here, before the walls: `set_wakeup_fd` wants to stat the descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+
+    def loop(self) -> None:
+        """Serve until the trainer is gone."""
         while True:
             for fd, _ in self.poll.poll(self._timeout()):
                 if fd == self.wake_read:
@@ -74,39 +98,48 @@ class Zygote:
             if self.children:
                 self._watch()
 
+    def end(self) -> None:
+        """Kill what runs; the rest dies with this process."""
+        for pid in self.children:
+            os.kill(pid, signal.SIGKILL)
+
+    def _send(self, kind: int, job: int, status: int = 0, cpu: float = 0.0, wall: float = 0.0, peak: int = 0) -> None:
+        self.control.send(protocol.EVENT.pack(kind, status, job, cpu, wall, peak))
+
     def _timeout(self) -> int | None:
-        moments = [child.deadline for child in self.children.values()]
-        moments += [child.yields_at for child in self.children.values() if child.yields_at is not None]
-        return max(0, int((min(moments) - time.monotonic()) * 1000) + 1) if moments else None
+        if not self.children:
+            return None
+        moments = [each.deadline for each in self.children.values() if not each.expired]
+        moments += [each.yields_at for each in self.children.values() if each.yields_at is not None]
+        return max(0, int((min(moments) - time.monotonic()) * 1000) + 1) if moments else 1000
 
     def _accept(self) -> bool:
         """Start the child of one START message; False at the end of the trainer."""
         data, ancillary, _, _ = self.control.recvmsg(protocol.START.size, _FD_BYTES)
         if not data:
             return False
-        fds = array.array("i")
-        for _, _, part in ancillary:
-            fds.frombytes(part[:4])
+        fds = array.array("i", ancillary[0][2][:4])
         job, wall, owed, memory, flags = protocol.START.unpack(data)
         pid = os.fork()
         if pid == 0:
-            self._become_child(fds[0], wall, memory)
+            self._become_child(fds[0], wall, memory, flags)
         os.close(fds[0])
-        self.children[pid] = Running(job, pid, wall, owed, flags)
+        self.children[pid] = Running(job, pid, wall, owed)
         return True
 
-    def _become_child(self, fd: int, wall: float, memory: int) -> None:
+    def _become_child(self, fd: int, wall: float, memory: int, flags: int) -> None:
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # The way back to the trainer is closed before the program is even read.
             self.control.close()
+            signal.set_wakeup_fd(-1)
             os.close(self.wake_read)
             os.close(self.wake_write)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             payload = child.read_payload(fd)
-            seconds = int(wall) + 2
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-            child.serve(fd, payload)
+            self.walls.close_in(memory, int(wall * _LONGEST_EXTENSION) + 2)
+            if flags & protocol.PROBE:
+                child.send(fd, protocol.answer(protocol.OK, ["true" if each else "false" for each in health.probe()]))
+            child.serve(fd, payload, self.guard)
         finally:
             os._exit(70)
 
@@ -115,39 +148,86 @@ class Zygote:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
             if pid == 0:
                 return
-            running = self.children.pop(pid)
+            running = self.children.pop(pid, None)
+            if running is None:
+                continue
             kind = protocol.EXPIRED if running.expired else protocol.DONE
             wall = time.monotonic() - running.started
-            self.send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
+            self._send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
 
     def _watch(self) -> None:
         """Kill what is past its deadline, and send what had its owed CPU time to the background."""
         now = time.monotonic()
         for running in self.children.values():
-            if now >= running.deadline and not running.expired:
-                running.expired = True
+            if running.expired:
+                continue
+            if now >= running.deadline and not running.is_starved(now):
+                running.expired, running.yields_at = True, None
                 os.kill(running.pid, signal.SIGKILL)
             elif running.yields_at is not None and now >= running.yields_at:
-                used = running.cpu_seconds()
-                if used < running.owed:
-                    running.yields_at = now + running.owed - used
-                else:
-                    running.yields_at = None
-                    os.setpriority(os.PRIO_PROCESS, running.pid, 19)
-                    self.send(protocol.SLOW, running.job)
+                self._let_yield(running, now)
+
+    def _let_yield(self, running: Running, now: float) -> None:
+        missing = running.owed - running.cpu_seconds()
+        if missing > 0:
+            running.yields_at = now + max(missing, 0.001)
+            return
+        running.yields_at = None
+        os.setpriority(os.PRIO_PROCESS, running.pid, 19)
+        self._send(protocol.SLOW, running.job)
+
+
+def _forget_surroundings() -> None:
+    """Nothing of the trainer's environment, and no way to look for modules."""
+    os.environ.clear()
+    sys.path.clear()
+    sys.path_hooks.clear()
+    sys.path_importer_cache.clear()
+    sys.argv[:] = ["program"]
+    os.dup2(1, 2)  # both are /dev/null from here on; until here, errors are for the trainer
+
+
+def _warm_up(guard: soft.Guard) -> None:
+    """Run the parts every child runs, so that they are not first used in each of them."""
+    payload = {"program": "def f(x):\n    return [x, 1.5]\n", "function": "f", "inputs": ['["t",1]'], "run": 0}
+    child._run({**payload, "output_bytes": 100}, guard)
+    del sys.modules[child.MODULE]
+    resource.getrlimit(resource.RLIMIT_CPU)
 
 
 def main() -> None:
+    """Load, confine, report, serve."""
     control = socket.socket(fileno=int(sys.argv[1]))
     options = json.loads(sys.argv[2])
-    zygote = Zygote(control, options["soft"])
-    gc.collect()
-    gc.freeze()
-    control.send(protocol.EVENT.pack(protocol.READY, 0, 0, 0.0, 0.0, 0) + json.dumps({"layers": {}}).encode())
-    zygote.loop()
-    for pid in zygote.children:
-        os.kill(pid, signal.SIGKILL)
+    try:
+        zygote, layers = _prepare(control, options)
+        report = json.dumps({"layers": layers}).encode()
+        control.send(protocol.EVENT.pack(protocol.READY, 0, 0, 0.0, 0.0, 0) + report)
+        gc.collect()
+        gc.freeze()
+        zygote.loop()
+        zygote.end()
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong must be told to the trainer, there is no other way
+        report = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+        control.send(protocol.EVENT.pack(protocol.FAILED, 0, 0, 0.0, 0.0, 0) + report)
     os._exit(0)
+
+
+def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Layers]:
+    layers = confine.Layers()
+    if "namespaces" in options["without"]:
+        layers["namespaces"] = "left out on request"
+    else:
+        confine.enter_namespaces(layers)
+    modules.preload(full=options["full"], hostile=not options["soft"])
+    soft.silence()
+    guard = soft.Guard(options["soft"], options["full"])
+    zygote = Zygote(control, guard)
+    _warm_up(guard)
+    _forget_surroundings()
+    confine.build_walls(layers, tuple(options["without"]))
+    zygote.walls = confine.ChildWalls(layers)
+    return zygote, layers
 
 
 if __name__ == "__main__":

@@ -1,0 +1,235 @@
+"""The walls, built once around a zygote before it serves: namespaces, chroot, uid, Landlock, seccomp.
+
+Every layer is tried on its own and noted with a reason when it does not hold, so that the level can be told from facts.
+Nothing here is needed by a program that only computes: all modules are loaded before, and no file is opened after.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import struct
+
+from . import seccomp
+
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+_SPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # the same on all architectures
+_NOBODY = 65534
+_OWN_UIDS = 1_900_000_000  # first of 10^8 user ids that nothing else is likely to use
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: object) -> int:
+    result = getattr(_libc, name)(*arguments)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return result
+
+
+def prctl(option: int, value: int) -> None:
+    _call("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+def die_with_parent() -> None:
+    """SIGKILL when the thread that forked this process ends; forgotten by the kernel when the uid changes."""
+    prctl(_PR_SET_PDEATHSIG, 9)
+
+
+class Layers(dict):
+    """Layer name to `""` when it holds, else why it does not."""
+
+    def attempt(self, name: str, build, *arguments: object) -> bool:
+        try:
+            build(*arguments)
+        except (OSError, ValueError) as error:
+            self[name] = str(error)[:200] or type(error).__name__
+        else:
+            self[name] = ""
+        return self[name] == ""
+
+
+def enter_namespaces(layers: Layers) -> None:
+    """
+    New namespaces for network, mounts, processes, IPC and host name; returns in a process with number 1.
+
+    The calling process stays outside, waits and ends with it. Without privileges a user namespace comes first; whether
+    its capabilities are real is tried to the end in a process that is thrown away, because some distributions let
+    `unshare` succeed and refuse everything after.
+    """
+    for flags in (_SPACES, _SPACES | CLONE_NEWUSER):
+        if _survives(_unshare, flags):
+            layers.attempt("namespaces", _unshare, flags)
+            break
+    else:
+        layers.attempt("namespaces", _unshare_nothing)
+        return
+    inner = os.fork()
+    if inner:
+        os.closerange(0, 1024)
+        _, status = os.waitpid(inner, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    die_with_parent()
+
+
+def _unshare_nothing() -> None:
+    raise OSError(errno.EPERM, "this host lets us create neither namespaces nor user namespaces")
+
+
+def _survives(step, *arguments: object) -> bool:
+    """Whether `step` works in a throw-away child."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            step(*arguments)
+            root = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
+            os.fchdir(root)
+            os.chroot(".")
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _unshare(flags: int) -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    _call("unshare", flags)
+    if flags & CLONE_NEWUSER:
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{_NOBODY} {uid} 1")
+        _write("/proc/self/gid_map", f"{_NOBODY} {gid} 1")
+    _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
+    """
+    Everything after the namespaces, in the only order that works; the seccomp filter comes last.
+
+    Args:
+        layers (`Layers`): Takes the result of each layer.
+        without (`tuple[str, ...]`, *optional*): Layers to leave out, for tests of what the others do alone.
+    """
+    for name, build in (
+        ("chroot", _chroot_into_nothing),
+        ("uid", _drop_user),
+        ("limits", _limit_resources),
+        ("no_new_privs", _lock_privileges),
+        ("landlock", _landlock),
+        ("seccomp", _seccomp),
+    ):
+        if name in without:
+            layers[name] = "left out on request"
+        else:
+            layers.attempt(name, build)
+        if name == "uid" and layers["namespaces"] == "":
+            die_with_parent()  # the change of user made the kernel forget it
+
+
+def _chroot_into_nothing() -> None:
+    """The root becomes a folder that is already deleted: nothing is in it and nothing can be made in it."""
+    fd = -1
+    for base in ("/dev/shm", "/tmp", "/var/tmp", os.getcwd()):  # noqa: S108 - the folder exists for a moment only
+        path = f"{base}/.sandbox-{os.getpid()}-{os.urandom(8).hex()}"
+        try:
+            os.mkdir(path, 0o700)
+        except OSError:
+            continue
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        finally:
+            os.rmdir(path)
+        break
+    if fd < 0:
+        raise OSError(errno.EROFS, "found no folder to create an empty folder in")
+    try:
+        os.fchdir(fd)
+        os.chroot(".")
+    finally:
+        os.close(fd)
+
+
+def _drop_user() -> None:
+    """An unprivileged user of the zygote's own, and no capability left."""
+    if os.geteuid() == 0:
+        uid = _OWN_UIDS + os.getpid() % 100_000_000
+        os.setgroups([])
+        for wanted in (uid, _NOBODY):
+            try:
+                os.setresgid(wanted, wanted, wanted)
+                os.setresuid(wanted, wanted, wanted)
+                break
+            except OSError as error:
+                failure = error
+        else:
+            raise failure
+    header = struct.pack("<Ii", 0x20080522, 0)
+    _call("capset", ctypes.c_char_p(header), ctypes.c_char_p(bytes(24)))
+    if os.geteuid() == 0:
+        raise OSError(errno.EPERM, "still root")
+
+
+def _limit_resources() -> None:
+    for name, limit in (("CORE", 0), ("FSIZE", 0), ("NOFILE", 16), ("MEMLOCK", 0), ("MSGQUEUE", 0)):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+
+
+def _lock_privileges() -> None:
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    prctl(_PR_SET_DUMPABLE, 0)
+
+
+def _landlock() -> None:
+    """Zero rules: no file, no TCP, no abstract socket, no signal outside, as far as this kernel's Landlock goes."""
+    abi = _call("syscall", _LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
+    files = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}.get(abi, (1 << 16) - 1)
+    network = 3 if abi >= 4 else 0
+    scope = 3 if abi >= 6 else 0
+    attributes = struct.pack("<QQQ", files, network, scope)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    fd = _call("syscall", _LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
+    try:
+        _call("syscall", _LANDLOCK_RESTRICT, fd, ctypes.c_uint(0))
+    finally:
+        os.close(fd)
+
+
+def _seccomp() -> None:
+    seccomp.zygote_filter().install()
+
+
+class ChildWalls:
+    """What every child adds to what it inherits. Made in the zygote, so that the child only makes system calls."""
+
+    def __init__(self, layers: Layers):
+        self._filter = seccomp.child_filter() if layers.get("seccomp") == "" else None
+
+    def close_in(self, memory: int, cpu_seconds: int) -> None:
+        """
+        Limits of the calling process, then the second filter.
+
+        Args:
+            memory (`int`): Address space, bytes.
+            cpu_seconds (`int`): CPU time after which the kernel kills; a backstop to the deadline.
+        """
+        die_with_parent()
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        if self._filter is not None:
+            self._filter.install()

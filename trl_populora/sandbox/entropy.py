@@ -1,0 +1,186 @@
+"""Guards around everything that makes two runs of a program differ: clocks, randomness, hashes, addresses (phase 3).
+
+`facades` are copies of `time`, `datetime`, `random`, `uuid` and `secrets` for the program's own imports; a seeded generator
+and arithmetic on given dates work as ever.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import sys
+import time
+import types
+from collections.abc import Callable
+
+
+Stop = Callable[[str], None]
+
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
+_DRAWS = (
+    "random uniform triangular randint choice randrange sample shuffle choices normalvariate lognormvariate expovariate"
+    " vonmisesvariate gammavariate gauss betavariate binomialvariate paretovariate weibullvariate getrandbits randbytes"
+    " seed getstate setstate"
+).split()
+
+
+def _stopper(stop: Stop, name: str) -> Callable:
+    def stopped(*_: object, **__: object) -> None:
+        stop(f"{name} differs from run to run")
+
+    stopped.__name__ = name.rpartition(".")[2].rstrip("()")
+    return stopped
+
+
+def _copy(module: types.ModuleType) -> types.ModuleType:
+    facade = types.ModuleType(module.__name__, module.__doc__)
+    for name, value in vars(module).items():
+        # The modules that a module has imported for itself are no part of what it offers.
+        if not isinstance(value, types.ModuleType) and not name.startswith("__"):
+            setattr(facade, name, value)
+    return facade
+
+
+def facades(stop: Stop) -> dict[str, types.ModuleType]:
+    """The guarded modules by name, as far as they are loaded."""
+    made = {"time": _time(stop), "datetime": _datetime(stop), "random": _random(stop)}
+    if "uuid" in sys.modules:
+        made["uuid"] = facade = _copy(sys.modules["uuid"])
+        for name in ("uuid1", "uuid4", "uuid6", "uuid7", "uuid8", "getnode"):
+            setattr(facade, name, _stopper(stop, f"uuid.{name}()"))
+    if "secrets" in sys.modules:
+        made["secrets"] = facade = types.ModuleType("secrets")
+        for name in ("choice", "randbelow", "randbits", "token_bytes", "token_hex", "token_urlsafe", "SystemRandom"):
+            setattr(facade, name, _stopper(stop, f"secrets.{name}()"))
+        facade.compare_digest = sys.modules["secrets"].compare_digest
+    return made
+
+
+def _time(stop: Stop) -> types.ModuleType:
+    facade = _copy(time)
+    for name in _CLOCKS:
+        setattr(facade, name, _stopper(stop, f"time.{name}()"))
+        setattr(facade, f"{name}_ns", _stopper(stop, f"time.{name}_ns()"))
+
+    def given(name: str, position: int) -> Callable:
+        function = getattr(time, name)
+
+        def guarded(*arguments: object) -> object:
+            if len(arguments) <= position or arguments[position] is None:
+                stop(f"time.{name}() without a time differs from run to run")
+            return function(*arguments)
+
+        return guarded
+
+    for name, position in (("localtime", 0), ("gmtime", 0), ("ctime", 0), ("asctime", 0), ("strftime", 1)):
+        setattr(facade, name, given(name, position))
+    return facade
+
+
+def _datetime(stop: Stop) -> types.ModuleType:
+    class Meta(type):
+        # A plain date made by the standard library counts as an instance of the program's `date`.
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, cls.__mro__[1])
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return cls.__mro__[1] in other.__mro__
+
+    def guarded(base: type, clocks: tuple[str, ...]) -> type:
+        body = {name: classmethod(_stopper(stop, f"{base.__name__}.{name}()")) for name in clocks}
+        body["__repr__"] = lambda self: "datetime." + base.__repr__(self)
+        body["__module__"] = "datetime"
+        return Meta(base.__name__, (base,), body)
+
+    facade = _copy(datetime)
+    facade.datetime = guarded(datetime.datetime, ("now", "utcnow", "today"))
+    facade.date = guarded(datetime.date, ("today",))
+    return facade
+
+
+def _random(stop: Stop) -> types.ModuleType:
+    class Random(random.Random):
+        """A generator that draws only after it was seeded by the program."""
+
+        seeded = False
+
+        def seed(self, a: object = None, version: int = 2) -> None:
+            self.seeded = a is not None
+            super().seed(0 if a is None else a, version)
+
+        def setstate(self, state: object) -> None:
+            super().setstate(state)
+            self.seeded = True
+
+        def random(self) -> float:
+            if not self.seeded:
+                stop("unseeded randomness differs from run to run")
+            return super().random()
+
+        def getrandbits(self, k: int) -> int:
+            if not self.seeded:
+                stop("unseeded randomness differs from run to run")
+            return super().getrandbits(k)
+
+    facade = _copy(random)
+    facade.Random = Random
+    facade.SystemRandom = _stopper(stop, "random.SystemRandom()")
+    facade._inst = Random()
+    for name in _DRAWS:
+        if hasattr(facade._inst, name):
+            setattr(facade, name, getattr(facade._inst, name))
+    return facade
+
+
+# Types whose hash hangs on the process: on its hash seed, or on an address.
+_SEEDED = {
+    kind.__hash__ for kind in (str, bytes, object, memoryview, type(None), type, type(len), type(lambda: 0), type(...))
+}
+
+
+def _stable_hash(value: object) -> bool:
+    """Whether the hash of `value` is the same in every process, as far as types tell."""
+    kind = type(value)
+    if kind in (tuple, frozenset):
+        return all(map(_stable_hash, value))
+    if kind in (float, complex):
+        return value == value
+    return kind.__hash__ not in _SEEDED
+
+
+class Address(int):
+    """What `id` gives: equal to itself, a fine key, and of no other use."""
+
+    __slots__ = ()
+
+
+_ADDRESS_USES = (
+    "lt le gt ge add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod divmod rdivmod pow rpow lshift"
+    " rlshift rshift rrshift and rand or ror xor rxor neg pos abs invert int index float trunc round floor ceil bool str"
+    " repr format"
+).split()
+
+
+def guarded_builtins(stop: Stop) -> dict[str, Callable]:
+    """`hash` and `id`, which are fine as long as only equality is asked of their results."""
+    real_hash, real_id = hash, id
+
+    def guarded_hash(value: object, /) -> int:
+        # A class's own __hash__ may combine hashes as it likes; what counts is where the result goes.
+        if sys._getframe(1).f_code.co_name != "__hash__" and not _stable_hash(value):
+            stop(f"hash() of {type(value).__name__} differs from run to run")
+        return real_hash(value)
+
+    class GuardedAddress(Address):
+        __slots__ = ()
+        __hash__ = int.__hash__
+
+    for name in _ADDRESS_USES:
+        setattr(GuardedAddress, f"__{name}__", _stopper(stop, "id() used as a number"))
+
+    def guarded_id(value: object, /) -> int:
+        return GuardedAddress(real_id(value))
+
+    guarded_hash.__name__, guarded_id.__name__ = "hash", "id"
+    return {"hash": guarded_hash, "id": guarded_id}
+

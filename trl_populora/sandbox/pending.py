@@ -1,0 +1,109 @@
+"""One job on its way through the supervisor: its runs so far and the run in progress."""
+
+from __future__ import annotations
+
+import json
+import re
+import select
+import socket
+import zlib
+from concurrent.futures import Future
+
+from . import modules, protocol
+from .jobs import Job, Limits, Verdict
+from .judge import Observation, largest_frame
+
+
+SENSITIVE_RUNS = 6  # leaves a two-way choice by the order of a set a chance of 1 in 32; two runs leave 1 in 2
+_SENSITIVE = re.compile(r"\b(?:set|frozenset|hash|id)\b")
+
+
+class Pending:
+    """
+    A job, its future, and the private socket of its current run.
+
+    Args:
+        job (`Job`): What to run.
+        limits (`Limits`): The job's limits, or the sandbox's.
+        soft (`bool`): Whether the soft layer is on.
+    """
+
+    probe_of = None  # the worker that this pending probes
+
+    def __init__(self, job: Job, limits: Limits, soft: bool):
+        self.job, self.limits = job, limits
+        self.future: Future[Verdict] = Future()
+        self.full = not soft or modules.needs_full_tier(job.program)
+        self.runs: list = []
+        self.seen: list[Observation] = []
+        self.wanted = job.runs
+        if job.runs > 1 and _SENSITIVE.search(job.program):
+            self.wanted = max(job.runs, SENSITIVE_RUNS)
+        self.retried = False
+        self.socket: socket.socket | None = None
+        self.forget_run()
+
+    def forget_run(self) -> None:
+        """Back to before the current run."""
+        self.outgoing = memoryview(b"")
+        self.data = bytearray()
+        self.end_of_file = False
+        self.event: Observation | None = None
+        self.foreground = self.slow = False
+        self.late_at = float("inf")
+
+    @property
+    def slot(self) -> tuple[bool, int]:
+        """
+        Tier and hash seed of the next run. The seed depends on the program and the number of the run alone, so a
+        sequence of jobs can be repeated exactly whatever the load.
+        """
+        first = zlib.crc32(self.job.program.encode("utf-8", "surrogatepass")) & 1
+        number = len(self.runs)
+        return self.full, first ^ number if number < 2 else number
+
+    def open(self) -> socket.socket:
+        """A fresh private pair for the next run; keeps our end and gives the child's."""
+        body = json.dumps(
+            {
+                "program": self.job.program,
+                "function": self.job.function,
+                "inputs": self.job.inputs,
+                "output_bytes": self.limits.output_bytes,
+                "run": len(self.runs),
+            }
+        ).encode()
+        self.forget_run()
+        self.outgoing = memoryview(protocol.LENGTH.pack(len(body)) + body)
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        return theirs
+
+    def send(self) -> int:
+        """Write what fits; the events to wait for next."""
+        try:
+            while self.outgoing:
+                self.outgoing = self.outgoing[self.socket.send(self.outgoing) :]
+        except BlockingIOError:
+            return select.EPOLLIN | select.EPOLLOUT
+        except OSError:
+            self.outgoing = memoryview(b"")  # the child is gone; its end is told by the zygote
+        return select.EPOLLIN
+
+    def receive(self) -> None:
+        """Read what is there, up to one byte more than any honest answer; the rest is thrown away."""
+        room = largest_frame(self.limits, len(self.job.inputs)) + 1
+        try:
+            while not self.end_of_file:
+                part = self.socket.recv(1 << 17)
+                self.data += part[: max(0, room - len(self.data))]
+                self.end_of_file = not part
+        except BlockingIOError:
+            return
+        except OSError:
+            self.end_of_file = True
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None

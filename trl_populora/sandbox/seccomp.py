@@ -1,0 +1,204 @@
+"""System-call filters: which requests to the kernel the warm process and the programs may make.
+
+Two classic BPF programs, assembled here and installed through `prctl`:
+
+* `zygote_filter`, once, before any untrusted code: an allow-list for pure computation plus what the zygote needs to fork,
+  kill and reap. There is no `open`, no `socket`, no `execve`, no `ptrace`, no `mount`, no `bpf`, no `io_uring`, no
+  `keyctl`, no shared memory. As a search tree it costs a call about seven comparisons.
+* `child_filter`, once per program and on top: takes away forking, killing, reaping, passing descriptors, changing limits
+  and priorities, and installing filters. It is short because the kernel checks and translates it for every program.
+
+A refused call fails with EPERM, which Python shows as an `OSError`. Numbers for aarch64 are from the kernel's generic table
+and have not been tried on such a machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+
+
+# name: (x86_64, aarch64); None where the architecture has no such call.
+COMPUTE = {
+    "read": (0, 63),
+    "write": (1, 64),
+    "close": (3, 57),
+    "fstat": (5, 80),
+    "poll": (7, None),
+    "ppoll": (271, 73),
+    "mmap": (9, 222),
+    "mprotect": (10, 226),
+    "munmap": (11, 215),
+    "brk": (12, 214),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132),
+    "restart_syscall": (219, 128),
+    "sched_yield": (24, 124),
+    "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115),
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "gettimeofday": (96, 169),
+    "time": (201, None),
+    "getpid": (39, 172),
+    "gettid": (186, 178),
+    "getppid": (110, 173),
+    "getuid": (102, 174),
+    "geteuid": (107, 175),
+    "getgid": (104, 176),
+    "getegid": (108, 177),
+    "getrusage": (98, 165),
+    "getrandom": (318, 278),
+    "futex": (202, 98),
+    "set_robust_list": (273, 99),
+    "rseq": (334, 293),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
+}
+ZYGOTE_ONLY = {
+    "clone": (56, 220),
+    "wait4": (61, 260),
+    "kill": (62, 129),
+    "sendto": (44, 206),
+    "sendmsg": (46, 211),
+    "recvmsg": (47, 212),
+    "recvfrom": (45, 207),
+    "getrlimit": (97, 163),
+    "setrlimit": (160, 164),
+    "prctl": (157, 167),
+    "setpriority": (141, 140),
+}
+PRLIMIT = (302, 261)
+CLONE3 = (435, 435)
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
+
+_LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_GT, _RETURN = 0x20, 0x15, 0x35, 0x25, 0x06
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+class Filter:
+    """An assembled filter that can be installed many times; holds the memory that the kernel reads."""
+
+    def __init__(self, instructions: list[tuple[int, int, int, int]]):
+        code = b"".join(struct.pack("<HBBI", *each) for each in instructions)
+        self.length = len(instructions)
+        self._buffer = ctypes.create_string_buffer(code, len(code))
+        self._program = _Program(self.length, ctypes.addressof(self._buffer))
+        self._pointer = ctypes.addressof(self._program)
+        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
+        self._prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+
+    def install(self) -> None:
+        """
+        Put the filter on the calling thread for good. Needs `PR_SET_NO_NEW_PRIVS`.
+
+        Raises:
+            OSError: The kernel refuses; nothing has changed.
+        """
+        if self._prctl(_PR_SET_SECCOMP, _MODE_FILTER, self._pointer, 0, 0):
+            code = ctypes.get_errno()
+            raise OSError(code, f"seccomp: {errno.errorcode.get(code, code)}")
+
+
+def _machine() -> tuple[int, int]:
+    machine = platform.machine()
+    if machine not in _MACHINES or ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise OSError(errno.ENOSYS, f"no system-call table for {machine}")
+    return _MACHINES[machine]
+
+
+def _return(action: int) -> tuple[int, int, int, int]:
+    return (_RETURN, 0, 0, action)
+
+
+def _tree(numbers: list[int], default: int) -> list[tuple[int, int, int, int]]:
+    """A binary search over sorted runs of allowed numbers; the call's number is in the accumulator."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number:
+            runs[-1][1] = number + 1
+        else:
+            runs.append([number, number + 1])
+    # Boundaries alternate between "allowed from here" and "refused from here".
+    edges = [edge for run in runs for edge in run]
+
+    def branch(low: int, high: int) -> list[tuple[int, int, int, int]]:
+        if low == high:
+            return [_return(_ALLOW if low % 2 else default)]
+        middle = (low + high) // 2
+        below, above = branch(low, middle), branch(middle + 1, high)
+        # Conditional jumps reach 255 instructions; the trees here are far smaller.
+        return [(_JUMP_GE, len(below), 0, edges[middle]), *below, *above]
+
+    return branch(0, len(edges))
+
+
+def _head(arch: int) -> list[tuple[int, int, int, int]]:
+    return [(_LOAD, 0, 0, _ARCH), (_JUMP_EQ, 1, 0, arch), _return(_KILL), (_LOAD, 0, 0, _NUMBER)]
+
+
+def _if_number(number: int, body: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    return [(_JUMP_EQ, 0, len(body), number), *body]
+
+
+def _argument_is_zero(index: int) -> list[tuple[int, int, int, int]]:
+    """Go on when the 64-bit argument is zero, else refuse."""
+    offset = _ARGUMENTS + 8 * index
+    refuse = _return(_ERRNO | errno.EPERM)
+    return [
+        (_LOAD, 0, 0, offset),
+        (_JUMP_EQ, 1, 0, 0),
+        refuse,
+        (_LOAD, 0, 0, offset + 4),
+        (_JUMP_EQ, 1, 0, 0),
+        refuse,
+    ]
+
+
+def zygote_filter() -> Filter:
+    """The allow-list of the warm process and everything under it."""
+    column, arch = _machine()
+    names = {**COMPUTE, **ZYGOTE_ONLY}
+    numbers = [each[column] for each in names.values() if each[column] is not None]
+    refuse = _ERRNO | errno.EPERM
+    return Filter(
+        [
+            *_head(arch),
+            # glibc tries clone3 first and falls back to clone only on ENOSYS.
+            *_if_number(CLONE3[column], [_return(_ERRNO | errno.ENOSYS)]),
+            # Limits of the caller itself only: who can set its zygote's limits ends all later jobs.
+            *_if_number(PRLIMIT[column], [*_argument_is_zero(0), _return(_ALLOW)]),
+            *_tree(numbers, refuse),
+        ]
+    )
+
+
+def child_filter() -> Filter:
+    """What a program may not do on top: everything that only the zygote needs."""
+    column, arch = _machine()
+    numbers = [each[column] for name, each in ZYGOTE_ONLY.items() if name != "getrlimit"]
+    # Every match jumps over the rest of the list, the question about prlimit64 and the "allow", to the refusal.
+    checks = [(_JUMP_EQ, len(numbers) + 1 - i, 0, number) for i, number in enumerate(numbers)]
+    return Filter(
+        [
+            *_head(arch),
+            *checks,
+            (_JUMP_EQ, 2, 0, PRLIMIT[column]),
+            _return(_ALLOW),
+            _return(_ERRNO | errno.EPERM),
+            *_argument_is_zero(2),
+            _return(_ALLOW),
+        ]
+    )
