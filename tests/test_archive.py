@@ -176,7 +176,8 @@ def test_a_dataset_holds_every_field(tmp_path):
     inputs = (encode((1,)), encode((2,)))
     archive.add(Task("code_f", "def f(x):\n    return x", inputs, inputs, "hint", 1, "teacher_1", 4))
     dataset = archive.to_dataset()
-    assert dataset.column_names == ["kind", "program", "inputs", "outputs", "message", "visible", "author", "step"]
+    fields = ["kind", "program", "inputs", "outputs", "message", "visible", "author", "step"]
+    assert dataset.column_names == [*fields, "match", "solve_rate", "ast_depth", "cyclomatic", "lines", "variables"]
     assert list(TaskArchive.from_dataset(dataset)) == list(archive)
     dataset.to_parquet(tmp_path / "tasks.parquet")
     read = load_dataset(

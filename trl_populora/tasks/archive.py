@@ -28,30 +28,38 @@ if TYPE_CHECKING:
 
 STATE_VERSION = 1
 
+# How a task fared, noted once students have tried it: match, solve rate, and the four measures of `complexity`.
+NOTED = ("match", "solve_rate", "ast_depth", "cyclomatic", "lines", "variables")
+Note = tuple[float | None, ...]
+Entry = tuple[Task, bytes, "Note | None"]  # task, duplicate key, note
+
 
 class _Ring:
     """The newest `cap` tasks of one kind; position 0 is the oldest."""
 
     def __init__(self, cap: int):
         self.cap = cap
-        self.slots: list[tuple[Task, bytes]] = []
+        self.slots: list[Entry] = []
         self.start = 0
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def __getitem__(self, position: int) -> Task:
-        return self.slots[(self.start + position) % len(self.slots)][0]
+        return self.entry(position)[0]
 
-    def push(self, task: Task, key: bytes) -> bytes | None:
-        """Appends a task and returns the key of the one that had to go, if any."""
+    def entry(self, position: int) -> Entry:
+        return self.slots[(self.start + position) % len(self.slots)]
+
+    def push(self, entry: Entry) -> tuple[int, bytes | None]:
+        """Appends an entry; returns its slot and the key of the one that had to go, if any."""
         if len(self.slots) < self.cap:
-            self.slots.append((task, key))
-            return None
-        evicted = self.slots[self.start][1]
-        self.slots[self.start] = (task, key)
-        self.start = (self.start + 1) % self.cap
-        return evicted
+            self.slots.append(entry)
+            return len(self.slots) - 1, None
+        slot, evicted = self.start, self.slots[self.start][1]
+        self.slots[slot] = entry
+        self.start = (slot + 1) % self.cap
+        return slot, evicted
 
 
 class TaskArchive:
@@ -74,17 +82,36 @@ class TaskArchive:
         self.cap = cap
         self.coverage = Coverage()
         self._rings: dict[str, _Ring] = {}
-        self._keys: set[bytes] = set()
+        self._keys: dict[bytes, int] = {}  # to the slot in the ring of the task's kind
 
     def add(self, task: Task) -> bool:
         """Adds a task; returns `False` and changes nothing if it is a duplicate."""
         key, tree = _key(task)
         if key in self._keys:
             return False
-        self._push(task, key)
+        self._push((task, key, None))
         if tree is not None:
             self.coverage.add(tree)
         return True
+
+    def note(self, task: Task, **facts: float) -> None:
+        """Writes down how an archived task fared (see `NOTED`); a task that is not here any more is passed over."""
+        key = _key(task)[0]
+        if key in self._keys:
+            note = tuple(facts.get(name) for name in NOTED)
+            self._rings[task.kind].slots[self._keys[key]] = (task, key, note)
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries in the order of iteration."""
+        for ring in self._rings.values():
+            yield from (ring.entry(position) for position in range(len(ring)))
+
+    def restore(self, entries: Iterable[Entry], coverage: Mapping[str, Any]) -> None:
+        """Replaces the contents by saved entries (in order) and a saved state of `coverage`."""
+        self._rings, self._keys = {}, {}
+        for entry in entries:
+            self._push(entry)
+        self.coverage.load_state_dict(coverage)
 
     def __contains__(self, task: object) -> bool:
         return isinstance(task, Task) and _key(task)[0] in self._keys
@@ -94,8 +121,8 @@ class TaskArchive:
 
     def __iter__(self) -> Iterator[Task]:
         """All tasks, kind by kind, oldest first."""
-        for ring in self._rings.values():
-            yield from (ring[position] for position in range(len(ring)))
+        for task, _, _ in self.entries():
+            yield task
 
     def sample(self, kinds: Sequence[str], k: int, rng: random.Random) -> list[Task]:
         """
@@ -141,32 +168,23 @@ class TaskArchive:
                 f"Archive state has `version` {state['version']!r}, this package reads {STATE_VERSION}: resume with "
                 "the version of trl-populora that saved it."
             )
-        self._rings, self._keys = {}, set()
-        for kind, records in state["tasks"].items():
-            for row, record in enumerate(records):
-                task = Task.from_record(record, f"archive state, tasks of {kind!r}, row {row}")
-                self._push(task, _key(task)[0])
-        self.coverage.load_state_dict(state["coverage"])
+        tasks = [
+            Task.from_record(record, f"archive state, tasks of {kind!r}, row {row}")
+            for kind, records in state["tasks"].items()
+            for row, record in enumerate(records)
+        ]
+        self.restore(((task, _key(task)[0], None) for task in tasks), state["coverage"])
 
     def to_dataset(self) -> Dataset:
-        """All tasks as a [`datasets.Dataset`], one column per field of [`Task`]; kind by kind, oldest first."""
-        from datasets import Dataset, Features, List, Value
+        """
+        All tasks as a [`datasets.Dataset`], kind by kind, oldest first: the fields of [`Task`], then how each fared
+        (`match`, `solve_rate`) and its complexity; empty for tasks that no student has tried.
+        """
+        from datasets import Dataset
 
-        text, count = Value("string"), Value("int64")
-        features = Features(
-            {
-                "kind": text,
-                "program": text,
-                "inputs": List(text),
-                "outputs": List(text),
-                "message": text,
-                "visible": count,
-                "author": text,
-                "step": count,
-            }
-        )
-        records = [task.to_record() for task in self]
-        return Dataset.from_dict({name: [record[name] for record in records] for name in features}, features=features)
+        from .archive_table import to_table
+
+        return Dataset(to_table(self.entries()))
 
     @classmethod
     def from_dataset(cls, dataset: Iterable[Mapping[str, Any]], cap: int = 16384) -> TaskArchive:
@@ -186,11 +204,11 @@ class TaskArchive:
             archive.add(read_task(record, f"row {row}"))
         return archive
 
-    def _push(self, task: Task, key: bytes) -> None:
-        evicted = self._rings.setdefault(task.kind, _Ring(self.cap)).push(task, key)
+    def _push(self, entry: Entry) -> None:
+        slot, evicted = self._rings.setdefault(entry[0].kind, _Ring(self.cap)).push(entry)
         if evicted is not None:
-            self._keys.remove(evicted)
-        self._keys.add(key)
+            del self._keys[evicted]
+        self._keys[entry[1]] = slot
 
 
 def read_task(record: Mapping[str, Any], where: str) -> Task:

@@ -1,0 +1,130 @@
+"""The task archive as a parquet table: in checkpoints, at the end of a run, and as the seed of another run.
+
+It opens with `load_dataset("parquet", data_files="archive.parquet")`. One row per task, kind by kind, oldest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .archive import NOTED, Entry, TaskArchive
+from .base import Task
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SCHEMA_VERSION = 1
+_VERSION_KEY = b"populora_archive"
+
+# Rows written and read at a time: bounds the memory of an archive of a million tasks.
+_CHUNK = 20_000
+
+
+def schema() -> pa.Schema:
+    """Columns of the table; `key` is the hash by which duplicates are recognised, in hex."""
+    import pyarrow as pa
+
+    texts = pa.list_(pa.string())
+    return pa.schema(
+        [
+            ("kind", pa.string()),
+            ("program", pa.string()),
+            ("inputs", texts),
+            ("outputs", texts),
+            ("message", pa.string()),
+            ("visible", pa.int64()),
+            ("author", pa.string()),
+            ("step", pa.int64()),
+            *((name, pa.int64() if name == "match" else pa.float64()) for name in NOTED),
+            ("key", pa.string()),
+        ],
+        metadata={_VERSION_KEY: str(SCHEMA_VERSION)},
+    )
+
+
+def to_table(entries: Iterable[Entry]) -> pa.Table:
+    """The entries of an archive as a table for people: without the keys."""
+    import pyarrow as pa
+
+    return pa.Table.from_batches([_batch(list(entries))]).drop_columns(["key"]).replace_schema_metadata(None)
+
+
+def save_archive(archive: TaskArchive, path: str | Path) -> None:
+    """Writes the archive to a parquet file, which appears whole or not at all."""
+    import pyarrow.parquet as pq
+
+    path = Path(path)
+    unfinished = path.with_suffix(".tmp")
+    entries = iter(archive.entries())
+    with pq.ParquetWriter(unfinished, schema(), compression="zstd") as writer:
+        while chunk := list(islice(entries, _CHUNK)):
+            writer.write_batch(_batch(chunk))
+    unfinished.replace(path)
+
+
+def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any]) -> None:
+    """
+    Puts a saved archive in the place of this one's contents; this one's `cap` applies.
+
+    Args:
+        archive ([`TaskArchive`]): The archive to fill.
+        path (`str` or `Path`): A file written by [`save_archive`].
+        coverage (`dict`): Saved state of `archive.coverage`, which remembers more than the tasks that are left.
+
+    Raises:
+        `ValueError`: If the file is missing, cut off, or of another schema; the message names file and column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+    with file:
+        found = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode()
+        if found != str(SCHEMA_VERSION):
+            raise ValueError(
+                f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
+                f"{SCHEMA_VERSION}. The tasks themselves can seed a new run: pass the table as `train_dataset`."
+            )
+        for field in schema():
+            if field.name not in file.schema_arrow.names:
+                raise ValueError(f"{path}: column `{field.name}` is missing; it holds {file.schema_arrow.names}.")
+            if (held := file.schema_arrow.field(field.name).type) != field.type:
+                raise ValueError(f"{path}: column `{field.name}` holds {held}, expected {field.type}.")
+        try:
+            archive.restore(_entries(file, path), coverage)
+        except OSError as error:  # a damaged page
+            raise ValueError(f"{path} is damaged ({error}).") from error
+
+
+def _batch(entries: list[Entry]) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    columns: dict[str, list] = {name: [] for name in schema().names}
+    for task, key, note in entries:
+        for name, value in task.to_record().items():
+            columns[name].append(value)
+        for name, value in zip(NOTED, note or (None,) * len(NOTED), strict=True):
+            columns[name].append(value)
+        columns["key"].append(key.hex())
+    return pa.RecordBatch.from_pydict(columns, schema=schema())
+
+
+def _entries(file: Any, path: str | Path) -> Iterator[Entry]:
+    row = 0
+    for batch in file.iter_batches(_CHUNK):
+        for record in batch.to_pylist():
+            where = f"{path}, row {row}"
+            note = tuple(record[name] for name in NOTED)
+            try:
+                key = bytes.fromhex(record["key"])
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{where}: column `key` holds {record['key']!r:.80}, which is no hash.") from error
+            yield Task.from_record(record, where), key, note if any(v is not None for v in note) else None
+            row += 1
