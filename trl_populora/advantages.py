@@ -96,8 +96,7 @@ def member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_typ
 
     Give the factors to [`~trl_populora.adapters.routing.Router.set`] together with the rows: the routed layer then
     multiplies the member's *gradients* by them. That is exact for everything in the loss that TRL divides alike, the
-    KL term (`beta`) included. Multiplying the advantages instead ([`normalise_per_member`]) is the same only while
-    `beta` is 0.
+    KL term (`beta`) included; multiplying the advantages would leave the KL term out.
 
     With more than one optimizer step per generation batch the `"rows"` factor is exact if each of them holds the same
     share of every member's rows.
@@ -124,13 +123,3 @@ def member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_typ
     own_R = _sums(weights_R, slots_R)[slots_R]
     factors_R = weights_R.sum() / own_R
     return torch.where(own_R > 0, factors_R, torch.ones_like(factors_R)).to(torch.float32)
-
-
-def normalise_per_member(
-    advantages_R: torch.Tensor, members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str
-) -> torch.Tensor:
-    """
-    Advantages times [`member_factors`]. The policy loss is positively homogeneous in the advantage, so this makes the
-    joint loss equal to each member's own as long as `beta` is 0. Use it instead of the router's factors, never both.
-    """
-    return advantages_R * member_factors(members_R, num_tokens_R, loss_type).to(advantages_R)

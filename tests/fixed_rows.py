@@ -1,0 +1,119 @@
+"""The same rows for a joint run, for each member alone, and for any number of processes.
+
+The game is left out: a trainer that "plays" these rows trains on exactly them. What TRL needs from a row (ids,
+columns, rewards) is drawn from the step number, so nothing has to be stored or sent.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftModel
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_populora.rewards import student_reward, teacher_reward
+from trl_populora.rollout import Completion, Row
+
+
+TEACHERS, STUDENTS, PROPOSALS, ATTEMPTS = 4, 4, 4, 2
+VOCABULARY = 250
+
+# Both trainers get these. A large rate, so that three steps leave the initial weights far behind.
+SETTINGS = {
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "linear",
+    "max_steps": 3,
+    "max_completion_length": 12,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+
+
+def rows_of_step(step: int) -> list[Row]:
+    """All rows of one population step, member by member; students' rows group by group."""
+    rng = random.Random(step)
+    rows = []
+    for match in range(TEACHERS):
+        teacher, student = f"teacher_{match}", f"student_{match}"
+        for slot in range(PROPOSALS):
+            prompt, group = _tokens(rng), f"{match}/{slot}"
+            rates = rng.choice([0.0, 0.25, 0.5, 0.75])
+            rows.append(
+                Row("teacher", teacher, "code_o", match, valid=True, solve_rate=rates, group=f"proposal {group}")
+            )
+            rows[-1].completion = Completion(_tokens(rng), _tokens(rng), "")
+            for attempt in range(ATTEMPTS):
+                right = rng.random() < 0.5 if attempt else True
+                rows.append(Row("student", student, "code_o", match, correct=right, well_formed=rng.random() < 0.5))
+                rows[-1].completion, rows[-1].group = Completion(prompt, _tokens(rng), ""), f"attempts {group}"
+    return rows
+
+
+def _tokens(rng: random.Random) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(rng.randint(3, 12))]
+
+
+def reward_of(row: Row) -> float:
+    columns = {name: [getattr(row, name)] for name in Row.COLUMNS}
+    return (teacher_reward if row.role == "teacher" else student_reward)(**columns)[0]
+
+
+def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
+    """Lets a `PopuLoRATrainer` train on its rank's share of the fixed rows: whole groups, half of every member."""
+    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
+
+    def play(prompts: list, _) -> dict[str, list]:
+        mine = [row for row in rows_of(trainer.state.global_step) if int(row.group[-1]) % world == rank]
+        assert len(mine) == len(prompts)
+        trainer._rows = mine
+        columns = {name: [getattr(row, name) for row in mine] for name in Row.COLUMNS}
+        return columns | {
+            "prompt_ids": [row.completion.prompt_ids for row in mine],
+            "completion_ids": [row.completion.completion_ids for row in mine],
+            "logprobs": None,
+        }
+
+    trainer.rollout_func = play
+
+
+def solo_trainer(model: PeftModel, tokenizer, name: str, output_dir: str, **options: Any) -> GRPOTrainer:
+    """Stock TRL on one member's rows, with stock PEFT. One kind, so a teacher's rows are one group of TRL's."""
+    rows = [row for row in rows_of_step(0) if row.member == name]
+    group = ATTEMPTS if rows[0].role == "student" else PROPOSALS
+
+    def play(prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
+        own = [row for row in rows_of_step(trainer.state.global_step) if row.member == name]
+        return {
+            "prompt_ids": [row.completion.prompt_ids for row in own],
+            "completion_ids": [row.completion.completion_ids for row in own],
+            "logprobs": None,
+            "fixed_reward": [reward_of(row) for row in own],
+        }
+
+    def fixed(fixed_reward: list[float], **kwargs) -> list[float]:
+        return fixed_reward
+
+    batch = {"per_device_train_batch_size": len(rows), "generation_batch_size": len(rows), "num_generations": group}
+    args = GRPOConfig(output_dir, **(batch | SETTINGS | {"gradient_checkpointing": False} | options))
+    prompt = [{"role": "user", "content": ""}]
+    dataset = Dataset.from_dict({"prompt": [prompt] * (len(rows) // group)})
+    trainer = GRPOTrainer(model, fixed, args, dataset, processing_class=tokenizer)
+    trainer.rollout_func = play
+    return trainer
+
+
+class GradientLog(TrainerCallback):
+    """Keeps the gradients that each optimizer step saw, after clipping, by the keys of `parameters`."""
+
+    def __init__(self, parameters: dict):
+        self.parameters, self.steps = parameters, []
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.steps.append({key: p.grad.clone() for key, p in self.parameters.items()})

@@ -1,0 +1,191 @@
+"""Contract 3 against stock TRL: training the population jointly is training each member alone.
+
+The reference is TRL's own `GRPOTrainer` with a stock PEFT adapter, fed one member's rows. Nothing of this package is
+in it: TRL computes its advantages, its normaliser, its KL term and its clipping.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.fixed_rows import (
+    ATTEMPTS,
+    PROPOSALS,
+    SETTINGS,
+    STUDENTS,
+    TEACHERS,
+    VOCABULARY,
+    GradientLog,
+    play_fixed_rows,
+    rows_of_step,
+    solo_trainer,
+)
+from trl_populora.adapters.weights import member_parameters, read_member, save_member
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.rollout import Row
+
+
+# Clipping has to bite, otherwise it is not tested: most gradient norms here are between 0.03 and 0.5. Adam's own
+# epsilon of 1e-8 turns the rounding of near-zero gradients into whole steps: stock TRL against stock TRL with another
+# batch split then differs by 6e-5 already. 1e-4 keeps the step smooth; one case below has Adam's own.
+OPTIONS = {"max_grad_norm": 0.02, "adam_epsilon": 1e-4}
+LOSSES = {
+    "grpo": {"loss_type": "grpo"},
+    "grpo with KL": {"loss_type": "grpo", "beta": 0.04},
+    "dapo": {"loss_type": "dapo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "cispo": {"loss_type": "cispo"},
+}
+MORE_LOSSES = {
+    "dapo with KL": {"loss_type": "dapo", "beta": 0.04},
+    "cispo with KL": {"loss_type": "cispo", "beta": 0.04},
+    "Adam's own epsilon": {"loss_type": "dapo", "adam_epsilon": 1e-8},
+}
+
+
+def joint_trainer(base: str, output_dir, lora, rows_of=rows_of_step, **options) -> PopuLoRATrainer:
+    settings = {
+        "teachers": TEACHERS,
+        "students": STUDENTS,
+        "proposals_per_teacher": PROPOSALS,
+        "attempts_per_task": ATTEMPTS,
+        "task_kinds": ["code_o"],
+        "per_device_train_batch_size": 12,
+        "evolve_every": 0,
+        "save_rollouts": False,
+        "sandbox_workers": 1,
+    }
+    args = PopuLoRAConfig(str(output_dir), **(settings | SETTINGS | options))
+    trainer = PopuLoRATrainer(base, args=args, peft_config=lora)
+    play_fixed_rows(trainer, rows_of)
+    return trainer
+
+
+def solo_run(base: str, member_dir, name: str, output_dir, **options):
+    """Final factors and the gradients of each step of one member trained alone by stock TRL."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), member_dir, is_trainable=True)
+    trainer = solo_trainer(model, AutoTokenizer.from_pretrained(base), name, str(output_dir), **options)
+    parameters = {path.replace(".default", ""): p for path, p in model.named_parameters() if ".default." in path}
+    log = GradientLog(parameters)
+    trainer.add_callback(log)
+    trainer.train()
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return get_peft_model_state_dict(model, adapter_name="default"), log.steps, norms
+
+
+@pytest.fixture(scope="module")
+def start(random_base, tmp_path_factory):
+    """Directories of the members' common start, as stock PEFT sees it."""
+    from peft import LoraConfig
+
+    directory = tmp_path_factory.mktemp("start")
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    trainer = joint_trainer(random_base, directory / "run", lora)
+    for name in trainer.population.names:
+        save_member(trainer.model, name, directory / name)
+    trainer.close()
+    return directory
+
+
+CHECKPOINTING = {
+    "off": {"gradient_checkpointing": False},
+    "non-reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+}
+
+
+def joint_run(base: str, output_dir, lora, names: list[str], **options):
+    """Final factors per member, and the gradients of each step by member and key."""
+    trainer = joint_trainer(base, output_dir, lora, **options)
+    log = GradientLog({(n, key): p for n in names for key, p in member_parameters(trainer.model, n).items()})
+    trainer.add_callback(log)
+    trainer.train()
+    return {name: read_member(trainer.model, name) for name in names}, log.steps
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(loss, id=name) for name, loss in LOSSES.items()]
+    + [pytest.param(loss, id=name, marks=pytest.mark.slow) for name, loss in MORE_LOSSES.items()],
+)
+def test_joint_training_is_solo_training(random_base, start, tmp_path, lora, loss):
+    options = OPTIONS | loss
+    names = sorted({row.member for row in rows_of_step(0)})
+    assert len(names) == 8
+    joint = {
+        mode: joint_run(random_base, tmp_path / mode, lora, names, **options, **checkpointing)
+        for mode, checkpointing in CHECKPOINTING.items()
+    }
+    smooth = options["adam_epsilon"] == 1e-4
+    for name in names:
+        factors, gradients, norms = solo_run(random_base, start / name, name, tmp_path / name, **options)
+        assert max(norms) > options["max_grad_norm"], "clipping must bite"
+        for mode, (members, steps) in joint.items():
+            for key, expected in factors.items():
+                difference = (members[name][key] - expected).norm() / expected.norm()
+                assert difference < (1e-5 if smooth else 1e-3), f"{name} {key}, checkpointing {mode}: {difference:.1e}"
+            # Later steps start from weights that already differ by rounding.
+            tolerances = [1e-5, 1e-4, 1e-4] if smooth else [1e-5]
+            for tolerance, seen, reference in zip(tolerances, steps, gradients, strict=smooth):
+                for key, gradient in reference.items():
+                    atol = tolerance * gradient.abs().max().item()
+                    torch.testing.assert_close(seen[name, key], gradient, rtol=1e-4, atol=atol)
+
+
+def equal_rewards_for(name: str):
+    """The fixed rows with one reward for all rows of a member, so that its advantages are zero."""
+
+    def rows_of(step: int) -> list[Row]:
+        changes = {"solve_rate": 0.5, "correct": True}
+        return [dataclasses.replace(row, **changes) if row.member == name else row for row in rows_of_step(step)]
+
+    return rows_of
+
+
+def other_rows_for(name: str):
+    """The fixed rows with other tokens and rewards of one member, of the same lengths."""
+
+    def rows_of(step: int) -> list[Row]:
+        return [_other(row) if row.member == name else row for row in rows_of_step(step)]
+
+    return rows_of
+
+
+def _other(row: Row) -> Row:
+    turned = [(token + 1) % VOCABULARY for token in row.completion.completion_ids]
+    completion = dataclasses.replace(row.completion, completion_ids=turned)
+    return dataclasses.replace(row, solve_rate=1 - row.solve_rate, correct=not row.correct, completion=completion)
+
+
+@pytest.mark.parametrize("name", ["teacher_1", "student_1"])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING.values(), ids=CHECKPOINTING.keys())
+def test_zero_advantages_leave_a_member_bit_identical_and_the_base_too(
+    random_base, tmp_path, lora, name, checkpointing
+):
+    trainer = joint_trainer(random_base, tmp_path, lora, equal_rewards_for(name), **checkpointing)
+    frozen = {path: p.clone() for path, p in trainer.model.named_parameters() if "lora_" not in path}
+    before = {member: read_member(trainer.model, member) for member in trainer.population.names}
+    trainer.train()
+    for member in trainer.population.names:
+        after = read_member(trainer.model, member)
+        same = [torch.equal(value, before[member][key]) for key, value in after.items()]
+        assert all(same) if member == name else not any(same)
+    parameters = dict(trainer.model.named_parameters())
+    assert all(torch.equal(parameters[path], value) for path, value in frozen.items())
+
+
+@pytest.mark.parametrize("name", ["teacher_1", "student_1"])
+def test_the_rows_of_a_member_change_no_other_member_by_a_bit(random_base, tmp_path, lora, name):
+    """Rows of equal length: another length would change the others' padding, and with it the order of sums."""
+    names = sorted({row.member for row in rows_of_step(0)})
+    one, _ = joint_run(random_base, tmp_path / "one", lora, names)
+    other, _ = joint_run(random_base, tmp_path / "other", lora, names, rows_of=other_rows_for(name))
+    for member in names:
+        same = [torch.equal(value, other[member][key]) for key, value in one[member].items()]
+        assert all(same) if member != name else not any(same)
