@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "trl_populora"
 
 # A room may import rooms of lower floors, and of its own floor only what is named in `NEIGHBOURS`.
 FLOORS = [
+    {"factors"},
     {"sandbox", "population", "operators"},
     {"tasks"},
     {"matchmaking", "rewards", "advantages", "adapters", "populora_config", "retention"},

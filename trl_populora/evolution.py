@@ -24,7 +24,8 @@ from accelerate.utils import broadcast
 from transformers import TrainerCallback
 
 from trl_populora.adapters.weights import read_member, write_member
-from trl_populora.operators import CROSSOVERS, MUTATIONS, Factors, compare
+from trl_populora.factors import Factors, compare
+from trl_populora.operators import CROSSOVERS, MUTATIONS
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population
 from trl_populora.retention import retention_loss
 

@@ -1,0 +1,195 @@
+"""
+LoRA factors as updates: norms, cosines, and the cores that operators work on. Serves the evolution phase.
+
+An adapter is `dict[str, Tensor]` with PEFT's keys: `<module>.lora_A.weight` (`[r, in]`) and `<module>.lora_B.weight`
+(`[out, r]`). The product B A is never formed: with U, V orthonormal bases of the (joint) column and row space,
+B A = U C V^T, and everything happens on the core C, `[R, R]` with R = r for one parent and 2r for two. The cores of
+all modules of one rank go through as one batch. Factors are fp32 inside, Gram matrices and cores fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+Factors = dict[str, Tensor]
+
+# Singular values below this fraction of the largest are rounding of the fp32 factors, not directions.
+RELATIVE_ZERO = 1e-7
+_DOWN, _UP = "lora_A", "lora_B"
+
+
+def modules_of(factors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """
+    Pairs of keys (A, B), one per adapted module, in the order of the dict.
+
+    Raises:
+        ValueError: If a key is not a LoRA factor, a factor lacks its partner, or the two ranks differ.
+    """
+    pairs = []
+    for key, value in factors.items():
+        partner = key.replace(_DOWN, _UP) if _DOWN in key else key.replace(_UP, _DOWN)
+        if partner == key or partner not in factors or value.dim() != 2:
+            raise ValueError(
+                f"Operators work on pairs of 2-D factors `*.lora_A.weight` and `*.lora_B.weight`, got {key!r} of "
+                f"shape {tuple(value.shape)}{'' if partner in factors else ' without its partner'}. Adapt linear "
+                f"modules only, without DoRA, bias or `modules_to_save`."
+            )
+        if _DOWN in key:
+            if value.shape[0] != factors[partner].shape[1]:
+                raise ValueError(
+                    f"The factors of one module must share their rank, got {key!r} with {value.shape[0]} rows and "
+                    f"{partner!r} with {factors[partner].shape[1]} columns."
+                )
+            pairs.append((key, partner))
+    return pairs
+
+
+def _inner(first: Factors, second: Factors) -> Tensor:
+    """Inner product of the two products B A, per module (`[modules]`, fp64), without forming either."""
+    values = []
+    for down, up in modules_of(first):
+        ups = first[up].float().T @ second[up].float()
+        downs = first[down].float() @ second[down].float().T
+        values.append((ups.double() * downs.double()).sum())
+    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
+
+
+def product_norms(factors: Factors) -> Tensor:
+    """Frobenius norm of B A per module (`[modules]`, fp64)."""
+    return _inner(factors, factors).clamp(min=0).sqrt()
+
+
+def compare(child: Factors, parent: Factors, scaling_ratio: float = 1.0) -> dict[str, float]:
+    """
+    Cosine and norm ratio of a child's update to a parent's, over all modules together.
+
+    Args:
+        child, parent (`dict[str, Tensor]`):
+            Factors with the same keys.
+        scaling_ratio (`float`, *optional*, defaults to `1.0`):
+            The parent's LoRA scaling over the child's.
+
+    Returns:
+        `dict[str, float]`: `cosine` and `norm_ratio`; both NaN if the parent is zero, `cosine` also if the child is.
+    """
+    ours, theirs = (float(_inner(f, f).sum().clamp(min=0).sqrt()) for f in (child, parent))
+    theirs *= scaling_ratio
+    both = float(_inner(child, parent).sum()) * scaling_ratio
+    return {
+        "cosine": both / (ours * theirs) if ours * theirs else math.nan,
+        "norm_ratio": ours / theirs if theirs else math.nan,
+    }
+
+
+def _basis(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    Factor a batch of Gram matrices X^T X (`[n, R, R]`, fp64) into R with X = Q R, and the map from X back to Q = X M.
+
+    It is a thin QR with a symmetric R, at a third of Householder's time because Q is never stored. In fp64 the squared
+    condition number costs nothing that fp32 factors still hold. Directions that X lacks are zero in R, M and Q.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    alive = values > values[..., -1:] * RELATIVE_ZERO**2
+    roots = values.clamp(min=0).sqrt() * alive
+    inverse = torch.where(alive, 1 / roots, 0.0)
+    return roots.unsqueeze(-1) * vectors.mT, vectors * inverse.unsqueeze(-2)
+
+
+def _gram(parts: list[Tensor]) -> Tensor:
+    wide = torch.cat([part.double() for part in parts])
+    return wide @ wide.T
+
+
+def on_cores(
+    parents: Sequence[Factors],
+    combine: Callable[[list[Tensor]], Tensor],
+    scalings: Sequence[float] = (1.0,),
+    keep_norm: bool = True,
+) -> Factors:
+    """
+    Child whose product is the rank-r truncation of what `combine` makes of the parents' cores.
+
+    Args:
+        parents (`Sequence[dict[str, Tensor]]`):
+            Factors with the same keys and shapes; the first one gives keys, dtypes, scaling and gauge.
+        combine (`Callable`):
+            Maps the parents' cores, a list of fp64 `[n, R, R]` over the n modules of one rank, to one such tensor.
+        scalings (`Sequence[float]`, *optional*, defaults to `(1.0,)`):
+            LoRA scaling of each parent; products are compared after scaling and the child carries the first one's.
+        keep_norm (`bool`, *optional*, defaults to `True`):
+            Rescale each module to the mean norm of the parents' (scaled) products.
+    """
+    batches: dict[int, list[tuple[str, str]]] = {}
+    for down, up in modules_of(parents[0]):
+        batches.setdefault(parents[0][down].shape[0], []).append((down, up))
+    ratios = [scaling / scalings[0] for scaling in scalings]
+    child = dict.fromkeys(parents[0])
+    for rank, pairs in batches.items():
+        down_gram = torch.stack([_gram([p[down] for p in parents]) for down, _ in pairs])
+        up_gram = torch.stack([_gram([p[up].T for p in parents]) for _, up in pairs])
+        down_maps, up_maps = _recombine(down_gram, up_gram, ratios, combine, keep_norm)
+        for (down, up), down_map, up_map in zip(pairs, down_maps, up_maps, strict=True):
+            downs = [m @ p[down].float() for m, p in zip(down_map.split(rank, dim=1), parents, strict=True)]
+            ups = [p[up].float() @ m for m, p in zip(up_map.split(rank, dim=0), parents, strict=True)]
+            child[down] = sum(downs[1:], downs[0]).to(parents[0][down].dtype)
+            child[up] = sum(ups[1:], ups[0]).to(parents[0][up].dtype)
+    return child
+
+
+def _recombine(down_gram: Tensor, up_gram: Tensor, ratios: list[float], combine, keep_norm: bool):
+    """
+    Child factors as fp32 linear maps of the parents' own: `[n, r, R]` for A and `[n, R, r]` for B, given the Gram
+    matrices (`[n, R, R]`, fp64) of the parents' rows of A and columns of B side by side.
+    """
+    rank = down_gram.shape[-1] // len(ratios)
+    to_row_space, from_row_space = _basis(down_gram)
+    to_column_space, from_column_space = _basis(up_gram)
+    blocks = [slice(rank * p, rank * (p + 1)) for p in range(len(ratios))]
+    cores = [
+        ratio * to_column_space[..., block] @ to_row_space[..., block].mT
+        for ratio, block in zip(ratios, blocks, strict=True)
+    ]
+    core = combine(cores)
+
+    # The top eigenvectors of C^T C are the right singular vectors. The tiny ridge on the directions that the row space
+    # really has makes the null space of C follow in useful order: a row of A that is zero beside a zero column of B
+    # has no gradient and would never learn again, so even a zero product gets r live rows.
+    row_alive = (to_row_space.abs().sum(-1) > 0).to(core)
+    energy = core.square().sum((-2, -1), keepdim=True)
+    ridge = torch.where(energy > 0, energy * 1e-14, 1.0)
+    right = torch.linalg.eigh(core.mT @ core + ridge * torch.diag_embed(row_alive)).eigenvectors[..., -rank:]
+    left = core @ right
+
+    if keep_norm:
+        target = torch.stack([c.square().sum((-2, -1)).sqrt() for c in cores]).mean(0)
+        norm = left.square().sum((-2, -1)).sqrt()
+        left = left * torch.where(norm > 0, target / norm, 0.0)[:, None, None]
+
+    # The gauge (B O^T, O A): A gets orthonormal rows at the first parent's typical row norm, so that the learning rate
+    # means what it meant, and the orthogonal O that brings it nearest to that parent's own A.
+    polar_left, _, polar_right = torch.linalg.svd(to_row_space[..., blocks[0]].mT @ right)
+    gauge = polar_left @ polar_right
+    scale = torch.diagonal(down_gram, dim1=-2, dim2=-1)[:, :rank].mean(-1).sqrt()[:, None, None]
+    scale = torch.where(scale > 0, scale, 1.0)
+    down_maps = scale * gauge @ right.mT @ from_row_space.mT
+    up_maps = from_column_space @ left @ gauge.mT / scale
+    return down_maps.float(), up_maps.float()
+
+
+def singular_bases(cores: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """
+    Orthogonal `left` and `right` (`[n, R, R]`) in which the better parent's core, and the worse one's part outside of
+    its spaces, are diagonal. Entries then mean the same however the parents happen to be factored.
+    """
+    rank = cores[0].shape[-1] // 2
+    left, _, right = torch.linalg.svd(cores[0])
+    outside = left[..., rank:].mT @ cores[1] @ right[..., rank:, :].mT
+    outside_left, _, outside_right = torch.linalg.svd(outside)
+    left = torch.cat([left[..., :rank], left[..., rank:] @ outside_left], dim=-1)
+    right = torch.cat([right[..., :rank, :], outside_right @ right[..., rank:, :]], dim=-2)
+    return left, right
