@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from trl import GRPOTrainer
 
 from trl_populora import batching, checkpoint, loading, records
-from trl_populora.adapters import optim, weights
+from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.advantages import compute_advantages, member_factors
@@ -153,6 +153,8 @@ class PopuLoRATrainer(GRPOTrainer):
             optimizers=optimizers,
         )
         args.beta = self.beta = beta
+        if self.is_deepspeed_enabled:
+            zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
         self.rollout_func = self._play
         self.game = Game(
