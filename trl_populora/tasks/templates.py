@@ -130,7 +130,9 @@ def fenced(*blocks: tuple[str, str]) -> str:
 
 def arguments(text: str) -> str:
     """The canonical text of an argument tuple as it stands between the parentheses of a call: `3, [4, 5]`."""
-    return ", ".join(values.to_literal(value) for value in values.decode(text))
+    given = values.decode(text)
+    assert isinstance(given, tuple)
+    return ", ".join(map(values.to_literal, given))
 
 
 def literal(text: str) -> str:
