@@ -6,19 +6,24 @@ imports more is sent to the full tier: by a scan of its text in the trainer, or,
 
 from __future__ import annotations
 
+import codecs
 import re
+import sys
 
 
 LIGHT = (
     "__future__ abc bisect cmath collections collections.abc contextlib copy datetime enum functools heapq io itertools"
-    " json keyword math numbers operator random re string sys time types typing"
+    " json keyword math numbers operator random re string sys time types typing unicodedata"
 ).split()
 FULL = (
     "array ast base64 binascii calendar colorsys csv dataclasses decimal difflib fractions graphlib hashlib hmac html"
-    " ipaddress pprint secrets statistics struct textwrap traceback unicodedata urllib.parse uuid warnings weakref zlib"
+    " ipaddress pprint secrets statistics struct textwrap traceback urllib.parse uuid warnings weakref zlib"
 ).split()
-# Loaded for the sake of the above, which import them when they are used: no file can be opened by then.
-HELPERS = "_strptime encodings.idna encodings.latin_1 encodings.ascii encodings.utf_16 encodings.utf_32".split()
+# Needed later by what is loaded above, when no file can be opened any more: a module that `strptime` imports by the
+# importing program's own `__import__`, and codecs.
+HELPERS = frozenset(["_strptime"])
+CODECS = "ascii latin-1 utf-8-sig utf-16 utf-16-le utf-16-be utf-32 cp1252 unicode_escape raw_unicode_escape".split()
+FULL_CODECS = "utf-32-le utf-32-be cp437 idna punycode rot13 hex base64 zlib".split()
 # With the soft layer off, for tests of the walls: everything a hostile program could wish for.
 HOSTILE = (
     "os posix socket ctypes subprocess signal threading mmap resource fcntl pickle gc inspect importlib multiprocessing"
@@ -27,7 +32,7 @@ HOSTILE = (
 
 _LIGHT_ROOTS = frozenset(name.partition(".")[0] for name in LIGHT)
 _FULL_ROOTS = frozenset(name.partition(".")[0] for name in FULL)
-ALLOWED_ROOTS = _LIGHT_ROOTS | _FULL_ROOTS
+ALLOWED = frozenset(LIGHT) | frozenset(FULL) | _LIGHT_ROOTS | _FULL_ROOTS
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([^#\n;]+))", re.MULTILINE)
 
 
@@ -43,10 +48,17 @@ def needs_full_tier(program: str) -> bool:
     return False
 
 
+def is_allowed(name: str) -> bool:
+    """Whether a program may import `name`: on the list, or a loaded part of a package whose root is."""
+    return name in ALLOWED or (name.partition(".")[0] in ALLOWED and name in sys.modules)
+
+
 def preload(full: bool, hostile: bool) -> None:
     """Import the tier's modules; what an installation lacks is left out."""
-    for name in [*LIGHT, *HELPERS[:1], *(FULL + HELPERS if full else ()), *(HOSTILE if hostile else ())]:
+    for name in [*LIGHT, *HELPERS, *(FULL if full else ()), *(HOSTILE if hostile else ())]:
         try:
             __import__(name)
         except ImportError:
             continue
+    for name in [*CODECS, *(FULL_CODECS if full else ())]:
+        codecs.lookup(name)

@@ -49,7 +49,7 @@ class Pending:
         self.data = bytearray()
         self.end_of_file = False
         self.event: Observation | None = None
-        self.foreground = self.slow = False
+        self.foreground = False
         self.late_at = float("inf")
 
     @property

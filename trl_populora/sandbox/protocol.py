@@ -1,6 +1,6 @@
 """The three message forms between the trainer, a warm process ("zygote") and a program's process ("child").
 
-    trainer -> zygote   START   control socket, with the child's end of a private socket pair attached; no payload
+    trainer -> zygote   ORDER   control socket; START comes with the child's end of a private socket pair, no payload
     zygote  -> trainer  EVENT   control socket: what the kernel said about the child
     trainer -> child    frame   private pair: the program and its inputs
     child   -> trainer  frame   private pair: one frame, then end of file
@@ -14,12 +14,16 @@ from __future__ import annotations
 import struct
 
 
-START = struct.Struct("<QddQQ")  # job, wall seconds, owed CPU seconds, address space, flags
+ORDER = struct.Struct("<QQddQ")  # kind, job, wall seconds, owed CPU seconds, address space in bytes
 EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, job, CPU seconds, wall seconds, peak resident bytes
 LENGTH = struct.Struct("<I")
 
-# START flag
-PROBE = 1  # try the confinement instead of running a program
+# ORDER kinds
+START = 0  # fork a child for the attached socket
+PROBE = 1  # the same, but the child tries the confinement instead of running a program
+YIELD = 2  # a job that was reported SLOW goes to the background
+BUSY = 3  # other jobs wait: the background gets turns
+IDLE = 4  # no job waits: the background runs on
 
 # EVENT kinds
 READY = 0  # the zygote is warm; a JSON report follows the header

@@ -62,9 +62,11 @@ class Guard:
         return forbidden
 
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
-        root = name.partition(".")[0] if isinstance(name, str) else ""
-        if level or root not in modules.ALLOWED_ROOTS:
+        if name in modules.HELPERS and name in sys.modules:
+            return sys.modules[name]
+        if level or not isinstance(name, str) or not modules.is_allowed(name):
             self.stop(protocol.POLICY, f"import of {str(name)[:80]!r} is not allowed")
+        root = name.partition(".")[0]
         if root in self.facades:
             return self.facades[root]
         if name not in sys.modules:

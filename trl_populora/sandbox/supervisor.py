@@ -50,12 +50,12 @@ class Supervisor:
         self.queue: deque[Pending] = deque()
         self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
         self.running: dict[int, Pending] = {}
-        self.slow: deque[Pending] = deque()
+        self.slow: deque[tuple[int, Worker, Pending]] = deque()
         self.numbers = itertools.count(1)
         self.foreground = self.background = self.failed_starts = self.respawns = 0
         self.room_in_background = _room_in_background()
         self.failure: Exception | None = None
-        self.closed, self.ready = False, threading.Event()
+        self.closed, self.busy, self.ready = False, False, threading.Event()
         self.epoll, self.handlers, self.next_check = select.epoll(), {}, 0.0
         self.wake_read, self.wake_write = socket.socketpair()
         for each in (self.wake_read, self.wake_write):
@@ -169,6 +169,15 @@ class Supervisor:
                 self._start(pending, min(healthy, key=lambda each: len(each.jobs)))
             else:
                 self.waiting.setdefault(slot, deque()).append(pending)
+        self._tell_pressure()
+
+    def _tell_pressure(self) -> None:
+        """Whether jobs wait for a free place, as far as the zygotes with slow children need to know."""
+        busy = self.foreground >= self.workers
+        if busy != self.busy:
+            self.busy = busy
+            for worker in self._workers():
+                worker.tell(protocol.BUSY if busy else protocol.IDLE)
 
     def _start(self, pending: Pending, worker: Worker) -> None:
         number, limits = next(self.numbers), pending.limits
@@ -177,10 +186,10 @@ class Supervisor:
             pending.foreground = True
             self.foreground += 1
             self.running[number] = pending
-            flags = protocol.PROBE if pending.probe_of else 0
+            kind = protocol.PROBE if pending.probe_of else protocol.START
             wall, owed, memory = limits.wall_seconds, limits.owed_cpu_seconds, limits.memory_bytes
             try:
-                worker.start(number, theirs.fileno(), wall, owed, memory, flags)
+                worker.start(kind, number, theirs.fileno(), wall, owed, memory)
             except OSError:
                 self._lose(worker)
                 return
@@ -203,8 +212,7 @@ class Supervisor:
             elif kind == protocol.FAILED:
                 self.failure = RuntimeError(f"a zygote failed: {report['error']}")
             elif pending is not None and kind == protocol.SLOW:
-                pending.slow = True
-                self.slow.append(pending)
+                self.slow.append((number, worker, pending))
                 self._fill_background()
             elif pending is not None:
                 worker.jobs.discard(number)
@@ -226,8 +234,9 @@ class Supervisor:
     def _fill_background(self) -> None:
         """Slow programs stop counting against the programs at a time, as long as memory allows."""
         while self.slow and self.background < self.room_in_background:
-            pending = self.slow.popleft()
-            if pending.slow and pending.foreground:
+            number, worker, pending = self.slow.popleft()
+            if self.running.get(number) is pending and pending.foreground:
+                worker.tell(protocol.YIELD, number)
                 pending.foreground = False
                 self.foreground -= 1
                 self.background += 1
@@ -239,7 +248,7 @@ class Supervisor:
         else:
             self.background -= 1
             self._fill_background()
-        pending.slow = pending.foreground = False
+        pending.foreground = False
         self._forget(pending.socket)
         pending.close()
 
@@ -277,6 +286,7 @@ class Supervisor:
             self.closed = True
             return
         worker.healthy, self.failed_starts = True, 0
+        worker.tell(protocol.BUSY if self.busy else protocol.IDLE)
         self.queue.extendleft(reversed(self.waiting.pop(worker.slot, ())))
         if all(any(each.healthy for each in pool) for pool in self.pools.values()):
             self.ready.set()

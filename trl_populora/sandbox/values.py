@@ -31,7 +31,7 @@ MAX_DEPTH = 64  # containers inside each other
 _SMALL = 1 << 63
 _SEQUENCES = {list: "l", tuple: "t"}
 _SETS = {set: "s", frozenset: "z"}
-_INFINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+_INFINITE = ("nan", "inf", "-inf")
 
 
 class NotPlainData(ValueError):
@@ -224,7 +224,8 @@ def _build(node: object) -> object:
 
 def _build_float(rest: list) -> float:
     (name,) = rest
-    return _INFINITE[name]
+    # A new object each time: a set holds two nan only as two objects.
+    return float(name) if name in _INFINITE else _refuse(name)
 
 
 def _build_complex(rest: list) -> complex:

@@ -56,7 +56,7 @@ class Worker:
     def level(self) -> str:
         return health.level(self.layers, self.refused)
 
-    def start(self, job: int, fd: int, wall: float, owed: float, memory: int, flags: int) -> None:
+    def start(self, kind: int, job: int, fd: int, wall: float, owed: float, memory: int) -> None:
         """
         Hand over the child's end of a job's private socket.
 
@@ -64,8 +64,13 @@ class Worker:
             OSError: The zygote is gone, or does not read its socket.
         """
         self.jobs.add(job)
-        message = protocol.START.pack(job, wall, owed, memory, flags)
+        message = protocol.ORDER.pack(kind, job, wall, owed, memory)
         self.control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+
+    def tell(self, kind: int, job: int = 0) -> None:
+        """YIELD, BUSY or IDLE. A zygote that cannot be told is found out by its jobs."""
+        with contextlib.suppress(OSError):
+            self.control.send(protocol.ORDER.pack(kind, job, 0.0, 0.0, 0))
 
     def events(self) -> list[tuple] | None:
         """Header and report of what the zygote says since the last call; None when it is gone."""
