@@ -1,0 +1,8 @@
+"""`python -m trl_populora.sandbox`."""
+
+import sys
+
+from .check import main
+
+
+sys.exit(main())
