@@ -252,11 +252,11 @@ def test_seed_tasks_are_read_from_a_file(tmp_path):
 def test_cost_per_task_does_not_grow_with_the_archive():
     def seconds_per_task(archive, numbers, rng):
         tasks = [make(number) for number in numbers]
-        start = time.perf_counter()
+        start = time.thread_time()  # CPU time: other processes do not count
         for task in tasks:
             archive.add(task)
             archive.sample(["code_o"], 6, rng)
-        return (time.perf_counter() - start) / len(tasks)
+        return (time.thread_time() - start) / len(tasks)
 
     archive, rng = TaskArchive(cap=10000), random.Random(0)
     small = min(seconds_per_task(archive, range(i * 200, i * 200 + 200), rng) for i in range(4))
