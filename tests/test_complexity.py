@@ -8,7 +8,7 @@ import math
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_populora.tasks.complexity import Coverage, measure, signature
@@ -108,6 +108,7 @@ SHAPES = [
 ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, len(SHAPES) - 1), max_size=30))
 def test_coverage_counts_shapes_and_their_entropy(drawn):
     coverage = Coverage()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_populora.tasks.fences import FormatError, read_blocks, strip_thinking
@@ -92,6 +92,7 @@ def test_indented_fences_inside_a_block_are_content():
     assert read_blocks("```python\ns = '''\n  ```\n'''\n```", ("python",)) == ["s = '''\n  ```\n'''"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(alphabet="ab` \n</think>", max_size=12), min_size=2, max_size=2))
 def test_what_is_fenced_reads_back(contents):
     clean = [
@@ -103,6 +104,7 @@ def test_what_is_fenced_reads_back(contents):
         assert read_blocks(fenced(("python", clean[0]), ("input", clean[1])), NAMES) == clean
 
 
+@settings(deadline=None)
 @given(st.lists(FRAGMENTS, max_size=14).map("".join))
 def test_any_text_is_either_read_or_refused_and_never_both(text):
     try:
