@@ -19,12 +19,13 @@ FLOORS = [
     {"tasks"},
     {"matchmaking", "rewards", "advantages", "adapters", "populora_config", "retention"},
     {"batching", "rollout", "retention", "generation", "progress", "report", "loading"},
-    {"evolution", "evaluation"},
-    {"records", "checkpoint", "hub"},
+    {"evolution", "evaluation", "records", "saved_population"},
+    {"checkpoint"},
+    {"hub"},
     {"populora_trainer"},
     {"__main__"},
 ]
-NEIGHBOURS = {("checkpoint", "hub"), ("hub", "checkpoint")}
+NEIGHBOURS: set[tuple[str, str]] = set()
 TORCH_FREE = ["tasks", "sandbox", "population", "matchmaking", "rewards"]
 
 

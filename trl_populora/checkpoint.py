@@ -1,110 +1,320 @@
-"""What a run leaves on disk and how it is picked up again: members, ratings, archive, and whatever decides the next
-step.
+"""Saving a run and picking it up again: whole checkpoints or none, and everything that decides the next step.
 
-    members/<name>/    one ordinary PEFT adapter directory per member
-    population.json    base model, adapter shape, members with ratings and parents; for readers
-    game.json          state of population, matchmaker, archive and evolution; for resuming
+A checkpoint holds what the HF `Trainer` writes (optimizer, scheduler, generators, `trainer_state.json`) and
+
+    members/<name>/       one ordinary PEFT adapter directory per member
+    population.json       base model, adapter shape, members with ratings and parents; for readers
+    lineage.jsonl         every replacement so far
+    archive.parquet       the task archive
+    game.json             state of population, matchmaker, evolution, and of the archive's coverage
+    rank_state_<n>.pt     what one rank has buffered when a save falls between two generations
+    whole.json            names and sizes of all these files; written last
+
+It is written into `<output_dir>/_unfinished/` and moved into place once every rank is done, so that a run killed at
+any moment leaves whole checkpoints and, at most, an unfinished one that nothing picks up.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers.trainer_utils import rotate_checkpoints
+from trl import GRPOTrainer
 
+from trl_populora import records
 from trl_populora.adapters import weights
+from trl_populora.rollout import Completion, Row
+from trl_populora.saved_population import FORMAT, check_same_shape, describe, read_json, write_json
+from trl_populora.tasks.archive_table import load_archive, save_archive
 
 
 if TYPE_CHECKING:
     from trl_populora.populora_trainer import PopuLoRATrainer
 
-FORMAT = 1
+logger = logging.getLogger(__name__)
+
+PREFIX = "checkpoint-"
+UNFINISHED = "_unfinished"  # a leading underscore keeps it out of uploads to the Hub
+WHOLE = "whole.json"
+
+
+class ResumableTrainer(GRPOTrainer):
+    """
+    What a population adds to the checkpoints of [`~trl.GRPOTrainer`].
+
+    - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
+    - `_save`: one ordinary PEFT directory per member, and `population.json`.
+    - `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then the state of the game
+      (on every backend; DeepSpeed brings its members itself), then the loss that is not logged yet.
+    - `train`: `resume_from_checkpoint=True` takes the newest checkpoint that is whole.
+    """
+
+    _aside: str | None = None
+    _pending_loss: tuple[float, int] | None = None
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"`resume_from_checkpoint=True`, but {self.args.output_dir} holds no whole checkpoint. Leave it "
+                    "unset to start afresh."
+                )
+        elif resume_from_checkpoint and (flaw := find_flaw(resume_from_checkpoint)):
+            raise ValueError(f"Cannot resume from {resume_from_checkpoint}: {flaw}.")
+        return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+
+    def _get_output_dir(self, trial=None):
+        return self._aside or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model, trial):
+        root = Path(self._get_output_dir(trial))
+        target = root / f"{PREFIX}{self.state.global_step}"
+        unfinished = root / UNFINISHED / target.name
+        if self.args.should_save:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        error = None
+        self._aside = str(unfinished.parent)
+        try:
+            super()._save_checkpoint(model, trial)
+            save_game(self, unfinished)
+        # A full disk shows as any of these, by what was being written. Other ranks must hear of it.
+        except (OSError, RuntimeError, SafetensorError) as caught:
+            error = caught
+        finally:
+            self._aside = None
+        failed = [text for text in gather_object([error and f"{error!s:.300}"]) if text]
+        if not failed and self.args.should_save:
+            try:
+                _move_into_place(unfinished, target, self.accelerator.num_processes)
+            except OSError as caught:
+                error, failed = caught, [str(caught)]
+        failed += [text for text in gather_object(failed) if text]
+        if failed:
+            if self.args.should_save:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            before = newest(str(root))
+            raise RuntimeError(
+                f"{target} could not be saved ({failed[0]}). "
+                + (f"The checkpoint before it, {before}, is whole: " if before else "There is no earlier checkpoint: ")
+                + f"make room or set another `output_dir`, then {'resume from it' if before else 'start again'}."
+            ) from error
+        if self.args.should_save:
+            rotate_checkpoints(str(root), self.args.save_total_limit, use_mtime=True)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if self._aside is None:  # else it is not whole yet; `_save_checkpoint` calls again
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save(self, output_dir=None, state_dict=None):
+        save(self, output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        load_members(self, resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            load_game(self, checkpoint)
+
+    def _load_rng_state(self, checkpoint):
+        super()._load_rng_state(checkpoint)
+        if self._pending_loss is not None:
+            self._tr_loss += self._pending_loss[0]
+            self._globalstep_last_logged = self._pending_loss[1]
+            self._pending_loss = None
+
+
+def newest(output_dir: str) -> str | None:
+    """
+    The newest whole checkpoint of a run, or `None`; everything unfinished or damaged is passed over with a warning.
+
+    Args:
+        output_dir (`str`): The run's directory.
+    """
+    root = Path(output_dir)
+    for leftover in sorted(root.glob(f"{UNFINISHED}/{PREFIX}*")):
+        logger.warning("Ignoring %s: the run ended while it was being written.", leftover)
+    found = [path for path in root.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdecimal()]
+    for path in sorted(found, key=lambda path: -int(path.name[len(PREFIX) :])):
+        flaw = find_flaw(path)
+        if flaw is None:
+            return str(path)
+        logger.warning("Ignoring %s: %s.", path, flaw)
+    return None
+
+
+def find_flaw(checkpoint: str | Path) -> str | None:
+    """What makes a checkpoint unusable, as the end of a sentence; `None` if every file is there in its full size."""
+    root = Path(checkpoint)
+    if not root.is_dir():
+        return "there is no such directory"
+    try:
+        sizes = json.loads((root / WHOLE).read_text())["files"]
+    except FileNotFoundError:
+        return f"it lacks {WHOLE}, so it was never finished"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{WHOLE} is broken ({error!r})"
+    for name, size in sizes.items():
+        path = root / name
+        if not path.is_file():
+            return f"the file {name} is missing"
+        if path.stat().st_size != size:
+            return f"the file {name} has {path.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def _move_into_place(unfinished: Path, target: Path, world: int) -> None:
+    """Lists and flushes the files of a complete checkpoint, then renames it; an older one of the same step goes."""
+    files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
+    write_json(unfinished / WHOLE, {"format": FORMAT, "processes": world, "files": sizes})
+    for path in (*files, unfinished / WHOLE, unfinished):
+        _flush(path)
+    replaced = unfinished.with_name("replaced")
+    if target.exists():
+        target.rename(replaced)
+    unfinished.rename(target)
+    _flush(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    unfinished.parent.rmdir()
+
+
+def _flush(path: Path) -> None:
+    """Makes a file or directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def save(trainer: PopuLoRATrainer, directory: str) -> None:
-    """Writes members and game to a directory; called on every rank, the main one writes."""
+    """Writes the members and their table to a directory; called on every rank, the main one writes."""
     root, main = Path(directory), trainer.args.should_save
     for name in trainer.population.names:
         weights.save_member(trainer.model_wrapped, name, root / "members" / name, write=main)
     if not main:
         return
     trainer.processing_class.save_pretrained(directory)
-    _write_json(root / "population.json", describe(trainer))
-    _write_json(root / "game.json", game_state(trainer), indent=None)
+    write_json(root / "population.json", describe(trainer))
+    save_archive(trainer.archive, root / "archive.parquet")
 
 
-def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
-    """The population for people and other programs."""
-    config = trainer.model.peft_config[trainer.population.names[0]]
-    members = [
-        {
-            "name": member.name,
-            "role": member.role,
-            "mu": member.mu,
-            "sigma": member.sigma,
-            "fitness": trainer.population.fitness(member),
-            "age": member.age,
-            "born": member.born,
-            "version": member.version,
-            "operator": member.operator,
-            "parents": list(member.parents),
-            "adapter": f"members/{member.name}",
-        }
-        for member in trainer.population
-    ]
-    return {
-        "format": FORMAT,
-        "base_model": trainer.base_name,
-        "step": trainer.state.global_step,
-        "lora": {"r": config.r, "lora_alpha": config.lora_alpha},
-        "task_kinds": list(trainer.game.kinds),
-        "prompt_style": trainer.game.style,
-        "members": members,
-    }
+def save_game(trainer: PopuLoRATrainer, directory: Path) -> None:
+    """Writes what decides the next step beside members and optimizer: the nouns, and every rank's buffered rows."""
+    torch.save(_rank_state(trainer), directory / f"rank_state_{trainer.args.process_index}.pt")
+    if not trainer.args.should_save:
+        return
+    write_json(directory / "game.json", game_state(trainer), indent=None)
+    lineage = Path(trainer.args.output_dir, "lineage.jsonl")
+    if lineage.exists():
+        shutil.copyfile(lineage, directory / lineage.name)
 
 
 def game_state(trainer: PopuLoRATrainer) -> dict[str, Any]:
-    """Everything beside weights and optimizer that decides the next step."""
-    nouns = {"population": trainer.population, "matchmaker": trainer.matchmaker, "archive": trainer.archive}
-    if trainer.evolution is not None:
-        nouns["evolution"] = trainer.evolution
-    return {"format": FORMAT} | {name: noun.state_dict() for name, noun in nouns.items()}
+    """The nouns that are the same on every rank; the tasks of the archive stand in its own file."""
+    state = {
+        "format": FORMAT,
+        "population": trainer.population.state_dict(),
+        "matchmaker": trainer.matchmaker.state_dict(),
+        "coverage": trainer.archive.coverage.state_dict(),
+    }
+    return state | ({"evolution": trainer.evolution.state_dict()} if trainer.evolution is not None else {})
 
 
-def load(trainer: PopuLoRATrainer, directory: str) -> None:
+def _rank_state(trainer: PopuLoRATrainer) -> dict[str, Any]:
+    """Position between two generations, rows that are still to be trained on, and metrics that are not logged yet."""
+    between = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) != 0
+    return {
+        "step": trainer._step,
+        "buffered": trainer._buffered_inputs if between else None,
+        "rows": [asdict(row) for row in trainer._rows] if between else [],
+        "idle": list(trainer._idle),
+        "metrics": {name: list(map(float, values)) for name, values in trainer._metrics["train"].items()},
+        "loss": float(trainer._tr_loss),
+        "logged": trainer._globalstep_last_logged,
+    }
+
+
+def load_members(trainer: PopuLoRATrainer, directory: str) -> None:
     """
-    Reads members and game back into a trainer of the same shape.
+    Reads the members of a checkpoint back into a trainer of the same shape.
 
     Raises:
-        `ValueError`: If a file is missing, broken or of another population; the message names it.
+        `ValueError`: If a file is missing, broken or of another population; the message names file and field.
     """
     root = Path(directory)
-    state = _read_json(root / "game.json")
+    check_same_shape(trainer, root / "population.json", same_members=True)
     for name in trainer.population.names:
-        path = root / "members" / name / "adapter_model.safetensors"
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: {directory} is no checkpoint of this population.")
-        weights.write_member(trainer.model, name, load_file(path))
-    trainer.population.load_state_dict(state["population"])
-    trainer.matchmaker.load_state_dict(state["matchmaker"])
-    trainer.archive.load_state_dict(state["archive"])
-    if trainer.evolution is not None and "evolution" in state:
-        trainer.evolution.load_state_dict(state["evolution"])
+        write_member_file(trainer, name, root / "members" / name / "adapter_model.safetensors")
 
 
-def _write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(value, indent=indent) + "\n")
-    unfinished.replace(path)
+def write_member_file(trainer: PopuLoRATrainer, name: str, path: Path) -> None:
+    """
+    Puts a saved adapter into a live member.
 
-
-def _read_json(path: Path) -> dict[str, Any]:
+    Raises:
+        `ValueError`: If the file is missing, cut off, or holds other matrices than the member; the message names it.
+    """
     try:
-        state = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}). Resume from another checkpoint.") from error
-    if state.get("format") != FORMAT:
-        raise ValueError(f"{path}: field `format` is {state.get('format')!r}, this version reads {FORMAT}.")
-    return state
+        weights.write_member(trainer.model_wrapped, name, load_file(path))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read into member {name!r} ({error}).") from error
+
+
+def load_game(trainer: PopuLoRATrainer, directory: str) -> None:
+    """
+    Reads the state of the game back, and takes the run's records back to the checkpoint. Called on every rank.
+
+    Raises:
+        `ValueError`: If a file is missing, broken or of another population; the message names file and field.
+    """
+    root = Path(directory)
+    check_same_shape(trainer, root / "population.json", same_members=True)
+    state = read_json(root / "game.json")
+    nouns: dict[str, Any] = {"population": trainer.population, "matchmaker": trainer.matchmaker}
+    if trainer.evolution is not None and "evolution" in state:  # evolution may be switched on or off when resuming
+        nouns["evolution"] = trainer.evolution
+    for field, noun in nouns.items():
+        try:
+            noun.load_state_dict(state[field])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{root / 'game.json'}: field `{field}` is missing or broken ({error!r}).") from error
+    if not isinstance(state.get("coverage"), dict):
+        raise ValueError(f"{root / 'game.json'}: field `coverage` is missing or broken.")
+    load_archive(trainer.archive, root / "archive.parquet", state["coverage"])
+    _load_rank_state(trainer, root / f"rank_state_{trainer.args.process_index}.pt")
+    if trainer.args.should_save:
+        records.take_back(Path(trainer.args.output_dir), trainer.state.global_step, root / "lineage.jsonl")
+
+
+def _load_rank_state(trainer: PopuLoRATrainer, path: Path) -> None:
+    processes = read_json(path.parent / WHOLE)["processes"]
+    if processes != trainer.accelerator.num_processes:
+        logger.warning(
+            "%s was saved by %d processes and is resumed by %d: every rank samples anew, so this run will not repeat "
+            "an unbroken one. Rows that were still to be trained on are dropped.",
+            path.parent,
+            processes,
+            trainer.accelerator.num_processes,
+        )
+        return
+    state = torch.load(path, map_location=trainer.accelerator.device, weights_only=True)
+    trainer._step, trainer._buffered_inputs, trainer._idle = state["step"], state["buffered"], state["idle"]
+    trainer._rows = [Row(**row | {"completion": Completion(**row["completion"])}) for row in state["rows"]]
+    trainer._metrics["train"].update(state["metrics"])
+    trainer._pending_loss = state["loss"], state["logged"]

@@ -231,9 +231,10 @@ class EvolutionCallback(TrainerCallback):
         return dict.fromkeys(keys, 0.0) | {"evolve/cosine": math.nan, "evolve/retention_loss": math.nan}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # A run that starts over, or resumes before its last event, must not keep events that have not happened.
+        # A run that starts over, or resumes before its last event, must not keep events that have not happened. A kill
+        # may have cut the last line off.
         if state.is_world_process_zero and self.lineage.exists():
-            lines = self.lineage.read_text().splitlines(keepends=True)
+            lines = [line for line in self.lineage.read_text().splitlines(keepends=True) if line.endswith("\n")]
             self.lineage.write_text("".join(line for line in lines if json.loads(line)["step"] <= state.global_step))
 
     def on_step_end(self, args, state, control, **kwargs):

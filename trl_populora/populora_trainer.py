@@ -16,11 +16,12 @@ from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 
-from trl_populora import batching, checkpoint, loading, records
+from trl_populora import batching, loading, records
 from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.advantages import compute_advantages, member_factors
+from trl_populora.checkpoint import ResumableTrainer
 from trl_populora.evolution import EvolutionCallback
 from trl_populora.generation.checks import check_vllm
 from trl_populora.matchmaking import Matchmaker
@@ -40,7 +41,7 @@ DEFAULT_LORA = {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}
 PHASES = ("match", "propose", "verify", "solve", "update")
 
 
-class PopuLoRATrainer(GRPOTrainer):
+class PopuLoRATrainer(ResumableTrainer):
     """
     Trains a population of LoRA teachers and students on one frozen base, from PopuLoRA (arXiv 2605.16727).
 
@@ -56,7 +57,7 @@ class PopuLoRATrainer(GRPOTrainer):
     - `_prepare_inputs`: deals the rows into micro-batches of equal member segments with little padding.
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows.
     - `create_optimizer`, `_clip_grad_norm`: one parameter group and one gradient norm per member.
-    - `_save`, `_load_from_checkpoint`: one ordinary PEFT directory per member, and the state of the game.
+    - checkpoints and resuming: see [`~trl_populora.checkpoint.ResumableTrainer`].
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]):
@@ -184,6 +185,7 @@ class PopuLoRATrainer(GRPOTrainer):
         if self.evolution is not None:
             self.add_callback(self.evolution)
         use_step_line(self)
+        self.add_callback(records.MetricsFile)
         if use_vllm:
             from trl_populora.generation import vllm  # needs packages that come with vLLM
 
@@ -417,12 +419,6 @@ class PopuLoRATrainer(GRPOTrainer):
         if self.optimizer is not None:
             weights.reset_optimizer_state(self.optimizer, self.model_wrapped, name)
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
-
-    def _save(self, output_dir=None, state_dict=None):
-        checkpoint.save(self, output_dir or self.args.output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        checkpoint.load(self, resume_from_checkpoint)
 
     def _log_values(self, values: Mapping[str, float]) -> None:
         """Adds to TRL's metrics of this step."""

@@ -1,14 +1,20 @@
-"""What a run writes down beside its adapters: every row of every step, as parquet."""
+"""What a run writes beside its adapters: every row of every step as parquet, every step's metrics as JSON lines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import TrainerCallback
 
 from trl_populora.rollout import Game, Row
+
+
+METRICS, LINEAGE = "metrics.jsonl", "lineage.jsonl"
 
 
 def write_rollouts(
@@ -48,3 +54,51 @@ def write_rollouts(
     unfinished = path.with_suffix(".tmp")
     pq.write_table(table, unfinished, compression="zstd")
     return unfinished.replace(path)
+
+
+def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
+    """Adds one line to `metrics.jsonl`, from which a run in progress can be looked at."""
+    with Path(output_dir, METRICS).open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; a last line that was cut off by a kill is left out. Empty without a file."""
+    path = Path(path)
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def take_back(output_dir: Path, step: int, lineage: Path) -> None:
+    """
+    Takes a run's records back to a checkpoint: what came after it will happen again.
+
+    Args:
+        output_dir (`Path`): The run's directory.
+        step (`int`): Steps done at the checkpoint.
+        lineage (`Path`): The checkpoint's copy of `lineage.jsonl`; absent if nobody had been replaced.
+    """
+    kept = [entry for entry in read_lines(output_dir / METRICS) if entry["step"] <= step]
+    _write_lines(output_dir / METRICS, kept)
+    _write_lines(output_dir / LINEAGE, read_lines(lineage))
+    for path in Path(output_dir, "rollouts").glob("step_*.parquet"):
+        if int(path.stem.partition("-")[0][5:]) >= step:
+            path.unlink()
+
+
+def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    unfinished.replace(path)
+
+
+class MetricsFile(TrainerCallback):
+    """Keeps `metrics.jsonl` beside the run: one line per log, as the loggers of `report_to` get it."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and not state.global_step:
+            Path(args.output_dir, METRICS).unlink(missing_ok=True)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and "propose/valid_rate" in (logs or {}):
+            append_metrics(args.output_dir, state.log_history[-1])

@@ -143,6 +143,7 @@ def play_step(game: Game, step: int) -> Played:
     records = [record for part in game.gather([_record(row) for row in rows]) for record in part]
     game.matchmaker.update(game.population, _shares(matches, records))
     tasks = [task for part in game.gather(outcomes) for task in part if isinstance(task, Task)]
+    _note_results(game, tasks, records)
     return Played(rows, step_metrics(game, records, tasks), seconds)
 
 
@@ -270,6 +271,14 @@ def _run(sandbox: Sandbox, jobs: Sequence[Job | None]) -> list[Verdict | None]:
 def _record(row: Row) -> dict[str, Any]:
     """What the other ranks need to know of a row."""
     return {name: getattr(row, name) for name in (*Row.COLUMNS, "archived", "group")}
+
+
+def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str, Any]]) -> None:
+    """Writes into the archive how this step's tasks fared and how complex they are."""
+    results = {r["task_id"]: r for r in records if r["role"] == "teacher" and r["valid"]}
+    for task in tasks:
+        result, complexity = results[task.task_id], game.kinds[task.kind].complexity(task)
+        game.archive.note(task, match=result["match"], solve_rate=result["solve_rate"], **complexity)
 
 
 def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict[Match, float]:

@@ -1,0 +1,131 @@
+"""`population.json`: what a saved population says about itself, and whether it fits a trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from trl_populora.populora_trainer import PopuLoRATrainer
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+
+# Numbers of the base's configuration that decide whether an adapter fits.
+_BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+_LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules")
+
+
+def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
+    """The population for people and other programs: the contents of `population.json`."""
+    members = [
+        {
+            "name": member.name,
+            "role": member.role,
+            "mu": member.mu,
+            "sigma": member.sigma,
+            "fitness": trainer.population.fitness(member),
+            "age": member.age,
+            "born": member.born,
+            "version": member.version,
+            "operator": member.operator,
+            "parents": list(member.parents),
+            "adapter": f"members/{member.name}",
+        }
+        for member in trainer.population
+    ]
+    return {
+        "format": FORMAT,
+        "base_model": trainer.base_name,
+        "base_config": _base_config(trainer),
+        "step": trainer.state.global_step,
+        "lora": _lora_config(trainer),
+        "task_kinds": list(trainer.game.kinds),
+        "prompt_style": trainer.game.style,
+        "best_student": max(trainer.population.students, key=trainer.population.fitness).name,
+        "members": members,
+    }
+
+
+def _base_config(trainer: PopuLoRATrainer) -> dict[str, Any]:
+    config = trainer.model.get_base_model().config
+    return {name: getattr(config, name, None) for name in _BASE_FIELDS}
+
+
+def _lora_config(trainer: PopuLoRATrainer) -> dict[str, Any]:
+    config = trainer.model.peft_config[trainer.population.names[0]]
+    values = {name: getattr(config, name) for name in _LORA_FIELDS}
+    targets = values["target_modules"]
+    return values | {"target_modules": targets if isinstance(targets, str) else sorted(targets)}
+
+
+def check_same_shape(trainer: PopuLoRATrainer, path: Path, same_members: bool) -> dict[str, Any]:
+    """
+    Reads a `population.json` and refuses it if its adapters do not fit the trainer.
+
+    Args:
+        trainer ([`PopuLoRATrainer`]): What is to continue it.
+        path (`Path`): The file.
+        same_members (`bool`): Whether the members must be the same, as a resumed run needs them.
+
+    Raises:
+        `ValueError`: If the file is broken, or its base, adapter shape or members differ; names file and field.
+    """
+    saved = read_json(path)
+    for field in ("base_model", "base_config", "lora", "members"):
+        if field not in saved:
+            raise ValueError(f"{path}: field `{field}` is missing.")
+    ways_out = {
+        "base_config": f"Use the population's own base, {saved['base_model']!r}",
+        "lora": "Use the population's own LoRA settings",
+    }
+    for group, live in (("base_config", _base_config(trainer)), ("lora", _lora_config(trainer))):
+        for name, value in live.items():
+            if (found := saved[group].get(name)) != value:
+                raise ValueError(
+                    f"{path}: field `{group}.{name}` is {found!r}, this trainer has {value!r}. {ways_out[group]}."
+                )
+    ours = trainer.base_name
+    if saved["base_model"] != ours:
+        # A directory may have moved; a Hub id is a name for certain weights.
+        if not (os.path.isdir(ours) or os.path.isabs(saved["base_model"])):
+            raise ValueError(
+                f"{path}: field `base_model` is {saved['base_model']!r}, this trainer trains on {ours!r}. Adapters "
+                "only make sense on the base they were trained on."
+            )
+        logger.warning("%s names the base %r, this trainer's is at %r.", path, saved["base_model"], ours)
+    names = [member["name"] for member in saved["members"]]
+    if same_members and names != trainer.population.names:
+        raise ValueError(
+            f"{path}: field `members` lists {', '.join(names)}; this trainer has "
+            f"{', '.join(trainer.population.names)}. Resume with the saved `teachers` and `students`, or start a new "
+            "run with `warm_start` to change them."
+        )
+    return saved
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """Writes a file that appears whole or not at all."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(value, indent=indent) + "\n")
+    unfinished.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        `ValueError`: If the file is missing, no JSON, or of another format.
+    """
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}).") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"{path}: field `format` is {found!r}, this version reads {FORMAT}.")
+    return state
