@@ -115,7 +115,7 @@ class LoRAServer(VLLMClient):
             )
         raise VLLMServerError(self._failure(url, reasons))
 
-    def answer(self, route: Published | None, asks: Sequence[Ask], **params: Any) -> list[list[tuple]]:
+    def answer(self, route: Published, asks: Sequence[Ask], **params: Any) -> list[list[tuple]]:
         """
         Completions of asks that have the same route and the same number of rows.
 
@@ -123,10 +123,8 @@ class LoRAServer(VLLMClient):
             `list[list[tuple]]`: Per ask and row `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`.
         """
         member = copy.copy(self)
-        kwargs = dict(params.pop("generation_kwargs", None) or {})
-        if route is not None:
-            member.model = route.name
-            kwargs["cache_salt"] = route.cache_salt
+        member.model = route.name
+        kwargs = (params.pop("generation_kwargs", None) or {}) | {"cache_salt": route.cache_salt}
         samples = len(asks[0].rows)
         prompts = [list(ask.prompt) for ask in asks]
         output = VLLMClient.generate(member, prompts=prompts, generation_kwargs=kwargs, n=samples, **params)
@@ -146,12 +144,12 @@ class LoRAServers:
         **settings: As in [`LoRAServer`].
 
     Attributes:
-        routes (`Sequence[Published]`): Who answers each prompt of the next `generate`; `None` stands for the base.
+        routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
     """
 
     def __init__(self, urls: Sequence[str], **settings: Any):
         self.servers = [LoRAServer(url, **settings) for url in urls]
-        self.routes: Sequence[Published | None] = ()
+        self.routes: Sequence[Published] = ()
 
     @property
     def remote(self) -> bool:

@@ -21,12 +21,12 @@ class RoutedLLM(LLM):
         **kwargs: What TRL passes.
 
     Attributes:
-        routes (`Sequence[Published]`): Who answers each prompt of the next `generate`; `None` stands for the base.
+        routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
     """
 
     def __init__(self, *, routed_arguments: dict[str, Any], **kwargs: Any):
         super().__init__(**(kwargs | routed_arguments))
-        self.routes: Sequence[Published | None] = ()
+        self.routes: Sequence[Published] = ()
 
     def load(self, adapter: Published) -> None:
         """Loads a published adapter."""
@@ -47,12 +47,11 @@ class RoutedLLM(LLM):
             asks = [type(ask)(ask.prompt, ask.route, (row,)) for ask in asks for row in ask.rows]
         requests, params = [], []
         for ask in asks:
-            salt = {} if ask.route is None else {"cache_salt": ask.route.cache_salt}
-            requests.append({"prompt_token_ids": list(ask.prompt)} | salt)
+            requests.append({"prompt_token_ids": list(ask.prompt), "cache_salt": ask.route.cache_salt})
             own = sampling_params.clone()
             own.n = len(ask.rows)
             params.append(own)
-        adapters = [None if ask.route is None else _request(ask.route) for ask in asks]
+        adapters = [_request(ask.route) for ask in asks]
         answers = super().generate(requests, params, lora_request=adapters, **kwargs)
         outputs: list[Any] = [None] * len(prompts)
         for ask, answer in zip(asks, answers, strict=True):

@@ -34,14 +34,14 @@ class Published:
 
 @dataclass(frozen=True)
 class Ask:
-    """One distinct question: a prompt to one member (`route`, or `None` for the base), and the rows that asked it."""
+    """One distinct question: a prompt, the member that it is put to (`route`), and the rows that asked it."""
 
     prompt: tuple[int, ...]
-    route: Published | None
+    route: Published
     rows: tuple[int, ...]
 
 
-def distinct_asks(prompts: Sequence[Sequence[int]], routes: Sequence[Published | None]) -> list[Ask]:
+def distinct_asks(prompts: Sequence[Sequence[int]], routes: Sequence[Published]) -> list[Ask]:
     """
     Merges rows that put the same prompt to the same member, as the G attempts at a task do.
 
@@ -57,7 +57,7 @@ def distinct_asks(prompts: Sequence[Sequence[int]], routes: Sequence[Published |
     """
     if len(prompts) != len(routes):
         raise RuntimeError(f"{len(routes)} rows are routed, but {len(prompts)} prompts are to be answered.")
-    rows: dict[tuple[tuple[int, ...], Published | None], list[int]] = {}
+    rows: dict[tuple[tuple[int, ...], Published], list[int]] = {}
     for row, (prompt, route) in enumerate(zip(prompts, routes, strict=True)):
         rows.setdefault((tuple(prompt), route), []).append(row)
     return [Ask(prompt, route, tuple(positions)) for (prompt, route), positions in rows.items()]

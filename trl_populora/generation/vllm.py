@@ -180,8 +180,8 @@ class PopulationGeneration(VLLMGeneration):
 
         Raises:
             `RuntimeError`: If no rows are routed, or not as many as there are prompts.
-            `ValueError`: If `num_generations` is not 1. Attempts at one task are rows of their own; equal ones are
-                merged into one request here.
+            `ValueError`: If `num_generations` is not 1: attempts at one task are rows of their own, and equal ones are
+                merged into one request here. Or if a row is routed to the base.
         """
         rows = self.router.rows
         if rows is None or len(rows) != len(prompts):
@@ -189,11 +189,13 @@ class PopulationGeneration(VLLMGeneration):
                 f"{len(prompts)} prompts are to be answered, but the router names "
                 f"{'no rows' if rows is None else f'{len(rows)} rows'}. Generate inside `with router.rows_of(rows):`."
             )
+        if BASE in rows:  # in a batch with adapters, vLLM's CPU kernels index slots with -1: the last adapter's
+            raise ValueError("A row is routed to the base (-1); vLLM generates for members alone.")
         if num_generations != 1:
             raise ValueError(f"`num_generations` must be 1, got {num_generations}: repeat the prompts and the rows.")
         all_rows = self._rows_of_group(list(rows))
         if self.backend is not None:
-            self.backend.routes = [None if row == BASE else self.published[self.members[row]] for row in all_rows]
+            self.backend.routes = [self.published[self.members[row]] for row in all_rows]
         return super().generate(prompts, images, num_generations, profiler)
 
     def _rows_of_group(self, rows: list[int]) -> list[int]:

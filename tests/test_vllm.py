@@ -1,0 +1,236 @@
+"""The colocated engine, for real: eight members on a random two-layer base, one engine for the whole module."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from accelerate import Accelerator
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from trl_populora.adapters.weights import read_member
+from trl_populora.generation.vllm import PopulationGeneration
+
+from .vllm_models import (
+    ENGINE_ENVIRONMENT,
+    largest_difference,
+    logprobs_of,
+    make_population,
+    make_served_base,
+    randomise,
+)
+
+
+pytestmark = pytest.mark.vllm
+MEMBERS = 8
+
+
+class Served:
+    """A population and its engine."""
+
+    def __init__(self, directory: Path):
+        self.base = make_served_base(directory / "base")
+        self.model, self.names, self.router = make_population(self.base, MEMBERS)
+        self.generation = PopulationGeneration(
+            self.model,
+            members=self.names,
+            router=self.router,
+            output_dir=str(directory / "run"),
+            # Compiling the two layers takes half a minute; what is tested does not depend on it.
+            engine_kwargs={"enforce_eager": True},
+            accelerator=Accelerator(cpu=True),
+            processing_class=None,
+            max_model_length=256,
+            max_num_seqs=64,
+            max_completion_length=16,
+        )
+
+    def generate(self, rows, prompts):
+        """`(completion_ids, logprobs of the sampled tokens)`."""
+        with self.router.rows_of(rows):
+            _, completions, logprobs, _ = self.generation.generate(prompts, None, 1)
+        return completions, [[token[0] for token in row] for row in logprobs]
+
+    def publish_all(self, seed: int) -> None:
+        for index, name in enumerate(self.names):
+            randomise(self.model, name, seed=100 * seed + index)
+        self.generation.sync_weights()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    torch.set_num_threads(1)  # for the case that torch was imported before OMP_NUM_THREADS is set here
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENGINE_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        served = Served(tmp_path_factory.mktemp("served"))
+        yield served
+        served.generation.close()
+
+
+@pytest.fixture
+def greedy(served):
+    served.generation.temperature = 0.0
+    yield
+    served.generation.temperature = 1.0
+
+
+def some_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Prompts that share a long beginning, so that the prefix cache has something to keep."""
+    rng = random.Random(seed)
+    beginning = [rng.randrange(256) for _ in range(40)]
+    return [beginning + [rng.randrange(256) for _ in range(rng.randint(1, 12))] for _ in range(count)]
+
+
+def test_mixed_rows_have_the_logprobs_of_their_members_after_each_of_five_publishings(served):
+    differences = []
+    for publishing in range(5):
+        served.publish_all(publishing)
+        rows = [*range(MEMBERS)] * 3
+        random.Random(publishing).shuffle(rows)
+        prompts = some_prompts(len(rows), publishing)
+        completions, logprobs = served.generate(rows, prompts)
+        expected = logprobs_of(served.model, served.router, rows, prompts, completions)
+        for member in range(MEMBERS):
+            of_member = [i for i, row in enumerate(rows) if row == member]
+            differences.append(largest_difference([logprobs[i] for i in of_member], [expected[i] for i in of_member]))
+    print(f"largest log-probability difference per member and publishing: {max(differences):.1e}")
+    assert len(differences) == 5 * MEMBERS
+    assert max(differences) < 1e-3
+
+
+def test_members_differ(served, greedy):
+    served.publish_all(7)
+    prompts = some_prompts(3)
+    completions, _ = served.generate([*range(MEMBERS)] * 3, [p for p in prompts for _ in range(MEMBERS)])
+    said = {tuple(map(tuple, completions[member::MEMBERS])) for member in range(MEMBERS)}
+    assert len(said) == MEMBERS
+
+
+def test_publishing_one_member_changes_its_outputs_and_no_others(served, greedy):
+    assert served.generation.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    served.publish_all(20)
+    rows, prompts = [*range(MEMBERS)] * 3, [p for p in some_prompts(3) for _ in range(MEMBERS)]
+    served.generate(rows, prompts)  # fills the prefix cache
+    before, before_logprobs = served.generate(rows, prompts)
+    randomise(served.model, "member_3", seed=99)
+    served.generation.sync_weights()
+    after, after_logprobs = served.generate(rows, prompts)
+    for row, *texts in zip(rows, before, after, strict=True):
+        assert (texts[0] == texts[1]) == (row != 3)
+    for row, *values in zip(rows, before_logprobs, after_logprobs, strict=True):
+        assert row == 3 or values[0] == values[1]
+
+
+def test_publishing_nothing_writes_and_loads_nothing(served):
+    served.publish_all(30)
+    published, directories = dict(served.generation.published), sorted(os.listdir(served.generation._shelf.root))
+    start = time.perf_counter()
+    served.generation.sync_weights()
+    print(f"publishing nothing: {1e3 * (time.perf_counter() - start):.1f} ms")
+    assert served.generation.published == published
+    assert sorted(os.listdir(served.generation._shelf.root)) == directories
+
+
+def test_equal_rows_are_sampled_apart_and_land_in_their_places(served):
+    served.publish_all(50)
+    first, second = some_prompts(2)
+    rows, prompts = [2, 5, 2, 2, 5, 2], [first, first, first, second, first, first]
+    completions, logprobs = served.generate(rows, prompts)
+    assert len({tuple(completions[i]) for i in (0, 2, 5)}) == 3
+    expected = logprobs_of(served.model, served.router, rows, prompts, completions)
+    assert (
+        max(abs(a - b) for own, other in zip(logprobs, expected, strict=True) for a, b in zip(own, other, strict=True))
+        < 1e-3
+    )
+
+
+def test_logprobs_include_the_temperature(served):
+    served.publish_all(60)
+    served.generation.temperature = 1.7
+    try:
+        completions, logprobs = served.generate([0, 1], prompts := some_prompts(2))
+    finally:
+        served.generation.temperature = 1.0
+    expected = logprobs_of(served.model, served.router, [0, 1], prompts, completions, temperature=1.7)
+    assert (
+        max(abs(a - b) for own, other in zip(logprobs, expected, strict=True) for a, b in zip(own, other, strict=True))
+        < 1e-3
+    )
+
+
+def test_a_published_directory_is_what_stock_peft_loads(served):
+    served.publish_all(70)
+    published = served.generation.published["member_6"]
+    prompts = some_prompts(1)
+    with torch.no_grad(), served.router.rows_of([6]):
+        expected = served.model(torch.tensor(prompts)).logits
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(served.base), published.path)
+    with torch.no_grad():
+        assert torch.allclose(stock(torch.tensor(prompts)).logits, expected, atol=1e-5)
+
+
+def test_replaced_directories_go_one_version_late_and_all_at_close(served):
+    served.publish_all(80)
+    first = Path(served.generation.published["member_1"].path)
+    assert str(first).startswith("/dev/shm/")
+    served.publish_all(81)
+    second = Path(served.generation.published["member_1"].path)
+    assert first.is_dir()
+    served.publish_all(82)
+    assert not first.exists()
+    assert second.is_dir()
+    assert served.generation.llm.llm_engine.list_loras() == {a.id for a in served.generation.published.values()}
+
+    root = served.generation._shelf.root
+    served.generation.close()
+    assert not root.exists()
+    assert served.generation.llm.llm_engine.list_loras() == set()
+    served.generation.sync_weights()
+    assert len(served.generation.published) == MEMBERS
+
+
+def test_unrouted_rows_are_refused(served):
+    served.publish_all(90)
+    with pytest.raises(RuntimeError, match="names no rows"):
+        served.generation.generate([[1, 2]], None, 1)
+    with served.router.rows_of([0, 1]), pytest.raises(RuntimeError, match="2 rows"):
+        served.generation.generate([[1, 2]], None, 1)
+    with served.router.rows_of([0, -1]), pytest.raises(ValueError, match="routed to the base"):
+        served.generation.generate([[1, 2], [1, 2]], None, 1)
+    with served.router.rows_of([0]), pytest.raises(ValueError, match="num_generations"):
+        served.generation.generate([[1, 2]], None, 2)
+
+
+def test_the_engine_does_not_grow_over_200_publishings(served):
+    process, sizes = psutil.Process(), []
+    for publishing in range(200):
+        randomise(served.model, served.names[publishing % MEMBERS], seed=1000 + publishing)
+        served.generation.sync_weights()
+        if publishing % 10 == 0:
+            served.generate([*range(MEMBERS)], some_prompts(MEMBERS))
+        sizes.append(process.memory_info().rss / 2**20)
+    print(f"resident MiB after 1, 50, 100, 150, 200 publishings: {[round(sizes[i]) for i in (0, 49, 99, 149, 199)]}")
+    assert sizes[199] - sizes[49] < 32
+    assert len(served.generation.llm.llm_engine.list_loras()) == MEMBERS
+
+
+def test_read_member_is_what_was_published(served):
+    """Fp32 masters travel unrounded."""
+    from safetensors.torch import load_file
+
+    served.publish_all(95)
+    saved = load_file(Path(served.generation.published["member_2"].path) / "adapter_model.safetensors")
+    live = read_member(served.model, "member_2")
+    assert saved.keys() == live.keys()
+    assert all(torch.equal(saved[key], live[key]) for key in live)

@@ -1,0 +1,153 @@
+"""Which members changed, where they lie, which rows are merged: without vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trl_populora.adapters.weights import member_parameters
+from trl_populora.generation.publishing import PREFIX, AdapterShelf, ChangeDetector, choose_parent, sweep
+from trl_populora.generation.routes import Published, distinct_asks
+
+from .adapter_models import make_population
+
+
+NAMES = ["member_0", "member_1", "member_2"]
+
+
+@pytest.fixture
+def model():
+    return make_population(3)[0]
+
+
+def parameters_of(model, name: str) -> list[torch.nn.Parameter]:
+    return list(member_parameters(model, name).values())
+
+
+def test_everything_is_new_at_first_and_nothing_afterwards(model):
+    detector = ChangeDetector()
+    assert detector.changed(model, NAMES) == [True, True, True]
+    assert detector.changed(model, NAMES) == [False, False, False]
+    detector.forget()
+    assert detector.changed(model, NAMES) == [True, True, True]
+
+
+@torch.no_grad()
+def one_ulp(parameter):
+    parameter.view(-1)[3] = torch.nextafter(parameter.view(-1)[3], torch.tensor(9.0))
+
+
+@torch.no_grad()
+def opposite_ulps(parameter):
+    bits = parameter.view(-1).view(torch.int32)
+    bits[1] += 1
+    bits[2] -= 1
+
+
+@torch.no_grad()
+def swap(parameter):
+    parameter.view(-1)[:2] = parameter.view(-1)[:2].flip(0)
+
+
+@torch.no_grad()
+def behind_autograd(parameter):
+    parameter.data.add_(1)  # does not count in the tensor's own version, as under ZeRO
+
+
+@pytest.mark.parametrize("change", [one_ulp, opposite_ulps, swap, behind_autograd])
+def test_any_change_of_a_member_is_seen_and_only_there(model, change):
+    detector = ChangeDetector()
+    detector.changed(model, NAMES)
+    change(parameters_of(model, "member_1")[-1])
+    assert detector.changed(model, NAMES) == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_changes_are_seen_in_every_precision(model, dtype):
+    model.to(dtype)
+    detector = ChangeDetector()
+    detector.changed(model, NAMES)
+    with torch.no_grad():
+        parameters_of(model, "member_2")[0].view(-1)[0] += 0.5
+    assert detector.changed(model, NAMES) == [False, False, True]
+
+
+def test_a_directory_appears_only_when_complete(tmp_path):
+    shelf = AdapterShelf(str(tmp_path))
+    seen = []
+
+    def save(directory: Path) -> None:
+        directory.mkdir()
+        seen.append((shelf.root / "a-1").exists())
+        (directory / "adapter_config.json").write_text("{}")
+
+    path = shelf.put("a-1", save)
+    assert seen == [False]
+    assert os.listdir(path) == ["adapter_config.json"]
+    shelf.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_killed_process_leaves_a_shelf_that_the_next_run_removes(tmp_path):
+    program = (
+        "import os, sys\n"
+        "from trl_populora.generation.publishing import AdapterShelf\n"
+        "shelf = AdapterShelf(sys.argv[1])\n"
+        "print(shelf.root, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    root = Path(process.stdout.readline().strip())
+    os.utime(root, (0, 0))  # older than the minute of grace for a shelf that is being made
+    sweep(str(tmp_path))
+    assert root.is_dir()  # its owner lives
+
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    process.stdin.close()
+    process.stdout.close()
+    assert root.is_dir()
+    sweep(str(tmp_path))
+    assert not root.exists()
+
+
+def test_an_ending_process_removes_its_shelf(tmp_path):
+    program = (
+        "import sys\nfrom trl_populora.generation.publishing import AdapterShelf\nAdapterShelf(sys.argv[1])\n1 / 0"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=120, text=True)
+    assert "ZeroDivisionError" in done.stderr
+    assert list(tmp_path.glob(f"{PREFIX}*")) == []
+
+
+def test_shared_memory_is_used_when_it_has_room_and_every_reader_sees_it(tmp_path):
+    wanted = str(tmp_path / "published")
+    assert choose_parent(str(tmp_path), 1 << 10, remote=False) == "/dev/shm"
+    assert choose_parent(str(tmp_path), 1 << 50, remote=False) == wanted
+    assert choose_parent(str(tmp_path), 1 << 10, remote=True) == wanted
+
+
+def test_equal_prompts_of_one_member_are_one_ask():
+    first, second = (Published(name, f"{name}-1", i, f"/{name}") for i, name in enumerate(("a", "b"), 1))
+    prompts = [[1, 2], [1, 2], [3], [1, 2], [1, 2], [3]]
+    asks = distinct_asks(prompts, [first, second, first, first, second, first])
+    assert [(ask.prompt, ask.route, ask.rows) for ask in asks] == [
+        ((1, 2), first, (0, 3)),
+        ((1, 2), second, (1, 4)),
+        ((3,), first, (2, 5)),
+    ]
+    with pytest.raises(RuntimeError, match="2 rows are routed, but 6 prompts"):
+        distinct_asks(prompts, [first, second])
+
+
+def test_versions_share_nothing_that_a_cache_could_key_on():
+    one, two = Published("a", "a-x-1", 1, "/s/a-x-1"), Published("a", "a-x-2", 2, "/s/a-x-2")
+    assert not {one.name, one.id, one.path, one.cache_salt} & {two.name, two.id, two.path, two.cache_salt}

@@ -1,0 +1,83 @@
+"""A base that vLLM's CPU engine serves, members on it, and what transformers says about their completions."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from trl_populora.adapters.layers import add_members
+from trl_populora.adapters.routing import Router
+from trl_populora.adapters.weights import read_member, write_member
+
+from .conftest import make_tokenizer
+
+
+# One GiB of cache instead of a share of this machine's memory, and one unbound thread: OpenMP threads that spin while
+# they wait for a core make the tiny engine twenty times slower when the machine has other work.
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def make_served_base(path) -> str:
+    """Saves a random two-layer Qwen3 with heads of 32, the smallest that vLLM's CPU attention knows."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def make_population(base: str, members: int, rank: int = 4):
+    """`(model, names, router)` with B = 0 in every member."""
+    names, router = [f"member_{i}" for i in range(members)], Router()
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return add_members(model, names, config, router, seed=0), names, router
+
+
+def randomise(model, name: str, seed: int) -> None:
+    """Gives a member factors large enough to change most of what it says."""
+    generator = torch.Generator().manual_seed(seed)
+    factors = read_member(model, name)
+    write_member(model, name, {key: 0.3 * torch.randn(v.shape, generator=generator) for key, v in factors.items()})
+
+
+@torch.no_grad()
+def logprobs_of(model, router: Router, rows, prompts, completions, temperature: float = 1.0) -> list[list[float]]:
+    """Log-probabilities of the completions' tokens, by transformers, every row with its own member."""
+    longest = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        ids[i, : len(prompt) + len(completion)] = torch.tensor([*prompt, *completion])
+    with router.rows_of(rows):
+        logps = (model(ids).logits / temperature).log_softmax(-1)
+    taken = logps[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    return [
+        taken[i, len(prompt) - 1 : len(prompt) - 1 + len(completion)].tolist()
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+
+
+def largest_difference(some: list[list[float]], others: list[list[float]]) -> float:
+    """Largest difference between two sets of per-token values of the same shape."""
+    pairs = [pair for row in zip(some, others, strict=True) for pair in zip(*row, strict=True)]
+    return max(abs(a - b) for a, b in pairs)
