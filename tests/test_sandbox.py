@@ -23,15 +23,19 @@ def arguments(*values):
 
 def test_outputs_are_canonical_texts_in_the_order_of_the_inputs(sandbox):
     (verdict,) = sandbox.run([Job(ADD, (arguments(1), arguments(2, 3), arguments([1], [2])), runs=2)])
-    assert verdict.status is Status.OK and verdict.reason == ""
+    assert verdict.status is Status.OK
+    assert verdict.reason == ""
     assert verdict.outputs == ("2", "5", '["l",1,2]')
-    assert verdict.cpu_seconds > 0 and verdict.wall_seconds > 0 and verdict.peak_bytes > 1 << 20
+    assert verdict.cpu_seconds > 0
+    assert verdict.wall_seconds > 0
+    assert verdict.peak_bytes > 1 << 20
 
 
 def test_no_inputs_means_compile_and_look_for_f(sandbox):
     verdicts = sandbox.run([Job(ADD), Job("g = 1"), Job("def f(:"), Job("f = 3"), Job("1 / 0")])
     assert [verdict.status for verdict in verdicts] == ["ok", "error", "error", "error", "error"]
-    assert "'f'" in verdicts[1].reason and "SyntaxError" in verdicts[2].reason
+    assert "'f'" in verdicts[1].reason
+    assert "SyntaxError" in verdicts[2].reason
 
 
 def test_batches_keep_their_order_and_streams_their_indices(sandbox):
@@ -85,5 +89,6 @@ def test_wrong_limits_are_refused():
 
 
 def test_verdict_knows_whether_it_is_ok():
-    assert Verdict(Status.OK).ok and not Verdict(Status.ERROR).ok
+    assert Verdict(Status.OK).ok
+    assert not Verdict(Status.ERROR).ok
     assert str(Status.BAD_OUTPUT) == "bad_output" == Status.BAD_OUTPUT

@@ -6,18 +6,14 @@ The same programs run a second time with the soft layer off, when every module c
 import contextlib
 import os
 import socket
-import subprocess
-import sys
-import tempfile
-import threading
-import time
 from pathlib import Path
 
 import pytest
 from sandbox_cases import PWNED, benign, determinism_and_state, forge_and_output, process_and_escape, time_and_memory
+from sandbox_support import sessions_alive
 
 from trl_populora.sandbox import Job, Limits, Sandbox
-from trl_populora.sandbox.values import encode, equal, decode
+from trl_populora.sandbox.values import decode, encode, equal
 
 
 CASES = [
@@ -43,17 +39,6 @@ def job(case, seconds=None):
         runs=case.runs,
         limits=Limits(wall_seconds=seconds or case.seconds, memory_bytes=case.memory),
     )
-
-
-def sessions_alive(sessions):
-    """Processes of these sessions; every zygote leads one, and nothing under it can leave it."""
-    alive = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) in sessions and fields[0] != "Z":
-                alive.append(path.parent.name)
-    return alive
 
 
 class Listener:

@@ -3,12 +3,15 @@
 from sandbox_cases import Group
 
 
-determinism = Group("determinism", "nondeterministic", runs=2, seconds=10.0)
+determinism = Group("determinism", "nondeterministic", runs=2, seconds=30.0)
 determinism("time", "import time\ndef f(x): return time.time()")
 determinism("time_coarse", "import time\ndef f(x): return int(time.time()) // 86400")
 determinism("time_from", "from time import time as t\ndef f(x): return int(t()) % 2")
 determinism("perf_counter", "import time\ndef f(x): return time.perf_counter() > 5")
-determinism("monotonic_swallowed", "import time\ndef f(x):\n    try: return time.monotonic() > 0\n    except BaseException: return 1")
+determinism(
+    "monotonic_swallowed",
+    "import time\ndef f(x):\n    try: return time.monotonic() > 0\n    except BaseException: return 1",
+)
 determinism("year", "import datetime\ndef f(x): return datetime.datetime.now().year")
 determinism("today", "from datetime import date\ndef f(x): return date.today().month")
 determinism("utcnow", "from datetime import datetime\ndef f(x): return str(datetime.utcnow())")
@@ -49,16 +52,35 @@ determinism("set_order_join", "def f(x): return ''.join(set('hello world'))")
 determinism("set_order_frozen", "def f(x): return next(iter(frozenset(['x', 'y', 'z', 'w', 'v', 'u'])))")
 determinism("set_order_text", "def f(x): return str({'alpha', 'beta', 'gamma', 'delta', 'epsilon'})")
 determinism("set_order_max", "def f(x): return max({'aa', 'bb', 'cc', 'dd', 'ee', 'ff', 'gg'}, key=len)")
-determinism("set_order_objects", "class A:\n    def __init__(s, v): s.v = v\ndef f(x): return [a.v for a in {A(i) for i in range(20)}]")
-determinism("set_order_enumerate", "def f(x): return {v: i for i, v in enumerate(set(['q', 'w', 'e', 'r', 't', 'y']))}")
-determinism("keys_difference", "def f(x): return list({'a': 1, 'b': 2, 'c': 3, 'd': 4, 'e': 5}.keys() - {'a': 0}.keys())")
-determinism("default_hash_sort", "class A: pass\ndef f(x):\n    a = [A() for _ in range(9)]\n    return [a.index(b) for b in sorted(a, key=lambda o: repr(o)[::-1])]")
+determinism(
+    "set_order_objects",
+    "class A:\n    def __init__(s, v): s.v = v\ndef f(x): return [a.v for a in {A(i) for i in range(20)}]",
+)
+determinism(
+    "set_order_enumerate", "def f(x): return {v: i for i, v in enumerate(set(['q', 'w', 'e', 'r', 't', 'y']))}"
+)
+determinism(
+    "keys_difference", "def f(x): return list({'a': 1, 'b': 2, 'c': 3, 'd': 4, 'e': 5}.keys() - {'a': 0}.keys())"
+)
+determinism(
+    "default_hash_sort",
+    "class A: pass\ndef f(x):\n    a = [A() for _ in range(9)]\n    return [a.index(b) for b in sorted(a, key=lambda o: repr(o)[::-1])]",
+)
 determinism("counter_state", "n = 0\ndef f(x):\n    global n\n    n += 1\n    return n", calls=((1,), (2,)))
 determinism("default_state", "def f(x, seen=[]):\n    seen.append(x)\n    return len(seen)", calls=((1,), (2,)))
 determinism("attribute_state", "def f(x):\n    f.n = getattr(f, 'n', 0) + x\n    return f.n", calls=((1,), (2,)))
-determinism("cache_state", "last = None\ndef f(x):\n    global last\n    old, last = last, x\n    return old", calls=((1,), (2,)))
+determinism(
+    "cache_state",
+    "last = None\ndef f(x):\n    global last\n    old, last = last, x\n    return old",
+    calls=((1,), (2,)),
+)
 determinism("generator_state", "import itertools\nc = itertools.count()\ndef f(x): return next(c)", calls=((1,), (2,)))
-determinism("error_in_one_run", "def f(x):\n    return 1 // (len(str(object())) and (next(iter(set('abcdefghij'))) < 'f'))", "nondeterministic", "error")
+determinism(
+    "error_in_one_run",
+    "def f(x):\n    return 1 // (len(str(object())) and (next(iter(set('abcdefghij'))) < 'f'))",
+    "nondeterministic",
+    "error",
+)
 determinism("process_id", "import os\ndef f(x): return os.getpid() > 0", "policy")
 determinism("urandom", "import os\ndef f(x): return len(os.urandom(4))", "policy")
 determinism("hostname", "import platform\ndef f(x): return platform.node()", "policy")
@@ -66,12 +88,24 @@ determinism("thread_name", "import threading\ndef f(x): return threading.get_ide
 determinism("memory_size", "import resource\ndef f(x): return resource.getrusage(0).ru_maxrss", "policy")
 
 _MARK = "def f(x):\n    import builtins as b\n    return 1"
-state = Group("state", "ok", seconds=5.0)
+state = Group("state", "ok", seconds=30.0)
 state("write_module", "import math\nmath.pi = 3\nmath.sqrt = lambda v: 42\ndef f(x): return math.pi", outputs=(3,))
 state("read_module", "import math\ndef f(x): return [math.sqrt(4.0), round(math.pi, 2)]", outputs=([2.0, 3.14],))
-state("write_collections", "import collections\ncollections.Counter = None\ncollections.leak = 'x'\ndef f(x): return 1", outputs=(1,))
-state("read_collections", "import collections\ndef f(x): return [hasattr(collections, 'leak'), collections.Counter is None]", outputs=([False, False],))
-state("write_builtins", "__builtins__['sum'] = lambda v: 42\n__builtins__['leak'] = 1\ndef f(x): return sum([1])", outputs=(42,))
+state(
+    "write_collections",
+    "import collections\ncollections.Counter = None\ncollections.leak = 'x'\ndef f(x): return 1",
+    outputs=(1,),
+)
+state(
+    "read_collections",
+    "import collections\ndef f(x): return [hasattr(collections, 'leak'), collections.Counter is None]",
+    outputs=([False, False],),
+)
+state(
+    "write_builtins",
+    "__builtins__['sum'] = lambda v: 42\n__builtins__['leak'] = 1\ndef f(x): return sum([1])",
+    outputs=(42,),
+)
 state("read_builtins", "def f(x): return [sum([1]), 'leak' in __builtins__]", outputs=([1, False],))
 state("write_main", "import sys\nsys.leak = 'x'\nsys.argv.append('x')\ndef f(x): return 1", outputs=(1,))
 state("read_main", "import sys\ndef f(x): return [hasattr(sys, 'leak'), sys.argv]", outputs=([False, ["program"]],))
@@ -79,11 +113,23 @@ state("write_random", "import random\nrandom.seed(5)\ndef f(x): return random.ra
 state("read_random", "import random\ndef f(x): return random.randint(0, 99)", "nondeterministic")
 state("write_limit", "import sys\nsys.setrecursionlimit(50)\ndef f(x): return sys.getrecursionlimit()", outputs=(50,))
 state("read_limit", "import sys\ndef f(x): return sys.getrecursionlimit() > 500", outputs=(True,))
-state("write_class", "import fractions\nfractions.Fraction.__add__ = lambda a, b: 42\ndef f(x): return fractions.Fraction(1) + 1", outputs=(42,))
+state(
+    "write_class",
+    "import fractions\nfractions.Fraction.__add__ = lambda a, b: 42\ndef f(x): return fractions.Fraction(1) + 1",
+    outputs=(42,),
+)
 state("read_class", "import fractions\ndef f(x): return float(fractions.Fraction(1) + 1)", outputs=(2.0,))
-state("write_decimal", "import decimal\ndecimal.getcontext().prec = 3\ndef f(x): return str(decimal.Decimal(1) / 3)", outputs=("0.333",))
+state(
+    "write_decimal",
+    "import decimal\ndecimal.getcontext().prec = 3\ndef f(x): return str(decimal.Decimal(1) / 3)",
+    outputs=("0.333",),
+)
 state("read_decimal", "import decimal\ndef f(x): return len(str(decimal.Decimal(1) / 3))", outputs=(30,))
-state("write_regex", "import re\nre.compile = None\nre.match = lambda *a: 'leak'\ndef f(x): return re.match('a', 'b')", outputs=("leak",))
+state(
+    "write_regex",
+    "import re\nre.compile = None\nre.match = lambda *a: 'leak'\ndef f(x): return re.match('a', 'b')",
+    outputs=("leak",),
+)
 state("read_regex", "import re\ndef f(x): return bool(re.compile('a').match('a'))", outputs=(True,))
 state("write_program_module", "import sys\nLEAK = 'SECRET_OF_ANOTHER_JOB'\ndef f(x): return len(LEAK)", outputs=(21,))
 state("read_program_module", "def f(x): return 'LEAK' in globals()", outputs=(False,))

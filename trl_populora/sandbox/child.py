@@ -7,7 +7,7 @@ file only has to be right for honest programs.
 
 from __future__ import annotations
 
-import json
+import opcode
 import os
 import sys
 import types
@@ -20,26 +20,44 @@ from .values import NotPlainData, ValueTooLarge, decode, encode
 
 MODULE = "program"
 _exit, _read, _write = os._exit, os.read, os.write
+# Made before, because by then there may be no memory left to make it.
+_OUT_OF_MEMORY = protocol.answer(protocol.MEMORY, ["the program ran out of memory"])
+
+_ORDER_NAMES = frozenset(
+    [
+        "set",
+        "frozenset",
+        "hash",
+        "id",
+        "union",
+        "intersection",
+        "difference",
+        "symmetric_difference",
+        "__hash__",
+        "__repr__",
+        "repr",
+    ]
+)
+_ORDER_CODES = [opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD", "SET_UPDATE") if name in opcode.opmap]
 
 
-def read_payload(fd: int) -> dict:
+def read_payload(fd: int) -> protocol.Payload:
     """The program, its inputs and its limits, from the trainer."""
-    header = _read_exactly(fd, protocol.LENGTH.size)
-    return json.loads(_read_exactly(fd, protocol.LENGTH.unpack(header)[0]))
+    (size,) = protocol.LENGTH.unpack(_read_exactly(fd, protocol.LENGTH.size))
+    return protocol.unpack_payload(_read_exactly(fd, size))
 
 
 def _read_exactly(fd: int, size: int) -> bytes:
-    parts = []
-    while size:
-        part = _read(fd, min(size, 1 << 20))
+    data = _read(fd, size)
+    while len(data) < size:
+        part = _read(fd, size - len(data))
         if not part:
             _exit(1)
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        data += part
+    return data
 
 
-def serve(fd: int, payload: dict, guard: Guard) -> None:
+def serve(fd: int, payload: protocol.Payload, guard: Guard) -> None:
     """Run the payload's program, send one frame over `fd`, and end the process."""
     send(fd, _outcome(payload, guard))
 
@@ -52,24 +70,21 @@ def send(fd: int, frame: bytes) -> None:
     _exit(0)
 
 
-def _outcome(payload: dict, guard: Guard) -> bytes:
-    # Freed before anything is said about running out of memory.
-    reserve = [bytes(1 << 18)]
+def _outcome(payload: protocol.Payload, guard: Guard) -> bytes:
     try:
-        outputs = _run(payload, guard)
+        word, outputs = _run(payload, guard)
     except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
-        reserve.clear()
         return _failure(error, guard)
     if guard.finding:
         return protocol.answer(*guard.finding)
-    return protocol.answer(protocol.OK, outputs)
+    return protocol.answer(word, outputs)
 
 
 def _failure(error: BaseException, guard: Guard) -> bytes:
     if guard.finding:
         return protocol.answer(*guard.finding)
     if isinstance(error, MemoryError):
-        return protocol.answer(protocol.MEMORY, ["the program ran out of memory"])
+        return _OUT_OF_MEMORY
     if isinstance(error, _BadOutput):
         return protocol.answer(protocol.BAD_OUTPUT, [protocol.one_line(str(error))])
     return protocol.answer(protocol.ERROR, [_describe(error)])
@@ -86,25 +101,27 @@ class _BadOutput(Exception):
     """An output that is not plain data, or too large."""
 
 
-def _run(payload: dict, guard: Guard) -> list[str]:
-    jitter = _disturb_heap(payload["run"])
+def _run(payload: protocol.Payload, guard: Guard) -> tuple[str, list[str]]:
+    jitter = _disturb_heap(payload.run)
     module = types.ModuleType(MODULE)
     module.__dict__["__builtins__"] = guard.builtins
     sys.modules[MODULE] = module
-    exec(compile(payload["program"], "<program>", "exec", dont_inherit=True), module.__dict__)
-    function = module.__dict__.get(payload["function"])
+    code = compile(payload.program, "<program>", "exec", dont_inherit=True)
+    word = protocol.OK_IN_ORDER if not payload.run and _order_matters(code) else protocol.OK
+    exec(code, module.__dict__)
+    function = module.__dict__.get(payload.function)
     if not callable(function):
-        raise NameError(f"the program defines no function {payload['function']!r}")
-    inputs = payload["inputs"]
+        raise NameError(f"the program defines no function {payload.function!r}")
+    inputs = payload.inputs
     outputs: list[str] = [""] * len(inputs)
-    budget = payload["output_bytes"]
+    budget = payload.output_bytes
     # Every second run goes backwards: state that one call leaves for the next then shows as a difference.
-    for index in range(len(inputs))[:: -1 if payload["run"] % 2 else 1]:
+    for index in range(len(inputs))[:: -1 if payload.run % 2 else 1]:
         result = function(*decode(inputs[index], max_bytes=1 << 30))
         outputs[index] = _encode_output(index, result, budget, guard)
         budget -= len(outputs[index])
     del jitter
-    return outputs
+    return word, outputs
 
 
 def _encode_output(index: int, result: object, budget: int, guard: Guard) -> str:
@@ -120,4 +137,14 @@ def _encode_output(index: int, result: object, budget: int, guard: Guard) -> str
 
 def _disturb_heap(run: int) -> list:
     """Blocks of many sizes, different in each run, so that what hangs on the order of addresses shows."""
-    return [bytes(size) for size in range(16, 512, 16) for _ in range((size * 7 + run * 13) % 11)] if run else []
+    return [bytes(size) for size in range(0, 256, 16) for _ in range((size * 11 + run * 37) % 61)] if run else []
+
+
+def _order_matters(code: types.CodeType) -> bool:
+    """Whether the program makes sets or asks for hashes or addresses, whose order no single repetition can settle."""
+    if not _ORDER_NAMES.isdisjoint(code.co_names) or any(each in code.co_code[::2] for each in _ORDER_CODES):
+        return True
+    return any(
+        isinstance(each, frozenset) or (type(each) is types.CodeType and _order_matters(each))
+        for each in code.co_consts
+    )

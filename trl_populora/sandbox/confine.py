@@ -24,6 +24,12 @@ _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # the same on all architectures
 _NOBODY = 65534
 _OWN_UIDS = 1_900_000_000  # first of 10^8 user ids that nothing else is likely to use
 
+_setrlimit, _CPU, _NPROC, _AS = (
+    resource.setrlimit,
+    resource.RLIMIT_CPU,
+    resource.RLIMIT_NPROC,
+    resource.RLIMIT_AS,
+)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -214,10 +220,12 @@ def _seccomp() -> None:
 
 
 class ChildWalls:
-    """What every child adds to what it inherits. Made in the zygote, so that the child only makes system calls."""
+    """What every child adds. Made ready in the zygote, because every page that a child touches is a page to copy."""
 
     def __init__(self, layers: Layers):
         self._filter = seccomp.child_filter() if layers.get("seccomp") == "" else None
+        self._prctl = _libc["prctl"]
+        self._prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 
     def close_in(self, memory: int, cpu_seconds: int) -> None:
         """
@@ -227,9 +235,9 @@ class ChildWalls:
             memory (`int`): Address space, bytes.
             cpu_seconds (`int`): CPU time after which the kernel kills; a backstop to the deadline.
         """
-        die_with_parent()
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
-        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        self._prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+        _setrlimit(_CPU, (cpu_seconds, cpu_seconds + 1))
+        _setrlimit(_NPROC, (0, 0))
+        _setrlimit(_AS, (memory, memory))
         if self._filter is not None:
             self._filter.install()

@@ -17,11 +17,32 @@ from collections.abc import Callable
 Stop = Callable[[str], None]
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
-_DRAWS = (
-    "random uniform triangular randint choice randrange sample shuffle choices normalvariate lognormvariate expovariate"
-    " vonmisesvariate gammavariate gauss betavariate binomialvariate paretovariate weibullvariate getrandbits randbytes"
-    " seed getstate setstate"
-).split()
+_DRAWS = [
+    "random",
+    "uniform",
+    "triangular",
+    "randint",
+    "choice",
+    "randrange",
+    "sample",
+    "shuffle",
+    "choices",
+    "normalvariate",
+    "lognormvariate",
+    "expovariate",
+    "vonmisesvariate",
+    "gammavariate",
+    "gauss",
+    "betavariate",
+    "binomialvariate",
+    "paretovariate",
+    "weibullvariate",
+    "getrandbits",
+    "randbytes",
+    "seed",
+    "getstate",
+    "setstate",
+]
 
 
 def _stopper(stop: Stop, name: str) -> Callable:
@@ -154,11 +175,53 @@ class Address(int):
     __slots__ = ()
 
 
-_ADDRESS_USES = (
-    "lt le gt ge add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod divmod rdivmod pow rpow lshift"
-    " rlshift rshift rrshift and rand or ror xor rxor neg pos abs invert int index float trunc round floor ceil bool str"
-    " repr format"
-).split()
+_ADDRESS_USES = [
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "floordiv",
+    "rfloordiv",
+    "truediv",
+    "rtruediv",
+    "mod",
+    "rmod",
+    "divmod",
+    "rdivmod",
+    "pow",
+    "rpow",
+    "lshift",
+    "rlshift",
+    "rshift",
+    "rrshift",
+    "and",
+    "rand",
+    "or",
+    "ror",
+    "xor",
+    "rxor",
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "int",
+    "index",
+    "float",
+    "trunc",
+    "round",
+    "floor",
+    "ceil",
+    "bool",
+    "str",
+    "repr",
+    "format",
+]
 
 
 def guarded_builtins(stop: Stop) -> dict[str, Callable]:
@@ -183,4 +246,3 @@ def guarded_builtins(stop: Stop) -> dict[str, Callable]:
 
     guarded_hash.__name__, guarded_id.__name__ = "hash", "id"
     return {"hash": guarded_hash, "id": guarded_id}
-

@@ -46,7 +46,7 @@ def _raise_limit() -> None:
 
 
 def _limit_parent() -> None:
-    resource.prlimit(os.getppid() or 1, resource.RLIMIT_NOFILE, (0, 0))
+    resource.prlimit(os.getppid() or 1, resource.RLIMIT_CORE, (0, 0))  # what it has anyway
 
 
 def _be_root() -> None:

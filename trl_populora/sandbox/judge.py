@@ -44,7 +44,8 @@ def judge_run(
     data: bytes, inputs: int, limits: Limits, seen: Observation, full: bool = True
 ) -> tuple[Status | None, str, tuple[str, ...]]:
     """
-    Status, reason and outputs of one run; status None when the child asks for the full tier.
+    Status, reason and outputs of one run. Status None: the child asks for the full tier. Status ok with a reason: it
+    says that the order of a set may matter, so two runs are not enough.
 
     Args:
         data (`bytes`): Everything that arrived from the child until end of file (at most one byte too much).
@@ -67,11 +68,15 @@ def judge_run(
         return None, "", ()
     if word in _CLAIMS and len(rest) == 1:
         return _CLAIMS[word], protocol.one_line(rest[0]), ()
-    if word != protocol.OK or len(rest) != inputs or sum(map(len, rest)) > limits.output_bytes:
+    if (
+        word not in (protocol.OK, protocol.OK_IN_ORDER)
+        or len(rest) != inputs
+        or sum(map(len, rest)) > limits.output_bytes
+    ):
         return Status.TAMPERED, "the answer has the wrong form", ()
     if not all(is_canonical(text, max_bytes=limits.output_bytes) for text in rest):
         return Status.TAMPERED, "an output is not canonical data", ()
-    return Status.OK, "", tuple(rest)
+    return Status.OK, "" if word == protocol.OK else protocol.OK_IN_ORDER, tuple(rest)
 
 
 def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
@@ -104,6 +109,7 @@ def _lines(data: bytes, limit: int) -> list[str] | None:
 def combine(runs: list[tuple[Status, str, tuple[str, ...]]], seen: list[Observation]) -> Verdict:
     """One verdict from the runs of a job: they must all be `ok` with the same outputs."""
     status, reason, outputs = runs[0]
+    reason = "" if status is Status.OK else reason
     for later_status, later_reason, later_outputs in runs[1:]:
         if status is not Status.OK:
             break

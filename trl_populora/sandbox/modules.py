@@ -7,28 +7,118 @@ imports more is sent to the full tier: by a scan of its text in the trainer, or,
 from __future__ import annotations
 
 import codecs
+import os
 import re
 import sys
 
 
-LIGHT = (
-    "__future__ abc bisect cmath collections collections.abc contextlib copy datetime enum functools heapq io itertools"
-    " json keyword math numbers operator random re string sys time types typing unicodedata"
-).split()
-FULL = (
-    "array ast base64 binascii calendar colorsys csv dataclasses decimal difflib fractions graphlib hashlib hmac html"
-    " ipaddress pprint secrets statistics struct textwrap traceback urllib.parse uuid warnings weakref zlib"
-).split()
+LIGHT = [
+    "__future__",
+    "abc",
+    "bisect",
+    "cmath",
+    "collections",
+    "collections.abc",
+    "contextlib",
+    "copy",
+    "datetime",
+    "enum",
+    "functools",
+    "heapq",
+    "io",
+    "itertools",
+    "json",
+    "keyword",
+    "math",
+    "numbers",
+    "operator",
+    "random",
+    "re",
+    "string",
+    "sys",
+    "time",
+    "types",
+    "typing",
+    "unicodedata",
+]
+FULL = [
+    "array",
+    "ast",
+    "base64",
+    "binascii",
+    "calendar",
+    "colorsys",
+    "csv",
+    "dataclasses",
+    "decimal",
+    "difflib",
+    "fractions",
+    "graphlib",
+    "hashlib",
+    "hmac",
+    "html",
+    "ipaddress",
+    "pprint",
+    "secrets",
+    "statistics",
+    "struct",
+    "textwrap",
+    "traceback",
+    "urllib.parse",
+    "uuid",
+    "warnings",
+    "weakref",
+    "zlib",
+]
 # Needed later by what is loaded above, when no file can be opened any more: a module that `strptime` imports by the
 # importing program's own `__import__`, and codecs.
 HELPERS = frozenset(["_strptime"])
-CODECS = "ascii latin-1 utf-8-sig utf-16 utf-16-le utf-16-be utf-32 cp1252 unicode_escape raw_unicode_escape".split()
-FULL_CODECS = "utf-32-le utf-32-be cp437 idna punycode rot13 hex base64 zlib".split()
+CODECS = [
+    "ascii",
+    "latin-1",
+    "utf-8-sig",
+    "utf-16",
+    "utf-16-le",
+    "utf-16-be",
+    "utf-32",
+    "cp1252",
+    "unicode_escape",
+    "raw_unicode_escape",
+]
+FULL_CODECS = ["utf-32-le", "utf-32-be", "cp437", "idna", "punycode", "rot13", "hex", "base64", "zlib"]
 # With the soft layer off, for tests of the walls: everything a hostile program could wish for.
-HOSTILE = (
-    "os posix socket ctypes subprocess signal threading mmap resource fcntl pickle gc inspect importlib multiprocessing"
-    " pty select selectors tempfile shutil pathlib builtins platform marshal codeop code atexit asyncio logging glob"
-).split()
+HOSTILE = [
+    "os",
+    "posix",
+    "socket",
+    "ctypes",
+    "subprocess",
+    "signal",
+    "threading",
+    "mmap",
+    "resource",
+    "fcntl",
+    "pickle",
+    "gc",
+    "inspect",
+    "importlib",
+    "multiprocessing",
+    "pty",
+    "select",
+    "selectors",
+    "tempfile",
+    "shutil",
+    "pathlib",
+    "builtins",
+    "platform",
+    "marshal",
+    "codeop",
+    "code",
+    "atexit",
+    "asyncio",
+    "logging",
+    "glob",
+]
 
 _LIGHT_ROOTS = frozenset(name.partition(".")[0] for name in LIGHT)
 _FULL_ROOTS = frozenset(name.partition(".")[0] for name in FULL)
@@ -55,6 +145,8 @@ def is_allowed(name: str) -> bool:
 
 def preload(full: bool, hostile: bool) -> None:
     """Import the tier's modules; what an installation lacks is left out."""
+    # `random` would reseed its hidden generator in every child, which costs more than most programs.
+    os.register_at_fork, register = lambda **_: None, os.register_at_fork
     for name in [*LIGHT, *HELPERS, *(FULL if full else ()), *(HOSTILE if hostile else ())]:
         try:
             __import__(name)
@@ -62,3 +154,4 @@ def preload(full: bool, hostile: bool) -> None:
             continue
     for name in [*CODECS, *(FULL_CODECS if full else ())]:
         codecs.lookup(name)
+    os.register_at_fork = register

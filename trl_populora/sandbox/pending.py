@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 import select
 import socket
 import zlib
 from concurrent.futures import Future
 
 from . import modules, protocol
-from .jobs import Job, Limits, Verdict
+from .jobs import Job, Limits, Status, Verdict
 from .judge import Observation, largest_frame
 
 
 SENSITIVE_RUNS = 6  # leaves a two-way choice by the order of a set a chance of 1 in 32; two runs leave 1 in 2
-_SENSITIVE = re.compile(r"\b(?:set|frozenset|hash|id)\b")
 
 
 class Pending:
@@ -37,11 +34,18 @@ class Pending:
         self.runs: list = []
         self.seen: list[Observation] = []
         self.wanted = job.runs
-        if job.runs > 1 and _SENSITIVE.search(job.program):
-            self.wanted = max(job.runs, SENSITIVE_RUNS)
         self.retried = False
         self.socket: socket.socket | None = None
         self.forget_run()
+
+    def take(self, run: tuple, seen: Observation) -> bool:
+        """Note a finished run; whether another one is needed."""
+        status, reason, outputs = run
+        self.runs.append(run)
+        self.seen.append(seen)
+        if reason and self.job.runs > 1:
+            self.wanted = max(self.wanted, SENSITIVE_RUNS)
+        return status is Status.OK and len(self.runs) < self.wanted and outputs == self.runs[0][2]
 
     def forget_run(self) -> None:
         """Back to before the current run."""
@@ -64,17 +68,12 @@ class Pending:
 
     def open(self) -> socket.socket:
         """A fresh private pair for the next run; keeps our end and gives the child's."""
-        body = json.dumps(
-            {
-                "program": self.job.program,
-                "function": self.job.function,
-                "inputs": self.job.inputs,
-                "output_bytes": self.limits.output_bytes,
-                "run": len(self.runs),
-            }
-        ).encode()
+        job = self.job
+        payload = protocol.Payload(
+            len(self.runs), self.limits.output_bytes, job.function, job.program, list(job.inputs)
+        )
         self.forget_run()
-        self.outgoing = memoryview(protocol.LENGTH.pack(len(body)) + body)
+        self.outgoing = memoryview(protocol.pack_payload(payload))
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
         return theirs

@@ -12,6 +12,7 @@ output or one line of reason. Nothing here can carry an object, only text.
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 
 ORDER = struct.Struct("<QQddQ")  # kind, job, wall seconds, owed CPU seconds, address space in bytes
@@ -33,16 +34,39 @@ SLOW = 3  # the child has had its owed CPU time and goes on in the background
 FAILED = 4  # the zygote could not start; a JSON report follows the header
 
 # Status words of a child's answer. It may say these things about itself and no others.
-OK, ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY, TIER = (
-    "ok",
-    "error",
-    "memory",
-    "bad_output",
-    "policy",
-    "entropy",
-    "tier",
-)
+OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second asks for more runs
+ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY = "error", "memory", "bad_output", "policy", "entropy"
+TIER = "tier"  # a module of the full tier is wanted
 MAX_REASON = 300  # characters
+
+
+class Payload(NamedTuple):
+    """What a child is told."""
+
+    run: int  # 0 for the first run of a job
+    output_bytes: int
+    function: str
+    program: str
+    inputs: list[str]
+
+
+def pack_payload(payload: Payload) -> bytes:
+    """A frame: one line with the numbers, the function and the lengths of the texts, then the texts."""
+    texts = [text.encode("utf-8", "surrogatepass") for text in (payload.function, payload.program, *payload.inputs)]
+    head = " ".join(map(str, (payload.run, payload.output_bytes, *map(len, texts))))
+    body = b"".join((head.encode(), b"\n", *texts))
+    return LENGTH.pack(len(body)) + body
+
+
+def unpack_payload(body: bytes) -> Payload:
+    """The inverse of `pack_payload`, without the frame's length; plain slicing, because every child pays for it."""
+    head, _, rest = body.partition(b"\n")
+    run, output_bytes, *sizes = map(int, head.split())
+    texts, start = [], 0
+    for size in sizes:
+        texts.append(rest[start : start + size].decode("utf-8", "surrogatepass"))
+        start += size
+    return Payload(run, output_bytes, texts[0], texts[1], texts[2:])
 
 
 def answer(word: str, lines: list[str]) -> bytes:

@@ -94,11 +94,31 @@ class _Sys(types.ModuleType):
     stderr = property(lambda self: sys.stderr, lambda self, value: setattr(sys, "stderr", value))
 
 
-_SYS_NAMES = (
-    "byteorder exc_info exit float_info float_repr_style getdefaultencoding getrecursionlimit getrefcount getsizeof"
-    " hash_info implementation int_info intern maxsize maxunicode platform set_int_max_str_digits"
-    " get_int_max_str_digits setrecursionlimit version version_info hexversion copyright"
-).split()
+_SYS_NAMES = [
+    "byteorder",
+    "exc_info",
+    "exit",
+    "float_info",
+    "float_repr_style",
+    "getdefaultencoding",
+    "getrecursionlimit",
+    "getrefcount",
+    "getsizeof",
+    "hash_info",
+    "implementation",
+    "int_info",
+    "intern",
+    "maxsize",
+    "maxunicode",
+    "platform",
+    "set_int_max_str_digits",
+    "get_int_max_str_digits",
+    "setrecursionlimit",
+    "version",
+    "version_info",
+    "hexversion",
+    "copyright",
+]
 
 
 def _sys_facade() -> types.ModuleType:

@@ -48,6 +48,7 @@ class Supervisor:
         self.pools: dict[tuple[bool, int], list[Worker]] = {}
         self.inbox: deque[Pending] = deque()
         self.queue: deque[Pending] = deque()
+        self.unresolved: set[Pending] = set()
         self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
         self.running: dict[int, Pending] = {}
         self.slow: deque[tuple[int, Worker, Pending]] = deque()
@@ -93,6 +94,10 @@ class Supervisor:
         if self.closed:
             raise RuntimeError("the sandbox is closed") from self.failure
         pending = Pending(job, limits, self.soft)
+        if len(job.program) > limits.program_bytes:
+            reason = f"a program of {len(job.program)} characters, more than {limits.program_bytes}"
+            self._resolve(pending, Verdict(Status.POLICY, reason))
+            return pending.future
         self.inbox.append(pending)
         self._wake()
         if self.closed and not self.thread.is_alive():
@@ -158,7 +163,9 @@ class Supervisor:
 
     def _pump(self) -> None:
         while self.inbox:
-            self.queue.append(self.inbox.popleft())
+            pending = self.inbox.popleft()
+            self.unresolved.add(pending)
+            self.queue.append(pending)
         while self.queue and self.foreground < 2 * self.workers:
             pending = self.queue.popleft()
             slot = pending.slot
@@ -166,7 +173,8 @@ class Supervisor:
                 self._populate(slot)
             healthy = [each for each in self.pools[slot] if each.healthy]
             if healthy:
-                self._start(pending, min(healthy, key=lambda each: len(each.jobs)))
+                if not self._start(pending, min(healthy, key=lambda each: len(each.jobs))):
+                    break
             else:
                 self.waiting.setdefault(slot, deque()).append(pending)
         self._tell_pressure()
@@ -179,9 +187,18 @@ class Supervisor:
             for worker in self._workers():
                 worker.tell(protocol.BUSY if busy else protocol.IDLE)
 
-    def _start(self, pending: Pending, worker: Worker) -> None:
+    def _start(self, pending: Pending, worker: Worker) -> bool:
+        """Start the next run; False when there is no descriptor left for it."""
         number, limits = next(self.numbers), pending.limits
-        with pending.open() as theirs:
+        try:
+            theirs = pending.open()
+        except OSError as error:
+            if self.running:
+                self.queue.appendleft(pending)
+            else:
+                self._resolve(pending, error)
+            return False
+        with theirs:
             pending.late_at = time.monotonic() + limits.wall_seconds * LONGEST_EXTENSION + GRACE_SECONDS
             pending.foreground = True
             self.foreground += 1
@@ -192,8 +209,9 @@ class Supervisor:
                 worker.start(kind, number, theirs.fileno(), wall, owed, memory)
             except OSError:
                 self._lose(worker)
-                return
+                return True
         self._watch(pending.socket, pending.send(), self._on_socket, pending, number)
+        return True
 
     def _on_socket(self, pending: Pending, number: int, mask: int) -> None:
         if mask & select.EPOLLOUT:
@@ -264,12 +282,10 @@ class Supervisor:
             pending.full = True
             self.queue.appendleft(pending)
             return
-        pending.runs.append((status, reason, outputs))
-        pending.seen.append(pending.event)
-        if status is Status.OK and len(pending.runs) < pending.wanted and outputs == pending.runs[0][2]:
+        if pending.take((status, reason, outputs), pending.event):
             self.queue.appendleft(pending)
         else:
-            _resolve(pending, combine(pending.runs, pending.seen))
+            self._resolve(pending, combine(pending.runs, pending.seen))
 
     # Births and deaths of zygotes.
 
@@ -304,7 +320,7 @@ class Supervisor:
                 continue
             if pending.retried:
                 reason = "its worker process died twice while the program was running"
-                _resolve(pending, Verdict(Status.TAMPERED, reason))
+                self._resolve(pending, Verdict(Status.TAMPERED, reason))
             else:
                 pending.retried = True
                 self.queue.appendleft(pending)
@@ -337,20 +353,22 @@ class Supervisor:
         for each in (self.epoll, self.wake_read, self.wake_write):
             each.close()
 
+    def _resolve(self, pending: Pending, result: Verdict | Exception) -> None:
+        self.unresolved.discard(pending)
+        if not pending.future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Exception):
+            pending.future.set_exception(result)
+        else:
+            pending.future.set_result(result)
+
     def _refuse_all(self) -> None:
-        held = [*self.running.values(), *self.queue, *itertools.chain(*self.waiting.values())]
         while self.inbox:
-            held.append(self.inbox.popleft())
+            self.unresolved.add(self.inbox.popleft())
         error = RuntimeError("the sandbox was closed before this job was finished")
         error.__cause__ = self.failure
-        for pending in held:
-            if not pending.future.done():
-                pending.future.set_exception(error)
-
-
-def _resolve(pending: Pending, verdict: Verdict) -> None:
-    if pending.future.set_running_or_notify_cancel():
-        pending.future.set_result(verdict)
+        for pending in list(self.unresolved):
+            self._resolve(pending, error)
 
 
 def _too_weak(worker: Worker, reason: str) -> str:

@@ -27,7 +27,6 @@ import select
 import signal
 import socket
 import time
-from collections import deque
 
 from . import child, confine, health, modules, protocol, soft
 
@@ -53,8 +52,11 @@ class Running:
         self.expired = False
 
     def cpu_seconds(self) -> float:
-        # The kernel's number for the CPU clock of another process.
-        return time.clock_gettime((~self.pid) << 3 | 2)
+        """CPU time so far; infinite for a child that has just ended and is not reaped, so that nothing waits for it."""
+        try:
+            return time.clock_gettime((~self.pid) << 3 | 2)  # the kernel's number for the CPU clock of a process
+        except OSError:
+            return float("inf")
 
     def is_starved(self, now: float) -> bool:
         """At the deadline: is it runnable, and short of the CPU time it is owed? Then the deadline moves on."""
@@ -82,7 +84,7 @@ class Zygote:
     def __init__(self, control: socket.socket, guard: soft.Guard):
         self.control, self.guard = control, guard
         self.children: dict[int, Running] = {}
-        self.background: deque[Running] = deque()
+        self.background: list[Running] = []
         self.busy, self.turn_of, self.next_turn = False, None, 0.0
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.poll = select.poll()
@@ -210,8 +212,8 @@ class Zygote:
         if now < self.next_turn:
             return
         if self.turn_of is None:
-            self.background.rotate(-1)
-            self.turn_of = self.background[0]
+            # The one that has used least goes first, so that an honest program overtakes the endless ones.
+            self.turn_of = min(self.background, key=Running.cpu_seconds)
             os.kill(self.turn_of.pid, signal.SIGCONT)
             self.next_turn = now + _TURN_SECONDS
         else:
@@ -233,8 +235,8 @@ def _forget_surroundings() -> None:
 
 def _warm_up(guard: soft.Guard) -> None:
     """Run the parts every child runs, so that they are not first used in each of them."""
-    payload = {"program": "def f(x):\n    return [x, 1.5]\n", "function": "f", "inputs": ['["t",1]'], "run": 0}
-    child._run({**payload, "output_bytes": 100}, guard)
+    payload = protocol.Payload(0, 100, "f", "def f(x):\n    return [x, 1.5]\n", ['["t",1]'])
+    child._outcome(protocol.unpack_payload(protocol.pack_payload(payload)[protocol.LENGTH.size :]), guard)
     del sys.modules[child.MODULE]
     resource.getrlimit(resource.RLIMIT_CPU)
 
