@@ -119,12 +119,14 @@ def _write(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if not is_zero_parameter(parameter):
         parameter.copy_(value)
         return
+    import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param
-    from deepspeed.zero import GatheredParameters
 
     if hasattr(parameter, "ds_id"):
-        with GatheredParameters([parameter], modifier_rank=0):
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(value)
+        if parameter.ds_persist:  # leaving the block has partitioned it, which a kept parameter is only until a step
+            parameter.all_gather()
     else:
         parameter.data.copy_(value)
     safe_set_full_fp32_param(parameter, value.to(device=parameter.device, dtype=torch.float32))
@@ -145,40 +147,59 @@ def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, na
     Raises:
         RuntimeError: Under ZeRO, if the member shares a parameter group with anything else.
     """
-    parameters = list(member_parameters(model, name).values())
-    if isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    if not is_zero_parameter(parameters[0]):
-        for parameter in parameters:
-            _reset(optimizer.state, parameter)
-        return
-    for flat, group in _zero_partitions(optimizer, parameters, name):
-        _reset(optimizer.optimizer.state, flat)
+    for states, key, group in _optimizer_entries(optimizer, model, name):
+        state = states.get(key, {})
+        if not _ZERO_STATE.issuperset(state):
+            del states[key]
+            continue
+        for entry, value in state.items():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+            else:
+                state[entry] = 0
         if "step" in group:  # DeepSpeed's FusedAdam counts per group
             group["step"] = 0
 
 
-def _reset(states: dict, key: torch.Tensor) -> None:
-    state = states.get(key)
-    if state is None:
-        return
-    if not _ZERO_STATE.issuperset(state):
-        del states[key]
-        return
-    for entry, value in state.items():
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-        else:
-            state[entry] = 0
+@torch.no_grad()
+def transplant_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, source: str, target: str) -> None:
+    """
+    Gives one member the moments and `step` of another, which keeps its own. Arguments as in [`reset_optimizer_state`].
+
+    Works under ZeRO as well: members are equal in shape and order, so their partitions are laid out alike.
+    """
+    entries = zip(
+        _optimizer_entries(optimizer, model, source), _optimizer_entries(optimizer, model, target), strict=True
+    )
+    for (states, source_key, source_group), (_, target_key, target_group) in entries:
+        state = states.setdefault(target_key, {})
+        for entry, value in states.get(source_key, {}).items():
+            if isinstance(state.get(entry), torch.Tensor):
+                state[entry].copy_(value)  # in place: ZeRO holds views of these tensors
+            else:
+                state[entry] = value.clone() if isinstance(value, torch.Tensor) else value
+        if "step" in source_group:
+            target_group["step"] = source_group["step"]
 
 
-def _zero_partitions(optimizer, parameters: list[nn.Parameter], name: str) -> list[tuple[torch.Tensor, dict]]:
-    """This rank's flat fp32 partitions of a member with their parameter groups; ZeRO steps these, not parameters."""
+def _optimizer_entries(optimizer, model: nn.Module, name: str) -> list[tuple[dict, torch.Tensor, dict]]:
+    """
+    Where the optimizer keeps a member's state: the mapping of states, the key in it, and the parameter group.
+
+    ZeRO steps flat fp32 partitions, not parameters. Its own accessors (`safe_get_full_optimizer_state`) are not used:
+    in 0.19 they are linked after the first group's first step and know no state of the other groups.
+    """
+    parameters = list(member_parameters(model, name).values())
+    if isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    if not is_zero_parameter(parameters[0]):
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        return [(optimizer.state, p, groups[id(p)]) for p in parameters]
     stage3 = hasattr(parameters[0], "ds_id")
     groups = optimizer.fp16_groups if stage3 else optimizer.bit16_groups
     flats = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
     own = {id(parameter) for parameter in parameters}
-    partitions = []
+    entries = []
     for index, (group, flat) in enumerate(zip(groups, flats, strict=True)):
         ids = {id(parameter) for parameter in group}
         if not ids & own:
@@ -189,8 +210,8 @@ def _zero_partitions(optimizer, parameters: list[nn.Parameter], name: str) -> li
                 "Build the optimizer from `trl_populora.adapters.optim.member_param_groups`."
             )
         group_index = optimizer.sub_group_to_group_id[index] if stage3 else index
-        partitions.append((flat, optimizer.optimizer.param_groups[group_index]))
-    return partitions
+        entries.append((optimizer.optimizer.state, flat, optimizer.optimizer.param_groups[group_index]))
+    return entries
 
 
 def save_member(model: nn.Module, name: str, directory: str | Path, write: bool = True) -> None:

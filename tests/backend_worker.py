@@ -1,0 +1,128 @@
+"""One process of a training run that tests/test_backends.py launches: `backend_worker.py BASE OUTPUT SCENARIO`.
+
+It trains on the fixed rows and writes what this rank saw to `OUTPUT/rank_N.pt`. Scenarios: `train` trains plainly,
+`replace` overwrites a member after the first step and takes the second step with learning rate 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from tests.fixed_rows import ATTEMPTS, PROPOSALS, SETTINGS, STUDENTS, TEACHERS, play_fixed_rows
+from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.populora_trainer import PopuLoRATrainer
+
+
+REPLACED = "teacher_1"
+
+
+def new_factors(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(17)
+    return {key: 0.1 * torch.randn(value.shape, generator=generator) for key, value in factors.items()}
+
+
+def live_member(model, name: str) -> dict[str, torch.Tensor]:
+    """What the next forward computes with, as opposed to ZeRO's master copy."""
+    return {key: p.detach().clone() for key, p in member_parameters(model, name).items()}
+
+
+def optimizer_state(trainer, name: str) -> list[torch.Tensor]:
+    """Moments and steps of a member, as far as this rank holds them."""
+    entries = _optimizer_entries(trainer.optimizer, trainer.model_wrapped, name)
+    return [torch.as_tensor(value).clone() for states, key, _ in entries for value in states[key].values()]
+
+
+class Replacement(TrainerCallback):
+    """Overwrites a member after the first step and notes what became of it."""
+
+    def __init__(self, trainer):
+        self.trainer, self.seen = trainer, {}
+
+    def note(self, moment: str) -> None:
+        model = self.trainer.model_wrapped
+        self.seen[moment] = {
+            "live": live_member(model, REPLACED),
+            "read": read_member(model, REPLACED),
+            "state": optimizer_state(self.trainer, REPLACED),
+            "other state": optimizer_state(self.trainer, "teacher_0"),
+        }
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.note("before the write")
+            factors = new_factors(read_member(self.trainer.model_wrapped, REPLACED))
+            self.trainer.replace_member(REPLACED, factors, step=1)
+            self.note("after the write")
+            for group in self.trainer.optimizer.param_groups:
+                group["lr"] = 0.0
+        if state.global_step == 2:
+            self.note("after a step with learning rate 0")
+
+
+def without_compiler() -> None:
+    """
+    Lets DeepSpeed talk over plain gloo. Its shared-memory operator is only faster, and compiling it takes 40 s on a
+    quiet machine; a run that is stopped meanwhile leaves a lock on which all later ones wait for ever.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def main(base: str, output: str, scenario: str) -> None:
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        without_compiler()
+    args = PopuLoRAConfig(
+        output,
+        teachers=TEACHERS,
+        students=STUDENTS,
+        proposals_per_teacher=PROPOSALS,
+        attempts_per_task=ATTEMPTS,
+        task_kinds=["code_o"],
+        per_device_train_batch_size=12,
+        evolve_every=0,
+        save_rollouts=False,
+        sandbox_workers=1,
+        max_grad_norm=0.02,
+        gradient_checkpointing=False,
+        adam_epsilon=1e-4,  # see test_solo_parity.py
+        **(SETTINGS | {"lr_scheduler_type": "constant", "max_steps": 4}),
+    )
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    trainer = PopuLoRATrainer(base, args=args, peft_config=lora)
+    play_fixed_rows(trainer)
+    replacement = Replacement(trainer)
+    if scenario == "replace":
+        trainer.add_callback(replacement)
+    trainer.train()
+    wrapped = trainer.model_wrapped
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    torch.save(
+        {
+            "world": trainer.accelerator.num_processes,
+            "wrapper": type(wrapped).__name__,
+            "stage": plugin.zero_stage if plugin else None,
+            "members": {name: read_member(wrapped, name) for name in trainer.population.names},
+            "live": {name: live_member(wrapped, name) for name in trainer.population.names},
+            "base is split": any(getattr(p, "ds_tensor", p).numel() != p.ds_numel for p in trainer.model.parameters())
+            if plugin and plugin.zero_stage == 3
+            else False,
+            "norms": [
+                [entry[f"member/{name}/grad_norm"] for name in trainer.population.names]
+                for entry in trainer.state.log_history
+                if "loss" in entry
+            ],
+            "seen": replacement.seen,
+        },
+        f"{output}/rank_{trainer.accelerator.process_index}.pt",
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,137 @@
+"""Two real processes on a CPU, started by the real launchers: DDP, ZeRO-2 and ZeRO-3 against one process.
+
+Each backend is launched once, in the scenario that overwrites a member on the way, and all tests look at that run.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.backend_worker import REPLACED, new_factors
+
+
+pytestmark = pytest.mark.multiprocess
+
+ROOT = Path(__file__).parent.parent
+BACKENDS = {
+    "ddp": ("cpu_ddp.yaml", "DistributedDataParallel", None),
+    "zero2": ("cpu_zero2.yaml", "DeepSpeedEngine", 2),
+    "zero3": ("cpu_zero3.yaml", "DeepSpeedEngine", 3),
+}
+
+
+def run_worker(launcher: list[str], base: str, output: Path, scenario: str, seconds: int = 240) -> subprocess.Popen:
+    """Runs `backend_worker.py` and raises with its log if it fails."""
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "DS_ACCELERATOR": "cpu",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    output.mkdir()
+    command = [*launcher, str(ROOT / "tests" / "backend_worker.py"), base, str(output), scenario]
+    done = subprocess.run(
+        command, env=inherited | variables, capture_output=True, text=True, timeout=seconds, cwd=output, check=False
+    )
+    if done.returncode:
+        raise AssertionError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    return done
+
+
+def launch(config: str) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = str(ROOT / "accelerate_configs" / config)
+    module = "accelerate.commands.launch"
+    return [sys.executable, "-m", module, "--config_file", path, "--main_process_port", str(port)]
+
+
+def load(output: Path) -> list[dict]:
+    return [torch.load(path) for path in sorted(output.glob("rank_*.pt"))]
+
+
+@pytest.fixture(scope="module")
+def alone(random_base, tmp_path_factory) -> dict:
+    """What one process did."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    run_worker([sys.executable], random_base, output, "replace")
+    (rank,) = load(output)
+    assert (rank["world"], rank["stage"]) == (1, None)
+    return rank
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def ranks(request, random_base, tmp_path_factory) -> list[dict]:
+    """What the two processes of a backend did. A backend that silently is another one fails here."""
+    config, wrapper, stage = BACKENDS[request.param]
+    if stage is not None:
+        pytest.importorskip("deepspeed", reason="needs `pip install trl-populora[deepspeed]`")
+    output = tmp_path_factory.mktemp(request.param) / "run"
+    run_worker(launch(config), random_base, output, "replace")
+    ranks = load(output)
+    assert [(rank["world"], rank["wrapper"], rank["stage"]) for rank in ranks] == [(2, wrapper, stage)] * 2
+    assert all(rank["base is split"] == (stage == 3) for rank in ranks)
+    return ranks
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def test_final_members_are_those_of_one_process(alone, ranks):
+    for name, factors in alone["members"].items():
+        for key, expected in factors.items():
+            difference = (ranks[0]["members"][name][key] - expected).norm() / expected.norm()
+            assert difference < 1e-5, f"{name} {key}: {difference:.1e}"
+
+
+def test_every_rank_ends_with_the_same_members(ranks):
+    for name, factors in ranks[0]["members"].items():
+        assert equal(factors, ranks[1]["members"][name])
+        for rank in ranks:
+            assert equal(rank["live"][name], factors), "the live tensors and what is read must be the same"
+
+
+def test_every_member_is_clipped_by_its_own_norm(alone, ranks):
+    assert len(alone["norms"]) == 4
+    assert min(max(step) for step in alone["norms"]) > 0.02, "clipping must bite"
+    for rank in ranks:
+        torch.testing.assert_close(torch.tensor(rank["norms"]), torch.tensor(alone["norms"]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("moment", ["after the write", "after a step with learning rate 0"])
+def test_an_overwritten_member_stays_what_was_written_on_all_ranks(ranks, moment):
+    for rank in ranks:
+        before, after = rank["seen"]["before the write"], rank["seen"][moment]
+        written = new_factors(before["read"])
+        assert not equal(before["read"], written)
+        assert equal(after["read"], written)
+        assert equal(after["live"], written), "generation reads the live tensors"
+
+
+def test_an_overwritten_member_has_no_moments_and_no_steps_and_the_others_keep_theirs(ranks):
+    for rank in ranks:
+        before, after = rank["seen"]["before the write"], rank["seen"]["after the write"]
+        assert any(value.any() for value in before["state"])
+        assert not any(value.any() for value in after["state"])
+        kept = zip(before["other state"], after["other state"], strict=True)
+        assert all(torch.equal(old, new) for old, new in kept)
+        assert any(value.any() for value in rank["seen"]["after a step with learning rate 0"]["state"])
+
+
+def test_replacing_is_the_same_in_one_process(alone):
+    assert alone["seen"].keys() == {"before the write", "after the write", "after a step with learning rate 0"}
+    for moment in ("after the write", "after a step with learning rate 0"):
+        assert equal(alone["seen"][moment]["read"], new_factors(alone["seen"]["before the write"]["read"]))
+    assert REPLACED in alone["members"]
