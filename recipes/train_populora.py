@@ -14,6 +14,7 @@ What it leaves out: evaluation on benchmarks, pushing to the Hub.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,5 +85,7 @@ def main(recipe: RecipeArguments, args: PopuLoRAConfig, model: ModelConfig) -> N
 
 
 if __name__ == "__main__":
+    # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename in every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((RecipeArguments, PopuLoRAConfig, ModelConfig))
     main(*parser.parse_args_and_config())

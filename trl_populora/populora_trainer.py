@@ -21,9 +21,9 @@ from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.advantages import compute_advantages, member_factors
-from trl_populora.checkpoint import ResumableTrainer
 from trl_populora.evolution import EvolutionCallback
 from trl_populora.generation.checks import check_vllm
+from trl_populora.hub import PublishingTrainer, warm_start
 from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
@@ -41,7 +41,7 @@ DEFAULT_LORA = {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}
 PHASES = ("match", "propose", "verify", "solve", "update")
 
 
-class PopuLoRATrainer(ResumableTrainer):
+class PopuLoRATrainer(PublishingTrainer):
     """
     Trains a population of LoRA teachers and students on one frozen base, from PopuLoRA (arXiv 2605.16727).
 
@@ -57,7 +57,8 @@ class PopuLoRATrainer(ResumableTrainer):
     - `_prepare_inputs`: deals the rows into micro-batches of equal member segments with little padding.
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows.
     - `create_optimizer`, `_clip_grad_norm`: one parameter group and one gradient norm per member.
-    - checkpoints and resuming: see [`~trl_populora.checkpoint.ResumableTrainer`].
+    - checkpoints and uploads: see [`~trl_populora.checkpoint.ResumableTrainer`] and
+      [`~trl_populora.hub.PublishingTrainer`].
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]):
@@ -141,7 +142,9 @@ class PopuLoRATrainer(ResumableTrainer):
             args.reward_weights = [1.0, 1.0, *args.reward_weights]
 
         # TRL looks for an adapter named "default" to copy when beta is set; here the frozen base is the reference.
+        # And it warns that the arguments of a loaded model are ignored, which were heeded above.
         beta, args.beta = args.beta, 0.0
+        init_kwargs, args.model_init_kwargs = args.model_init_kwargs, None
         args.use_vllm = False  # TRL would start an engine without adapters; ours is attached below
         super().__init__(
             model=members,
@@ -154,6 +157,7 @@ class PopuLoRATrainer(ResumableTrainer):
             optimizers=optimizers,
         )
         args.beta = self.beta = beta
+        args.model_init_kwargs = init_kwargs
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
@@ -186,6 +190,8 @@ class PopuLoRATrainer(ResumableTrainer):
             self.add_callback(self.evolution)
         use_step_line(self)
         self.add_callback(records.MetricsFile)
+        if args.warm_start:
+            warm_start(self, args.warm_start)
         if use_vllm:
             from trl_populora.generation import vllm  # needs packages that come with vLLM
 

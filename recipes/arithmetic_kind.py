@@ -1,0 +1,176 @@
+"""A task kind of your own in one file: arithmetic targets, as in the Countdown game.
+
+A teacher writes a few numbers and a target; a student must reach the target with +, - and *, using each number at most
+once. Nothing runs in the sandbox: `check` and `trial` return `None`, and this file decides by itself. Play it with
+
+    accelerate launch recipes/train_populora.py --config recipes/arithmetic.yaml
+
+which names it as `task_kinds: ["arithmetic_kind:Arithmetic"]`. The package is not changed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from trl_populora.sandbox.values import decode, encode
+from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
+
+
+MAX_NUMBERS = 5  # reachable targets are found by trying everything; five numbers take some milliseconds
+MAX_NUMBER = 99
+
+PROPOSAL = re.compile(r"numbers: (\d{1,2}(?: \d{1,2}){1,4})\ntarget: (\d{1,4})\s*")
+TOKEN = re.compile(r"\s*(\d{1,4}|[-+*()])")
+
+
+class Arithmetic(TaskKind):
+    """
+    Numbers and a target that they can reach.
+
+    A task keeps the numbers as the one argument of its one input and the target as its one output.
+    """
+
+    name = "arithmetic"
+    reference_kinds = ("arithmetic",)
+
+    def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
+        shown = "\n\n".join(_statement(task) for task in references)
+        text = (
+            "Write a new arithmetic puzzle: two to five numbers from 1 to 99, and a target that can be reached from "
+            "them with +, - and *, each number used at most once. Make it hard but solvable. Answer with exactly two "
+            f"lines, like these examples:\n\n{shown}"
+        )
+        return [{"role": "user", "content": text}]
+
+    def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
+        match = PROPOSAL.fullmatch(text.strip() + "\n")
+        if match is None:
+            return Reject.FORMAT
+        numbers = [int(number) for number in match[1].split()]
+        if not all(1 <= number <= MAX_NUMBER for number in numbers):
+            return Reject.ARGUMENTS
+        return Proposal(self.name, match[2], (encode((numbers,)),))
+
+    def check(self, proposal: Proposal) -> None:
+        return None
+
+    def accept(self, proposal: Proposal, verdict: None, rng: random.Random) -> Task | Reject:
+        (numbers,) = decode(proposal.inputs[0])
+        target = int(proposal.program)
+        if target in numbers:
+            return Reject.ARGUMENTS  # nothing to do
+        if target not in reachable(tuple(sorted(numbers))):
+            return Reject.ERROR  # no solution
+        return Task(self.name, proposal.program, proposal.inputs, (encode(target),))
+
+    def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
+        text = (
+            f"{_statement(task)}\n\nReach the target with +, - and *, using each number at most once. Answer with the "
+            "expression alone, for example (3 + 4) * 2."
+        )
+        return [{"role": "user", "content": text}]
+
+    def parse_attempt(self, text: str, task: Task) -> Attempt:
+        try:
+            evaluate(text)
+        except ValueError:
+            return Attempt(False, "", Reject.FORMAT.value)
+        return Attempt(True, " ".join(TOKEN.findall(text)))
+
+    def trial(self, task: Task, attempt: Attempt) -> None:
+        return None
+
+    def correct(self, task: Task, attempt: Attempt, verdict: None) -> bool:
+        value, used = evaluate(attempt.answer)
+        (numbers,) = decode(task.inputs[0])
+        left = list(numbers)
+        for number in used:
+            if number not in left:
+                return False
+            left.remove(number)
+        return value == decode(task.outputs[0])
+
+    def complexity(self, task: Task) -> dict[str, float]:
+        (numbers,) = decode(task.inputs[0])
+        return {"numbers": float(len(numbers))}
+
+
+def _statement(task: Task) -> str:
+    (numbers,) = decode(task.inputs[0])
+    return f"numbers: {' '.join(map(str, numbers))}\ntarget: {decode(task.outputs[0])}"
+
+
+@cache
+def reachable(numbers: tuple[int, ...]) -> frozenset[int]:
+    """Every value that some of the numbers make, each used at most once."""
+    values = set(numbers)
+    for left, right in _splits(numbers):
+        for a in reachable(left):
+            for b in reachable(right):
+                values |= {a + b, a - b, b - a, a * b}
+    return frozenset(values)
+
+
+def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Ways to deal the numbers to two sides; none has to be used, because a side may leave its numbers out."""
+    for mask in range(1, 1 << (len(numbers) - 1)):  # the last number always goes right: half the ways are mirrors
+        left = tuple(n for i, n in enumerate(numbers) if mask >> i & 1)
+        right = tuple(n for i, n in enumerate(numbers) if not mask >> i & 1)
+        yield left, right
+
+
+def evaluate(text: str) -> tuple[int, list[int]]:
+    """
+    Value of an expression of numbers, +, -, * and parentheses, and the numbers used. No `eval`.
+
+    Raises:
+        ValueError: If the text is anything else.
+    """
+    if len(text) > 100:
+        raise ValueError("too long")
+    tokens, end = [], 0
+    while end < len(text.rstrip()):
+        match = TOKEN.match(text, end)
+        if match is None:
+            raise ValueError(f"unexpected {text[end]!r}")
+        tokens.append(match[1])
+        end = match.end()
+    used: list[int] = []
+    value = _sum(tokens, used)
+    if tokens:
+        raise ValueError(f"unexpected {tokens[0]!r}")
+    return value, used
+
+
+def _sum(tokens: list[str], used: list[int]) -> int:
+    value = _product(tokens, used)
+    while tokens and tokens[0] in "+-":
+        sign = 1 if tokens.pop(0) == "+" else -1
+        value += sign * _product(tokens, used)
+    return value
+
+
+def _product(tokens: list[str], used: list[int]) -> int:
+    value = _atom(tokens, used)
+    while tokens and tokens[0] == "*":
+        tokens.pop(0)
+        value *= _atom(tokens, used)
+    return value
+
+
+def _atom(tokens: list[str], used: list[int]) -> int:
+    if not tokens:
+        raise ValueError("unexpected end")
+    token = tokens.pop(0)
+    if token.isdigit():
+        used.append(int(token))
+        return int(token)
+    if token != "(":
+        raise ValueError(f"unexpected {token!r}")
+    value = _sum(tokens, used)
+    if not tokens or tokens.pop(0) != ")":
+        raise ValueError("missing )")
+    return value
