@@ -50,7 +50,7 @@ def mean_logp(trainer: PopuLoRATrainer, name: str, completions: Sequence[Complet
         chunk = completions[start : start + size]
         prompts = [torch.tensor(completion.prompt_ids) for completion in chunk]
         answers = [torch.tensor(completion.completion_ids) for completion in chunk]
-        fill = trainer.pad_token_id
+        fill = trainer.processing_class.pad_token_id
         ids = torch.cat([_padded(prompts, fill, "left"), _padded(answers, fill)], dim=1)
         answer_mask = _padded([torch.ones_like(answer) for answer in answers], 0)
         mask = torch.cat([_padded([torch.ones_like(prompt) for prompt in prompts], 0, "left"), answer_mask], dim=1)

@@ -1,0 +1,465 @@
+"""Selection and breeding as pure functions, the loop with scripted members, and the callback in a real tiny run."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from scipy.stats import norm
+
+from trl_populora.adapters.weights import read_member
+from trl_populora.evolution import (
+    DEFAULT_CROSSOVERS,
+    DEFAULT_MUTATIONS,
+    Birth,
+    Breeding,
+    breed,
+    cull,
+    newborn_rating,
+    plan_births,
+    read_mixture,
+    tournament,
+)
+from trl_populora.factors import compare
+from trl_populora.matchmaking import BETA, Matchmaker
+from trl_populora.operators import CROSSOVERS, MUTATIONS
+from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.retention import known_solutions, mean_logp, retention_loss
+from trl_populora.rollout import Completion, Row
+
+
+def rated(*mus: float, age: int = 20, teachers: int = 1) -> Population:
+    """Students with these means and little doubt."""
+    population = Population(teachers, len(mus))
+    for member in population:
+        member.sigma, member.age = 1.0, age
+    for member, mu in zip(population.students, mus, strict=True):
+        member.mu = mu
+    return population
+
+
+def names(members) -> list[str]:
+    return [member.name for member in members]
+
+
+class TestSelection:
+    @pytest.mark.parametrize(
+        ("size", "fraction", "count"),
+        [(1, 0.25, 0), (2, 0.25, 1), (4, 0.25, 1), (8, 0.25, 2), (8, 0.9, 7), (4, 0.0, 0)],
+    )
+    def test_the_least_fit_share_goes_at_least_one_and_never_the_best(self, size, fraction, count):
+        population = rated(*range(20, 20 + size))
+        culled = cull(population.students, fraction, burn_in=5)
+        assert names(culled) == [f"student_{i}" for i in range(count)]
+
+    def test_newborns_are_protected_however_unfit(self):
+        population = rated(10, 20, 30, 40)
+        population["student_0"].age = 4
+        assert names(cull(population.students, 0.25, burn_in=5)) == ["student_1"]
+        population["student_0"].age = 5
+        assert names(cull(population.students, 0.25, burn_in=5)) == ["student_0"]
+
+    def test_a_young_best_member_does_not_expose_the_second_best_alone(self):
+        population = rated(10, 40)
+        population["student_1"].age = 0
+        assert names(cull(population.students, 0.5, burn_in=5)) == ["student_0"]
+
+    def test_doubt_lowers_fitness(self):
+        population = rated(25, 24)
+        population["student_0"].sigma = 8.0
+        assert names(cull(population.students, 0.5, burn_in=0)) == ["student_0"]
+
+    def test_tournament_picks_the_fittest_drawn(self):
+        population = rated(10, 20, 30, 40)
+        wins = Counter(tournament(population.students, 2, random.Random(i)).name for i in range(2000))
+        # Of the six pairs the best is in three, the second wins two, the third one, the last none.
+        assert [wins[f"student_{i}"] / 2000 for i in range(4)] == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6], abs=0.04)
+        assert tournament(population.students, 99, random.Random(0)).name == "student_3"
+
+
+class TestPlan:
+    def test_parents_are_survivors_of_the_role_and_the_fitter_comes_first(self):
+        population = rated(10, 20, 30, 40, 50, 60, 70, 80, teachers=8)
+        for index, member in enumerate(population.teachers):
+            member.mu = 30.0 + index
+        for seed in range(50):
+            births = plan_births(population, Breeding(burn_in=0), random.Random(seed))
+            gone = {birth.slot for birth in births}
+            assert gone == {"teacher_0", "teacher_1", "student_0", "student_1"}
+            for birth in births:
+                assert not gone & set(birth.parents)
+                assert all(population[parent].role == birth.role for parent in birth.parents)
+                if len(birth.parents) == 2:
+                    first, second = (population.fitness(population[parent]) for parent in birth.parents)
+                    assert first > second
+                    assert birth.operator in DEFAULT_CROSSOVERS
+                else:
+                    assert birth.operator in DEFAULT_MUTATIONS
+
+    @pytest.mark.parametrize(("rate", "parents"), [(0.0, {1}), (1.0, {2})])
+    def test_crossover_rate(self, rate, parents):
+        population = rated(10, 20, 30, 40)
+        plans = [plan_births(population, Breeding(crossover_rate=rate), random.Random(i)) for i in range(20)]
+        assert {len(birth.parents) for births in plans for birth in births} == parents
+
+    def test_a_lone_survivor_is_mutated(self):
+        births = plan_births(rated(10, 20), Breeding(crossover_rate=1.0), random.Random(0))
+        assert [birth.parents for birth in births] == [("student_1",)]
+        assert births[0].operator in MUTATIONS
+
+    def test_operators_follow_the_mixture(self):
+        mixture = {"full_gaussian": 3.0, "svd_perturb": 1.0}
+        breeding = Breeding(crossover_rate=0.0, mutations=mixture, mutation_strength=0.5)
+        births = [plan_births(rated(10, 20, 30), breeding, random.Random(i))[0] for i in range(2000)]
+        counts = Counter(birth.operator for birth in births)
+        assert counts["full_gaussian"] / 2000 == pytest.approx(0.75, abs=0.03)
+        assert set(counts) == {"full_gaussian", "svd_perturb"}
+        assert {birth.strength for birth in births} == {0.5}
+
+    def test_the_same_generator_gives_the_same_plan(self):
+        plans = [plan_births(rated(10, 20, 30, 40), Breeding(), random.Random("evolution 0 10")) for _ in range(2)]
+        assert plans[0] == plans[1]
+
+
+class TestMixture:
+    def test_every_way_to_write_one(self):
+        even = {"dare": 1.0, "clone": 1.0}
+        for value in (["dare", "clone"], "dare, clone", '["dare", "clone"]', {"dare": 1, "clone": 1.0}):
+            assert read_mixture(value, CROSSOVERS, (), "crossovers") == even
+        assert read_mixture('{"ties": 2}', CROSSOVERS, (), "crossovers") == {"ties": 2.0}
+        assert list(read_mixture(None, MUTATIONS, DEFAULT_MUTATIONS, "mutations")) == list(DEFAULT_MUTATIONS)
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [("blend", "no operator 'blend'"), ({"dare": -1}, "non-negative"), ({"dare": 0}, "weight")],
+    )
+    def test_what_cannot_be_meant_is_refused(self, value, message):
+        with pytest.raises(ValueError, match=f"`crossovers`.*{message}"):
+            read_mixture(value, CROSSOVERS, (), "crossovers")
+
+    def test_the_default_is_the_papers_family(self):
+        assert set(DEFAULT_MUTATIONS) <= set(MUTATIONS)
+        assert set(DEFAULT_CROSSOVERS) <= set(CROSSOVERS)
+
+
+def test_breeding_again_at_half_the_strength_is_the_same_child_nearer_to_its_parent():
+    torch.manual_seed(0)
+    parents = [{"m.lora_A.weight": torch.randn(12, 30), "m.lora_B.weight": torch.randn(20, 12)} for _ in range(2)]
+    for operator in DEFAULT_MUTATIONS + ("dare", "svd_subspace", "extrapolate"):
+        given = parents[:1] if operator in MUTATIONS else parents
+        birth = Birth("student_0", "student", ("a", "b")[: len(given)], operator, 1.0, seed=6)
+        one, again, half = (breed(birth, given, strength) for strength in (1.0, 1.0, 0.5))
+        assert all(torch.equal(one[key], again[key]) for key in one)
+        assert compare(one, parents[0])["cosine"] < compare(half, parents[0])["cosine"] < 1
+
+
+def test_newborn_rating():
+    population = rated(30, 20)
+    population["student_0"].sigma, population["student_1"].sigma = 3.0, 1.0
+    assert newborn_rating(population.students, "prior") == (PRIOR_MU, PRIOR_SIGMA)
+    mu, sigma = newborn_rating(population.students, "parents")
+    assert mu == 25.0
+    assert sigma == pytest.approx(math.sqrt(5 + (25 / 6) ** 2))
+    population["student_0"].sigma = 25 / 3
+    assert newborn_rating(population.students[:1], "parents")[1] == PRIOR_SIGMA
+
+
+class TestSimulation:
+    """The whole loop but the model: members with a known strength, inherited with noise, play and are replaced."""
+
+    @staticmethod
+    def simulate(teachers: int, students: int, *, every: int = 10, steps: int = 120, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        population, matchmaker = Population(teachers, students), Matchmaker(seed=seed)
+        strength = dict(zip(population.names, rng.normal(25, 6, len(population)), strict=True))
+        breeding, log = Breeding(burn_in=8), []
+        for step in range(1, steps + 1):
+            outcomes = {}
+            for match in matchmaker.pair(population):
+                odds = norm.cdf((strength[match.student] - strength[match.teacher]) / (math.sqrt(2) * BETA))
+                outcomes[match] = float(rng.binomial(8, odds, size=6).mean() / 8)
+            matchmaker.update(population, outcomes)
+            if not every or step % every:
+                continue
+            births = plan_births(population, breeding, random.Random(f"{seed} {step}"))
+            for birth in births:
+                slot = population[birth.slot]
+                rivals = [member for member in population.role(birth.role) if member is not slot]
+                log.append((birth, slot.age, population.fitness(slot), max(map(population.fitness, rivals))))
+                parents = [strength[parent] for parent in birth.parents]
+                population.replace(birth.slot, step=step, parents=birth.parents, operator=birth.operator)
+                strength[birth.slot] = max(parents) + rng.normal(0, 1)
+        return population, strength, log
+
+    @pytest.mark.parametrize(("teachers", "students"), [(1, 1), (2, 3), (4, 4), (8, 8)])
+    def test_newborns_are_protected_and_the_best_survives(self, teachers, students):
+        population, _, log = self.simulate(teachers, students)
+        assert all(age >= 8 for _, age, _, _ in log)
+        assert all(fitness < best for _, _, fitness, best in log)
+        events = Counter(birth.role for birth, *_ in log)
+        for role, size in (("teacher", teachers), ("student", students)):
+            assert (events[role] > 0) == (size > 1)
+            assert events[role] <= 12 * max(1, size // 4)
+        assert all(member.version == sum(birth.slot == member.name for birth, *_ in log) for member in population)
+
+    @pytest.mark.parametrize(("teachers", "students"), [(2, 3), (4, 4), (8, 8)])
+    def test_the_weak_are_culled(self, teachers, students):
+        # What the first event replaces is truly below its role's mean, in most of ten worlds.
+        below = []
+        for seed in range(10):
+            _, strength, _ = self.simulate(teachers, students, steps=0, seed=seed)
+            _, _, log = self.simulate(teachers, students, every=40, steps=40, seed=seed)
+            for birth, *_ in log:
+                role = [value for name, value in strength.items() if name.startswith(birth.role)]
+                below.append(strength[birth.slot] < np.mean(role))
+        assert np.mean(below) > 0.8
+
+    @pytest.mark.parametrize(("teachers", "students"), [(2, 3), (4, 4), (8, 8)])
+    def test_selection_raises_the_strength_of_the_population(self, teachers, students):
+        # Of the population, not of each role: where one role runs ahead, all its matches end alike and tell nothing.
+        gains = []
+        for seed in range(3):
+            before = self.simulate(teachers, students, steps=0, seed=seed)[1]
+            after = self.simulate(teachers, students, seed=seed)[1]
+            gains.append(np.mean([after[name] - before[name] for name in before]))
+        assert np.mean(gains) > 2
+
+    def test_a_population_of_one_and_one_never_replaces_anybody(self):
+        assert self.simulate(1, 1)[2] == []
+
+
+def letters(completions, **kwargs) -> list[float]:
+    """A reward that a random base earns by chance; without it no adapter would move."""
+    return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def make_trainer(random_base, seed_tasks, tmp_path_factory):
+    """2T+2S on the random base: 12 rows of at most 8 tokens a step, because only what follows a step matters here."""
+    made = []
+
+    def make(**overrides) -> PopuLoRATrainer:
+        settings = {
+            "output_dir": str(tmp_path_factory.mktemp("run")),
+            "teachers": 2,
+            "students": 2,
+            "proposals_per_teacher": 2,
+            "attempts_per_task": 2,
+            "references_per_proposal": 1,
+            "task_kinds": ["code_o"],
+            "prompt_style": "compact",
+            "per_device_train_batch_size": 6,
+            "max_completion_length": 8,
+            "max_steps": 4,
+            "learning_rate": 1e-2,  # a random base needs a large step for its adapters to move visibly
+            "lr_scheduler_type": "linear",
+            "sandbox_workers": 1,
+            "evolve_every": 2,
+            "evolve_burn_in": 1,
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": [],
+            "save_strategy": "no",
+            "gradient_checkpointing": False,
+            "disable_tqdm": True,
+            "save_rollouts": False,
+        }
+        trainer = PopuLoRATrainer(
+            random_base,
+            letters,
+            PopuLoRAConfig(**(settings | overrides)),
+            train_dataset=Dataset.from_list([task.to_record() for task in seed_tasks]),
+            peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
+        )
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+class Births:
+    """Takes note of every replacement on its way into the trainer: factors of parent, child, and slot after it."""
+
+    def __init__(self, trainer: PopuLoRATrainer):
+        self.trainer, self.replace_member, self.seen = trainer, trainer.replace_member, {}
+        trainer.replace_member = self
+
+    def __call__(self, name, factors, **options):
+        parent = read_member(self.trainer.model, options["parents"][0].split("@")[0])
+        factors = {key: value.clone() for key, value in factors.items()}
+        self.replace_member(name, factors, **options)
+        self.seen[name] = (parent, factors, read_member(self.trainer.model, name))
+
+
+@pytest.fixture(scope="module")
+def run(make_trainer):
+    """One run of four steps with an event after the second, and what happened in it."""
+    trainer = make_trainer(learning_rate_perturbation=0.2)
+    births = Births(trainer)
+    trainer.train()
+    return trainer, births.seen
+
+
+def lineage(trainer) -> list[dict]:
+    return [json.loads(line) for line in trainer.evolution.lineage.read_text().splitlines()]
+
+
+class TestCallback:
+    def test_one_member_per_role_is_replaced_at_the_event_and_none_at_the_last_step(self, run):
+        events = lineage(run[0])
+        assert [(event["step"], event["role"]) for event in events] == [(2, "teacher"), (2, "student")]
+        assert sorted(member.version for member in run[0].population) == [0, 0, 1, 1]
+
+    def test_the_lineage_tells_what_the_population_holds(self, run):
+        for event in lineage(run[0]):
+            slot = event["child"].split("@")[0]
+            member = run[0].population[slot]
+            assert event["child"] == f"{slot}@1" == member.identity
+            assert event["replaced"]["member"] == f"{slot}@0"
+            assert event["replaced"]["age"] == 2
+            assert (member.born, member.operator, member.age) == (2, event["operator"], 2)
+            assert member.parents == tuple(parent["member"] for parent in event["parents"])
+            assert (event["mu"], event["sigma"]) == (PRIOR_MU, PRIOR_SIGMA)
+
+    def test_the_child_is_live_and_its_likeness_recorded(self, run):
+        for event in lineage(run[0]):
+            parent, child, live = run[1][event["child"].split("@")[0]]
+            assert all(torch.equal(child[key], live[key]) for key in child)
+            likeness = compare(child, parent)
+            assert event["cosine"] == [pytest.approx(likeness["cosine"])]
+            assert event["norm_ratio"] == [pytest.approx(likeness["norm_ratio"])]
+            assert 0.5 < event["cosine"][0] < 1
+
+    def test_the_learning_rate_is_the_parents_with_a_perturbation(self, run):
+        factors = {event["child"].split("@")[0]: event["learning_rate_factor"] for event in lineage(run[0])}
+        assert set(factors.values()) <= {0.8, 1.2}
+        rates = dict(zip(run[0].population.names, run[0].lr_scheduler.base_lrs, strict=True))
+        assert rates == {name: pytest.approx(1e-2 * factors.get(name, 1.0)) for name in rates}
+
+    def test_every_metric_is_logged_at_every_step(self, run):
+        logged = [entry for entry in run[0].state.log_history if "evolve/replaced" in entry]
+        assert [entry["evolve/replaced"] for entry in logged] == [0.0, 2.0, 0.0, 0.0]
+        assert all(set(run[0].evolution.metrics()) <= set(entry) for entry in logged)
+
+    def test_the_same_seed_gives_the_same_lineage(self, run, make_trainer):
+        again = make_trainer(learning_rate_perturbation=0.2)
+        again.train()
+        assert again.evolution.lineage.read_bytes() == run[0].evolution.lineage.read_bytes()
+
+    def test_state_survives_json(self, run):
+        state = json.loads(json.dumps(run[0].evolution.state_dict()))
+        assert state == {"replaced": 2}
+        run[0].evolution.load_state_dict(state)
+        assert run[0].evolution.state_dict() == state
+
+    def test_events_that_a_resumed_run_has_yet_to_see_are_dropped(self, make_trainer):
+        trainer = make_trainer()
+        lines = ['{"step": 1, "child": "a"}\n', '{"step": 40, "child": "b"}\n']
+        trainer.evolution.lineage.write_text("".join(lines))
+        trainer.state.global_step = 20
+        trainer.evolution.on_train_begin(trainer.args, trainer.state, trainer.control)
+        assert trainer.evolution.lineage.read_text() == lines[0]
+
+    def test_an_unknown_operator_is_refused_at_construction(self, make_trainer):
+        with pytest.raises(ValueError, match="`mutations` names no operator 'shuffle'"):
+            make_trainer(mutations={"shuffle": 1.0})
+
+
+@torch.no_grad()
+def continuation(trainer, name: str, prompt: list[int], length: int = 12) -> Completion:
+    """What a member finds most likely after a prompt: the thing it knows best."""
+    ids = list(prompt)
+    with trainer.router.rows_of([trainer.population[name].index]):
+        for _ in range(length):
+            ids.append(int(trainer.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return Completion(prompt, ids[len(prompt) :], "")
+
+
+@pytest.fixture(scope="module")
+def knowing(make_trainer):
+    """
+    A trainer whose `student_1` knows things: a random adapter, and as the last step's correct attempts its own
+    greedy continuations. A random base never gets anything right by itself.
+    """
+    trainer = make_trainer(retention_tolerance=0.02)
+    torch.manual_seed(0)
+    shapes = {key: value.shape for key, value in read_member(trainer.model, "student_1").items()}
+    trainer.replace_member("student_1", {k: torch.randn(s) / s[-1] ** 0.5 for k, s in shapes.items()}, step=0)
+    rows = [("teacher", "teacher_0", False), ("student", "student_0", True)]
+    rows += [("student", "student_1", True), ("student", "student_1", False)]
+    trainer._rows = [
+        Row(
+            role,
+            member,
+            "code_o",
+            0,
+            valid=True,
+            correct=correct,
+            completion=continuation(trainer, "student_1", [10 + n, 60, 30 + n]),
+        )
+        for n, (role, member, correct) in enumerate(rows)
+    ]
+    return trainer
+
+
+class TestRetentionGate:
+    def test_known_solutions_are_true_and_the_parents_own_come_first(self, knowing):
+        completions = [row.completion for row in knowing._rows]
+        assert known_solutions(knowing._rows, "student", "student_1", 16) == [completions[2], completions[1]]
+        assert known_solutions(knowing._rows, "student", "student_1", 1) == [completions[2]]
+        assert known_solutions(knowing._rows, "teacher", "teacher_1", 16) == [completions[0]]
+
+    @pytest.mark.parametrize("name", ["student_0", "student_1"])
+    def test_mean_logp_is_the_members_own(self, knowing, name):
+        completions = known_solutions(knowing._rows, "student", "student_1", 16)
+        # Unequal lengths, so that padding on both sides would show.
+        longer = [5, *completions[1].prompt_ids]
+        completions = [completions[0], Completion(longer, completions[1].completion_ids[:4], "")]
+        expected = []
+        for completion in completions:
+            ids = torch.tensor([completion.prompt_ids + completion.completion_ids])
+            with knowing.router.rows_of([knowing.population[name].index]), torch.no_grad():
+                logps = knowing.model(ids).logits.log_softmax(-1)[0]
+            start = len(completion.prompt_ids) - 1
+            expected += [float(logps[start + i, token]) for i, token in enumerate(completion.completion_ids)]
+        assert mean_logp(knowing, name, completions) == pytest.approx(np.mean(expected), abs=1e-5)
+        assert knowing.router.route is None
+
+    def test_loss_of_a_copy_a_stranger_and_without_solutions(self, knowing, monkeypatch):
+        assert retention_loss(knowing, "student_1", "student_1", 16) == 0.0
+        assert retention_loss(knowing, "student_0", "student_1", 16) > 0.1
+        monkeypatch.setattr(knowing, "_rows", [])
+        assert math.isnan(retention_loss(knowing, "student_0", "student_1", 16))
+
+    @pytest.mark.parametrize(("strength", "outcome"), [(0.01, "kept"), (0.5, "milder"), (1e3, "cloned")])
+    def test_a_child_that_forgets_is_bred_milder_and_at_last_cloned(self, knowing, strength, outcome):
+        parent = read_member(knowing.model, "student_1")
+        knowing.evolution._metrics = knowing.evolution._empty_metrics()
+        birth = Birth("student_0", "student", ("student_1",), "full_gaussian", strength, seed=3)
+        child, operator, final_strength, loss = knowing.evolution._raise(birth, [parent])
+        retries = knowing.evolution.metrics()["evolve/gate_retries"]
+        assert loss <= 0.02
+        if outcome == "cloned":
+            assert (operator, final_strength, retries) == ("clone", 0.0, 4)
+            assert all(torch.equal(child[key], parent[key]) for key in parent)
+        else:
+            assert operator == "full_gaussian"
+            assert final_strength == strength / 2**retries
+            assert (retries > 0) == (outcome == "milder")
+            assert retention_loss(knowing, "student_0", "student_1", 16) == pytest.approx(loss, abs=1e-6)
+
+    def test_its_cost_is_logged_with_the_event(self, make_trainer):
+        trainer = make_trainer(retention_tolerance=0.02, max_steps=3)
+        trainer.train()
+        assert [entry["time/evolve_gate"] > 0 for entry in trainer.state.log_history[:3]] == [False, True, False]
