@@ -28,6 +28,8 @@ COMPUTE = {
     "fstat": (5, 80),
     "poll": (7, None),
     "ppoll": (271, 73),
+    "select": (23, None),
+    "pselect6": (270, 72),
     "mmap": (9, 222),
     "mprotect": (10, 226),
     "munmap": (11, 215),

@@ -1,0 +1,63 @@
+"""The same programs under other Pythons, and as uid 1000 in a process shut in like a default container."""
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
+
+
+def interpreter(version):
+    """A Python of this version other than the running one, or None."""
+    if version == f"{sys.version_info[0]}.{sys.version_info[1]}":
+        return None  # covered by `test_sandbox_hostile.py`
+    found = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+    return str(found[-1]) if found else shutil.which(f"python{version}")
+
+
+def run_elsewhere(python, *arguments):
+    command = [python, "-B", str(ROOT / "tests" / "sandbox_elsewhere.py"), str(ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def check(found):
+    assert found["unexpected"] == []
+    assert found["reached"] == []
+    assert found["leftovers"] == []
+    assert found["respawns"] == 0
+    assert found["count"] > 300
+
+
+@pytest.mark.parametrize("version", [each for each in VERSIONS if interpreter(each)])
+def test_other_pythons(version):
+    found = run_elsewhere(interpreter(version))
+    assert found["python"] == [int(part) for part in version.split(".")]
+    check(found)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the container's filter is written for x86-64")
+def test_a_container_like_process_reaches_level_b():
+    found = run_elsewhere(sys.executable, "container")
+    assert found["uid"] != 0
+    assert found["level"] == "B"
+    assert found["layers"]["seccomp"] == ""
+    assert found["layers"]["uid"] == ""
+    assert all(found["layers"][name] for name in ("namespaces", "chroot", "landlock"))
+    check(found)
+
+
+def test_an_ordinary_user_gets_what_the_host_offers():
+    found = run_elsewhere(sys.executable, "user")
+    assert found["uid"] != 0
+    offered = subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"], check=False, timeout=30)
+    assert found["level"] == ("A" if offered.returncode == 0 and found["layers"]["landlock"] == "" else "B")
+    check(found)
