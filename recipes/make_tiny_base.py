@@ -18,12 +18,14 @@ writes the figures and the model card. Leaves out on purpose: validation during 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Full
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,7 @@ from tiny_documents import Batch, Layout, batches
 from tiny_scores import write_seed_tasks
 from tiny_tokenizer import train_tokenizer
 from tokenizers import Tokenizer
-from transformers import AttentionInterface, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
 USER_WEIGHT = 0.03  # loss weight of the user's tokens; the assistant's have 1
@@ -81,6 +83,7 @@ def new_model(tokenizer, layers: int, width: int) -> Qwen3ForCausalLM:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        populora_prompt_style="compact",  # how the trainer knows which prompts this base understands
     )
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
@@ -135,8 +138,16 @@ def produce(queue, seed: int, start: int, tokenizer_text: str, end_of_turn: int,
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.nice(5)
+    queue.cancel_join_thread()
+    parent = multiprocessing.parent_process()
     for batch in batches(seed, start, Tokenizer.from_str(tokenizer_text), end_of_turn, pad, layout):
-        queue.put(batch)
+        while parent is not None:
+            try:
+                queue.put(batch, timeout=5)
+                break
+            except Full:  # the trainer is slow, or was killed and will never take another batch
+                if not parent.is_alive():
+                    return
 
 
 def learning_rate_factor(step: int, done: float) -> float:
@@ -165,6 +176,16 @@ def export(model: Qwen3ForCausalLM, weights: dict[str, torch.Tensor], tokenizer,
     )
     exported.half().save_pretrained(output)
     tokenizer.save_pretrained(output, save_jinja_files=False)
+
+
+def how_it_was_made(arguments: argparse.Namespace, progress: Progress) -> str:
+    """The sentence of the model card; the options that shape the run, not where it writes."""
+    length = f"--minutes {arguments.minutes:g}" if arguments.minutes else f"--steps {arguments.steps}"
+    return (
+        f"`python recipes/make_tiny_base.py {length} --muon-rate {arguments.muon_rate:g} --seed {arguments.seed}`: "
+        f"{progress.step} steps, {progress.tokens / 1e6:.1f}M tokens ({progress.answer_tokens / 1e6:.1f}M of them "
+        f"answers), {progress.seconds / 60:.0f} minutes on one shared CPU core."
+    )
 
 
 def train(arguments: argparse.Namespace, tokenizer, model: Qwen3ForCausalLM) -> Progress:
@@ -289,12 +310,22 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def the_tokenizer(arguments: argparse.Namespace) -> PreTrainedTokenizerFast:
+    """A new tokenizer, or that of the run that goes on: its token numbers are part of the weights."""
+    saved = arguments.work / "tokenizer"
+    if (arguments.resume or arguments.export_only) and saved.is_dir():
+        return PreTrainedTokenizerFast.from_pretrained(saved)
+    tokenizer = train_tokenizer(arguments.seed)
+    tokenizer.save_pretrained(saved, save_jinja_files=False)
+    return tokenizer
+
+
 def main() -> None:
     arguments = parse_arguments()
     arguments.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
     AttentionInterface.register("packed", packed_attention)
-    tokenizer = train_tokenizer(arguments.seed)
+    tokenizer = the_tokenizer(arguments)
     model = new_model(tokenizer, arguments.layers, arguments.width)
     model.set_attn_implementation("packed")
     if not arguments.export_only:
@@ -304,6 +335,9 @@ def main() -> None:
     if arguments.output:
         state = torch.load(arguments.work / "checkpoint.pt", weights_only=True)
         export(model, state["average"], tokenizer, arguments.output)
+        progress = Progress(**state["progress"])
+        record = {"made": how_it_was_made(arguments, progress), **vars(progress)}
+        (arguments.output / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
         print(f"wrote {arguments.output} at step {state['progress']['step']}")
 
 

@@ -20,18 +20,18 @@ from tokenizers import Tokenizer
 
 INPUTS_PER_CODE_F = 6
 MAX_REFERENCES = 3
-PROPOSED_LEVEL_WEIGHTS = (0.12, 0.28, 0.32, 0.28)
-SOLVED_LEVEL_WEIGHTS = (0.12, 0.26, 0.32, 0.30)
+PROPOSED_LEVEL_WEIGHTS = (0.25, 0.35, 0.25, 0.15)
+SOLVED_LEVEL_WEIGHTS = (0.24, 0.34, 0.25, 0.17)
 FIRST_LEVEL_WEIGHTS = (0.5, 0.3, 0.1, 0.1)
-WARM_UP_STEPS = 400  # steps over which the solved levels move from the first weights to the final ones
+WARM_UP_STEPS = 1500  # steps over which the solved levels move from the first weights to the final ones
 
 # Share of the training tokens of each kind of document, and how many branches one has.
 TOKEN_SHARES = {
-    "solve code_o": 0.29,
-    "solve code_i": 0.25,
-    "solve code_f": 0.24,
-    "propose": 0.14,
-    "propose code_f": 0.08,
+    "solve code_o": 0.30,
+    "solve code_i": 0.26,
+    "solve code_f": 0.23,
+    "propose": 0.10,
+    "propose code_f": 0.11,
 }
 BRANCHES = {"solve code_o": 8, "solve code_i": 6, "solve code_f": 1, "propose": 2, "propose code_f": 1}
 
@@ -241,12 +241,12 @@ def pack(documents: list[Document], rows: int, length: int, pad: int) -> Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many rows of which length a training step has; proposals with references need the long ones."""
+    """How many rows of which length a training step has; proposals with references need the long one."""
 
-    short_rows: int = 11
+    short_rows: int = 12
     short_length: int = 256
-    long_rows: int = 2
-    long_length: int = 448
+    long_rows: int = 1
+    long_length: int = 384
 
 
 def batches(
@@ -263,7 +263,7 @@ def batches(
         for name, share in TOKEN_SHARES.items():
             written = 0.0
             while written < share * budget:
-                is_long = name.startswith("propose")
+                is_long = name == "propose"
                 length = layout.long_length if is_long else layout.short_length
                 document = tokenise(writer.document(name, levels), tokenizer, end_of_turn, length)
                 if document is not None:

@@ -3,7 +3,7 @@ Scores a tiny base against its gate, with the package's own task kinds and sandb
 
     python recipes/tiny_scores.py --model trl_populora/assets/tiny --tasks 60
 
-takes about five minutes on one core and prints the tables of the model card; `--card` writes the card. Per level and
+takes about five minutes on one core and prints the figures; `--card` writes the model card. Per level and
 kind: pass@1 and any of 8 at temperature 1, greedy, and the share of groups of 8 without spread. Per kind of proposal:
 validity, distinctness, and how the base solves its own valid proposals, which is what self-play starts from.
 Also home of the seed tasks, which are made of the same pieces.
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tiny_card import model_card
 from tiny_documents import (
     INPUTS_PER_CODE_F,
     PROPOSED_LEVEL_WEIGHTS,
@@ -225,11 +226,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="model directory")
     parser.add_argument("--tasks", type=int, default=60, help="per kind and level")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--card", action="store_true", help="write the model card, `README.md`, into --model")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # at these sizes a second thread costs more than it brings
+    if not (arguments.model / "training.json").is_file():
+        parser.error(f"{arguments.model} was not written by make_tiny_base.py: it has no training.json")
     figures = score(arguments.model, arguments.tasks, arguments.seed)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if arguments.card:
+        made = json.loads((arguments.model / "training.json").read_text(encoding="utf-8"))["made"]
+        (arguments.model / "README.md").write_text(model_card(figures, arguments.tasks, made), encoding="utf-8")
 
 
 if __name__ == "__main__":
