@@ -1,0 +1,84 @@
+"""Programs that language models wrote, against the outputs recorded for them; no cases where the files are absent.
+
+Of the 256 rows of `azr_seed_3b_coder.jsonl`, 240 agree with their recorded output. The other 16, all explained:
+
+| rows | verdict | why |
+|---|---|---|
+| 46, 191, 213 | bad_output | the output is a `defaultdict` or `Counter`; recorded is its repr, ours takes exact plain types only |
+| 98, 186, 217, 218 | bad_output | a generator or `reversed` object; their check recorded an empty output for it |
+| 128 | bad_output | the output holds `dict_items`; recorded is its repr |
+| 224 | bad_output | the output needs more than 65536 bytes; recorded is cut at 403 characters |
+| 85, 116 | policy | imports numpy, sympy, which are not in the standard library |
+| 107, 194, 251 | policy | imports timeit or os, which are not on the allow-list; none of the three needs it |
+| 16, 198 | ok | the program runs and has a value; their check rejected it and recorded an empty output |
+
+Of the first two inputs of the 256 rows of `azr_seed_3b_coder_code_f.jsonl` (509 calls), all but those of 17 rows agree:
+
+| rows | verdict | why |
+|---|---|---|
+| 2, 55, 70, 72, 84, 250 | bad_output | a generator or `reversed` object, recorded as empty |
+| 186 | bad_output | a `defaultdict` |
+| 16, 71, 164, 242 | policy | imports os (needs it not) or sympy |
+| 12, 83 | ok | the recorded output was cut in its middle (`...`, 403 characters), row 12 inside a string |
+| 189, 227, 245 | ok | recorded as empty |
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trl_populora.sandbox import Job, Limits, Sandbox
+from trl_populora.sandbox.literals import LiteralError, read_literal
+from trl_populora.sandbox.values import decode, encode, equal
+
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+FILES = sorted(DATA.glob("azr_seed_*.jsonl"))
+EXPLAINED = {
+    "azr_seed_3b_coder": {
+        "bad_output": {46, 191, 213, 98, 186, 217, 218, 128, 224},
+        "policy": {85, 116, 107, 194, 251},
+        "no recorded output": {16, 198},
+    },
+    "azr_seed_3b_coder_code_f": {
+        "bad_output": {2, 55, 70, 72, 84, 250, 186},
+        "policy": {16, 71, 164, 242},
+        "no recorded output": {12, 83, 189, 227, 245},
+    },
+}
+
+
+def calls(row):
+    """The recorded inputs and outputs; inputs are expressions, so they are evaluated inside the sandbox."""
+    return zip(row.get("inputs") or [row["input"]], row.get("outputs") or [row["output"]], strict=False)
+
+
+def outcome(verdict, recorded):
+    if verdict.status != "ok":
+        return str(verdict.status)
+    if len(recorded) == 403 and "..." in recorded:
+        return "no recorded output"
+    try:
+        known = read_literal(recorded)
+    except LiteralError:
+        return "no recorded output"
+    return "agree" if equal(decode(verdict.outputs[0]), known) else "differ"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_program_is_judged_and_agrees_or_is_explained(path):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    pairs = [(index, row["snippet"], *pair) for index, row in enumerate(rows) for pair in list(calls(row))[:2]]
+    jobs = [
+        Job(f"{snippet}\ndef call_it():\n    return f({given})\n", (encode(()),), runs=2, function="call_it")
+        for _, snippet, given, _ in pairs
+    ]
+    with Sandbox(workers=2, limits=Limits(wall_seconds=30)) as sandbox:
+        verdicts = sandbox.run(jobs)
+    found = {}
+    for (index, _, _, recorded), verdict in zip(pairs, verdicts, strict=True):
+        found.setdefault(outcome(verdict, recorded), set()).add(index)
+    agreed = found.pop("agree")
+    assert found == EXPLAINED[path.stem]
+    assert len(agreed | set().union(*found.values())) == len(rows) == 256
