@@ -106,7 +106,7 @@ class LoRAServer(VLLMClient):
         if response.status_code == 200:
             return
         reasons = f"answered {response.status_code}: {response.text}"
-        if response.status_code == 404 and "lora_path" in payload and payload["lora_path"] not in response.text:
+        if response.status_code == 404 and "lora" not in response.text:  # there is no such endpoint
             reasons += " It must run with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` (see `recipes/serve.sh`)"
         elif "lora_path" in payload:
             reasons += (

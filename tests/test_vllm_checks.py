@@ -1,0 +1,115 @@
+"""What is refused before any model is loaded: every base below is a configuration without weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig
+from transformers import BloomConfig, CTRLConfig, Qwen3Config, Qwen3ForCausalLM
+
+from trl_populora.generation.checks import check_vllm
+from trl_populora.populora_trainer import PopuLoRATrainer
+
+
+ROOT = Path(__file__).parent.parent
+BLOCKED = "import sys; sys.modules['vllm'] = None\n"
+CHECK = "from trl_populora.generation.checks import check_installed; check_installed()"
+
+
+def run_python(program: str, *first_on_path: str) -> str:
+    """The last line that a fresh interpreter prints."""
+    path = os.pathsep.join([*first_on_path, str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        timeout=300,
+        text=True,
+    )
+    return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+def test_a_missing_vllm_is_an_error_before_the_base_is_looked_at(tmp_path):
+    program = BLOCKED + (
+        "from trl_populora.populora_config import PopuLoRAConfig\n"
+        "from trl_populora.populora_trainer import PopuLoRATrainer\n"
+        f"args = PopuLoRAConfig({str(tmp_path)!r}, use_vllm=True, use_cpu=True, bf16=False)\n"
+        "PopuLoRATrainer('no/such-base', args=args)\n"
+    )
+    said = run_python(program)
+    assert said.startswith("ImportError: `use_vllm=True`, but vLLM is not installed.")
+    assert "use_vllm=False" in said
+
+
+def test_a_version_outside_the_window_of_trl_is_an_error(tmp_path):
+    """A package named vllm of a version that does not exist yet, first on the path."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    info = tmp_path / "vllm-99.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 99.0.0\n")
+    (info / "top_level.txt").write_text("vllm\n")
+    (info / "RECORD").write_text("vllm/__init__.py,,\n")
+    said = run_python(CHECK, str(tmp_path))
+    assert said.startswith("ImportError: ")
+    assert "99.0.0" in said
+    assert "0.31.0" in said
+
+
+@pytest.mark.vllm
+class TestWithVLLM:
+    @pytest.fixture(autouse=True)
+    def _needs_vllm(self):
+        pytest.importorskip("vllm", reason="vLLM is not installed")
+
+    @pytest.fixture
+    def args(self, make_args):
+        return make_args(use_vllm=True)
+
+    def test_an_installed_version_in_the_window_passes(self):
+        from trl_populora.generation.checks import check_installed
+
+        check_installed()
+
+    @pytest.mark.parametrize(
+        ("options", "size"),
+        [
+            ({"r": 1}, 1),
+            ({"r": 4}, 8),
+            ({"r": 16}, 16),
+            ({"r": 33}, 64),
+            ({"r": 8, "rank_pattern": {"q_proj": 300}}, 320),
+        ],
+    )
+    def test_the_next_permitted_rank_is_taken(self, options, size):
+        from trl_populora.generation.checks import permitted_rank
+
+        assert permitted_rank(LoraConfig(**options)) == size
+
+    def test_a_rank_above_all_permitted_ones_is_refused(self, args):
+        with pytest.raises(ValueError, match=r"rank 513, and vLLM serves at most 512"):
+            PopuLoRATrainer("no/such-base", args=args, peft_config=LoraConfig(r=513, target_modules="all-linear"))
+
+    @pytest.mark.parametrize(
+        ("config", "reason"),
+        [
+            (BloomConfig(architectures=["BloomForCausalLM"]), "without LoRA"),
+            (CTRLConfig(architectures=["CTRLLMHeadModel"]), "CTRLLMHeadModel"),
+            (Qwen3Config(architectures=["Qwen3ForCausalLM"], head_dim=16), "heads of size 16"),
+        ],
+    )
+    def test_a_base_that_cannot_be_served_is_refused(self, config, reason, args, tmp_path, lora):
+        config.save_pretrained(tmp_path / "base")
+        with pytest.raises(ValueError, match=reason) as error:
+            PopuLoRATrainer(str(tmp_path / "base"), args=args, peft_config=lora)
+        assert str(tmp_path / "base") in str(error.value)
+        assert "use_vllm=False" in str(error.value)
+
+    def test_a_base_that_vllm_could_not_load_again_is_refused(self, args, lora):
+        config = Qwen3Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=16, head_dim=32)
+        with pytest.raises(ValueError, match="save_pretrained"):
+            check_vllm(Qwen3ForCausalLM(config), args, lora)

@@ -1,0 +1,173 @@
+"""The server mode, for real: servers started by `recipes/serve.sh` on this machine, asked over HTTP."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from accelerate import Accelerator
+
+from trl_populora.generation.client import VLLMServerError
+from trl_populora.generation.vllm import PopulationGeneration
+
+from .vllm_models import largest_difference, logprobs_of, make_population, make_served_base, randomise
+from .vllm_processes import end, finish, free_port, result_of, served, start_run
+
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+MEMBERS = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    return make_served_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def server(base, tmp_path_factory):
+    with served(base, MEMBERS, tmp_path_factory.mktemp("server") / "log") as server:
+        yield server
+
+
+class Client:
+    """A population and its client."""
+
+    def __init__(self, base: str, directory: Path, url: str, members: int = MEMBERS, rank: int = 4, **settings):
+        self.model, self.names, self.router = make_population(base, members, rank)
+        self.generation = PopulationGeneration(
+            self.model,
+            members=self.names,
+            router=self.router,
+            output_dir=str(directory),
+            accelerator=Accelerator(cpu=True),
+            processing_class=None,
+            mode="server",
+            server_base_url=url,
+            max_completion_length=12,
+            **settings,
+        )
+
+    def publish_all(self, seed: int) -> None:
+        for index, name in enumerate(self.names):
+            randomise(self.model, name, seed=100 * seed + index)
+        self.generation.sync_weights()
+
+    def generate(self, rows, prompts):
+        with self.router.rows_of(rows):
+            _, completions, logprobs, _ = self.generation.generate(prompts, None, 1)
+        return completions, [[token[0] for token in row] for row in logprobs]
+
+
+@pytest.fixture
+def client(base, server, tmp_path):
+    client = Client(base, tmp_path, server.url)
+    yield client
+    client.generation.close()
+
+
+def test_mixed_rows_have_the_logprobs_of_their_members(client, server):
+    rng = random.Random(0)
+    for publishing in range(2):
+        client.publish_all(publishing)
+        rows = [*range(MEMBERS)] * 4
+        rng.shuffle(rows)
+        prompts = [[rng.randrange(256) for _ in range(rng.randint(2, 9))] for _ in rows]
+        prompts[1], rows[1] = prompts[0], rows[0]  # merged into one request
+        completions, logprobs = client.generate(rows, prompts)
+        expected = logprobs_of(client.model, client.router, rows, prompts, completions)
+        assert largest_difference(logprobs, expected) < 1e-3
+        assert sorted(server.models()[1:]) == sorted(a.name for a in client.generation.published.values())
+    root = client.generation._shelf.root
+    client.generation.close()
+    assert len(server.models()) == 1
+    assert not root.exists()
+
+
+def test_publishing_one_member_changes_its_outputs_and_no_others(client):
+    client.generation.temperature = 0.0
+    client.publish_all(5)
+    rows, prompts = [*range(MEMBERS)] * 2, [p for p in ([1, 2, 3], [7, 8]) for _ in range(MEMBERS)]
+    before, _ = client.generate(rows, prompts)
+    randomise(client.model, "member_1", seed=77)
+    client.generation.sync_weights()
+    after, _ = client.generate(rows, prompts)
+    for row, *texts in zip(rows, before, after, strict=True):
+        assert (texts[0] == texts[1]) == (row != 1)
+
+
+@pytest.mark.parametrize(("members", "rank"), [(MEMBERS + 1, 4), (MEMBERS, 16)])
+def test_a_server_that_cannot_hold_the_population_is_refused(base, server, tmp_path, members, rank):
+    with pytest.raises(ValueError, match=f"--max-loras {members} .*--max-lora-rank {max(rank, 8)}"):
+        Client(base, tmp_path, server.url, members, rank)
+
+
+def test_a_path_that_the_server_does_not_see_is_named(client, tmp_path):
+    client.publish_all(8)
+    adapter = client.generation.published["member_0"]
+    lost = type(adapter)("member_0", "lost", 999, str(tmp_path / "lost"))
+    with pytest.raises(VLLMServerError, match=rf"127.0.0.1.*{tmp_path}.*vllm_adapter_dir"):
+        client.generation.vllm_client.load(lost)
+
+
+def test_a_stuck_server_is_given_up_after_the_time_limit(base, server, tmp_path):
+    client = Client(base, tmp_path, server.url, request_timeout=4.0)
+    client.publish_all(9)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        with pytest.raises(VLLMServerError, match=rf"{server.url} did not answer within 4 seconds"):
+            client.generate([0], [[1, 2]])
+        assert time.monotonic() - start < 30
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    client.generation.close()
+
+
+def test_an_absent_server_is_named(base, tmp_path):
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectionError, match=url):
+        Client(base, tmp_path, url, server_timeout=1.0)
+
+
+@pytest.mark.multiprocess
+def test_a_killed_server_ends_the_run_and_after_a_restart_it_resumes(base, tmp_path):
+    settings = {
+        "base": base,
+        "output_dir": str(tmp_path / "run"),
+        "vllm_mode": "server",
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 200,
+    }
+    with served(base, MEMBERS, tmp_path / "server.log") as first:
+        settings["vllm_server_base_url"] = first.url
+        run = start_run(settings, 2, tmp_path / "run.log")
+        try:
+            while run.poll() is None and not (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists():
+                time.sleep(0.05)
+            end(first.process)
+            code, output = finish(run, tmp_path / "run.log")
+        finally:
+            end(run)
+    last = max(int(path.name.split("-")[1]) for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert code != 0, output[-3000:]
+    assert f"The vLLM server at {first.url}" in output, output[-3000:]
+    assert f"resume from the last checkpoint, {tmp_path / 'run' / f'checkpoint-{last}'}" in output
+
+    with served(base, MEMBERS, tmp_path / "server.log", first.port) as second:
+        settings |= {"resume": True, "max_steps": last + 2}
+        code, output = finish(start_run(settings, 2, tmp_path / "resumed.log"), tmp_path / "resumed.log")
+        assert code == 0, output[-3000:]
+        assert len(second.models()) == 1
+    result = result_of(output)
+    assert (result["steps"], result["world"]) == (last + 2, 2)
+    assert result["sums"][0] == result["sums"][1]
+    assert max(result["logp_differences"]) < 1e-3

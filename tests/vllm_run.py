@@ -1,0 +1,73 @@
+"""A short run on a random base, started by tests under `torchrun`: trains, and prints what every rank ended with.
+
+The one argument is a JSON object: settings of `PopuLoRAConfig`, and `base`, `resume` (bool).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from accelerate.utils import gather_object
+from peft import LoraConfig
+from transformers.trainer_utils import get_last_checkpoint
+
+from trl_populora.adapters.weights import read_member
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.populora_trainer import PopuLoRATrainer
+
+
+def letters(completions, **kwargs) -> list[float]:
+    """A reward that a random base earns by chance, so that adapters move."""
+    return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
+
+
+def main(settings: dict) -> None:
+    base, resume = settings.pop("base"), settings.pop("resume", False)
+    args = PopuLoRAConfig(
+        teachers=2,
+        students=2,
+        proposals_per_teacher=4,
+        attempts_per_task=2,
+        references_per_proposal=1,
+        inputs_per_function=4,
+        prompt_style="compact",
+        per_device_train_batch_size=4,
+        max_completion_length=16,
+        learning_rate=1e-2,
+        sandbox_workers=1,
+        evolve_every=0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        disable_tqdm=True,
+        use_vllm=True,
+        vllm_max_model_length=1024,
+        vllm_engine_kwargs={"enforce_eager": True},
+        **settings,
+    )
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    trainer = PopuLoRATrainer(base, letters, args, peft_config=lora)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir) if resume else None)
+    sums = {name: _sum(read_member(trainer.model, name)) for name in trainer.population.names}
+    published = gather_object([len(trainer.vllm_generation.published)])
+    all_sums = gather_object([sums])
+    if trainer.accelerator.is_main_process:
+        key = "sampling/sampling_logp_difference/mean"
+        result = {
+            "steps": trainer.state.global_step,
+            "world": trainer.accelerator.num_processes,
+            "sums": all_sums,
+            "left_published": published,
+            "logp_differences": [entry[key] for entry in trainer.state.log_history if key in entry],
+        }
+        print("RESULT " + json.dumps(result), flush=True)
+
+
+def _sum(factors) -> float:
+    return sum(float(value.double().abs().sum()) for value in factors.values())
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
