@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,15 +31,24 @@ from train_populora import RecipeArguments, read_seed_tasks  # noqa: E402
 CONFIGS = sorted(path for path in RECIPES.rglob("*.yaml"))
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess:
-    """Runs `accelerate launch` on the CPU as the README does; fails with its output."""
+def launch(*arguments: str) -> str:
+    """Runs `accelerate launch` on the CPU as the README does, and returns all it printed; fails with that."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/single.yaml"]
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
+    process = subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
+    try:
+        output, _ = process.communicate(timeout=500)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the launcher's child outlives it otherwise
+    assert process.returncode == 0, output[-5000:]
+    return output
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(RECIPES)))
@@ -56,11 +67,11 @@ def test_quick_start_leaves_what_the_readme_lists(tmp_path):
     settings = {"output_dir": run, "max_steps": 4, "evolve_every": 2, "evolve_burn_in": 1, "proposals_per_teacher": 4}
     overrides = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     overrides += ["--attempts_per_task", "2", "--per_device_train_batch_size", "8"]
-    done = launch("recipes/train_populora.py", "--config", "recipes/tiny/quickstart.yaml", *overrides)
-    assert done.stderr.count("| valid") == 4, "one line per step"
+    output = launch("recipes/train_populora.py", "--config", "recipes/tiny/quickstart.yaml", *overrides)
+    assert output.count("| valid") == 4, "one line per step"
     for word in ("match", "propose", "verify", "solve", "update"):
-        assert f"{word} " in done.stderr
-    assert "Population after 4 steps" in done.stdout
+        assert f"{word} " in output
+    assert "Population after 4 steps" in output
     members = {path.parent.name for path in run.glob("members/*/adapter_model.safetensors")}
     assert members == {"teacher_0", "teacher_1", "student_0", "student_1"}
     assert len(json.loads((run / "population.json").read_text())["members"]) == 4
