@@ -20,8 +20,9 @@ from peft import LoraConfig
 from tqdm import tqdm
 
 from trl_populora.evaluation import solve_rates
+from trl_populora.loading import make_sandbox
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer, make_sandbox
+from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.tasks import CodeI, CodeO, load_seed_tasks
 from trl_populora.tasks.base import Reject, Task
 

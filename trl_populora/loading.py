@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from accelerate.utils import DistributedType
 from datasets import Dataset
@@ -18,7 +19,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path
 
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.tasks import load_seed_tasks
+from trl_populora.sandbox import Limits, Sandbox
+from trl_populora.tasks import CodeF, load_seed_tasks, resolve_kind
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
 
@@ -127,3 +129,46 @@ def check_output_dir(path: str) -> None:
             f"`output_dir={path!r}` is not writable ({error.strerror or error}). Choose a directory that you may "
             f"write to, for example {str(Path.home() / 'runs')!r}."
         ) from error
+
+
+def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
+    """
+    The run's task kinds by name, in rotation order.
+
+    Raises:
+        `ValueError`: If a kind does not exist or two share a name.
+    """
+    kinds = [CodeF(args.inputs_per_function) if name == "code_f" else resolve_kind(name) for name in args.task_kinds]
+    if len({kind.name for kind in kinds}) < len(kinds):
+        raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice; its share is the rotation's.")
+    return {kind.name: kind for kind in kinds}
+
+
+def make_sandbox(args: PopuLoRAConfig) -> Sandbox:
+    """The rank's sandbox with the configured limits."""
+    limits = Limits(wall_seconds=args.sandbox_seconds, memory_bytes=args.sandbox_memory_mb << 20)
+    return Sandbox(workers=args.sandbox_workers, limits=limits, allow_weak=args.sandbox_allow_weak)
+
+
+def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
+    """Refuses what `GRPOTrainer` takes and a population cannot use, with the way out."""
+    if not isinstance(args, PopuLoRAConfig):
+        raise TypeError(f"`args` must be a `PopuLoRAConfig` (it extends `GRPOConfig`), got `{type(args).__name__}`.")
+    ways_out = {
+        "eval_dataset": "members are rated by their matches; evaluate a saved member as any PEFT adapter",
+        "rollout_func": "the trainer plays its own rollouts; write a `TaskKind` to change what is played",
+        "tools": "tasks are answered in one turn; write a `TaskKind` to change what is played",
+        "environment_factory": "tasks are answered in one turn; write a `TaskKind` to change what is played",
+        "quantization_config": "quantised layers are not routed by row; load the base in bf16",
+    }
+    for name, value in unsupported.items():
+        if name not in ways_out:
+            raise TypeError(f"`PopuLoRATrainer` has no argument `{name}`.")
+        if value is not None:
+            raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
+
+
+def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
+    """Rows that only drive TRL's loop: one generation batch long, so an epoch is a population step."""
+    prompt = [{"role": "user", "content": "The rollout writes the prompts."}]
+    return Dataset.from_dict({"prompt": [prompt] * (args.rows_per_step // args.attempts_per_task)})

@@ -30,9 +30,7 @@ from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.progress import use_step_line
 from trl_populora.rewards import make_student_reward, make_teacher_reward
 from trl_populora.rollout import Completion, Game, Messages, Row, play_step
-from trl_populora.sandbox import Limits, Sandbox
-from trl_populora.tasks import CodeF, resolve_kind
-from trl_populora.tasks.base import TaskKind
+from trl_populora.sandbox import Sandbox
 
 
 # Rank 32 is the paper's; alpha = 2r and all linear layers are PEFT's and TRL's usual advice for LoRA with RL.
@@ -110,12 +108,12 @@ class PopuLoRATrainer(PublishingTrainer):
         **unsupported: Any,
     ):
         args = PopuLoRAConfig("populora") if args is None else args
-        _refuse(args, unsupported)
+        loading.refuse_unsupported(args, unsupported)
         loading.check_output_dir(args.output_dir)
         lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
         if use_vllm := args.use_vllm:
             check_vllm(loading.resolve_model_path(model) if isinstance(model, str) else model, args, lora_config)
-        kinds = make_kinds(args)
+        kinds = loading.make_kinds(args)
         archive = loading.load_archive(train_dataset, kinds, args)
 
         set_seed(args.seed)
@@ -150,7 +148,7 @@ class PopuLoRATrainer(PublishingTrainer):
             model=members,
             reward_funcs=own + extra,
             args=args,
-            train_dataset=_placeholder(args),
+            train_dataset=loading.placeholder_dataset(args),
             processing_class=tokenizer,
             reward_processing_classes=None if extra_classes is None else [None, None, *extra_classes],
             callbacks=callbacks,
@@ -167,7 +165,7 @@ class PopuLoRATrainer(PublishingTrainer):
             matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
             archive=archive,
             kinds=kinds,
-            sandbox=make_sandbox(args),
+            sandbox=loading.make_sandbox(args),
             generate=self._generate_rows,
             gather=self._gather,
             proposals=args.proposals_per_teacher,
@@ -189,7 +187,7 @@ class PopuLoRATrainer(PublishingTrainer):
         if self.evolution is not None:
             self.add_callback(self.evolution)
         use_step_line(self)
-        self.add_callback(records.MetricsFile)
+        self.add_callback(records.Records(self))
         if args.warm_start:
             warm_start(self, args.warm_start)
         if use_vllm:
@@ -223,7 +221,7 @@ class PopuLoRATrainer(PublishingTrainer):
     def train(self, *args, **kwargs):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
         if self._closed:
-            self.game.sandbox, self._closed = make_sandbox(self.args), False
+            self.game.sandbox, self._closed = loading.make_sandbox(self.args), False
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -416,63 +414,23 @@ class PopuLoRATrainer(PublishingTrainer):
             parents (`Sequence[str]`, *optional*): Identities of the parents.
             operator (`str`, *optional*, defaults to `"written"`): What made the child.
             mu, sigma (`float`, *optional*): TrueSkill rating to start from, the prior by default.
+            optimizer_from (`str`, *optional*): Member whose Adam moments the child inherits; zeros by default.
 
         Raises:
             KeyError: If there is no such member.
             ValueError: If keys or shapes of the factors differ from the member's.
         """
         weights.write_member(self.model_wrapped, name, factors)
-        if self.optimizer is not None:
+        if self.optimizer is not None and optimizer_from is None:
             weights.reset_optimizer_state(self.optimizer, self.model_wrapped, name)
+        elif self.optimizer is not None:
+            weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, optimizer_from, name)
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
     def _log_values(self, values: Mapping[str, float]) -> None:
         """Adds to TRL's metrics of this step."""
         for name, value in values.items():
             self._metrics["train"][name].append(value)
-
-
-def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
-    """
-    The run's task kinds by name, in rotation order.
-
-    Raises:
-        `ValueError`: If a kind does not exist or two share a name.
-    """
-    kinds = [CodeF(args.inputs_per_function) if name == "code_f" else resolve_kind(name) for name in args.task_kinds]
-    if len({kind.name for kind in kinds}) < len(kinds):
-        raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice; its share is the rotation's.")
-    return {kind.name: kind for kind in kinds}
-
-
-def make_sandbox(args: PopuLoRAConfig) -> Sandbox:
-    """The rank's sandbox with the configured limits."""
-    limits = Limits(wall_seconds=args.sandbox_seconds, memory_bytes=args.sandbox_memory_mb << 20)
-    return Sandbox(workers=args.sandbox_workers, limits=limits, allow_weak=args.sandbox_allow_weak)
-
-
-def _refuse(args: Any, unsupported: Mapping[str, Any]) -> None:
-    """Refuses what `GRPOTrainer` takes and a population cannot use, with the way out."""
-    if not isinstance(args, PopuLoRAConfig):
-        raise TypeError(f"`args` must be a `PopuLoRAConfig` (it extends `GRPOConfig`), got `{type(args).__name__}`.")
-    ways_out = {
-        "eval_dataset": "members are rated by their matches; evaluate a saved member as any PEFT adapter",
-        "rollout_func": "the trainer plays its own rollouts; write a `TaskKind` to change what is played",
-        "tools": "tasks are answered in one turn; write a `TaskKind` to change what is played",
-        "environment_factory": "tasks are answered in one turn; write a `TaskKind` to change what is played",
-        "quantization_config": "quantised layers are not routed by row; load the base in bf16",
-    }
-    for name, value in unsupported.items():
-        if name not in ways_out:
-            raise TypeError(f"`PopuLoRATrainer` has no argument `{name}`.")
-        if value is not None:
-            raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
-
-
-def _placeholder(args: PopuLoRAConfig) -> Dataset:
-    """Rows that only drive TRL's loop: one generation batch long, so an epoch is a population step."""
-    prompt = [{"role": "user", "content": "The rollout writes the prompts."}]
-    return Dataset.from_dict({"prompt": [prompt] * (args.rows_per_step // args.attempts_per_task)})
 
 
 def _numbered(names: Sequence[str]) -> list[int]:
