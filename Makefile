@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 .PHONY: quickstart test lint
 
 quickstart: $(VENV)/.installed
-	$(VENV)/bin/accelerate launch recipes/train_populora.py --config recipes/tiny/quickstart.yaml
+	$(VENV)/bin/accelerate launch --config_file accelerate_configs/single.yaml recipes/train_populora.py --config recipes/tiny/quickstart.yaml
 
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest
