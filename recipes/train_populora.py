@@ -20,9 +20,9 @@ from pathlib import Path
 
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
-from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser
 
+from trl_populora.checkpoint import newest
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report import plot_run, print_population
@@ -38,7 +38,7 @@ class RecipeArguments:
             Table of seed tasks: a JSON lines or parquet file, or the name of a dataset on the Hub. The 256 tasks of
             the package when unset.
         resume (`bool`, *optional*, defaults to `False`):
-            Continue from the newest checkpoint in `output_dir`, or start afresh if there is none.
+            Continue from the newest whole checkpoint in `output_dir`, or start afresh if there is none.
     """
 
     seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
@@ -74,8 +74,7 @@ def main(recipe: RecipeArguments, args: PopuLoRAConfig, model: ModelConfig) -> N
             use_rslora=model.use_rslora,
         ),
     )
-    checkpoint = get_last_checkpoint(args.output_dir) if recipe.resume else None
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=newest(args.output_dir) if recipe.resume else None)
     trainer.save_state()
     trainer.save_model()
     if trainer.is_world_process_zero():

@@ -1,14 +1,15 @@
-"""One small run as a program of its own, so that tests can launch it on two ranks or kill it: see `test_checkpoint.py`.
+"""One small run for tests that launch it on two ranks, kill it, or cut it in two: see `test_checkpoint.py`.
 
-    python -m tests.populora_run <base> <run directory> '{"max_steps": 12}' [--resume] [--tasks <jsonl>]
+    torchrun --nproc_per_node 2 -m tests.populora_run <base> <directory> '{"max_steps": 9}' 2
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
+
+from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
 
 
 def letters(completions, **kwargs) -> list[float]:
@@ -16,7 +17,40 @@ def letters(completions, **kwargs) -> list[float]:
     return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
 
 
+class Letters(TaskKind):
+    """A task that a random base writes and solves by chance: the answer must share a letter with the proposal."""
+
+    name = "letters"
+    reference_kinds = ("letters",)
+
+    def proposal_prompt(self, references, style):
+        return [{"role": "user", "content": "propose " + " ".join(task.message for task in references)[:40]}]
+
+    def parse_proposal(self, text, references):
+        found = "".join(sorted({c for c in text if c.isascii() and c.isalpha()}))
+        return Proposal(self.name, "", (), found) if len(found) > 1 else Reject.FORMAT
+
+    def check(self, proposal):
+        return None
+
+    def accept(self, proposal, verdict, rng):
+        return Task(self.name, "", (), (), proposal.message)
+
+    def solving_prompt(self, task, style):
+        return [{"role": "user", "content": f"solve {task.message}"}]
+
+    def parse_attempt(self, text, task):
+        return Attempt(True, text) if any(c.isalpha() for c in text) else Attempt(False, "", "format")
+
+    def trial(self, task, attempt):
+        return None
+
+    def correct(self, task, attempt, verdict):
+        return bool(set(task.message) & set(attempt.answer))
+
+
 SETTINGS = {
+    "task_kinds": ["tests.populora_run:Letters", "code_o"],
     "teachers": 2,
     "students": 2,
     "proposals_per_teacher": 4,
@@ -25,10 +59,11 @@ SETTINGS = {
     "inputs_per_function": 4,
     "prompt_style": "compact",
     "per_device_train_batch_size": 12,
-    "max_completion_length": 16,
+    "max_completion_length": 8,
     "learning_rate": 1e-2,
     "sandbox_workers": 1,
     "determinism_runs": 1,
+    "sandbox_allow_weak": True,  # nothing is run here: a random base writes no program
     "evolve_every": 3,
     "evolve_burn_in": 1,
     "use_cpu": True,
@@ -56,17 +91,71 @@ def make_trainer(base: str, output_dir: str, settings: dict):
     return PopuLoRATrainer(base, letters, args, train_dataset=tasks, peft_config=lora)
 
 
-def main() -> None:
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    base, output_dir, settings = sys.argv[1:4]
-    trainer = make_trainer(base, output_dir, json.loads(settings))
+def run(base: str, output_dir: str, settings: dict, resume: bool = False) -> None:
+    """Trains to the end, from the newest whole checkpoint if `resume`."""
     from trl_populora.checkpoint import newest
 
-    resume = newest(output_dir) if "--resume" in sys.argv else None
-    print(f"world {trainer.accelerator.num_processes} from {resume}", flush=True)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer = make_trainer(base, output_dir, settings)
+    trainer.train(resume_from_checkpoint=newest(output_dir) if resume else None)
     trainer.save_state()
     trainer.save_model()
+
+
+def cut_run(base: str, output_dir: str, settings: dict, cut: int):
+    """A run that is stopped after `cut` steps and resumed by another trainer, which is returned."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = control.should_save = state.global_step == cut
+
+    trainer = make_trainer(base, output_dir, settings)
+    trainer.add_callback(Stop)
+    trainer.train()
+    assert trainer.state.global_step == cut
+    trainer = make_trainer(base, output_dir, settings)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer
+
+
+def state_of(trainer) -> dict:
+    """Everything that must be equal after equal runs: adapters, nouns, records; times left out."""
+    from trl_populora.adapters.weights import read_member
+    from trl_populora.checkpoint import game_state
+    from trl_populora.records import read_lines
+
+    run = Path(trainer.args.output_dir)
+    members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.names}
+    return {
+        "members": {f"{m}/{k}": v.numpy().tobytes() for m, factors in members.items() for k, v in factors.items()},
+        "game": json.dumps(game_state(trainer)),
+        "archive": list(trainer.archive.entries()),
+        "lineage": read_lines(run / "lineage.jsonl"),
+        "history": [timeless(entry) for entry in trainer.state.log_history if "train_loss" not in entry],
+        "metrics": [timeless(entry) for entry in read_lines(run / "metrics.jsonl")],
+        "rollouts": {p.name: p.read_bytes() for p in sorted(run.glob("rollouts/*.parquet"))},
+    }
+
+
+def timeless(entry: dict) -> str:
+    """Metrics without wall-clock times, as text: NaN equals NaN there."""
+    return json.dumps({key: value for key, value in entry.items() if "time" not in key}, sort_keys=True)
+
+
+def main() -> None:
+    """Compares a straight and a cut run on every rank."""
+    base, output_dir, settings, world = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+    straight = make_trainer(base, str(output_dir / "straight"), settings | {"save_strategy": "no"})
+    assert straight.accelerator.num_processes == world, straight.accelerator.num_processes
+    straight.train()
+    assert type(straight.model_wrapped).__name__ == "DistributedDataParallel", type(straight.model_wrapped)
+    resumed = cut_run(base, str(output_dir / "cut"), settings, cut=settings["max_steps"] - 3)
+    straight.accelerator.wait_for_everyone()
+    wanted, found = state_of(straight), state_of(resumed)
+    differing = [key for key in wanted if wanted[key] != found[key]]
+    assert not differing, f"rank {straight.args.process_index} differs in {differing}"
+    assert wanted["lineage"], "no evolution event was seen"
+    print(f"rank {straight.args.process_index} equal", flush=True)
 
 
 if __name__ == "__main__":

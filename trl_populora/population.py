@@ -6,8 +6,10 @@ Holds plain numbers only (no tensors, no torch), so that every rank can keep its
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -82,6 +84,40 @@ class Population:
                 raise ValueError(f"A population needs at least 1 {role}, got {count}. Set `num_{role}s` to 1 or more.")
         names = [(f"{role}_{i}", role) for role, n in zip(ROLES, (teachers, students), strict=True) for i in range(n)]
         self.members = [Member(name, role, index) for index, (name, role) in enumerate(names)]
+
+    @classmethod
+    def from_pretrained(cls, path_or_repo: str, *, revision: str | None = None, token: str | None = None) -> Population:
+        """
+        The members of a saved population with their ratings, ages and parents.
+
+        The adapters are ordinary PEFT directories, `members/<name>`; to train on with them, also in other numbers, set
+        `PopuLoRAConfig(warm_start=path_or_repo)`.
+
+        Args:
+            path_or_repo (`str`): Directory of a run, or the name of a repository on the Hub.
+            revision, token (`str`, *optional*): For the Hub.
+
+        Raises:
+            ValueError: If there is no usable `population.json`.
+        """
+        path = Path(path_or_repo, "population.json")
+        if not Path(path_or_repo).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(path_or_repo, path.name, revision=revision, token=token))
+        try:
+            saved = json.loads(path.read_text())["members"]
+            roles = [member["role"] for member in saved]
+            names = {field.name for field in fields(Member)} - {"index"}
+            members = [
+                {name: value for name, value in member.items() if name in names} | {"index": index}
+                for index, member in enumerate(saved)
+            ]
+            population = cls(roles.count("teacher"), roles.count("student"))
+            population.load_state_dict({"members": members})
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} describes no population ({error!r}).") from error
+        return population
 
     def __len__(self) -> int:
         return len(self.members)

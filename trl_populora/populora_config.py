@@ -33,6 +33,9 @@ class PopuLoRAConfig(GRPOConfig):
             Number of teacher adapters (paper: 4).
         students (`int`, *optional*, defaults to `4`):
             Number of student adapters (paper: 4).
+        warm_start (`str`, *optional*):
+            Directory or Hub name of a saved population to start from, on the same base and with the same adapter
+            shape; its numbers of teachers and students may differ.
 
         task_kinds (`list[str]`, *optional*, defaults to `["code_i", "code_o", "code_f"]`):
             Kinds of task the teachers propose, in rotation (AZR's three). A kind of your own is named as
@@ -149,6 +152,7 @@ class PopuLoRAConfig(GRPOConfig):
     # Population
     teachers: int = field(default=4, metadata={"help": "Number of teacher adapters."})
     students: int = field(default=4, metadata={"help": "Number of student adapters."})
+    warm_start: str | None = field(default=None, metadata={"help": "Directory or Hub name of a saved population."})
 
     # Tasks
     task_kinds: list[str] = field(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import TrainerCallback
 
 from trl_populora.rollout import Game, Row
+from trl_populora.saved_population import describe, write_json
 
+
+if TYPE_CHECKING:
+    from trl_populora.populora_trainer import PopuLoRATrainer
 
 METRICS, LINEAGE = "metrics.jsonl", "lineage.jsonl"
 
@@ -92,13 +96,25 @@ def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     unfinished.replace(path)
 
 
-class MetricsFile(TrainerCallback):
-    """Keeps `metrics.jsonl` beside the run: one line per log, as the loggers of `report_to` get it."""
+class Records(TrainerCallback):
+    """
+    Keeps the run's files up to date while it goes on, for `populora info` and `populora report`.
+
+    `metrics.jsonl` gets one line per log, as the loggers of `report_to` get it; `population.json` tells the ratings.
+
+    Args:
+        trainer ([`PopuLoRATrainer`]): The trainer.
+    """
+
+    def __init__(self, trainer: PopuLoRATrainer):
+        self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and not state.global_step:
             Path(args.output_dir, METRICS).unlink(missing_ok=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and "propose/valid_rate" in (logs or {}):
+        # The summary that ends `train()` repeats what was not logged yet; a run that is resumed will log it itself.
+        if state.is_world_process_zero and "propose/valid_rate" in (logs or {}) and "train_runtime" not in logs:
             append_metrics(args.output_dir, state.log_history[-1])
+            write_json(Path(args.output_dir, "population.json"), describe(self.trainer))

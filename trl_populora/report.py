@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_populora.report_page import page
+from trl_populora.report_plots import PLOTS, Run, draw
+
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,21 +27,109 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
     Metrics per logged step of a run, oldest first.
 
     Args:
-        run (`str` or `Path`): The run's `output_dir`; the newest checkpoint in it serves while it is still going.
+        run (`str` or `Path`): The run's `output_dir`, also while it is going on.
 
     Raises:
-        `ValueError`: If there is no `trainer_state.json` in it, or the file is broken.
+        `ValueError`: If it holds no metrics, or the file is broken.
     """
     root = Path(run)
+    history = _read_lines(root / "metrics.jsonl")
+    if not history:
+        history = _read_state(root)
+    by_step = {entry["step"]: entry for entry in history if "propose/valid_rate" in entry}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_state(root: Path) -> list[dict[str, Any]]:
+    """The log of `trainer_state.json`, or of the newest checkpoint's."""
     checkpoints = sorted(root.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name[11:]))
     paths = [path for path in (root / "trainer_state.json", *reversed(checkpoints)) if path.is_file()]
     if not paths:
-        raise ValueError(f"{root} holds no trainer_state.json and no checkpoint: it is not the directory of a run.")
+        raise ValueError(f"{root} holds no metrics.jsonl, trainer_state.json or checkpoint: it is not a run's directory.")
     try:
-        history = json.loads(paths[0].read_text())["log_history"]
+        return json.loads(paths[0].read_text())["log_history"]
     except (ValueError, KeyError) as error:
         raise ValueError(f"{paths[0]} is broken ({error!r}).") from error
-    return [entry for entry in history if "propose/valid_rate" in entry]
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; the last line may be half written."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path} is broken ({error}).") from error
+
+
+ROW_COLUMNS = ["step", "role", "member", "match", "kind", "valid", "correct", "archived", "solve_rate"]
+SAMPLE_COLUMNS = [*ROW_COLUMNS, "task_id", "reject_reason", "well_formed", "reward", "prompt", "completion"]
+
+
+def load_run(run: str | Path) -> Run:
+    """
+    Everything a report needs of a run, finished or not.
+
+    Raises:
+        `ValueError`: If the run has not logged a step yet, or a file is broken.
+    """
+    root = Path(run)
+    history = load_history(root)
+    if not history:
+        raise ValueError(f"{root} has not logged a population step yet; try again after its first one.")
+    last = history[-1]["step"]
+    rows = [row for row in _read_rollouts(_rollouts(root), ROW_COLUMNS) if row["step"] < last]
+    lineage = [event for event in _read_lines(root / "lineage.jsonl") if event["step"] <= last]
+    population = load_population(root) if (root / "population.json").exists() else {}
+    return Run(root.resolve().name, history, rows, lineage, population)
+
+
+def _rollouts(root: Path) -> list[Path]:
+    return sorted(root.glob("rollouts/step_*.parquet"))
+
+
+def _read_rollouts(paths: Sequence[Path], columns: Sequence[str]) -> list[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    return [row for path in paths for row in pq.read_table(path, columns=columns).to_pylist()]
+
+
+def load_samples(run: str | Path, number: int = 8) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Proposals of the last steps with the attempts at them: of every kind, first valid ones from hard to easy."""
+    paths = _rollouts(Path(run))
+    rows = _read_rollouts(paths[-4:], SAMPLE_COLUMNS)
+    attempts: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["role"] == "student" and not row["archived"]:
+            attempts.setdefault((row["step"], row["match"], row["task_id"]), []).append(row)
+    proposals = [row for row in reversed(rows) if row["role"] == "teacher"]
+    valid = sorted((row for row in proposals if row["valid"]), key=lambda row: row["solve_rate"])
+    step = max(1, len(valid) // max(1, number * 3 // 4))
+    chosen = valid[::step][: number * 3 // 4]
+    chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]
+    return [(row, attempts.get((row["step"], row["match"], row["task_id"]), []) if row["valid"] else []) for row in chosen]
+
+
+def write_report(run: str | Path, directory: str | Path | None = None) -> Path:
+    """
+    Writes `report.html`, one self-contained page, and its pictures as `plots/*.png`.
+
+    Args:
+        run (`str` or `Path`): The run's `output_dir`, also while it is going on, or a downloaded population.
+        directory (`str` or `Path`, *optional*): Where they go, the run itself by default.
+
+    Returns:
+        `Path`: The page.
+
+    Raises:
+        `ValueError`: If the run has not logged a step yet, or a file is broken.
+    """
+    records = load_run(run)
+    target = Path(run if directory is None else directory)
+    (target / "plots").mkdir(parents=True, exist_ok=True)
+    drawn = [(plot, draw(plot, records, target / "plots")) for plot in PLOTS if records.rows or not plot.needs_rows]
+    unfinished = target / "report.html.tmp"
+    unfinished.write_text(page(records, drawn, load_samples(run)), encoding="utf-8")
+    return unfinished.replace(target / "report.html")
 
 
 def load_population(run: str | Path) -> dict[str, Any]:

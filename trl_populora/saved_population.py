@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trl import GRPOConfig
+
+from trl_populora.populora_config import PopuLoRAConfig
 
 
 if TYPE_CHECKING:
@@ -49,7 +54,16 @@ def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
         "prompt_style": trainer.game.style,
         "best_student": max(trainer.population.students, key=trainer.population.fitness).name,
         "members": members,
+        "settings": _settings(trainer.args),
     }
+
+
+def _settings(args: PopuLoRAConfig) -> dict[str, Any]:
+    """What this package's own fields are set to, and the few of TRL's that a reader asks for first."""
+    inherited = {field.name for field in fields(GRPOConfig)}
+    own = [field.name for field in fields(PopuLoRAConfig) if field.name not in inherited]
+    shared = ("max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "temperature", "seed")
+    return {name: getattr(args, name) for name in (*own, *shared)}
 
 
 def _base_config(trainer: PopuLoRATrainer) -> dict[str, Any]:

@@ -1,0 +1,298 @@
+"""A run that is cut, killed, or out of disk goes on as if nothing had happened, or says what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.populora_run import cut_run, make_trainer, run, state_of
+from trl_populora.checkpoint import WHOLE, find_flaw, newest
+
+
+# 20 for the acceptance figure; a few show the same in seconds.
+KILLS = int(os.environ.get("POPULORA_KILLS", "3"))
+
+
+@pytest.fixture(scope="session")
+def base(random_base, seed_tasks):
+    Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
+    return random_base
+
+
+def assert_equal(wanted: dict, found: dict) -> None:
+    assert [key for key in wanted if wanted[key] != found[key]] == []
+
+
+class TestExactResume:
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            pytest.param({"evolve_every": 5, "lr_scheduler_type": "linear"}, id="evolution on both sides"),
+            # An odd cut leaves half of the buffered rows; the gate then reads the rows of before the cut.
+            pytest.param(
+                {"evolve_every": 4, "num_iterations": 2, "retention_tolerance": 9.0, "beta": 0.01, "max_steps": 10},
+                id="buffered rows",
+            ),
+            pytest.param({"logging_steps": 3, "max_steps": 9, "evolve_every": 4}, id="metrics not logged yet"),
+        ],
+    )
+    def test_a_cut_run_equals_a_straight_one(self, base, tmp_path, settings):
+        settings = {"max_steps": 12} | settings
+        straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
+        straight.train()
+        wanted = state_of(straight)
+        assert len(wanted["lineage"]) >= 4, "evolution before and after the cut"
+        assert len(wanted["archive"]) > 12, "the archive grew"
+        assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
+
+    @pytest.mark.multiprocess
+    def test_two_processes(self, base, tmp_path):
+        settings = json.dumps({"max_steps": 7, "evolve_every": 3, "proposals_per_teacher": 4})
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+            + ["-m", "tests.populora_run", base, str(tmp_path), settings, "2"],
+            env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("equal") == 2
+
+
+class TestKill:
+    def test_killed_at_random_moments(self, base, tmp_path):
+        """Saves take a good part of the time here, so that kills fall into them."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.populora_run", "trl_populora.populora_trainer"])
+        settings = {"max_steps": 6, "save_steps": 1, "save_total_limit": 2}
+        rng = random.Random(0)
+        start = time.perf_counter()
+        one = context.Process(target=run, args=(base, str(tmp_path / "unbroken"), settings))
+        one.start()
+        one.join()
+        seconds = time.perf_counter() - start
+        assert one.exitcode == 0
+
+        seen, kills = [], 0
+        while True:
+            process = context.Process(target=run, args=(base, str(tmp_path / "killed"), settings, True))
+            process.start()
+            process.join(rng.uniform(0.15, 0.6) * seconds if kills < KILLS else 500)
+            if process.exitcode is None:
+                kills += 1
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+                seen.append(newest(str(tmp_path / "killed")))
+                if len(seen) > 2 and seen[-1] == seen[-3]:  # make headway on a loaded machine
+                    seconds *= 1.3
+                continue
+            assert process.exitcode == 0
+            if kills >= KILLS:
+                break
+            # Finished before the last kill: start over, a run that is done cannot be killed.
+            shutil.rmtree(tmp_path / "killed")
+        print(f"{kills} kills; whole checkpoints found: {[path and Path(path).name for path in seen]}")
+        assert_files_equal(tmp_path / "unbroken", tmp_path / "killed")
+
+
+def assert_files_equal(wanted: Path, found: Path) -> None:
+    """Byte for byte, except files that hold times or pickles of paths."""
+    names = [p.relative_to(wanted) for p in sorted(wanted.rglob("*")) if p.suffix in (".safetensors", ".parquet")]
+    names += [Path("population.json"), Path("lineage.jsonl")]
+    names += [p.relative_to(wanted) for p in sorted(wanted.glob("checkpoint-*/game.json"))]
+    assert len(names) > 15
+    assert [str(name) for name in names if (wanted / name).read_bytes() != (found / name).read_bytes()] == []
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, megabytes: float):
+    """A full disk: a tmpfs of this size, or a limit on the size of files where mounting is not allowed."""
+    path.mkdir()
+    size = int(megabytes * 2**20)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(path)], capture_output=True, check=False
+    )
+    if mounted.returncode == 0:
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "-l", str(path)], check=True)
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 20, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+class TestFullDisk:
+    def test_the_checkpoint_before_stays_usable_and_the_error_names_it(self, base, tmp_path):
+        output_dir = tmp_path / "small"
+        settings = {"max_steps": 3, "save_steps": 1, "save_rollouts": False}
+        with small_disk(output_dir, megabytes=0.9):  # one checkpoint has 0.6 MB
+            trainer = make_trainer(base, str(output_dir), settings)
+            with pytest.raises(RuntimeError, match=r"checkpoint-2 could not be saved.*checkpoint-1, is whole: make room"):
+                trainer.train()
+            assert [p.name for p in output_dir.glob("checkpoint-*")] == ["checkpoint-1"]
+            assert newest(str(output_dir)) == str(output_dir / "checkpoint-1")
+            shutil.copytree(output_dir, tmp_path / "roomy")
+        resumed = make_trainer(base, str(tmp_path / "roomy"), settings)
+        resumed.train(resume_from_checkpoint=True)
+        straight = make_trainer(base, str(tmp_path / "straight"), settings)
+        straight.train()
+        assert_equal(state_of(straight), state_of(resumed))
+
+
+@pytest.fixture(scope="class")
+def saved(base, tmp_path_factory):
+    """A checkpoint after one step, and a trainer that could continue it."""
+    path = str(tmp_path_factory.mktemp("saved") / "run")
+    trainer = make_trainer(base, path, {"max_steps": 1, "save_steps": 1})
+    trainer.train()
+    return trainer, Path(path, "checkpoint-1")
+
+
+def rewrite(file: str, change):
+    """Damage that keeps the listing right: edits a JSON file, and its size in the listing."""
+
+    def damage(root: Path) -> None:
+        path = root / file
+        state = json.loads(path.read_text())
+        change(state)
+        path.write_text(json.dumps(state))
+        enlist(root, file)
+
+    return damage
+
+
+def enlist(root: Path, file: str) -> None:
+    listing = json.loads((root / WHOLE).read_text())
+    listing["files"][file] = (root / file).stat().st_size
+    (root / WHOLE).write_text(json.dumps(listing))
+
+
+def cut_off(file: str, listed: bool = False):
+    def damage(root: Path) -> None:
+        content = (root / file).read_bytes()
+        (root / file).write_bytes(content[: len(content) // 2])
+        if listed:
+            enlist(root, file)
+
+    return damage
+
+
+def older_archive(root: Path) -> None:
+    path = root / "archive.parquet"
+    pq.write_table(pq.read_table(path).replace_schema_metadata({"populora_archive": "0"}), path)
+    enlist(root, path.name)
+
+
+def archive_without_a_column(root: Path) -> None:
+    path = root / "archive.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["outputs"]), path)
+    enlist(root, path.name)
+
+
+def other_rank(root: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = root / "members/student_1/adapter_model.safetensors"
+    save_file({key: torch.zeros(2, 2) for key in load_file(path)}, path)
+    enlist(root, str(path.relative_to(root)))
+
+
+class TestDamage:
+    @pytest.mark.parametrize(
+        ("damage", "complaint"),
+        [
+            (cut_off("optimizer.pt"), r"the file optimizer.pt has \d+ bytes instead of \d+"),
+            (lambda root: (root / "members/student_0/adapter_model.safetensors").unlink(), "student_0.*is missing"),
+            (lambda root: (root / WHOLE).unlink(), "it lacks whole.json, so it was never finished"),
+            (cut_off(WHOLE), "whole.json is broken"),
+            (cut_off("game.json", listed=True), r"game.json cannot be read"),
+            (cut_off("members/teacher_1/adapter_model.safetensors", listed=True), r"teacher_1/adapter_model.safetensors"),
+            (cut_off("archive.parquet", listed=True), r"archive.parquet cannot be read"),
+            (rewrite("game.json", lambda s: s.pop("population")), "game.json: field `population` is missing or broken"),
+            (rewrite("game.json", lambda s: s.update(format=7)), "game.json: field `format` is 7, this version reads"),
+            (rewrite("population.json", lambda s: s.update(base_model="Qwen/Other")), None),
+            (
+                rewrite("population.json", lambda s: s["base_config"].update(hidden_size=64)),
+                r"population.json: field `base_config.hidden_size` is 64, this trainer has 32. Use the population's own",
+            ),
+            (rewrite("population.json", lambda s: s["lora"].update(r=8)), "field `lora.r` is 8, this trainer has 4"),
+            (rewrite("population.json", lambda s: s["members"].pop()), "field `members` lists teacher_0, teacher_1, st"),
+            (other_rank, r"student_1/adapter_model.safetensors cannot be read into member.*must have shape"),
+            (older_archive, "archive.parquet: field `populora_archive` of the schema is 0, this version reads 1"),
+            (archive_without_a_column, "archive.parquet: column `outputs` is missing"),
+        ],
+    )
+    def test_is_refused_by_file_and_field(self, saved, tmp_path, damage, complaint):
+        trainer, checkpoint = saved
+        copy = tmp_path / "checkpoint-1"
+        shutil.copytree(checkpoint, copy)
+        damage(copy)
+        if complaint is None:  # a base of another name at a local path: perhaps the directory moved
+            trainer.train(resume_from_checkpoint=str(copy))
+            return
+        with pytest.raises(ValueError, match=complaint):
+            trainer.train(resume_from_checkpoint=str(copy))
+
+    def test_a_hub_base_of_another_name_is_refused(self, saved, tmp_path, monkeypatch):
+        trainer, checkpoint = saved
+        monkeypatch.setattr(trainer, "base_name", "Qwen/Qwen3-0.6B")
+        copy = tmp_path / "checkpoint-1"
+        shutil.copytree(checkpoint, copy)
+        rewrite("population.json", lambda state: state.update(base_model="Qwen/Qwen3-0.6B-Base"))(copy)
+        with pytest.raises(ValueError, match="field `base_model` is 'Qwen/Qwen3-0.6B-Base', this trainer trains on"):
+            trainer.train(resume_from_checkpoint=str(copy))
+
+    def test_damaged_checkpoints_are_passed_over_with_a_warning(self, saved, tmp_path, caplog):
+        _, checkpoint = saved
+        for step in (3, 5, 8):
+            shutil.copytree(checkpoint, tmp_path / f"checkpoint-{step}")
+        cut_off("rng_state.pth")(tmp_path / "checkpoint-8")
+        (tmp_path / "_unfinished" / "checkpoint-9").mkdir(parents=True)
+        assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-5")
+        assert "_unfinished/checkpoint-9: the run ended while it was being written" in caplog.text
+        assert "checkpoint-8: the file rng_state.pth has" in caplog.text
+        assert find_flaw(tmp_path / "checkpoint-5") is None
+
+    def test_nothing_to_resume_from(self, base, tmp_path):
+        assert newest(str(tmp_path)) is None
+        trainer = make_trainer(base, str(tmp_path), {"max_steps": 1})
+        with pytest.raises(ValueError, match="holds no whole checkpoint. Leave it unset"):
+            trainer.train(resume_from_checkpoint=True)
+        trainer.close()
+
+
+def test_the_archive_of_a_run_opens_as_a_dataset(saved, tmp_path):
+    from datasets import load_dataset
+
+    trainer, checkpoint = saved
+    table = load_dataset(
+        "parquet", data_files=str(checkpoint / "archive.parquet"), split="train", cache_dir=str(tmp_path)
+    )
+    fresh = [row for row in table if row["author"] != "seed"]
+    assert fresh
+    assert all(0 <= row["solve_rate"] <= 1 and row["match"] in (0, 1) for row in fresh)
+    assert {row["kind"] for row in table} == {"letters", "code_o", "code_i", "code_f"}
+    assert len(table) == len(trainer.archive)

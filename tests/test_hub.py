@@ -1,0 +1,203 @@
+"""Pushing and loading, by the real `huggingface_hub` client, against a Hub on the loopback interface."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.hub_server import HubServer
+from tests.populora_run import make_trainer
+from trl_populora.adapters.weights import read_member
+from trl_populora.hub import push_run
+from trl_populora.population import Population
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """What `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` in the environment would do, had the client not been imported yet."""
+    server = HubServer()
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+    monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def base(random_base, seed_tasks):
+    Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
+    return random_base
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    """A run of three steps, one evolution event in it, saved."""
+    trainer = make_trainer(
+        base,
+        str(tmp_path_factory.mktemp("finished") / "run"),
+        {"max_steps": 3, "evolve_every": 2, "save_strategy": "no"},
+    )
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+def log_probs(model, ids) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(ids).logits.log_softmax(-1)
+
+
+def live_log_probs(trainer, name: str, ids) -> torch.Tensor:
+    with trainer.router.rows_of([trainer.population[name].index]):
+        return log_probs(trainer.model, ids)
+
+
+def contents(root: str) -> dict[str, str]:
+    paths = [p for p in sorted(Path(root).rglob("*")) if p.is_file() and p.name != "README.md"]
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
+
+
+class TestPushed:
+    def test_root_members_and_population_load_as_they_were_in_the_run(self, hub, finished, base):
+        finished.args.hub_model_id = "me/pushed"
+        finished.hub_model_id = None
+        finished.push_to_hub()
+        files = hub.repos["me/pushed"]
+        assert {"README.md", "population.json", "lineage.jsonl", "archive.parquet", "adapter_config.json"} <= set(files)
+        assert not [name for name in files if name.startswith(("checkpoint-", "_"))]
+
+        ids = torch.arange(20)[None]
+        best = max(finished.population.students, key=Population.fitness).name
+        adapters = {"": best} | {f"members/{name}": name for name in finished.population.names}
+        for folder, name in adapters.items():
+            stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+            stock = PeftModel.from_pretrained(stock, "me/pushed", **({"subfolder": folder} if folder else {}))
+            assert torch.allclose(log_probs(stock, ids), live_log_probs(finished, name, ids), atol=1e-5), folder
+
+        ours = Population.from_pretrained("me/pushed")
+        assert ours.state_dict() == finished.population.state_dict()
+
+    def test_a_pushed_population_goes_on_with_other_numbers(self, hub, finished, base, tmp_path):
+        push_run(finished.args.output_dir, "me/seeds")
+        trainer = make_trainer(
+            base, str(tmp_path / "more"), {"warm_start": "me/seeds", "teachers": 1, "students": 3, "max_steps": 1}
+        )
+        ranked = sorted(finished.population.students, key=Population.fitness, reverse=True)
+        for member, source in zip(trainer.population.students, [*ranked, ranked[0]], strict=True):
+            wanted, found = read_member(finished.model, source.name), read_member(trainer.model, member.name)
+            assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+            assert (member.mu, member.parents) == (source.mu, (source.identity,))
+        assert trainer.population["student_0"].sigma == ranked[0].sigma
+        assert trainer.population["student_2"].sigma == pytest.approx(25 / 3), "the clone has to be found out"
+        trainer.train()
+
+    def test_the_card_tells_how_to_load(self, hub, finished):
+        push_run(finished.args.output_dir, "me/card")
+        card = hub.repos["me/card"]["README.md"].decode()
+        metadata = huggingface_hub.ModelCard(card).data
+        assert {"trl", "populora", "lora"} <= set(metadata.tags)
+        assert metadata.library_name == "peft"
+        for text in ("| teacher_1 |", "max-lora-rank 8", "members/teacher_0", '"evolve_every": 2', "2605.16727", "| 2 | "):
+            assert text in card, text
+
+
+class TestWhileTraining:
+    @pytest.mark.parametrize(("strategy", "folder"), [("every_save", None), ("checkpoint", "last-checkpoint")])
+    def test_every_save_is_pushed(self, hub, base, tmp_path, strategy, folder):
+        settings = {"max_steps": 2, "save_steps": 1, "save_total_limit": 1, "push_to_hub": True, "hub_strategy": strategy}
+        settings |= {"hub_model_id": "me/live", "hub_always_push": True}
+        trainer = make_trainer(base, str(tmp_path / "run"), settings)
+        trainer.train()
+        assert [message for message in hub.messages if "progress" in message] == [
+            "Training in progress, step 1",
+            "Training in progress, step 2",
+        ]
+        files = hub.repos["me/live"]
+        assert json.loads(files["population.json"])["step"] == 2
+        assert {"adapter_model.safetensors", "members/teacher_0/adapter_model.safetensors", "metrics.jsonl"} <= set(files)
+        assert ("last-checkpoint/optimizer.pt" in files) == (folder is not None)
+        assert "optimizer.pt" not in files
+        assert not list(Path(trainer.args.output_dir, "_push").glob("*")), "staged copies are gone"
+
+    def test_a_failed_push_does_not_stop_training_but_is_told(self, hub, base, tmp_path, caplog):
+        settings = {"max_steps": 2, "save_steps": 1, "push_to_hub": True, "hub_model_id": "me/broken"}
+        trainer = make_trainer(base, str(tmp_path / "run"), settings)
+        hub.dies_at = "commit"
+        trainer.train()
+        assert "to me/broken at http://127.0.0.1" in caplog.text
+        assert "completes the upload" in caplog.text
+        assert trainer.state.global_step == 2
+
+
+class TestFailures:
+    @pytest.mark.parametrize(
+        ("token", "dies_at", "complaint"),
+        [
+            ("", None, "the token is missing or not valid; run `hf auth login`"),
+            ("hf_unknown", None, "the token is missing or not valid"),
+            ("hf_reader", None, "the token may not write to me/failing"),
+            ("hf_writer", "commit", "the connection failed"),
+        ],
+    )
+    def test_says_why_and_a_second_push_completes(self, hub, finished, monkeypatch, token, dies_at, complaint):
+        before = contents(finished.args.output_dir)
+        monkeypatch.setenv("HF_TOKEN", token)
+        hub.dies_at = dies_at
+        finished.args.hub_model_id, finished.hub_model_id = "me/failing", None
+        with pytest.raises(RuntimeError, match=complaint) as caught:
+            finished.push_to_hub()
+        assert f"`populora push {finished.args.output_dir} --repo me/failing` completes the upload" in str(caught.value)
+        after = contents(finished.args.output_dir)
+        assert all(after[path] == digest for path, digest in before.items()), "local files are intact"
+
+        monkeypatch.setenv("HF_TOKEN", "hf_writer")
+        hub.dies_at = None
+        push_run(finished.args.output_dir, "me/failing")
+        assert set(before) <= {str(Path(finished.args.output_dir, name)) for name in hub.repos["me/failing"]}
+
+    def test_a_population_that_is_not_there(self, hub, base, tmp_path):
+        with pytest.raises(ValueError, match="'me/nothing' is no directory, and no population could be downloaded"):
+            make_trainer(base, str(tmp_path), {"warm_start": "me/nothing"})
+
+    def test_a_population_on_another_base(self, hub, finished, base, tmp_path):
+        path = tmp_path / "saved"
+        path.mkdir()
+        state = json.loads(Path(finished.args.output_dir, "population.json").read_text())
+        state["base_config"]["num_hidden_layers"] = 28
+        (path / "population.json").write_text(json.dumps(state))
+        with pytest.raises(ValueError, match=r"population.json: field `base_config.num_hidden_layers` is 28"):
+            make_trainer(base, str(tmp_path / "run"), {"warm_start": str(path)})
+
+
+def test_the_command_pushes_to_hf_endpoint(finished, tmp_path):
+    server = HubServer()
+    environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": "hf_writer", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "trl_populora", "push", finished.args.output_dir, "--repo", "me/command"],
+        env=os.environ | environment | {"HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    server.shutdown()
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "me/command/commit/" in done.stdout
+    assert "population.json" in server.repos["me/command"]

@@ -1,0 +1,245 @@
+"""The command line: `populora train | report | push | info | sandbox-check`, also as `python -m trl_populora`.
+
+`populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
+`accelerate launch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+
+@dataclass
+class TrainArguments:
+    """
+    What a training command needs beside the settings of trainer and model.
+
+    Args:
+        seed_tasks (`str`, *optional*):
+            Table of seed tasks: a JSON lines or parquet file, or the name of a dataset on the Hub. The 256 tasks of
+            the package when unset.
+        resume (`bool`, *optional*, defaults to `False`):
+            Continue from the newest whole checkpoint in `output_dir`, or start afresh if there is none.
+    """
+
+    seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
+    resume: bool = field(default=False, metadata={"help": "Continue from the newest whole checkpoint in output_dir."})
+
+
+@dataclass
+class ReportArguments:
+    """What `populora report` needs."""
+
+    run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
+    out: str | None = field(default=None, metadata={"help": "Where report.html and plots/ go; the run by default."})
+
+
+@dataclass
+class PushArguments:
+    """What `populora push` needs."""
+
+    run: str = field(metadata={"help": "Directory of a finished run."})
+    repo: str = field(metadata={"help": "Repository on the Hub, user/name; made if there is none."})
+    token: str | None = field(default=None, metadata={"help": "Write token; that of `hf auth login` by default."})
+    private: bool = field(default=False, metadata={"help": "Make a new repository private."})
+
+
+@dataclass
+class InfoArguments:
+    """What `populora info` needs."""
+
+    run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Trains a population."""
+    from trl import ModelConfig, TrlParser
+
+    from trl_populora.populora_config import PopuLoRAConfig
+
+    # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename in every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+    parser = TrlParser((TrainArguments, PopuLoRAConfig, ModelConfig), prog="populora train", usage=USAGE)
+    group_options(parser)
+    run_training(*parser.parse_args_and_config(list(arguments)))
+
+
+# argparse would list 250 options twice.
+USAGE = "populora train --config FILE.yaml [--option value ...]"
+
+# Heading in `populora train --help`: the field of `PopuLoRAConfig` that its group starts with.
+GROUPS = {
+    "Population": "teachers",
+    "Tasks": "task_kinds",
+    "Matchmaking": "matchmaking",
+    "Rewards and baselines": "teacher_reward_invalid",
+    "Sandbox": "sandbox_workers",
+    "Evolution": "evolve_every",
+    "Records": "save_rollouts",
+}
+
+
+def group_options(parser: argparse.ArgumentParser) -> None:
+    """Lists the options of a population in the groups of the config, before the many that are inherited."""
+    from trl import GRPOConfig
+
+    from trl_populora.populora_config import PopuLoRAConfig
+
+    inherited = {option.name for option in fields(GRPOConfig)}
+    headings = {start: heading for heading, start in GROUPS.items()}
+    heading, heading_of = "", {}
+    for option in fields(PopuLoRAConfig):
+        if option.name not in inherited:
+            heading = headings.get(option.name, heading)
+            heading_of[option.name] = heading
+    for option in fields(TrainArguments):
+        heading_of[option.name] = "This command"
+    # argparse has no public way to move an option into a group once it is there.
+    rest = parser._optionals._group_actions
+    groups = {name: parser.add_argument_group(name) for name in ("This command", *GROUPS)}
+    for action in [action for action in rest if action.dest in heading_of]:
+        rest.remove(action)
+        groups[heading_of[action.dest]]._group_actions.append(action)
+    parser._optionals.title = "Training and model (TRL and transformers)"
+    parser._action_groups.append(parser._action_groups.pop(parser._action_groups.index(parser._optionals)))
+
+
+def run_training(recipe, args, model) -> None:
+    """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
+    from peft import LoraConfig
+
+    from trl_populora.checkpoint import newest
+    from trl_populora.populora_trainer import PopuLoRATrainer
+    from trl_populora.report import plot_run, print_population
+
+    args.model_init_kwargs = {
+        "dtype": model.dtype,
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+    } | (args.model_init_kwargs or {})
+    trainer = PopuLoRATrainer(
+        model=model.model_name_or_path or "tiny",
+        args=args,
+        train_dataset=read_seed_tasks(recipe.seed_tasks),
+        peft_config=LoraConfig(
+            r=model.lora_r,
+            lora_alpha=model.lora_alpha,
+            target_modules=model.lora_target_modules or "all-linear",
+            use_rslora=model.use_rslora,
+        ),
+    )
+    trainer.train(resume_from_checkpoint=newest(args.output_dir) if recipe.resume else None)
+    trainer.save_state()
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        picture = plot_run(args.output_dir)
+        print_population(args.output_dir)
+        _say(f"Population saved to {args.output_dir}; its story is in {picture}.")
+
+
+def read_seed_tasks(source: str | None):
+    """The table of seed tasks, or `None` for the package's own."""
+    from datasets import load_dataset
+
+    if source is None:
+        return None
+    formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+    suffix = Path(source).suffix
+    if suffix in formats:
+        return load_dataset(formats[suffix], data_files=source, split="train")
+    return load_dataset(source, split="train")
+
+
+def report(arguments: Sequence[str]) -> None:
+    """Draws the pictures of a run and writes report.html."""
+    from trl_populora.report import write_report
+
+    (options,) = _parse(ReportArguments, "report", arguments)
+    _say(f"Report written to {write_report(_local(options.run), options.out or _own_directory(options.run))}.")
+
+
+def push(arguments: Sequence[str]) -> None:
+    """Uploads a finished run to the Hub."""
+    from trl_populora.hub import push_run
+
+    (options,) = _parse(PushArguments, "push", arguments)
+    _say(f"Pushed to {push_run(options.run, options.repo, options.token, options.private or None)}.")
+
+
+def info(arguments: Sequence[str]) -> None:
+    """Shows the members of a run with their ratings."""
+    from trl_populora.report import print_population
+
+    (options,) = _parse(InfoArguments, "info", arguments)
+    print_population(_local(options.run))
+
+
+def sandbox_check(arguments: Sequence[str]) -> None:
+    """Says how well this host can confine untrusted programs."""
+    from trl_populora.sandbox.check import main as check
+
+    raise SystemExit(check())
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "train": train,
+    "report": report,
+    "push": push,
+    "info": info,
+    "sandbox-check": sandbox_check,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command; errors that the user can mend are one line, without a traceback."""
+    parser = argparse.ArgumentParser(
+        prog="populora",
+        description="Trains populations of LoRA adapters that teach and solve each other's verifiable tasks.",
+        epilog="\n".join(["commands:"] + [f"  {name:<14} {run.__doc__}" for name, run in COMMANDS.items()]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each has --help")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = parser.parse_args(given[:1]).command
+    try:
+        COMMANDS[command](given[1:])
+    except (ValueError, RuntimeError) as error:
+        if command == "train":  # days of work deserve the whole story
+            raise
+        raise SystemExit(f"populora {command}: {error}") from error
+
+
+def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
+    """Options by name, as TRL's parser takes them (YAML with `--config`), and the first of them also by position."""
+    from trl import TrlParser
+
+    given = list(arguments)
+    if given and not given[0].startswith("-"):
+        given[:0] = ["--run"]
+    return TrlParser((options,), prog=f"populora {command}").parse_args_and_config(given)
+
+
+def _local(run: str) -> str:
+    if Path(run).is_dir():
+        return run
+    from trl_populora.hub import fetch
+
+    return str(fetch(run))
+
+
+def _own_directory(run: str) -> str | None:
+    """A downloaded population lies in a shared cache, so its report goes to the current directory."""
+    return None if Path(run).is_dir() else run.rpartition("/")[2]
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The model card of a population, written from the files of its run (so that a finished run can be pushed later)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from trl_populora.saved_population import read_json
+
+
+TAGS = ("trl", "populora", "lora", "peft", "reinforcement-learning")
+
+CARD = """---
+{metadata}
+---
+
+# {name}
+
+A population of {teachers} teachers and {students} students, LoRA adapters of rank {rank} on one frozen base
+({base}), after {step} steps of [PopuLoRA](https://arxiv.org/abs/2605.16727) with
+[trl-populora](https://pypi.org/project/trl-populora) on [TRL](https://github.com/huggingface/trl). Teachers write small
+Python tasks ({kinds}), students solve them, a sandbox decides what is true.
+
+The adapter at the root of this repository is **{best}**, the student with the highest TrueSkill mu - 3 sigma.
+
+## Members
+
+{ratings}
+
+TrueSkill ratings from the matches of the run; a newborn starts at mu 25, sigma 8.33. `born` counts steps.
+{plots}
+## Load it
+
+The best student:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "{repo}")
+```
+
+Any other member: `PeftModel.from_pretrained(base, "{repo}", subfolder="members/teacher_0")`.
+
+Continue the population, also with other numbers of teachers and students:
+
+```python
+from trl_populora import PopuLoRAConfig, PopuLoRATrainer
+
+args = PopuLoRAConfig("runs/more", teachers=4, students=4, warm_start="{repo}")
+PopuLoRATrainer("{base}", args=args, peft_config={lora}).train()
+```
+
+All members in one vLLM server:
+
+```bash
+hf download {repo} --local-dir population
+vllm serve {base} --enable-lora --max-loras {members} --max-lora-rank {vllm_rank} \\
+    --lora-modules {modules}
+```
+
+## Lineage
+
+{lineage}
+
+## Training
+
+```json
+{settings}
+```
+
+## Citation
+
+```bibtex
+@misc{{populora,
+    title        = {{PopuLoRA}},
+    eprint       = {{2605.16727}},
+    archivePrefix = {{arXiv}},
+    year         = {{2026}}
+}}
+```
+"""
+
+# vLLM knows these ranks only; a smaller adapter runs under the next one.
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_LINEAGE_ROWS = 40
+
+
+def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, details: dict | None = None) -> None:
+    """
+    Writes `README.md` into the directory of a saved population.
+
+    Args:
+        root (`Path`): Holds `population.json`, and `lineage.jsonl` and `plots/*.png` where there are any.
+        name (`str`): Title, and the name of the repository.
+        tags (`list[str]`, *optional*): Added to the package's own.
+        details (`dict`, *optional*): Further metadata, for example `license` and `language`.
+    """
+    population = read_json(root / "population.json")
+    base, members = population["base_model"], population["members"]
+    published = not os.path.isdir(base) and base != "tiny"
+    repo = name if "/" in name else f"<user>/{name}"
+    metadata = ModelCardData(
+        library_name="peft",
+        tags=sorted({*TAGS, *([tags] if isinstance(tags, str) else tags or ())}),
+        base_model=base if published else None,
+        pipeline_tag="text-generation",
+        ignore_metadata_errors=True,
+        **{key: value for key, value in (details or {}).items() if key in ("license", "language", "datasets")},
+    )
+    text = CARD.format(
+        metadata=metadata.to_yaml(),
+        name=name,
+        teachers=sum(member["role"] == "teacher" for member in members),
+        students=sum(member["role"] == "student" for member in members),
+        rank=population["lora"]["r"],
+        base=base,
+        step=population["step"],
+        kinds=", ".join(population["task_kinds"]),
+        best=population["best_student"],
+        ratings=_ratings(members),
+        plots=_plots(root),
+        repo=repo,
+        lora=_lora(population["lora"]),
+        members=len(members),
+        vllm_rank=next((rank for rank in _VLLM_RANKS if rank >= population["lora"]["r"]), _VLLM_RANKS[-1]),
+        modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
+        lineage=_lineage(root / "lineage.jsonl"),
+        settings=json.dumps(population.get("settings", {}), indent=2),
+    )
+    unfinished = root / "README.md.tmp"
+    unfinished.write_text(text)
+    unfinished.replace(root / "README.md")
+
+
+def _ratings(members: list[dict[str, Any]]) -> str:
+    rows = [
+        "| member | mu | sigma | mu - 3 sigma | matches | born | made by | parents |",
+        "|---|---:|---:|---:|---:|---:|---|---|",
+    ]
+    for member in sorted(members, key=lambda m: (m["role"] != "teacher", -m["fitness"])):
+        numbers = f"{member['mu']:.2f} | {member['sigma']:.2f} | {member['fitness']:.2f} | {member['age']}"
+        parents = ", ".join(member["parents"]) or "-"
+        rows.append(f"| {member['name']} | {numbers} | {member['born']} | {member['operator']} | {parents} |")
+    return "\n".join(rows)
+
+
+def _plots(root: Path) -> str:
+    pictures = [path for path in sorted(root.glob("plots/*.png")) if path.stem in ("ratings", "curriculum", "coverage")]
+    lines = [f"![{path.stem} over the steps](plots/{path.name})" for path in pictures]
+    return "\n".join(["", *lines, ""])
+
+
+def _lora(lora: dict[str, Any]) -> str:
+    targets = lora["target_modules"]
+    return f"LoraConfig(r={lora['r']}, lora_alpha={lora['lora_alpha']}, target_modules={targets!r})"
+
+
+def _lineage(path: Path) -> str:
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    if not events:
+        return "Nobody has been replaced yet."
+    rows = ["| step | child | parents | operator |", "|---:|---|---|---|"]
+    for event in events[-_LINEAGE_ROWS:]:
+        parents = ", ".join(parent["member"] for parent in event["parents"])
+        rows.append(f"| {event['step']} | {event['child']} | {parents} | {event['operator']} |")
+    if len(events) > _LINEAGE_ROWS:
+        rows.append(f"\nThe last {_LINEAGE_ROWS} of {len(events)} births; all are in `lineage.jsonl`.")
+    return "\n".join(rows)

@@ -1,0 +1,385 @@
+"""The pictures of a report, one function each: from a run's records to a narrow figure that a phone can show.
+
+Needs the `report` extra (matplotlib). Every function draws into the figure it is given; `PLOTS` lists them in order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colour-blind safe (Okabe and Ito); a role keeps its colour in every picture.
+COLORS = {"teacher": "#D55E00", "student": "#0072B2"}
+SERIES_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#8C6D00", "#444444")
+LINE_STYLES = ("-", "--", "-.", ":")
+GREY = "0.45"
+
+# 5.2 inches shrink to a phone's 360 pixels with letters of about 9 pixels.
+WIDTH, DPI = 5.2, 200
+STYLE = {
+    "font.size": 9.5,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9.5,
+    "legend.fontsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+@dataclass
+class Run:
+    """
+    What a run has left so far.
+
+    Args:
+        name (`str`): Its directory's or repository's name.
+        history (`list[dict]`): Metrics per step, oldest first.
+        rows (`list[dict]`): Proposals and attempts (`step role member match kind valid correct archived solve_rate`).
+        lineage (`list[dict]`): Births, oldest first.
+        population (`dict`): `population.json`; empty while there is none.
+    """
+
+    name: str
+    history: list[dict[str, Any]]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+    population: dict[str, Any] = field(default_factory=dict)
+
+    def members(self, role: str) -> list[str]:
+        """Names of a role's slots, in order."""
+        names = {key.split("/")[1] for key in self.history[-1] if key.startswith(f"member/{role}_")}
+        return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, where it was known."""
+        points = [(entry["step"], entry[key]) for entry in self.history if entry.get(key) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    @property
+    def births(self) -> list[int]:
+        """Steps at which somebody was replaced."""
+        return sorted({event["step"] for event in self.lineage})
+
+
+def draw_ratings(figure: Figure, run: Run) -> None:
+    axes = figure.subplots(2, 1, sharex=True)
+    for axis, (role, color) in zip(axes, COLORS.items(), strict=True):
+        steps, means = run.series(f"population/{role}/mu_mean")
+        _, spreads = run.series(f"population/{role}/mu_std")
+        low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
+        axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label="± 1 std over members")
+        axis.plot(steps, means, color=color, linewidth=2.4, label=f"mean of {role}s")
+        for index, name in enumerate(run.members(role)):
+            axis.plot(*run.series(f"member/{name}/mu"), **_line(index), linewidth=1, label=name)
+        axis.set(title=f"{role.capitalize()}s", ylabel="TrueSkill mu\n(rating points)")
+        _mark_births(axis, run)
+        _legend(axis)
+    _steps(axes[-1])
+
+
+def draw_solve_rates(figure: Figure, run: Run) -> None:
+    axis = figure.subplots()
+    by_match: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    teacher_of = {(r["step"], r["match"]): r["member"] for r in run.rows if r["role"] == "teacher"}
+    for row in run.rows:
+        if row["role"] == "student" and not row["archived"]:
+            by_match[teacher_of[row["step"], row["match"]]][row["step"] + 1].append(row["correct"])
+    for index, teacher in enumerate(sorted(by_match)):
+        points = sorted((step, sum(c) / len(c)) for step, c in by_match[teacher].items())
+        axis.plot(*zip(*points, strict=True), **_line(index), linewidth=1, marker=".", markersize=3, label=f"vs {teacher}")
+    axis.plot(*run.series("solve/rate"), color="black", linewidth=2, label="all fresh tasks")
+    axis.set(ylabel="attempts solved (fraction)", ylim=(-0.03, 1.03))
+    _mark_births(axis, run)
+    _steps(axis)
+    _legend(axis)
+
+
+def draw_rewards(figure: Figure, run: Run) -> None:
+    axis = figure.subplots()
+    for role, color in COLORS.items():
+        steps, means = run.series(f"rewards/{role}_reward/mean")
+        axis.plot(steps, means, color=color, linewidth=2, label=f"{role} reward, mean of the step")
+    axis.axhline(0, color=GREY, linewidth=0.8, zorder=0)
+    axis.set(ylabel="reward", ylim=(-1.05, 1.05))
+    _mark_births(axis, run)
+    _steps(axis)
+    _legend(axis)
+
+
+def draw_kinds(figure: Figure, run: Run) -> None:
+    axis = figure.subplots()
+    kinds = sorted({key.split("/")[1] for key in run.history[-1] if key.startswith("propose/") and key.count("/") == 2})
+    for kind, color in zip(kinds, SERIES_COLORS, strict=False):
+        axis.plot(*run.series(f"solve/{kind}/rate"), color=color, label=f"{kind}: attempts solved")
+        axis.plot(*run.series(f"propose/{kind}/valid_rate"), color=color, linestyle=":", label=f"{kind}: proposals valid")
+    axis.set(ylabel="fraction", ylim=(-0.03, 1.03))
+    _steps(axis)
+    _legend(axis)
+
+
+CURRICULUM = {
+    "ast_depth": ("AST depth", "nodes"),
+    "cyclomatic": ("Cyclomatic complexity", "paths"),
+    "lines": ("Lines of code", "lines"),
+    "variables": ("Variables", "names"),
+}
+
+
+def draw_curriculum(figure: Figure, run: Run) -> None:
+    axes = figure.subplots(2, 2, sharex=True)
+    for axis, (key, (title, unit)) in zip(axes.flat, CURRICULUM.items(), strict=True):
+        (line,) = axis.plot(*run.series(f"curriculum/{key}"), color=COLORS["teacher"], marker=".", markersize=3)
+        axis.set(title=title, ylabel=f"{unit} per program")
+        _mark_births(axis, run, label=False)
+    for axis in axes[1]:
+        _steps(axis)
+    figure.legend([line], ["mean over the step's valid tasks"], loc="outside lower center")
+
+
+def draw_coverage(figure: Figure, run: Run) -> None:
+    axes = figure.subplots(2, 1, sharex=True)
+    axes[0].plot(*run.series("curriculum/coverage"), color=COLORS["teacher"], label="kinds of program seen so far")
+    axes[0].set(ylabel="distinct\nstructures")
+    axes[1].plot(*run.series("curriculum/entropy"), color=COLORS["student"], label="entropy of their distribution")
+    axes[1].set(ylabel="bits")
+    for axis in axes:
+        _legend(axis)
+    _steps(axes[1])
+
+
+def draw_rejects(figure: Figure, run: Run) -> None:
+    axis = figure.subplots()
+    prefix = "verify/reject/"
+    totals: Counter[str] = Counter()
+    for entry in run.history:
+        totals.update({key[len(prefix) :]: entry[key] or 0 for key in entry if key.startswith(prefix)})
+    reasons = [reason for reason, count in totals.most_common() if count]
+    steps = [entry["step"] for entry in run.history]
+    bottom = [0.0] * len(steps)
+    for index, reason in enumerate(reasons):
+        counts = [entry.get(prefix + reason) or 0.0 for entry in run.history]
+        color = SERIES_COLORS[index % len(SERIES_COLORS)]
+        hatch = "///" if index >= len(SERIES_COLORS) else None
+        label = f"{reason.replace('_', ' ')} ({totals[reason]:.0f})"
+        axis.bar(steps, counts, width=1, bottom=bottom, color=color, hatch=hatch, label=label, linewidth=0)
+        bottom = [b + c for b, c in zip(bottom, counts, strict=True)]
+    axis.set(ylabel="rejected proposals (number)")
+    _steps(axis)
+    if reasons:
+        _legend(axis)
+    else:
+        axis.set_title("no proposal was rejected")
+
+
+def draw_matches(figure: Figure, run: Run) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    axis = figure.subplots()
+    teachers, students = run.members("teacher"), run.members("student")
+    teacher_of = {(r["step"], r["match"]): r["member"] for r in run.rows if r["role"] == "teacher"}
+    solved: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    met: dict[tuple[str, str], set] = defaultdict(set)
+    for row in run.rows:
+        if row["role"] == "student":
+            pair = teacher_of[row["step"], row["match"]], row["member"]
+            met[pair].add((row["step"], row["match"]))
+            if not row["archived"]:
+                solved[pair].append(row["correct"])
+    rates = [[_mean(solved[t, s]) for s in students] for t in teachers]
+    scale = LinearSegmentedColormap.from_list("match", [COLORS["teacher"], "#FFFFFF", COLORS["student"]])
+    image = axis.imshow(rates, cmap=scale, vmin=0, vmax=1, aspect="auto")
+    size = 9 if max(len(teachers), len(students)) <= 4 else 7
+    for y, teacher in enumerate(teachers):
+        for x, student in enumerate(students):
+            rate, count = rates[y][x], len(met[teacher, student])
+            text = f"{100 * rate:.0f} %\n{count}×" if rate == rate else f"-\n{count}×"
+            axis.text(x, y, text, ha="center", va="center", fontsize=size)
+    axis.set_xticks(range(len(students)), [name.replace("_", "\n") for name in students])
+    axis.set_yticks(range(len(teachers)), [name.replace("_", "\n") for name in teachers])
+    axis.grid(False)
+    axis.set(xlabel="student", ylabel="teacher")
+    figure.colorbar(image, ax=axis, label="attempts at fresh tasks solved (fraction)", shrink=0.9)
+
+
+def draw_lineage(figure: Figure, run: Run) -> None:
+    axis = figure.subplots()
+    slots = run.members("teacher") + run.members("student")
+    height = {name: -index for index, name in enumerate(slots)}
+    end = max(entry["step"] for entry in run.history)
+    starts = {name: [0] for name in slots}
+    for event in run.lineage:
+        starts[event["child"].partition("@")[0]].append(event["step"])
+    for name in slots:
+        color = COLORS[name.rpartition("_")[0]]
+        for version, (start, stop) in enumerate(zip(starts[name], [*starts[name][1:], end], strict=True)):
+            axis.plot([start, stop], [height[name]] * 2, color=color, linewidth=5, alpha=0.9 if version % 2 else 0.45)
+    for event in run.lineage:
+        child = event["child"].partition("@")[0]
+        for parent in event["parents"]:
+            y = height[parent["member"].partition("@")[0]]
+            style = "-" if len(event["parents"]) == 1 else "--"
+            arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 0.9, "linestyle": style, "shrinkA": 0, "shrinkB": 2}
+            axis.annotate("", (event["step"], height[child]), (event["step"], y), arrowprops=arrow)
+    axis.set_yticks(list(height.values()), list(height))
+    axis.set_ylim(-len(slots) + 0.4, 0.6)
+    axis.grid(False)
+    _steps(axis)
+    axis.set_xlim(0, max(end, 1) * 1.02)
+    handles = [axis.plot([], [], color=color, linewidth=5, alpha=0.45)[0] for color in COLORS.values()]
+    handles += [axis.plot([], [], color="black", linewidth=0.9, linestyle=style)[0] for style in ("-", "--")]
+    labels = ["teacher's life", "student's life", "child of one parent", "child of two"]
+    axis.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+
+
+PHASE_COLORS = {"match": "#444444", "propose": "#D55E00", "verify": "#009E73", "solve": "#0072B2", "update": "#E69F00"}
+
+
+def draw_times(figure: Figure, run: Run) -> None:
+    axis = figure.subplots()
+    steps = [entry["step"] for entry in run.history]
+    phases = [*PHASE_COLORS, "evolve"]
+    values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in phases]
+    means = [sum(series) / len(series) for series in values]
+    labels = [f"{phase} ({mean:.2g} s)" for phase, mean in zip(phases, means, strict=True)]
+    bottom = [0.0] * len(steps)
+    for series, label, color in zip(values, labels, [*PHASE_COLORS.values(), "#CC79A7"], strict=True):
+        axis.bar(steps, series, width=1, bottom=bottom, color=color, label=label, linewidth=0)
+        bottom = [b + s for b, s in zip(bottom, series, strict=True)]
+    axis.set(ylabel="seconds per step")
+    _steps(axis)
+    _legend(axis)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One picture: file name, title, how to read it, and who draws it. `height` is in inches."""
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[Figure, Run], None]
+    height: float = 3.7
+    needs_rows: bool = False
+
+
+PLOTS = (
+    Plot(
+        "ratings",
+        "TrueSkill ratings",
+        "Who is ahead: above 25 a member has beaten more than the average newborn would. A jump back to 25 is a "
+        "replacement.",
+        draw_ratings,
+        6.6,
+    ),
+    Plot(
+        "solve_rate",
+        "Solve rate per match",
+        "Share of the attempts at each teacher's fresh tasks that its student of the step solved. Near 1 the tasks "
+        "have become too easy, near 0 too hard.",
+        draw_solve_rates,
+        needs_rows=True,
+    ),
+    Plot(
+        "rewards",
+        "Rewards",
+        "Teacher: -1 invalid, 0 unsolved, else 1 - solve rate. Student: +1 right, -0.5 wrong, -1 malformed.",
+        draw_rewards,
+    ),
+    Plot(
+        "kinds",
+        "By kind of task",
+        "Solid: share of attempts solved. Dotted: share of proposals that the sandbox accepted.",
+        draw_kinds,
+        4.1,
+    ),
+    Plot(
+        "curriculum",
+        "How demanding the tasks are",
+        "Four measures of the programs in valid tasks. Single-agent self-play is known to let them fall.",
+        draw_curriculum,
+        4.6,
+    ),
+    Plot(
+        "coverage",
+        "Coverage of program space",
+        "Distinct program structures over the whole run, and how evenly they are used.",
+        draw_coverage,
+        4.2,
+    ),
+    Plot("rejects", "Why proposals were rejected", "Per step; in brackets the total over the run.", draw_rejects, 4.2),
+    Plot(
+        "matches",
+        "Who met whom",
+        "Share of the attempts that each student solved against each teacher, and the number of matches.",
+        draw_matches,
+        4.2,
+        needs_rows=True,
+    ),
+    Plot(
+        "lineage",
+        "Lineage",
+        "One bar per slot; the shade changes when a child takes it over, the arrow comes from its parent's slot.",
+        draw_lineage,
+        4.2,
+    ),
+    Plot("times", "Time per phase", "In brackets the mean over the run.", draw_times, 3.9),
+)
+
+
+def draw(plot: Plot, run: Run, directory: Path) -> Path:
+    """Draws one picture into `directory/<name>.png`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    members = len(run.members("teacher") + run.members("student"))
+    extra = 0.22 * max(0, members - 8)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, plot.height + extra), layout="constrained")
+        plot.draw(figure, run)
+        path = directory / f"{plot.name}.png"
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})  # no version stamp: same run, same bytes
+    return path
+
+
+def _line(index: int) -> dict[str, str]:
+    """Colour and dashes of the n-th line: distinct for 32 of them, on paper too."""
+    return {
+        "color": SERIES_COLORS[index % len(SERIES_COLORS)],
+        "linestyle": LINE_STYLES[index // len(SERIES_COLORS) % len(LINE_STYLES)],
+    }
+
+
+def _mark_births(axis: Axes, run: Run, label: bool = True) -> None:
+    for index, step in enumerate(run.births):
+        text = "evolution" if label and not index else None
+        axis.axvline(step, color=GREY, linestyle=":", linewidth=0.9, zorder=0, label=text)
+
+
+def _steps(axis: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_xlabel("population step")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+
+
+def _legend(axis: Axes) -> None:
+    """Below the axis and its label, where it covers nothing."""
+    shared = not axis.get_xlabel()
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.05 if shared else -0.22), ncols=2)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
