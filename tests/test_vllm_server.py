@@ -133,7 +133,7 @@ def test_a_stuck_server_is_given_up_after_the_time_limit(base, server, tmp_path)
 
 def test_an_absent_server_is_named(base, tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(ConnectionError, match=url):
+    with pytest.raises(VLLMServerError, match=rf"{url} .*serve.sh"):
         Client(base, tmp_path, url, server_timeout=1.0)
 
 

@@ -33,7 +33,7 @@ class LoRAServer(VLLMClient):
         advice (`Callable`): Returns a sentence on how to go on after a failure.
 
     Raises:
-        `ConnectionError`: If the server is not up in time.
+        `VLLMServerError`: If the server is not up in time.
     """
 
     def __init__(self, base_url: str, connection_timeout: float, request_timeout: float, advice: Callable[[], str]):
@@ -43,6 +43,12 @@ class LoRAServer(VLLMClient):
             # A server that is away is asked again, as TRL does. A broken or overdue answer is not: a restarted server
             # has lost the adapters, and asking a stuck one six times only multiplies the time limit.
             adapter.max_retries = adapter.max_retries.new(read=False, raise_on_status=False)
+
+    def check_server(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().check_server(*args, **kwargs)
+        except requests.RequestException as error:
+            raise VLLMServerError(f"{error} `recipes/serve.sh` starts one for a population.") from error
 
     def _post(self, url: str, **kwargs: Any) -> dict:
         return self._guarded(super()._post, url, timeout=self.request_timeout, **kwargs)

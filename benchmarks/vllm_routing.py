@@ -1,0 +1,220 @@
+"""Serving eight members in one batch, and publishing them, against the ways there are without routing.
+
+    python benchmarks/vllm_routing.py [--quick] [--rank 32]
+
+Generation, on the tiny base: (a) eight members mixed in one batch, (b) the same rows as eight batches of one member
+each, (c) the same rows all through one member. Interleaved repeats after a warm-up, medians, tokens per second; every
+row is made to give the same number of tokens.
+
+Publishing: eight members that all moved, as directories that the engine loads, against TRL's own `sync_weights`, which
+merges one adapter into the base, hands every base weight to the engine and takes the adapter out again: once, times
+eight. At the size of the tiny base, and with the shapes of Qwen2.5-0.5B filled at random.
+
+Needs vLLM (on a machine without GPU: `VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1`); no network. Last line: one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_populora.adapters.layers import add_members
+from trl_populora.adapters.routing import Router
+from trl_populora.adapters.weights import read_member, write_member
+from trl_populora.generation.vllm import PopulationGeneration
+from trl_populora.loading import tiny_base_path
+
+
+MEMBERS, ROWS_PER_MEMBER, TOKENS = 8, 8, 48
+
+
+def make_half_billion(directory: str) -> str:
+    """Saves a model with the shapes of Qwen2.5-0.5B and random weights, bf16."""
+    config = Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model.tie_weights()
+    model.save_pretrained(directory)
+    tokenizer = tiny_base_path()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        with open(os.path.join(tokenizer, name)) as source, open(os.path.join(directory, name), "w") as target:
+            target.write(source.read())
+    return directory
+
+
+def make_generation(base: str, rank: int, dtype: torch.dtype, directory: str) -> tuple:
+    """`(generation, model, names, router)` of eight members."""
+    names, router = [f"member_{i}" for i in range(MEMBERS)], Router()
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    model = add_members(
+        model, names, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"), router, seed=0
+    )
+    generation = PopulationGeneration(
+        model,
+        members=names,
+        router=router,
+        output_dir=directory,
+        accelerator=Accelerator(cpu=not torch.cuda.is_available()),
+        processing_class=None,
+        max_model_length=512,
+        max_num_seqs=MEMBERS * ROWS_PER_MEMBER,
+        gpu_memory_utilization=0.3,
+        max_completion_length=TOKENS,
+        generation_kwargs={"ignore_eos": True},
+        engine_kwargs={"enforce_eager": True},
+    )
+    return generation, model, names, router
+
+
+def move(model, names: list[str], seed: int) -> None:
+    """Changes every tensor of every member, as an optimizer step does."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in names:
+        factors = read_member(model, name)
+        noise = {key: torch.randn(value.shape, generator=generator) for key, value in factors.items()}
+        write_member(model, name, {key: 0.02 * noise[key] for key in factors})
+
+
+def seconds(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def measure_generation(repeats: int, rank: int, directory: str) -> dict[str, float]:
+    generation, model, names, router = make_generation(tiny_base_path(), rank, torch.float32, directory)
+    move(model, names, seed=1)
+    generation.sync_weights()
+    rng = random.Random(0)
+
+    def generate(rows: list[int]) -> None:
+        # Fresh prompts each time: the prefix cache must not help one way more than another.
+        prompts = [[rng.randrange(3, 400) for _ in range(32)] for _ in rows]
+        with router.rows_of(rows):
+            _, completions, _, _ = generation.generate(prompts, None, 1)
+        if {len(completion) for completion in completions} != {TOKENS}:
+            raise RuntimeError("Rows of different length: the comparison would not be of equal work.")
+
+    mixed = [*range(MEMBERS)] * ROWS_PER_MEMBER
+    ways = {
+        "mixed": lambda: generate(mixed),
+        "sequential": lambda: [generate([member] * ROWS_PER_MEMBER) for member in range(MEMBERS)],
+        "one": lambda: generate([0] * len(mixed)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for action in ways.values():
+        action()
+    for _ in range(repeats):
+        for name, action in ways.items():
+            times[name].append(seconds(action))
+    generation.close()
+    return {name: len(mixed) * TOKENS / statistics.median(values) for name, values in times.items()}
+
+
+def measure_publishing(base: str, rank: int, dtype: torch.dtype, repeats: int, directory: str) -> dict[str, float]:
+    """Seconds: `ours` for eight members that moved, `nothing` when none did."""
+    generation, model, names, _ = make_generation(base, rank, dtype, directory)
+    ours, nothing = [], []
+    for repeat in range(repeats + 1):
+        move(model, names, seed=repeat)
+        ours.append(seconds(generation.sync_weights))
+        nothing.append(seconds(generation.sync_weights))
+    generation.close()
+    del generation, model
+    gc.collect()
+    return {"ours": statistics.median(ours[1:]), "nothing": statistics.median(nothing[1:])}
+
+
+class MergeAndLoad(VLLMGeneration):
+    """
+    TRL's weight sync with the engine's parameters stood in for by buffers of the same names and shapes.
+
+    vLLM's CPU engine cannot load weights a second time (it drops the loaders when it is done), so a copy into a plain
+    buffer stands for it. That leaves out what the real engine does beyond the copy, and so flatters TRL's way.
+    """
+
+    def _init_vllm(self) -> None:
+        self.buffers = {name: torch.empty_like(param) for name, param in self._iter_named_params()}
+
+    def sync_weights(self) -> None:
+        for name, param in self._iter_named_params():
+            self.buffers[name].copy_(param)
+
+
+def measure_trl(base: str, rank: int, dtype: torch.dtype, repeats: int) -> float:
+    """Seconds of TRL's way for one adapter: merge, hand over all base weights, take the adapter out again."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False)
+    generation = MergeAndLoad(get_peft_model(model, config), Accelerator(cpu=not torch.cuda.is_available()), None)
+    return statistics.median([seconds(generation.sync_weights) for _ in range(repeats + 1)][1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7, help="timed repeats of each way to generate")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
+    parser.add_argument("--quick", action="store_true", help="the tiny size only, three repeats")
+    options = parser.parse_args()
+    repeats, publishings = (3, 3) if options.quick else (options.repeats, 3)
+
+    with tempfile.TemporaryDirectory() as directory:
+        rates = measure_generation(repeats, options.rank, directory)
+        bases = {"tiny": (tiny_base_path(), torch.float32)}
+        if not options.quick:
+            bases["0.5B"] = (make_half_billion(os.path.join(directory, "half")), torch.bfloat16)
+        publishing = {}
+        for size, (base, dtype) in bases.items():
+            values = measure_publishing(base, options.rank, dtype, publishings, directory)
+            publishing[size] = values | {"trl": measure_trl(base, options.rank, dtype, publishings)}
+
+    print(f"\n{MEMBERS} members, rank {options.rank}, {ROWS_PER_MEMBER} rows each, {TOKENS} tokens a row, tiny base")
+    for name, text in {"mixed": "(a) mixed", "sequential": "(b) one after the other", "one": "(c) one member"}.items():
+        print(f"  {text:<26}{rates[name]:>9.0f} tokens/s")
+    for size, values in publishing.items():
+        print(f"publishing at {size} size")
+        print(f"  8 members, changed        {values['ours']:>9.4f} s")
+        print(f"  8 members, unchanged      {values['nothing']:>9.4f} s")
+        print(f"  TRL, 1 adapter, times 8   {8 * values['trl']:>9.4f} s")
+    largest = list(publishing)[-1]
+    result = {
+        "mixed_vs_one": rates["mixed"] / rates["one"],
+        "mixed_vs_sequential": rates["mixed"] / rates["sequential"],
+        "publish_vs_trl": 8 * publishing[largest]["trl"] / publishing[largest]["ours"],
+        "publish_seconds_8": publishing[largest]["ours"],
+        "publish_vs_trl_tiny": 8 * publishing["tiny"]["trl"] / publishing["tiny"]["ours"],
+        "publish_seconds_8_tiny": publishing["tiny"]["ours"],
+        "publish_nothing_seconds": publishing[largest]["nothing"],
+        "tokens_per_s": {name: round(rate) for name, rate in rates.items()},
+    }
+    print(json.dumps({key: round(v, 4) if isinstance(v, float) else v for key, v in result.items()}))
+
+
+if __name__ == "__main__":
+    main()
