@@ -1,7 +1,7 @@
-"""One process of a training run that tests/test_backends.py launches: `backend_worker.py BASE OUTPUT SCENARIO`.
+"""One process of a training run that tests/test_backends.py launches: `backend_worker.py OUTPUT BASE`.
 
-It trains on the fixed rows and writes what this rank saw to `OUTPUT/rank_N.pt`. Scenarios: `train` trains plainly,
-`replace` overwrites a member after the first step and takes the second step with learning rate 0.
+It trains on the fixed rows, overwrites a member after the first step, takes the second step with learning rate 0, and
+writes what this rank saw to `OUTPUT/rank_N.pt`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from tests.fixed_rows import ATTEMPTS, PROPOSALS, SETTINGS, STUDENTS, TEACHERS, play_fixed_rows
+from trl_populora.adapters.optim import withhold_gradients
 from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
@@ -75,7 +76,16 @@ def without_compiler() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def main(base: str, output: str, scenario: str) -> None:
+def why_idle_is_refused(model) -> str:
+    """The message with which ZeRO's inability to leave a member out is refused; empty where it is possible."""
+    try:
+        withhold_gradients(model, ["teacher_0"])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def main(output: str, base: str) -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         without_compiler()
     args = PopuLoRAConfig(
@@ -98,8 +108,7 @@ def main(base: str, output: str, scenario: str) -> None:
     trainer = PopuLoRATrainer(base, args=args, peft_config=lora)
     play_fixed_rows(trainer)
     replacement = Replacement(trainer)
-    if scenario == "replace":
-        trainer.add_callback(replacement)
+    trainer.add_callback(replacement)
     trainer.train()
     wrapped = trainer.model_wrapped
     plugin = trainer.accelerator.state.deepspeed_plugin
@@ -119,6 +128,7 @@ def main(base: str, output: str, scenario: str) -> None:
                 if "loss" in entry
             ],
             "seen": replacement.seen,
+            "idle": why_idle_is_refused(wrapped),
         },
         f"{output}/rank_{trainer.accelerator.process_index}.pt",
     )

@@ -1,6 +1,7 @@
 """Two real processes on a CPU, started by the real launchers: DDP, ZeRO-2 and ZeRO-3 against one process.
 
-Each backend is launched once, in the scenario that overwrites a member on the way, and all tests look at that run.
+Each backend is launched once, overwrites a member on the way, and all tests look at that run. FSDP2 is PyTorch's own,
+because accelerate silently turns it into DDP on a CPU.
 """
 
 from __future__ import annotations
@@ -27,25 +28,30 @@ BACKENDS = {
 }
 
 
-def run_worker(launcher: list[str], base: str, output: Path, scenario: str, seconds: int = 240) -> subprocess.Popen:
-    """Runs `backend_worker.py` and raises with its log if it fails."""
+def run_worker(
+    launcher: list[str],
+    base: str,
+    output: Path,
+    scenario: str,
+    seconds: int = 540,
+    worker: str = "backend_worker.py",
+) -> None:
+    """Runs a worker script of this directory and raises with its log if it fails."""
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true",
         "DS_ACCELERATOR": "cpu",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
     output.mkdir()
-    command = [*launcher, str(ROOT / "tests" / "backend_worker.py"), base, str(output), scenario]
+    command = [*launcher, str(ROOT / "tests" / worker), base, str(output), scenario]
     done = subprocess.run(
         command, env=inherited | variables, capture_output=True, text=True, timeout=seconds, cwd=output, check=False
     )
     if done.returncode:
         raise AssertionError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-    return done
 
 
 def launch(config: str) -> list[str]:
@@ -65,7 +71,7 @@ def load(output: Path) -> list[dict]:
 def alone(random_base, tmp_path_factory) -> dict:
     """What one process did."""
     output = tmp_path_factory.mktemp("alone") / "run"
-    run_worker([sys.executable], random_base, output, "replace")
+    run_script("backend_worker.py", [sys.executable], output, random_base)
     (rank,) = load(output)
     assert (rank["world"], rank["stage"]) == (1, None)
     return rank
@@ -78,7 +84,7 @@ def ranks(request, random_base, tmp_path_factory) -> list[dict]:
     if stage is not None:
         pytest.importorskip("deepspeed", reason="needs `pip install trl-populora[deepspeed]`")
     output = tmp_path_factory.mktemp(request.param) / "run"
-    run_worker(launch(config), random_base, output, "replace")
+    run_script("backend_worker.py", launch(config), output, random_base)
     ranks = load(output)
     assert [(rank["world"], rank["wrapper"], rank["stage"]) for rank in ranks] == [(2, wrapper, stage)] * 2
     assert all(rank["base is split"] == (stage == 3) for rank in ranks)
@@ -110,6 +116,11 @@ def test_every_member_is_clipped_by_its_own_norm(alone, ranks):
         torch.testing.assert_close(torch.tensor(rank["norms"]), torch.tensor(alone["norms"]), rtol=1e-4, atol=1e-6)
 
 
+def test_an_idle_member_is_refused_only_where_zero_would_move_it(ranks):
+    for rank in ranks:
+        assert ("ZeRO cannot leave them out" in rank["idle"]) == (rank["stage"] is not None)
+
+
 @pytest.mark.parametrize("moment", ["after the write", "after a step with learning rate 0"])
 def test_an_overwritten_member_stays_what_was_written_on_all_ranks(ranks, moment):
     for rank in ranks:
@@ -135,3 +146,24 @@ def test_replacing_is_the_same_in_one_process(alone):
     for moment in ("after the write", "after a step with learning rate 0"):
         assert equal(alone["seen"][moment]["read"], new_factors(alone["seen"]["before the write"]["read"]))
     assert REPLACED in alone["members"]
+
+
+def test_pytorchs_fsdp2_gives_the_members_of_one_process(tmp_path):
+    """Sharded members are stacked, clipped, written, reset and left idle as whole ones are; the base is sharded too."""
+    for output, launcher in {
+        tmp_path / "alone": [sys.executable],
+        tmp_path / "sharded": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    }.items():
+        run_script("fsdp_worker.py", launcher, output)
+    (alone,), ranks = load(tmp_path / "alone"), load(tmp_path / "sharded")
+    assert [(rank["world"], rank["sharded"]) for rank in [alone, *ranks]] == [(1, False), (2, True), (2, True)]
+    for rank in ranks:
+        torch.testing.assert_close(torch.tensor(rank["norms"]), torch.tensor(alone["norms"]), rtol=1e-5, atol=0)
+        for name, factors in alone["members"].items():
+            assert equal(rank["members"][name], ranks[0]["members"][name])
+            for key, expected in factors.items():
+                assert (rank["members"][name][key] - expected).norm() / expected.norm() < 1e-5
+    for run in [alone, *ranks]:
+        assert run["seen"]["reset"]
+        assert [run["seen"][f"idle member moved in step {step}"] for step in range(3)] == [True, False, True]
+        assert equal(run["seen"]["written"], ranks[0]["seen"]["written"])

@@ -57,9 +57,9 @@ def clip_member_grad_norms(model: nn.Module, names: Sequence[str], max_norm: flo
     norms = squares.sqrt()
     if max_norm:
         factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-        for name, factor in zip(names, factors, strict=True):
+        for name, factor in zip(names, factors.tolist(), strict=True):
             for gradient in gradients[name]:
-                gradient.mul_(factor.to(gradient.device))
+                gradient.mul_(factor)
     return dict(zip(names, norms.tolist(), strict=True))
 
 

@@ -1,0 +1,279 @@
+"""What one optimizer step over N adapters costs, against one adapter at the same number of tokens.
+
+Compared in one run, at equal total rows and tokens:
+
+    stock       stock PEFT, one adapter (N = 1)
+    routed      this package's layer: base matmul once, members' A and B stacked, two batched matmuls
+    mixed       PEFT's own mixed-batch forward (`adapter_names=`), with its guard against training stepped around
+    set_adapter one micro-batch per member with `set_adapter` in between
+
+Each is built, warmed up and timed in turn, in rounds, so that slow minutes of the machine hit all of them; the table
+shows medians over the rounds, split into forward, backward and optimizer. The baseline is the faster of `stock` and
+`routed` with one member. On a machine that others use too, `--clock cpu` counts the process's CPU seconds instead of
+the wall clock's (with OMP_NUM_THREADS=1, or threads that wait for each other count as work).
+
+Memory is the peak of a fresh process per N over three steps (on a GPU: of the allocator), and what one more adapter
+adds to it, against the arithmetic minimum: weight, gradient and two moments.
+
+    python benchmarks/joint_training.py                   # CPU size, two cores, a few minutes
+    python benchmarks/joint_training.py --preset 7b       # random weights in Qwen2.5-7B's shape, bf16, one 80 GB GPU
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+# The script runs from a checkout that is not installed, too.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+
+from trl_populora.adapters.layers import add_members  # noqa: E402
+from trl_populora.adapters.routing import Router  # noqa: E402
+
+
+BYTES_PER_PARAMETER = 16  # fp32 weight, gradient, exp_avg, exp_avg_sq
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Shape of the model and of the batch."""
+
+    hidden: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    intermediate: int
+    vocabulary: int
+    rank: int
+    rows: int
+    tokens: int
+    rounds: int
+    steps: int
+    checkpointing: bool
+    dtype: str
+
+
+PRESETS = {
+    "cpu": Preset(512, 4, 8, 4, 1408, 1024, 16, 32, 64, 3, 1, False, "float32"),
+    "7b": Preset(3584, 28, 28, 4, 18944, 152064, 32, 32, 512, 2, 5, True, "bfloat16"),
+}
+
+
+@dataclass
+class Contender:
+    """One way of training `members` adapters; `losses` yields one loss per backward of a step."""
+
+    method: str
+    members: int
+
+    def build(self, base, preset: Preset, ids: torch.Tensor) -> tuple[object, Callable]:
+        """The PEFT model and a function that yields the losses of one step."""
+        config = LoraConfig(
+            r=preset.rank, lora_alpha=2 * preset.rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        names = [f"member_{i}" for i in range(self.members)]
+        if self.method == "routed":
+            router = Router()
+            model = add_members(base, names, config, router, seed=0)
+            router.set([row * self.members // len(ids) for row in range(len(ids))])
+            return model, lambda: iter([model(input_ids=ids, labels=ids).loss])
+        model = get_peft_model(base, config, names[0])
+        for name in names[1:]:
+            model.add_adapter(name, config)
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in path)
+        return model, {"stock": self._stock, "mixed": self._mixed, "set_adapter": self._loop}[self.method](
+            model, names, ids
+        )
+
+    @staticmethod
+    def _stock(model, names: Sequence[str], ids: torch.Tensor) -> Callable:
+        return lambda: iter([model(input_ids=ids, labels=ids).loss])
+
+    @staticmethod
+    def _mixed(model, names: Sequence[str], ids: torch.Tensor) -> Callable:
+        model.base_model.training = False  # what the guard looks at; there is no dropout that it could change
+        rows = [names[row * len(names) // len(ids)] for row in range(len(ids))]
+        return lambda: iter([model(input_ids=ids, labels=ids, adapter_names=rows).loss])
+
+    @staticmethod
+    def _loop(model, names: Sequence[str], ids: torch.Tensor) -> Callable:
+        def losses():
+            for name, part in zip(names, ids.chunk(len(names)), strict=True):
+                model.set_adapter(name)
+                yield model(input_ids=part, labels=part).loss / len(names)
+
+        return losses
+
+
+def make_base(preset: Preset, device: torch.device) -> Qwen2ForCausalLM:
+    """A random model of the preset's shape."""
+    config = Qwen2Config(
+        vocab_size=preset.vocabulary,
+        hidden_size=preset.hidden,
+        intermediate_size=preset.intermediate,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.key_value_heads,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(getattr(torch, preset.dtype))
+    with device:
+        base = Qwen2ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    if preset.checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+        base.enable_input_require_grads()
+    return base.train()
+
+
+def make_ids(preset: Preset, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(preset.vocabulary, (preset.rows, preset.tokens), generator=generator).to(device)
+
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+CLOCK = "wall"
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return CLOCKS[CLOCK]()
+
+
+def timed_step(losses: Callable, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, float]:
+    """Seconds of one optimizer step by phase."""
+    seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    optimizer.zero_grad()
+    pending = losses()
+    while True:
+        start = now(device)
+        loss = next(pending, None)
+        middle = now(device)
+        seconds["forward"] += middle - start
+        if loss is None:
+            break
+        loss.backward()
+        seconds["backward"] += now(device) - middle
+    start = now(device)
+    optimizer.step()
+    seconds["optimizer"] = now(device) - start
+    return seconds
+
+
+def run(contender: Contender, base, preset: Preset, ids: torch.Tensor, steps: int) -> list[dict[str, float]]:
+    """Builds a contender on the base, warms it up, times its steps, and takes it off the base again."""
+    model, losses = contender.build(base, preset, ids)
+    if contender.method != "mixed":
+        model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    timed_step(losses, optimizer, ids.device)
+    seconds = [timed_step(losses, optimizer, ids.device) for _ in range(steps)]
+    model.unload()
+    return seconds
+
+
+def measure_time(
+    preset: Preset, sizes: Sequence[int], device: torch.device
+) -> dict[tuple[str, int], dict[str, float]]:
+    """Median seconds per phase of every contender."""
+    contenders = [Contender("stock", 1), Contender("routed", 1)]
+    contenders += [Contender(method, size) for size in sizes for method in ("routed", "mixed", "set_adapter")]
+    base, ids = make_base(preset, device), make_ids(preset, device)
+    seen: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for _ in range(preset.rounds):
+        for contender in contenders:
+            seconds = run(contender, base, preset, ids, preset.steps)
+            seen.setdefault((contender.method, contender.members), []).extend(seconds)
+    phases = ("forward", "backward", "optimizer")
+    return {
+        key: {phase: statistics.median(s[phase] for s in steps) for phase in phases}
+        | {"total": statistics.median(sum(s.values()) for s in steps)}
+        for key, steps in seen.items()
+    }
+
+
+def measure_memory(preset_name: str, members: int) -> tuple[int, int]:
+    """Peak bytes of training `members` routed adapters, and their parameters, from a process of its own."""
+    variables = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed tensors go back to the system
+    command = [sys.executable, __file__, "--preset", preset_name, "--peak-of", str(members)]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def print_peak(preset: Preset, members: int, device: torch.device) -> None:
+    """The other end of [`measure_memory`]."""
+    model, losses = Contender("routed", members).build(make_base(preset, device), preset, make_ids(preset, device))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    for _ in range(3):
+        timed_step(losses, optimizer, device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    print(json.dumps([peak, sum(p.numel() for p in parameters)]))
+
+
+def print_table(times: dict[tuple[str, int], dict[str, float]], single: float) -> None:
+    print(f"{'method':12} {'N':>3} {'forward':>9} {'backward':>9} {'optimizer':>9} {'total s':>9} {'vs one':>7}")
+    for (method, members), seconds in times.items():
+        phases = " ".join(f"{seconds[phase]:9.3f}" for phase in ("forward", "backward", "optimizer", "total"))
+        print(f"{method:12} {members:3} {phases} {seconds['total'] / single:7.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=PRESETS, default="cpu")
+    parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    global CLOCK
+    CLOCK = options.clock
+    preset, device = PRESETS[options.preset], torch.device("cuda" if options.preset == "7b" else "cpu")
+    if options.peak_of:
+        return print_peak(preset, options.peak_of, device)
+
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{where}; {CLOCK} clock; torch {torch.__version__}; {json.dumps(asdict(preset))}")
+    times = measure_time(preset, options.members, device)
+    single = min(times["stock", 1]["total"], times["routed", 1]["total"])
+    print_table(times, single)
+
+    many = 8 if 8 in options.members else max(options.members)
+    peaks = {members: measure_memory(options.preset, members) for members in (1, many)}
+    extra = (peaks[many][0] - peaks[1][0]) / (many - 1)
+    least = peaks[1][1] * BYTES_PER_PARAMETER
+    print(f"peak {peaks[1][0] / 2**20:.0f} MiB with 1 member, {peaks[many][0] / 2**20:.0f} MiB with {many}: ", end="")
+    print(f"{extra / 2**20:.1f} MiB per further adapter, arithmetic minimum {least / 2**20:.1f} MiB")
+    figures = {
+        f"train_ratio_{many}_vs_1": times["routed", many]["total"] / single,
+        "memory_ratio": extra / least,
+        "vs_peft_mixed": times["routed", many]["total"] / times["mixed", many]["total"],
+        "vs_set_adapter_loop": times["routed", many]["total"] / times["set_adapter", many]["total"],
+        "extra_bytes_per_adapter": round(extra),
+        "minimum_bytes_per_adapter": least,
+    }
+    print(json.dumps({key: round(value, 3) for key, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
