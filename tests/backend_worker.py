@@ -1,7 +1,7 @@
-"""One process of a training run that tests/test_backends.py launches: `backend_worker.py OUTPUT BASE`.
+"""One process of a training run that tests/test_backends.py launches: `backend_worker.py BASE OUTPUT SCENARIO`.
 
-It trains on the fixed rows, overwrites a member after the first step, takes the second step with learning rate 0, and
-writes what this rank saw to `OUTPUT/rank_N.pt`.
+It trains on the fixed rows and writes what this rank saw to `OUTPUT/rank_N.pt`. In scenario `replace` it overwrites a
+member after the first step and takes the second step with learning rate 0; in `train` it does not.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def why_idle_is_refused(model) -> str:
     return ""
 
 
-def main(output: str, base: str) -> None:
+def main(base: str, output: str, scenario: str) -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         without_compiler()
     args = PopuLoRAConfig(
@@ -108,7 +108,8 @@ def main(output: str, base: str) -> None:
     trainer = PopuLoRATrainer(base, args=args, peft_config=lora)
     play_fixed_rows(trainer)
     replacement = Replacement(trainer)
-    trainer.add_callback(replacement)
+    if scenario == "replace":
+        trainer.add_callback(replacement)
     trainer.train()
     wrapped = trainer.model_wrapped
     plugin = trainer.accelerator.state.deepspeed_plugin

@@ -29,14 +29,14 @@ BACKENDS = {
 
 
 def run_worker(
-    launcher: list[str],
-    base: str,
-    output: Path,
-    scenario: str,
-    seconds: int = 540,
-    worker: str = "backend_worker.py",
+    launcher: list[str], base: str, output: Path, scenario: str, seconds: int = 540, worker: str = "backend_worker.py"
 ) -> None:
-    """Runs a worker script of this directory and raises with its log if it fails."""
+    """Runs a worker script of this directory, `WORKER BASE OUTPUT SCENARIO`."""
+    run_script([*launcher, str(ROOT / "tests" / worker), base, str(output), scenario], output, seconds)
+
+
+def run_script(command: list[str], output: Path, seconds: int = 540) -> None:
+    """Runs a command in the new directory `output` and raises with its log if it fails."""
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         "OMP_NUM_THREADS": "1",
@@ -44,9 +44,9 @@ def run_worker(
         "DS_ACCELERATOR": "cpu",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
+    # ACCELERATE_USE_CPU=true from outside would silently turn the DeepSpeed configurations into DDP.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
     output.mkdir()
-    command = [*launcher, str(ROOT / "tests" / worker), base, str(output), scenario]
     done = subprocess.run(
         command, env=inherited | variables, capture_output=True, text=True, timeout=seconds, cwd=output, check=False
     )
@@ -71,7 +71,7 @@ def load(output: Path) -> list[dict]:
 def alone(random_base, tmp_path_factory) -> dict:
     """What one process did."""
     output = tmp_path_factory.mktemp("alone") / "run"
-    run_script("backend_worker.py", [sys.executable], output, random_base)
+    run_worker([sys.executable], random_base, output, "replace")
     (rank,) = load(output)
     assert (rank["world"], rank["stage"]) == (1, None)
     return rank
@@ -84,7 +84,7 @@ def ranks(request, random_base, tmp_path_factory) -> list[dict]:
     if stage is not None:
         pytest.importorskip("deepspeed", reason="needs `pip install trl-populora[deepspeed]`")
     output = tmp_path_factory.mktemp(request.param) / "run"
-    run_script("backend_worker.py", launch(config), output, random_base)
+    run_worker(launch(config), random_base, output, "replace")
     ranks = load(output)
     assert [(rank["world"], rank["wrapper"], rank["stage"]) for rank in ranks] == [(2, wrapper, stage)] * 2
     assert all(rank["base is split"] == (stage == 3) for rank in ranks)
@@ -149,12 +149,12 @@ def test_replacing_is_the_same_in_one_process(alone):
 
 
 def test_pytorchs_fsdp2_gives_the_members_of_one_process(tmp_path):
-    """Sharded members are stacked, clipped, written, reset and left idle as whole ones are; the base is sharded too."""
+    """Sharded members are stacked, clipped, written, reset and left idle as whole ones; the base is sharded too."""
     for output, launcher in {
         tmp_path / "alone": [sys.executable],
         tmp_path / "sharded": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
     }.items():
-        run_script("fsdp_worker.py", launcher, output)
+        run_script([*launcher, str(ROOT / "tests" / "fsdp_worker.py"), str(output)], output)
     (alone,), ranks = load(tmp_path / "alone"), load(tmp_path / "sharded")
     assert [(rank["world"], rank["sharded"]) for rank in [alone, *ranks]] == [(1, False), (2, True), (2, True)]
     for rank in ranks:
