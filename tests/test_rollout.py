@@ -1,0 +1,275 @@
+"""The game itself, with scripted players in the place of models: real parsing, sandbox, rewards, ratings, metrics."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from trl_populora.evaluation import solve_rates
+from trl_populora.matchmaking import Matchmaker
+from trl_populora.population import Population
+from trl_populora.rewards import student_reward, teacher_reward
+from trl_populora.rollout import Completion, Game, Row, play_step
+from trl_populora.sandbox import Limits, Sandbox
+from trl_populora.sandbox.values import decode
+from trl_populora.tasks import CodeF, CodeI, CodeO
+from trl_populora.tasks.archive import TaskArchive
+
+
+G = 4
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=2, limits=Limits(wall_seconds=1.0)) as sandbox:
+        yield sandbox
+
+
+def proposal(program: str, arguments: str) -> str:
+    return f"```python\n{program}\n```\n```input\n{arguments}\n```"
+
+
+def make_game(
+    sandbox, seed_tasks, teach, solve, kinds=(CodeO(),), teachers=1, students=1, proposals=4, **settings
+) -> Game:
+    """A game whose teachers say `teach(i)` to their i-th prompt and whose students say `solve(prompt, i)`."""
+    archive = TaskArchive()
+    for task in seed_tasks:
+        archive.add(task)
+
+    def generate(prompts, members):
+        counts: dict[str, int] = {}
+        completions = []
+        for prompt, member in zip(prompts, members, strict=True):
+            content = prompt[0]["content"]
+            index = counts[content] = counts.get(content, -1) + 1
+            number = sum(counts.values()) + len(counts) - 1
+            text = teach(number) if member.startswith("teacher") else solve(content, index)
+            completions.append(Completion([1], [2], text))
+        return completions
+
+    defaults = {
+        "population": Population(teachers, students),
+        "matchmaker": Matchmaker(seed=0),
+        "archive": archive,
+        "kinds": {kind.name: kind for kind in kinds},
+        "sandbox": sandbox,
+        "generate": generate,
+        "gather": lambda value: [value],
+        "proposals": proposals,
+        "attempts": G,
+        "references": 1,
+        "determinism_runs": 2,
+        "style": "compact",
+        "seed": 0,
+    }
+    return Game(**(defaults | settings))
+
+
+# Four proposals, in order: solved by all, by half, by none, and one that does not run.
+PROPOSALS = [
+    proposal("def f(a):\n    return a * 10 + 1", "1"),
+    proposal("def f(a):\n    return a * 10 + 2", "2"),
+    proposal("def f(a):\n    return a * 10 + 3", "3"),
+    proposal("def f(a):\n    return a / 0", "4"),
+]
+
+
+def solve_by_plan(content: str, index: int) -> str:
+    """Right always, right for two of four (one malformed, one wrong), wrong always."""
+    if "+ 1" in content:
+        return "```output\n11\n```"
+    if "+ 2" in content:
+        return ["```output\n22\n```", "```output\n22\n```", "twenty-two", "```output\n0\n```"][index]
+    return "```output\n0\n```"
+
+
+@pytest.fixture
+def played(sandbox, seed_tasks):
+    game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan)
+    return game, play_step(game, 0)
+
+
+def columns(rows: list[Row]) -> dict[str, list]:
+    return {name: [getattr(row, name) for row in rows] for name in Row.COLUMNS}
+
+
+class TestTruthTable:
+    def test_proposals(self, played):
+        rows = [row for row in played[1].rows if row.role == "teacher"]
+        assert [row.valid for row in rows] == [True, True, True, False]
+        assert [row.solve_rate for row in rows[:3]] == [1.0, 0.5, 0.0]
+        assert rows[3].reject_reason == "error"
+        assert teacher_reward(**columns(rows)) == [0.0, 0.5, 0.0, -1.0]
+
+    def test_attempts(self, played):
+        rows = [row for row in played[1].rows if row.role == "student"]
+        rewards = student_reward(**columns(rows))
+        assert rewards[0:4] == [1.0] * 4
+        assert sorted(rewards[4:8]) == [-1.0, -0.5, 1.0, 1.0]
+        assert rewards[8:12] == [-0.5] * 4
+        assert [row.archived for row in rows] == [False] * 12 + [True] * 4, "the free slot went to an archived task"
+
+    def test_rating_follows_the_same_outcomes(self, played):
+        game, step = played
+        share = (1.0 + 0.5 + 0.5 + 1.0) / 4  # solved by all, by half, by none (the floor), invalid
+        assert game.matchmaker.metrics()["match/student_share_mean"] == pytest.approx(share)
+        assert game.population["student_0"].mu > 25 > game.population["teacher_0"].mu
+
+    def test_metrics_follow_the_same_outcomes(self, played):
+        metrics = played[1].metrics
+        assert metrics["propose/valid_rate"] == metrics["propose/code_o/valid_rate"] == 0.75
+        assert metrics["verify/reject/error"] == 1
+        assert sum(value for key, value in metrics.items() if key.startswith("verify/reject/")) == 1
+        assert metrics["solve/rate"] == metrics["solve/code_o/rate"] == pytest.approx(6 / 12)
+        assert metrics["solve/frac_all"] == metrics["solve/frac_none"] == pytest.approx(1 / 3)
+        assert metrics["solve/well_formed"] == pytest.approx(1 - 1 / 16)
+        assert metrics["solve/archive_rate"] == 0.0
+        assert metrics["curriculum/lines"] == 2.0
+
+    def test_valid_tasks_enter_the_archive_with_their_author(self, played, seed_tasks):
+        game, _ = played
+        fresh = [task for task in game.archive if task.author == "teacher_0"]
+        assert len(fresh) == 3
+        assert [decode(task.outputs[0]) for task in fresh] == [11, 22, 33]
+        assert len(game.archive) == len(seed_tasks) + 3
+
+
+def test_a_duplicate_is_invalid_and_never_reaches_a_student(sandbox, seed_tasks):
+    same = "def f(a):\n    return a + 100"
+    renamed = "def f(b):\n    # the same\n    return b + 100"
+    game = make_game(sandbox, seed_tasks, lambda i: proposal(same if i % 2 else renamed, "5"), lambda c, i: "")
+    rows = [row for row in play_step(game, 0).rows if row.role == "teacher"]
+    assert [row.reject_reason for row in rows] == ["", "duplicate", "duplicate", "duplicate"]
+    again = [row for row in play_step(game, 1).rows if row.role == "teacher"]
+    assert {row.reject_reason for row in again} == {"duplicate"}, "also in a later step"
+
+
+def test_a_program_that_gives_two_answers_is_invalid(sandbox, seed_tasks):
+    program = "def f(a):\n    return [x for x in {'hk', 'qx', 'zz', 'kq', 'xz'}]"
+    game = make_game(sandbox, seed_tasks, lambda i: proposal(program, str(i)), lambda c, i: "")
+    rows = [row for row in play_step(game, 0).rows if row.role == "teacher"]
+    assert {row.reject_reason for row in rows} == {"nondeterministic"}
+
+
+def test_code_i_is_graded_by_running_the_answer(sandbox, seed_tasks):
+    def teach(i):
+        return proposal("def f(a):\n    return abs(a) + %d" % (10 + i), "-3")
+
+    def solve(content, index):
+        return ["```input\n3\n```", "```input\n-3\n```", "```input\n4\n```", "```input\n0) or (True\n```"][index]
+
+    game = make_game(sandbox, seed_tasks, teach, solve, kinds=(CodeI(),))
+    rows = [row for row in play_step(game, 0).rows if row.role == "student" and not row.archived]
+    assert [row.correct for row in rows[:4]] == [True, True, False, False]
+    assert [row.well_formed for row in rows[:4]] == [True, True, True, False]
+
+
+def test_code_f_is_graded_on_hidden_pairs(sandbox, seed_tasks):
+    inputs = "\n".join(str(n) for n in (1, 2, 3, 4))
+    teach_text = f"```inputs\n{inputs}\n```\n```message\nwhat it does\n```"
+
+    def solve(content, index):
+        """The known programs of the seeds are told apart by their visible pairs; only one of them is written here."""
+        return ["```python\ndef f(a):\n    return a + 1\n```", "```python\ndef f(a):\n    return 0\n```"][index % 2]
+
+    tasks = [task for task in seed_tasks if "a + 1" in task.program]
+    game = make_game(sandbox, tasks, lambda i: teach_text, solve, kinds=(CodeF(4),), proposals=1)
+    rows = play_step(game, 0).rows
+    attempts = [row for row in rows if row.role == "student"]
+    assert [row.correct for row in attempts] == [True, False, True, False]
+    assert "f(" in attempts[0].prompt[0]["content"]
+
+
+class TestRanks:
+    """Two ranks played one after the other; what one gathers, the other has said."""
+
+    def play_together(self, sandbox, seed_tasks, teach, steps=1):
+        import threading
+
+        world, box, barrier = 2, [None, None], threading.Barrier(2, timeout=60)
+
+        def gather_as(rank):
+            def gather(value):
+                box[rank] = value
+                barrier.wait()
+                both = list(box)
+                barrier.wait()
+                return both
+
+            return gather
+
+        games = [
+            make_game(
+                sandbox,
+                seed_tasks,
+                lambda i, rank=rank: teach(rank, i),
+                solve_by_plan,
+                teachers=2,
+                students=2,
+                gather=gather_as(rank),
+                rank=rank,
+                world=world,
+            )
+            for rank in range(world)
+        ]
+        results: list = [None, None]
+
+        def run(rank):
+            results[rank] = [play_step(games[rank], step) for step in range(steps)]
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+        return games, results
+
+    def test_ranks_agree_on_everything_that_lasts(self, sandbox, seed_tasks):
+        def teach(rank, i):
+            return proposal(f"def f(a):\n    return a * {rank + 3} + {i % 3 + 1}", str(rank * 10 + i))
+
+        games, results = self.play_together(sandbox, seed_tasks, teach, steps=2)
+        assert games[0].population.state_dict() == games[1].population.state_dict()
+        assert games[0].archive.state_dict() == games[1].archive.state_dict()
+        assert games[0].matchmaker.state_dict() == games[1].matchmaker.state_dict()
+        for mine, theirs in zip(*results, strict=True):
+            assert str(mine.metrics) == str(theirs.metrics)
+            assert len(mine.rows) == len(theirs.rows) == 2 * 2 * (1 + G)
+
+    def test_a_task_proposed_on_both_ranks_counts_once(self, sandbox, seed_tasks):
+        games, results = self.play_together(
+            sandbox, seed_tasks, lambda rank, i: proposal("def f(a):\n    return a * 7", "6")
+        )
+        rejects = [[row.reject_reason for row in played[0].rows if row.role == "teacher"] for played in results]
+        assert rejects == [["", "duplicate", "duplicate", "duplicate"], ["duplicate"] * 4]
+        assert len(games[0].archive) == len(seed_tasks) + 1
+
+
+def test_kinds_take_turns_over_the_steps(sandbox, seed_tasks):
+    game = make_game(sandbox, seed_tasks, lambda i: "", lambda c, i: "", kinds=(CodeO(), CodeI(), CodeF(4)))
+    seen = [row.kind for step in range(3) for row in play_step(game, step).rows if row.role == "teacher"]
+    assert {kind: seen.count(kind) for kind in set(seen)} == {"code_o": 4, "code_i": 4, "code_f": 4}
+
+
+def test_the_step_decides_every_random_choice(sandbox, seed_tasks):
+    plays = [
+        play_step(make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan), 5).rows for _ in range(2)
+    ]
+    assert [row.prompt for row in plays[0]] == [row.prompt for row in plays[1]]
+
+
+def test_held_out_tasks_leave_no_trace(sandbox, seed_tasks):
+    game = make_game(sandbox, seed_tasks, lambda i: "", lambda content, i: "```output\n2\n```")
+    before = (game.population.state_dict(), len(game.archive))
+    tasks = [task for task in seed_tasks if task.kind == "code_o"]
+    assert solve_rates(game, "student_0", tasks, attempts=2) == [1.0, 0.0, 0.0, 0.0]  # only a + 1 of 1 is 2
+    assert (game.population.state_dict(), len(game.archive)) == before
+
+
+def test_the_rng_of_a_step_is_not_the_global_one(sandbox, seed_tasks):
+    random.seed(1)
+    expected = random.Random(1).random()
+    play_step(make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan), 0)
+    assert random.random() == expected
