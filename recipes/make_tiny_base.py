@@ -1,9 +1,10 @@
 """
 Makes the embedded tiny base: a 2.8M-parameter Qwen3 trained from scratch on executed synthetic programs.
 
-Full run (about 75 minutes on one quiet core, the shipped weights):
+Full run (an hour on one quiet core is about 20M tokens, what the shipped weights have seen; then the scores):
 
-    python recipes/make_tiny_base.py --minutes 75 --work runs/tiny_base --output trl_populora/assets/tiny
+    python recipes/make_tiny_base.py --minutes 60 --work runs/tiny_base --output runs/tiny_base/model
+    python recipes/tiny_scores.py --model runs/tiny_base/model --tasks 40 --card
 
 Smoke run (under a minute; the weights are useless, every step of the way is taken):
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 INPUTS_PER_CODE_F = 6
 MAX_REFERENCES = 3
-PROPOSED_LEVEL_WEIGHTS = (0.25, 0.35, 0.25, 0.15)
+PROPOSED_LEVEL_WEIGHTS = (0.10, 0.27, 0.33, 0.30)
 SOLVED_LEVEL_WEIGHTS = (0.24, 0.34, 0.25, 0.17)
 FIRST_LEVEL_WEIGHTS = (0.5, 0.3, 0.1, 0.1)
 WARM_UP_STEPS = 1500  # steps over which the solved levels move from the first weights to the final ones

@@ -1,9 +1,9 @@
 """
 Scores a tiny base against its gate, with the package's own task kinds and sandbox, on held-out programs.
 
-    python recipes/tiny_scores.py --model trl_populora/assets/tiny --tasks 60
+    python recipes/tiny_scores.py --model trl_populora/assets/tiny --tasks 40
 
-takes about five minutes on one core and prints the figures; `--card` writes the model card. Per level and
+takes about five minutes on one quiet core and prints the figures; `--card` writes the model card. Per level and
 kind: pass@1 and any of 8 at temperature 1, greedy, and the share of groups of 8 without spread. Per kind of proposal:
 validity, distinctness, and how the base solves its own valid proposals, which is what self-play starts from.
 Also home of the seed tasks, which are made of the same pieces.
@@ -116,10 +116,10 @@ class Scorer:
         directory (`Path`): Model directory.
         sandbox (`Sandbox`): Runs proposals and trials.
         seed (`int`): Fixes tasks and samples.
-        batch (`int`, *optional*, defaults to `96`): Completions generated at a time.
+        batch (`int`, *optional*, defaults to `320`): Completions generated at a time.
     """
 
-    def __init__(self, directory: Path, sandbox: Sandbox, seed: int, batch: int = 96):
+    def __init__(self, directory: Path, sandbox: Sandbox, seed: int, batch: int = 320):
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.sandbox = sandbox
@@ -224,7 +224,7 @@ def score(directory: Path, tasks: int, seed: int = 0) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="model directory")
-    parser.add_argument("--tasks", type=int, default=60, help="per kind and level")
+    parser.add_argument("--tasks", type=int, default=40, help="per kind and level")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--card", action="store_true", help="write the model card, `README.md`, into --model")
     arguments = parser.parse_args()
