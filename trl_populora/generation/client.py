@@ -202,8 +202,6 @@ class LoRAServers:
                     for row, completion in zip(ask.rows, answer, strict=True):
                         rows[row] = completion
         keys = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
-        output = dict(zip(keys, (list(column) for column in zip(*rows, strict=True)), strict=True))
-        for key in ("logprobs", "logprob_token_ids"):
-            if output[key][0] is None:
-                output[key] = None
-        return output
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        # Without log-probabilities a column holds `None` for every row; TRL's client returns one `None` for all.
+        return {key: None if column[0] is None else column for key, column in zip(keys, columns, strict=True)}

@@ -119,7 +119,7 @@ def choose_parent(output_dir: str, wanted_bytes: int, remote: bool) -> str:
     needed = 2 * VERSIONS_KEPT * wanted_bytes
     if not remote and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > needed:
         return SHARED_MEMORY
-    return os.path.join(os.path.abspath(output_dir), "published")
+    return os.path.abspath(output_dir)
 
 
 def sweep(parent: str) -> None:

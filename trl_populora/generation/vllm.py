@@ -54,6 +54,8 @@ class PopulationGeneration(VLLMGeneration):
         **kwargs: Arguments of `VLLMGeneration`. `server_base_url` may list several URLs, separated by commas.
     """
 
+    _llm_weights_sleeping: bool
+
     def __init__(
         self,
         model: torch.nn.Module,
