@@ -31,7 +31,7 @@ def proposal(program: str, arguments: str) -> str:
 
 
 def make_game(
-    sandbox, seed_tasks, teach, solve, kinds=(CodeO(),), teachers=1, students=1, proposals=4, **settings
+    sandbox, seed_tasks, teach, solve, kinds=None, teachers=1, students=1, proposals=4, **settings
 ) -> Game:
     """A game whose teachers say `teach(i)` to their i-th prompt and whose students say `solve(prompt, i)`."""
     archive = TaskArchive()
@@ -53,7 +53,7 @@ def make_game(
         "population": Population(teachers, students),
         "matchmaker": Matchmaker(seed=0),
         "archive": archive,
-        "kinds": {kind.name: kind for kind in kinds},
+        "kinds": {kind.name: kind for kind in kinds or [CodeO()]},
         "sandbox": sandbox,
         "generate": generate,
         "gather": lambda value: [value],
@@ -155,7 +155,7 @@ def test_a_program_that_gives_two_answers_is_invalid(sandbox, seed_tasks):
 
 def test_code_i_is_graded_by_running_the_answer(sandbox, seed_tasks):
     def teach(i):
-        return proposal("def f(a):\n    return abs(a) + %d" % (10 + i), "-3")
+        return proposal(f"def f(a):\n    return abs(a) + {10 + i}", "-3")
 
     def solve(content, index):
         return ["```input\n3\n```", "```input\n-3\n```", "```input\n4\n```", "```input\n0) or (True\n```"][index]
