@@ -12,7 +12,7 @@ Of the 256 rows of `azr_seed_3b_coder.jsonl`, 240 agree with their recorded outp
 | 107, 194, 251 | policy | imports timeit or os, which are not on the allow-list; none of the three needs it |
 | 16, 198 | ok | the program runs and has a value; their check rejected it and recorded an empty output |
 
-Of the first two inputs of the 256 rows of `azr_seed_3b_coder_code_f.jsonl` (509 calls), all but those of 17 rows agree:
+Of the first two inputs of the 256 rows of `azr_seed_3b_coder_code_f.jsonl`, all but those of 16 rows agree:
 
 | rows | verdict | why |
 |---|---|---|

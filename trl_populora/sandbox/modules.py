@@ -7,7 +7,6 @@ imports more is sent to the full tier: by a scan of its text in the trainer, or,
 from __future__ import annotations
 
 import codecs
-import os
 import re
 import sys
 
@@ -145,8 +144,6 @@ def is_allowed(name: str) -> bool:
 
 def preload(full: bool, hostile: bool) -> None:
     """Import the tier's modules; what an installation lacks is left out."""
-    # `random` would reseed its hidden generator in every child, which costs more than most programs.
-    os.register_at_fork, register = lambda **_: None, os.register_at_fork
     for name in [*LIGHT, *HELPERS, *(FULL if full else ()), *(HOSTILE if hostile else ())]:
         try:
             __import__(name)
@@ -154,4 +151,3 @@ def preload(full: bool, hostile: bool) -> None:
             continue
     for name in [*CODECS, *(FULL_CODECS if full else ())]:
         codecs.lookup(name)
-    os.register_at_fork = register

@@ -36,7 +36,8 @@ class Worker:
             # A clean environment and -s -S: no site, no .pth file, no variable of the trainer reaches the zygote.
             self.process = subprocess.Popen(
                 [sys.executable, "-s", "-S", "-B", str(_SCRIPT), str(theirs.fileno()), json.dumps(options)],
-                env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8"},
+                # Symbols are bound before the first fork, or every child would bind them anew in pages of its own.
+                env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

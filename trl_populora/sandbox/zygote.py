@@ -11,8 +11,12 @@ import sys
 
 if __name__ == "__main__":
     # The script's folder comes first on the path. The room is loaded as a package of its own, without its `__init__`.
+    import os
     import types
 
+    # Some modules want to run something in every forked child; `random` would reseed its hidden generator with 2.5 KB
+    # from the kernel, which costs more than most programs. Nothing of that is needed here.
+    os.register_at_fork = lambda **_: None
     _package = types.ModuleType("sandbox_room")
     _package.__path__ = [sys.path.pop(0)]
     sys.modules["sandbox_room"] = _package
