@@ -113,6 +113,14 @@ class TestStep:
         assert kl[0] == pytest.approx(0, abs=1e-6), "before the first update every member is the base"
         assert kl[-1] > 1e-6
 
+    def test_no_route_outlives_its_step(self, make_trainer):
+        """A route left over would score the next step's rows with the members of this one."""
+        trainer = make_trainer(max_steps=1)
+        trainer.train()
+        assert trainer.router.route is None
+        with pytest.raises(RuntimeError, match="No route is set"):
+            trainer.model(torch.tensor([[1, 2]]))
+
     def test_every_metric_exists_at_every_step(self, make_trainer):
         trainer = make_trainer(max_steps=3)
         trainer.train()
