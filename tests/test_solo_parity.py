@@ -45,6 +45,7 @@ LOSSES = {
 MORE_LOSSES = {
     "dapo with KL": {"loss_type": "dapo", "beta": 0.04},
     "cispo with KL": {"loss_type": "cispo", "beta": 0.04},
+    "two iterations per generation": {"loss_type": "grpo", "num_iterations": 2, "beta": 0.04},
     "Adam's own epsilon": {"loss_type": "dapo", "adam_epsilon": 1e-8},
 }
 

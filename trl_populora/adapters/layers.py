@@ -200,4 +200,14 @@ def add_members(
 
 def routed_layers(model: nn.Module) -> dict[str, RoutedLinear]:
     """Routed layers of a model, by dotted name in `model.named_modules()`."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, RoutedLinear)}
+    found: dict[str, RoutedLinear] = {}
+
+    def walk(module: nn.Module, path: str) -> None:
+        if isinstance(module, RoutedLinear):
+            found[path] = module  # not into it: most modules of a large population are members' factors
+            return
+        for name, child in module.named_children():
+            walk(child, f"{path}.{name}" if path else name)
+
+    walk(model, "")
+    return found

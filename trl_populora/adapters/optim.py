@@ -51,8 +51,9 @@ def clip_member_grad_norms(model: nn.Module, names: Sequence[str], max_norm: flo
         `dict[str, float]`: Norm of each member before clipping; `0.0` without gradients.
     """
     gradients = {name: _local_gradients(model, name) for name in names}
-    squares = torch.stack([_square_sum(gradients[name]) for name in names])
-    if is_zero_parameter(next(iter(member_parameters(model, names[0]).values()))):
+    first = next(iter(member_parameters(model, names[0]).values()))
+    squares = torch.stack([_square_sum(gradients[name], first.device) for name in names])
+    if is_zero_parameter(first):
         torch.distributed.all_reduce(squares)
     norms = squares.sqrt()
     if max_norm:
@@ -79,12 +80,12 @@ def _stage3_gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter._z3_optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)[0]
 
 
-def _square_sum(gradients: list[torch.Tensor]) -> torch.Tensor:
+def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), device=device)
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
     total = torch.linalg.vector_norm(norms.full_tensor() if isinstance(norms, DTensor) else norms)
-    return total.square().cpu()
+    return total.square().to(device)
 
 
 def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
