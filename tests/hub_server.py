@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -87,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self):
         if self.server.dies_at == "lfs":
-            return self.connection.close()
+            return self._hang_up()
         content = self.rfile.read(int(self.headers["Content-Length"]))
         oid = self.path.rpartition("/")[2]
         assert hashlib.sha256(content).hexdigest() == oid
@@ -96,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, repo: str, body: bytes):
         if self.server.dies_at == "commit":
-            return self.connection.close()
+            return self._hang_up()
         lines = [json.loads(line) for line in body.splitlines()]
         files = self.server.repos[repo]
         for line in lines:
@@ -135,6 +136,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"error": code}, 404, {"X-Error-Code": code})
         etag = hashlib.sha256(content).hexdigest()
         return self._send(content, 200, "application/octet-stream", {"ETag": f'"{etag}"', "X-Repo-Commit": self._sha(repo)})
+
+    def _hang_up(self):
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)  # closing is not enough: the handler's own files keep it open
 
     def _sha(self, repo: str) -> str:
         state = json.dumps({n: hashlib.sha256(c).hexdigest() for n, c in sorted(self.server.repos[repo].items())})

@@ -71,6 +71,8 @@ class PublishingTrainer(ResumableTrainer):
         if self.push_in_progress is not None and not self.push_in_progress.is_done() and not self.args.hub_always_push:
             return
         warn_of_failures(self.push_in_progress, self.hub_model_id, self.args.output_dir)
+        if self.push_in_progress is None or self.push_in_progress.is_done():
+            shutil.rmtree(Path(self.args.output_dir, STAGES), ignore_errors=True)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         stage = make_stage(Path(self.args.output_dir), Path(checkpoint_folder), self.args.hub_strategy)
         write_card(stage, self.hub_model_id.split("/")[-1])
@@ -82,7 +84,6 @@ class PublishingTrainer(ResumableTrainer):
             revision=self.args.hub_revision,
             run_as_future=True,
         )
-        job.add_done_callback(lambda _: shutil.rmtree(stage, ignore_errors=True))
         earlier = [] if self.push_in_progress is None else [j for j in self.push_in_progress.jobs if not j.done()]
         self.push_in_progress = PushInProgress([*earlier, job])
 
@@ -90,6 +91,8 @@ class PublishingTrainer(ResumableTrainer):
         super()._finish_current_push()
         warn_of_failures(getattr(self, "push_in_progress", None), self.hub_model_id, self.args.output_dir)
         self.push_in_progress = None
+        if self.is_world_process_zero():
+            shutil.rmtree(Path(self.args.output_dir, STAGES), ignore_errors=True)
 
 
 def place_best_student(root: Path) -> None:

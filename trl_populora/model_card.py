@@ -90,6 +90,7 @@ vllm serve {base} --enable-lora --max-loras {members} --max-lora-rank {vllm_rank
 # vLLM knows these ranks only; a smaller adapter runs under the next one.
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _LINEAGE_ROWS = 40
+_SHOWN = ("ratings_teachers", "ratings_students", "curriculum", "coverage")  # written by `populora report`
 
 
 def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, details: dict | None = None) -> None:
@@ -152,7 +153,7 @@ def _ratings(members: list[dict[str, Any]]) -> str:
 
 
 def _plots(root: Path) -> str:
-    pictures = [path for path in sorted(root.glob("plots/*.png")) if path.stem in ("ratings", "curriculum", "coverage")]
+    pictures = [path for path in sorted(root.glob("plots/*.png")) if path.stem in _SHOWN]
     lines = [f"![{path.stem} over the steps](plots/{path.name})" for path in pictures]
     return "\n".join(["", *lines, ""])
 

@@ -72,20 +72,26 @@ class Run:
         return sorted({event["step"] for event in self.lineage})
 
 
-def draw_ratings(figure: Figure, run: Run) -> None:
-    axes = figure.subplots(2, 1, sharex=True)
-    for axis, (role, color) in zip(axes, COLORS.items(), strict=True):
-        steps, means = run.series(f"population/{role}/mu_mean")
-        _, spreads = run.series(f"population/{role}/mu_std")
-        low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
-        axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label="± 1 std over members")
-        axis.plot(steps, means, color=color, linewidth=2.4, label=f"mean of {role}s")
-        for index, name in enumerate(run.members(role)):
-            axis.plot(*run.series(f"member/{name}/mu"), **_line(index), linewidth=1, label=name)
-        axis.set(title=f"{role.capitalize()}s", ylabel="TrueSkill mu\n(rating points)")
-        _mark_births(axis, run)
-        _legend(axis)
-    _steps(axes[-1])
+def draw_teacher_ratings(figure: Figure, run: Run) -> None:
+    _draw_ratings(figure, run, "teacher")
+
+
+def draw_student_ratings(figure: Figure, run: Run) -> None:
+    _draw_ratings(figure, run, "student")
+
+
+def _draw_ratings(figure: Figure, run: Run, role: str) -> None:
+    axis, color = figure.subplots(), COLORS[role]
+    steps, means = run.series(f"population/{role}/mu_mean")
+    _, spreads = run.series(f"population/{role}/mu_std")
+    low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
+    axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label="± 1 std over members")
+    axis.plot(steps, means, color=color, linewidth=2.4, label=f"mean of the {role}s")
+    for index, name in enumerate(run.members(role)):
+        axis.plot(*run.series(f"member/{name}/mu"), **_line(index), linewidth=1, label=name)
+    axis.set(ylabel="TrueSkill mu (rating points)")
+    _mark_births(axis, run)
+    _finish(figure, axis)
 
 
 def draw_solve_rates(figure: Figure, run: Run) -> None:
@@ -96,13 +102,13 @@ def draw_solve_rates(figure: Figure, run: Run) -> None:
         if row["role"] == "student" and not row["archived"]:
             by_match[teacher_of[row["step"], row["match"]]][row["step"] + 1].append(row["correct"])
     for index, teacher in enumerate(sorted(by_match)):
-        points = sorted((step, sum(c) / len(c)) for step, c in by_match[teacher].items())
-        axis.plot(*zip(*points, strict=True), **_line(index), linewidth=1, marker=".", markersize=3, label=f"vs {teacher}")
-    axis.plot(*run.series("solve/rate"), color="black", linewidth=2, label="all fresh tasks")
+        steps, rates = zip(*sorted((step, _mean(right)) for step, right in by_match[teacher].items()), strict=True)
+        axis.plot(steps, _smooth(rates, run), **_line(index), linewidth=1, label=f"against {teacher}{_window(run)}")
+    steps, rates = run.series("solve/rate")
+    axis.plot(steps, _smooth(rates, run), color="black", linewidth=2.2, label=f"all fresh tasks{_window(run)}")
     axis.set(ylabel="attempts solved (fraction)", ylim=(-0.03, 1.03))
     _mark_births(axis, run)
-    _steps(axis)
-    _legend(axis)
+    _finish(figure, axis)
 
 
 def draw_rewards(figure: Figure, run: Run) -> None:
@@ -111,21 +117,21 @@ def draw_rewards(figure: Figure, run: Run) -> None:
         steps, means = run.series(f"rewards/{role}_reward/mean")
         axis.plot(steps, means, color=color, linewidth=2, label=f"{role} reward, mean of the step")
     axis.axhline(0, color=GREY, linewidth=0.8, zorder=0)
-    axis.set(ylabel="reward", ylim=(-1.05, 1.05))
+    axis.set(ylabel="reward (points)", ylim=(-1.05, 1.05))
     _mark_births(axis, run)
-    _steps(axis)
-    _legend(axis)
+    _finish(figure, axis)
 
 
 def draw_kinds(figure: Figure, run: Run) -> None:
     axis = figure.subplots()
     kinds = sorted({key.split("/")[1] for key in run.history[-1] if key.startswith("propose/") and key.count("/") == 2})
     for kind, color in zip(kinds, SERIES_COLORS, strict=False):
-        axis.plot(*run.series(f"solve/{kind}/rate"), color=color, label=f"{kind}: attempts solved")
-        axis.plot(*run.series(f"propose/{kind}/valid_rate"), color=color, linestyle=":", label=f"{kind}: proposals valid")
-    axis.set(ylabel="fraction", ylim=(-0.03, 1.03))
-    _steps(axis)
-    _legend(axis)
+        steps, rates = run.series(f"solve/{kind}/rate")
+        axis.plot(steps, _smooth(rates, run), color=color, label=f"{kind}: solved{_window(run)}")
+        steps, rates = run.series(f"propose/{kind}/valid_rate")
+        axis.plot(steps, _smooth(rates, run), color=color, linestyle=":", label=f"{kind}: valid{_window(run)}")
+    axis.set(ylabel="attempts solved, proposals valid\n(fraction)", ylim=(-0.03, 1.03))
+    _finish(figure, axis)
 
 
 CURRICULUM = {
@@ -143,19 +149,17 @@ def draw_curriculum(figure: Figure, run: Run) -> None:
         axis.set(title=title, ylabel=f"{unit} per program")
         _mark_births(axis, run, label=False)
     for axis in axes[1]:
-        _steps(axis)
+        _steps(axis, ticks=4)
     figure.legend([line], ["mean over the step's valid tasks"], loc="outside lower center")
 
 
 def draw_coverage(figure: Figure, run: Run) -> None:
     axes = figure.subplots(2, 1, sharex=True)
     axes[0].plot(*run.series("curriculum/coverage"), color=COLORS["teacher"], label="kinds of program seen so far")
-    axes[0].set(ylabel="distinct\nstructures")
+    axes[0].set(ylabel="distinct structures\n(number)")
     axes[1].plot(*run.series("curriculum/entropy"), color=COLORS["student"], label="entropy of their distribution")
-    axes[1].set(ylabel="bits")
-    for axis in axes:
-        _legend(axis)
-    _steps(axes[1])
+    axes[1].set(ylabel="entropy\n(bits)")
+    _finish(figure, axes[1])
 
 
 def draw_rejects(figure: Figure, run: Run) -> None:
@@ -175,11 +179,9 @@ def draw_rejects(figure: Figure, run: Run) -> None:
         axis.bar(steps, counts, width=1, bottom=bottom, color=color, hatch=hatch, label=label, linewidth=0)
         bottom = [b + c for b, c in zip(bottom, counts, strict=True)]
     axis.set(ylabel="rejected proposals (number)")
-    _steps(axis)
-    if reasons:
-        _legend(axis)
-    else:
+    if not reasons:
         axis.set_title("no proposal was rejected")
+    _finish(figure, axis)
 
 
 def draw_matches(figure: Figure, run: Run) -> None:
@@ -239,7 +241,7 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     handles = [axis.plot([], [], color=color, linewidth=5, alpha=0.45)[0] for color in COLORS.values()]
     handles += [axis.plot([], [], color="black", linewidth=0.9, linestyle=style)[0] for style in ("-", "--")]
     labels = ["teacher's life", "student's life", "child of one parent", "child of two"]
-    axis.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
 
 
 PHASE_COLORS = {"match": "#444444", "propose": "#D55E00", "verify": "#009E73", "solve": "#0072B2", "update": "#E69F00"}
@@ -256,9 +258,8 @@ def draw_times(figure: Figure, run: Run) -> None:
     for series, label, color in zip(values, labels, [*PHASE_COLORS.values(), "#CC79A7"], strict=True):
         axis.bar(steps, series, width=1, bottom=bottom, color=color, label=label, linewidth=0)
         bottom = [b + s for b, s in zip(bottom, series, strict=True)]
-    axis.set(ylabel="seconds per step")
-    _steps(axis)
-    _legend(axis)
+    axis.set(ylabel="time per step (seconds)")
+    _finish(figure, axis)
 
 
 @dataclass(frozen=True)
@@ -275,12 +276,18 @@ class Plot:
 
 PLOTS = (
     Plot(
-        "ratings",
-        "TrueSkill ratings",
-        "Who is ahead: above 25 a member has beaten more than the average newborn would. A jump back to 25 is a "
-        "replacement.",
-        draw_ratings,
-        6.6,
+        "ratings_teachers",
+        "TrueSkill ratings of the teachers",
+        "A newborn starts at 25; a jump back to it is a replacement.",
+        draw_teacher_ratings,
+        3.9,
+    ),
+    Plot(
+        "ratings_students",
+        "TrueSkill ratings of the students",
+        "Ratings move only in matches between teachers and students: a student above its teachers solves most tasks.",
+        draw_student_ratings,
+        3.9,
     ),
     Plot(
         "solve_rate",
@@ -368,17 +375,34 @@ def _mark_births(axis: Axes, run: Run, label: bool = True) -> None:
         axis.axvline(step, color=GREY, linestyle=":", linewidth=0.9, zorder=0, label=text)
 
 
-def _steps(axis: Axes) -> None:
+def _steps(axis: Axes, ticks: int = 7) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_xlabel("population step")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=ticks, min_n_ticks=1))
 
 
-def _legend(axis: Axes) -> None:
-    """Below the axis and its label, where it covers nothing."""
-    shared = not axis.get_xlabel()
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.05 if shared else -0.22), ncols=2)
+def _finish(figure: Figure, lowest: Axes) -> None:
+    """Names the steps, and puts one legend for the whole figure below it, where it covers nothing."""
+    _steps(lowest)
+    if any(axis.get_legend_handles_labels()[0] for axis in figure.axes):
+        figure.legend(loc="outside lower center", ncols=2)
+
+
+def _window(run: Run) -> str:
+    width = _width(run)
+    return f", mean of {width} steps" if width > 1 else ""
+
+
+def _width(run: Run) -> int:
+    """Steps that a running mean covers: long runs would be a tangle without."""
+    return 1 + len(run.history) // 50
+
+
+def _smooth(values: Sequence[float], run: Run) -> list[float]:
+    """Running mean over the last steps."""
+    width = _width(run)
+    return [_mean(values[max(0, index + 1 - width) : index + 1]) for index in range(len(values))]
 
 
 def _mean(values: Sequence[float]) -> float:

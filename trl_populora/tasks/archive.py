@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -34,30 +35,46 @@ Note = tuple[float | None, ...]
 Entry = tuple[Task, bytes, "Note | None"]  # task, duplicate key, note
 
 
+def _pack(task: Task, note: Note | None) -> bytes:
+    """A task and its note in a few hundred bytes: as objects a million of them would not fit into a gigabyte."""
+    fields = [task.program, task.inputs, task.outputs, task.message, task.visible, task.author, task.step, note]
+    return zlib.compress(json.dumps(fields, separators=(",", ":")).encode("ascii"), 1)
+
+
+def _unpack(kind: str, packed: bytes) -> tuple[Task, Note | None]:
+    program, inputs, outputs, message, visible, author, step, note = json.loads(zlib.decompress(packed))
+    task = Task(kind, program, tuple(inputs), tuple(outputs), message, visible, author, step)
+    return task, None if note is None else tuple(note)
+
+
 class _Ring:
     """The newest `cap` tasks of one kind; position 0 is the oldest."""
 
-    def __init__(self, cap: int):
-        self.cap = cap
-        self.slots: list[Entry] = []
+    def __init__(self, kind: str, cap: int):
+        self.kind, self.cap = kind, cap
+        self.packed: list[bytes] = []
+        self.keys: list[bytes] = []
         self.start = 0
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self.packed)
 
     def __getitem__(self, position: int) -> Task:
         return self.entry(position)[0]
 
     def entry(self, position: int) -> Entry:
-        return self.slots[(self.start + position) % len(self.slots)]
+        slot = (self.start + position) % len(self.packed)
+        task, note = _unpack(self.kind, self.packed[slot])
+        return task, self.keys[slot], note
 
-    def push(self, entry: Entry) -> tuple[int, bytes | None]:
-        """Appends an entry; returns its slot and the key of the one that had to go, if any."""
-        if len(self.slots) < self.cap:
-            self.slots.append(entry)
-            return len(self.slots) - 1, None
-        slot, evicted = self.start, self.slots[self.start][1]
-        self.slots[slot] = entry
+    def push(self, packed: bytes, key: bytes) -> tuple[int, bytes | None]:
+        """Appends a task; returns its slot and the key of the one that had to go, if any."""
+        if len(self.packed) < self.cap:
+            self.packed.append(packed)
+            self.keys.append(key)
+            return len(self.packed) - 1, None
+        slot, evicted = self.start, self.keys[self.start]
+        self.packed[slot], self.keys[slot] = packed, key
         self.start = (slot + 1) % self.cap
         return slot, evicted
 
@@ -99,7 +116,7 @@ class TaskArchive:
         key = _key(task)[0]
         if key in self._keys:
             note = tuple(facts.get(name) for name in NOTED)
-            self._rings[task.kind].slots[self._keys[key]] = (task, key, note)
+            self._rings[task.kind].packed[self._keys[key]] = _pack(task, note)
 
     def entries(self) -> Iterator[Entry]:
         """All entries in the order of iteration."""
@@ -205,10 +222,12 @@ class TaskArchive:
         return archive
 
     def _push(self, entry: Entry) -> None:
-        slot, evicted = self._rings.setdefault(entry[0].kind, _Ring(self.cap)).push(entry)
+        task, key, note = entry
+        ring = self._rings.setdefault(task.kind, _Ring(task.kind, self.cap))
+        slot, evicted = ring.push(_pack(task, note), key)
         if evicted is not None:
             del self._keys[evicted]
-        self._keys[entry[1]] = slot
+        self._keys[key] = slot
 
 
 def read_task(record: Mapping[str, Any], where: str) -> Task:
