@@ -358,6 +358,16 @@ class TestCrossovers:
             assert_products(child, [with_norm(truncated((a + b) / 2, 5), mean_norm(a, b)) for a, b in pairs])
         assert all(torch.isfinite(value).all() for value in apply(name, self.first, near).values())
 
+    @pytest.mark.parametrize("name", ON_THE_PRODUCT)
+    def test_parents_with_one_a_and_poor_b_leave_every_row_alive(self, name):
+        # Early in a run A has hardly moved: half of the joint row space is dead, and must not be picked for null space.
+        first, second = make_adapter(1, live_rank=1), make_adapter(2, live_rank=1)
+        second = {key: first[key] if "lora_A" in key else value for key, value in second.items()}
+        for key, value in apply(name, first, second).items():
+            if "lora_A" in key:
+                values = torch.linalg.svdvals(value)
+                assert float(values[-1]) == pytest.approx(float(values[0]), rel=1e-4)
+
     def test_the_childs_a_is_near_the_better_parents(self):
         # Inherited optimizer moments and the learning rate refer to these coordinates.
         child = average(self.first, make_adapter(11, ((22, 17), (9, 30)), rank=5), generator())
