@@ -360,7 +360,7 @@ class TestCrossovers:
 
     @pytest.mark.parametrize("name", ON_THE_PRODUCT)
     def test_parents_with_one_a_and_poor_b_leave_every_row_alive(self, name):
-        # Early in a run A has hardly moved: half of the joint row space is dead, and must not be picked for null space.
+        # Early in a run A has hardly moved: half of the joint row space is dead, and must not serve as null space.
         first, second = make_adapter(1, live_rank=1), make_adapter(2, live_rank=1)
         second = {key: first[key] if "lora_A" in key else value for key, value in second.items()}
         for key, value in apply(name, first, second).items():
