@@ -35,6 +35,7 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
     monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
     monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
     yield server
     server.shutdown()

@@ -1,0 +1,75 @@
+"""The command line: what it prints, what it refuses; `push` is tested in `test_hub.py`, `train` in `test_recipes.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from trl import ModelConfig, TrlParser
+
+from trl_populora import __main__ as cli
+from trl_populora.populora_config import PopuLoRAConfig
+
+
+MEMBER = {"mu": 25.0, "sigma": 8.0, "age": 3, "born": 0, "version": 0, "operator": "init", "parents": []}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    members = [
+        MEMBER | {"name": name, "role": name[:7], "fitness": fitness, "mu": 25 + fitness}
+        for name, fitness in (("teacher_0", 1.0), ("student_0", -2.0), ("student_1", 3.0))
+    ]
+    state = {"format": 1, "step": 7, "base_model": "tiny", "members": members}
+    Path(tmp_path, "population.json").write_text(json.dumps(state))
+    return str(tmp_path)
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--help"])
+    assert done.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in ("train", "report", "push", "info", "sandbox-check"))
+
+
+def test_an_unknown_command_is_refused_with_the_choices(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["trian"])
+    assert "invalid choice: 'trian' (choose from" in capsys.readouterr().err
+
+
+def test_info_prints_the_best_first(saved, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    cli.main(["info", saved])
+    printed = capsys.readouterr().out
+    assert "after 7 steps on tiny" in printed
+    assert printed.index("teacher_0") < printed.index("student_1") < printed.index("student_0")
+
+
+@pytest.mark.parametrize("command", ["info", "report"])
+def test_what_the_user_can_mend_is_one_line(command, tmp_path):
+    with pytest.raises(SystemExit, match=rf"^populora {command}: .*(cannot be read|holds no metrics.jsonl)"):
+        cli.main([command, str(tmp_path)])
+
+
+def test_training_options_are_grouped_as_the_config_is(capsys):
+    parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, ModelConfig), prog="populora train", usage=cli.USAGE)
+    cli.group_options(parser)
+    text = parser.format_help()
+    order = ["This command:", "--resume", "Population:", "--teachers", "--warm_start", "Tasks:", "--task_kinds"]
+    order += ["Matchmaking:", "--pfsp_kappa", "Rewards and baselines:", "--student_baseline", "Sandbox:"]
+    order += ["--sandbox_seconds", "Evolution:", "--cull_fraction", "Records:", "Training and model", "--max_steps"]
+    positions = [text.index(part) for part in order]
+    assert positions == sorted(positions)
+    assert text.count("  --teachers ") == 1
+
+
+def test_yaml_and_overrides_reach_the_config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"output_dir: {tmp_path}\nteachers: 2\nstudents: 3\nuse_cpu: true\nbf16: false\nresume: true\n")
+    parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, ModelConfig))
+    cli.group_options(parser)
+    recipe, args, _ = parser.parse_args_and_config(["--config", str(path), "--students", "4"])
+    assert (args.teachers, args.students, recipe.resume) == (2, 4, True)

@@ -1,0 +1,107 @@
+"""The report reads what a real run leaves, whole or in progress, and is one safe page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.populora_run import make_trainer
+from trl_populora.report import load_history, load_run, load_samples, plot_run, write_report
+from trl_populora.report_plots import PLOTS, Run, _smooth
+
+
+@pytest.fixture(scope="module")
+def finished(random_base, seed_tasks, tmp_path_factory):
+    """A run of four steps with births after the second."""
+    Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
+    path = str(tmp_path_factory.mktemp("report") / "run")
+    trainer = make_trainer(random_base, path, {"max_steps": 4, "evolve_every": 2, "save_strategy": "no"})
+    trainer.train()
+    trainer.save_model()
+    return Path(path)
+
+
+def visible_text(page: str) -> str:
+    return re.sub(r"<[^>]+>", " ", re.sub(r"<style>.*?</style>|src=\"[^\"]*\"", "", page, flags=re.S))
+
+
+class TestPage:
+    def test_is_self_contained_and_has_every_picture(self, finished, tmp_path):
+        page = write_report(finished, tmp_path).read_text()
+        assert page.count("data:image/png;base64,") == len(PLOTS)
+        assert sorted(path.stem for path in tmp_path.glob("plots/*.png")) == sorted(plot.name for plot in PLOTS)
+        assert not re.search(r"(src|href)=\"(?!data:)", page), "nothing is loaded from elsewhere"
+        assert "<script" not in page
+        text = visible_text(page)
+        assert "4 of 4" in text
+        for name in ("teacher_0", "student_1", "step 4"):
+            assert name in text
+
+    def test_what_a_model_wrote_is_escaped(self, finished, tmp_path):
+        run = tmp_path / "run"
+        shutil.copytree(finished, run)
+        path = sorted(run.glob("rollouts/*.parquet"))[-1]
+        table = pq.read_table(path)
+        evil = ["</pre><script>alert(1)</script><img src=x onerror=alert(2)>"] * len(table)
+        pq.write_table(table.set_column(table.column_names.index("completion"), "completion", pa.array(evil)), path)
+        page = write_report(run).read_text()
+        assert "&lt;script&gt;alert(1)" in page
+        assert "<script" not in page
+        assert "<img src=x" not in page
+
+    def test_a_run_in_progress(self, finished, tmp_path):
+        """Two of four steps logged, the third being written, rollouts one step ahead of the metrics, no members yet."""
+        run = tmp_path / "run"
+        shutil.copytree(finished, run, ignore=shutil.ignore_patterns("members", "population.json", "archive.parquet"))
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:50])
+        found = load_run(run)
+        assert [entry["step"] for entry in found.history] == [1, 2]
+        assert {row["step"] for row in found.rows} == {0, 1}
+        assert "births: 2" in re.sub(r"\s+", " ", visible_text(write_report(run).read_text()))
+
+    def test_a_run_without_rollouts(self, finished, tmp_path):
+        run = tmp_path / "run"
+        shutil.copytree(finished, run, ignore=shutil.ignore_patterns("rollouts"))
+        page = write_report(run).read_text()
+        assert "kept no rollouts" in page
+        assert page.count("data:image/png") == len([plot for plot in PLOTS if not plot.needs_rows])
+
+
+class TestReading:
+    def test_samples_hold_their_own_attempts(self, finished):
+        samples = load_samples(finished)
+        assert any(attempts for _, attempts in samples)
+        for proposal, attempts in samples:
+            assert proposal["role"] == "teacher"
+            assert {a["task_id"] for a in attempts} <= {proposal["task_id"]}
+            if attempts:
+                assert sum(a["correct"] for a in attempts) / len(attempts) == proposal["solve_rate"]
+
+    def test_history_from_the_trainer_state_of_an_older_run(self, finished, tmp_path):
+        state = {"log_history": load_history(finished)}
+        (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+        assert load_history(tmp_path) == load_history(finished)
+
+    def test_a_directory_that_is_no_run(self, tmp_path):
+        with pytest.raises(ValueError, match="holds no metrics.jsonl, trainer_state.json or checkpoint"):
+            load_run(tmp_path)
+
+    def test_broken_metrics_are_named(self, tmp_path):
+        (tmp_path / "metrics.jsonl").write_text("{half\n")
+        with pytest.raises(ValueError, match=r"metrics.jsonl is broken"):
+            load_run(tmp_path)
+
+    def test_a_long_run_is_smoothed_over_its_own_past(self):
+        run = Run("long", [{"step": step} for step in range(150)])
+        assert _smooth([0.0, 4.0, 8.0, 0.0, 0.0], run) == [0.0, 2.0, 4.0, 3.0, 3.0]
+
+
+def test_the_overview_picture(finished, tmp_path):
+    assert plot_run(finished, tmp_path / "run.png").stat().st_size > 10_000
