@@ -87,9 +87,31 @@ def _guarded(source: str, inputs: list[tuple], verdict, limit: float) -> None:
     import shutil
 
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        for name in ("kill", "system", "putenv", "remove", "removedirs", "rmdir", "fchdir", "setuid", "fork", "forkpty"):
+        for name in (
+            "kill",
+            "system",
+            "putenv",
+            "remove",
+            "removedirs",
+            "rmdir",
+            "fchdir",
+            "setuid",
+            "fork",
+            "forkpty",
+        ):
             setattr(os, name, None)
-        for name in ("killpg", "rename", "renames", "truncate", "replace", "unlink", "fchmod", "fchown", "chmod", "chown"):
+        for name in (
+            "killpg",
+            "rename",
+            "renames",
+            "truncate",
+            "replace",
+            "unlink",
+            "fchmod",
+            "fchown",
+            "chmod",
+            "chown",
+        ):
             setattr(os, name, None)
         shutil.rmtree = shutil.move = shutil.chown = subprocess.Popen = builtins.quit = None
         try:
@@ -238,7 +260,12 @@ def soak(sandbox: Sandbox, count: int) -> dict:
         assert all(verdict.ok for verdict in sandbox.run(jobs))
     after = resident()
     respawns = sandbox.report()["respawns"]
-    return {"programs": count, "descriptors": after[0] - before[0], "kilobytes": after[1] - before[1], "respawns": respawns}
+    return {
+        "programs": count,
+        "descriptors": after[0] - before[0],
+        "kilobytes": after[1] - before[1],
+        "respawns": respawns,
+    }
 
 
 def main() -> None:
@@ -273,7 +300,9 @@ def main() -> None:
 
         head = rates[f"ours, {w}, light tier"]
         fresh, forked = rates[f"python -I, {w}"], rates[f"evalplus style, {w}"]
-        print(f"level {many.level}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {sys.version.split()[0]}")
+        print(
+            f"level {many.level}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {sys.version.split()[0]}"
+        )
         print(f"\n{'programs per second':<32}{'median':>9}{'least':>9}{'most':>9}{'ours / it':>11}")
         for name, values in rates.items():
             ratio = statistics.median(a / b for a, b in zip(head, values, strict=True))

@@ -5,9 +5,9 @@
     zygote: exec'd fresh, warm, confined, own hash seed ---- forks ---->  child: one program
 
 Read in this order: `jobs.py` (what is asked and answered), `protocol.py` (the three messages), `confine.py` and
-`seccomp.py` (the walls), `zygote.py` and `child.py` (the inside), `judge.py` (the verdict), `supervisor.py`, `worker.py`,
-`pending.py` and `pool.py` (the outside), `health.py` (are the walls real?), `values.py` and `literals.py` (the only data
-that crosses), `soft.py`, `entropy.py` and `modules.py` (quality of data, not safety).
+`seccomp.py` (the walls), `zygote.py` and `child.py` (the inside), `judge.py` (the verdict), `supervisor.py`,
+`worker.py`, `pending.py` and `pool.py` (the outside), `health.py` (are the walls real?), `values.py` and `literals.py`
+(the only data that crosses), `soft.py`, `entropy.py` and `modules.py` (quality of data, not safety).
 
 What is covered, and by what:
 
@@ -25,14 +25,17 @@ What is covered, and by what:
   second; clocks, unseeded randomness, string hashes and addresses are guarded.
 * *The end of the trainer*, also by SIGKILL: zygotes see their socket close, and with them goes every child.
 
-What is not covered: holes in the kernel or the processor (side channels included); a program that returns wrong answers
-on purpose, which is what rewards are for; randomness that hides from both the guards and the repetitions, a rare flip
-over the order of a set above all; another process of the trainer's own user attacking the zygotes. The soft layer can be
-bypassed by a program that tries; it then meets the walls. Measured on x86-64 only.
+What is not covered: holes in the kernel or the processor (side channels included); a program that returns wrong
+answers on purpose, which is what rewards are for; randomness that hides from both the guards and the repetitions, a
+rare flip over the order of a set above all; another process of the trainer's own user attacking the zygotes. The soft
+layer can be bypassed by a program that tries; it then meets the walls. Measured on x86-64 only. A program that needs
+more CPU time than it is owed may be called a `timeout` where the sandbox is kept full for longer than the limit.
 
-In a container: the default profiles of Docker and Kubernetes are enough for level B; nothing needs root, a daemon or a
-capability. Level A needs `--security-opt seccomp=unconfined` or a profile that lets `unshare`, `mount` and `chroot` pass.
-Set a memory limit on the container: slow programs are let on in parallel as far as half of the free memory goes.
+In a container: no root, daemon or capability is needed. A process shut in like Docker's default (uid 1000, no
+namespaces, no chroot, no Landlock) reaches level B in the tests; a real Docker daemon and Kubernetes have not been
+tried. Level A needs a profile that lets `unshare`, `mount` and `chroot` pass, such as Docker's
+`--security-opt seccomp=unconfined`. Set a memory limit on the container: slow programs go on side by side as far as half
+of the free memory lasts. Each rank has a pool of its own, with its share of the node's cores (`LOCAL_WORLD_SIZE`).
 """
 
 from .jobs import Job, Limits, Status, Verdict

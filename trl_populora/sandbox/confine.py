@@ -1,7 +1,7 @@
 """The walls, built once around a zygote before it serves: namespaces, chroot, uid, Landlock, seccomp.
 
-Every layer is tried on its own and noted with a reason when it does not hold, so that the level can be told from facts.
-Nothing here is needed by a program that only computes: all modules are loaded before, and no file is opened after.
+Every layer is tried on its own and noted with a reason when it does not hold, so that the level can be told from
+facts. A program that only computes misses nothing: all modules are loaded before, and no file is opened after.
 """
 
 from __future__ import annotations
@@ -192,6 +192,7 @@ def _drop_user() -> None:
 
 
 def _limit_resources() -> None:
+    # Forked children inherit all of this.
     for name, limit in (("CORE", 0), ("FSIZE", 0), ("NOFILE", 16), ("MEMLOCK", 0), ("MSGQUEUE", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
 

@@ -1,7 +1,7 @@
 """Guards around everything that makes two runs of a program differ: clocks, randomness, hashes, addresses (phase 3).
 
-`facades` are copies of `time`, `datetime`, `random`, `uuid` and `secrets` for the program's own imports; a seeded generator
-and arithmetic on given dates work as ever.
+`facades` are copies of `time`, `datetime`, `random`, `uuid` and `secrets` for the program's own imports; a seeded
+generator and arithmetic on given dates work as ever.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from typing import Any
 
 
 Stop = Callable[[str], None]
@@ -53,7 +54,7 @@ def _stopper(stop: Stop, name: str) -> Callable:
     return stopped
 
 
-def _copy(module: types.ModuleType) -> types.ModuleType:
+def _copy(module: types.ModuleType) -> Any:
     facade = types.ModuleType(module.__name__, module.__doc__)
     for name, value in vars(module).items():
         # The modules that a module has imported for itself are no part of what it offers.
@@ -64,7 +65,8 @@ def _copy(module: types.ModuleType) -> types.ModuleType:
 
 def facades(stop: Stop) -> dict[str, types.ModuleType]:
     """The guarded modules by name, as far as they are loaded."""
-    made = {"time": _time(stop), "datetime": _datetime(stop), "random": _random(stop)}
+    facade: Any
+    made: dict[str, Any] = {"time": _time(stop), "datetime": _datetime(stop), "random": _random(stop)}
     if "uuid" in sys.modules:
         made["uuid"] = facade = _copy(sys.modules["uuid"])
         for name in ("uuid1", "uuid4", "uuid6", "uuid7", "uuid8", "getnode"):
@@ -101,15 +103,16 @@ def _time(stop: Stop) -> types.ModuleType:
 def _datetime(stop: Stop) -> types.ModuleType:
     class Meta(type):
         # A plain date made by the standard library counts as an instance of the program's `date`.
-        def __instancecheck__(cls, value: object) -> bool:
+        def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, cls.__mro__[1])
 
         def __subclasscheck__(cls, other: type) -> bool:
             return cls.__mro__[1] in other.__mro__
 
     def guarded(base: type, clocks: tuple[str, ...]) -> type:
-        body = {name: classmethod(_stopper(stop, f"{base.__name__}.{name}()")) for name in clocks}
-        body["__repr__"] = lambda self: "datetime." + base.__repr__(self)
+        plain_repr: Callable = base.__repr__
+        body: dict[str, Any] = {name: classmethod(_stopper(stop, f"{base.__name__}.{name}()")) for name in clocks}
+        body["__repr__"] = lambda self: "datetime." + plain_repr(self)
         body["__module__"] = "datetime"
         return Meta(base.__name__, (base,), body)
 
@@ -125,11 +128,11 @@ def _random(stop: Stop) -> types.ModuleType:
 
         seeded = False
 
-        def seed(self, a: object = None, version: int = 2) -> None:
+        def seed(self, a: Any = None, version: int = 2) -> None:
             self.seeded = a is not None
             super().seed(0 if a is None else a, version)
 
-        def setstate(self, state: object) -> None:
+        def setstate(self, state: Any) -> None:
             super().setstate(state)
             self.seeded = True
 
@@ -159,7 +162,7 @@ _SEEDED = {
 }
 
 
-def _stable_hash(value: object) -> bool:
+def _stable_hash(value: Any) -> bool:
     """Whether the hash of `value` is the same in every process, as far as types tell."""
     kind = type(value)
     if kind in (tuple, frozenset):

@@ -90,8 +90,8 @@ def probe() -> list[bool]:
 
 def level(layers: dict[str, str], refused: dict[str, bool]) -> str:
     """
-    `"A"`: namespaces, chroot, own uid, Landlock and seccomp. `"B"`: seccomp with an unprivileged uid or Landlock. `"C"`:
-    less. A probe that was not refused means C, whatever the layers claim.
+    `"A"`: namespaces, chroot, own uid, Landlock and seccomp. `"B"`: seccomp with an unprivileged uid or Landlock.
+    `"C"`: less. A probe that was not refused means C, whatever the layers claim.
 
     Args:
         layers (`dict[str, str]`): Layer name to `""` when it holds.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any
 
 
 MAX_LENGTH = 65536  # characters of an answer
@@ -41,7 +42,7 @@ class LiteralError(ValueError):
     """The text is not a literal that may be read; the message says why."""
 
 
-def read_literal(text: str) -> object:
+def read_literal(text: str) -> Any:
     """
     Plain data from a Python literal.
 
@@ -84,12 +85,13 @@ def _scan(text: str, functions: tuple[str, ...]) -> str:
     if len(text) > MAX_LENGTH:
         raise LiteralError(f"longer than {MAX_LENGTH} characters")
     text = text.strip()
-    parts, kinds, tokens, brackets, position = [], [], [], [], 0
+    brackets: list[str] = []
+    parts, kinds, tokens, position = [], [], [], 0
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
             raise LiteralError(f"{text[position]!r} has no place in a literal")
-        kind, token, position = match.lastgroup, match.group(), match.end()
+        kind, token, position = str(match.lastgroup), match.group(), match.end()
         parts.append(_check_token(kind, token, match, functions))
         if kind != "space":
             tokens.append((kind, token))
@@ -124,7 +126,7 @@ def _check_order(kinds: list[str]) -> None:
 
 
 def _check_neighbours(tokens: list[tuple[str, str]]) -> None:
-    """Chains without brackets around them, as in `1+1+1` or `()()()`, are deep trees: they crash some Pythons' parser."""
+    """Chains without brackets, as in `1+1+1` or `()()()`, are deep trees, which crash the parser of some Pythons."""
     values = ("number", "name", "string", "close")
     for (before, _), (kind, token) in zip(tokens, tokens[1:], strict=False):
         if kind == "open" and before in values and (before, token) != ("name", "("):
@@ -164,7 +166,7 @@ def _parse(source: str) -> ast.expr:
         raise LiteralError(f"not a literal: {str(error)[:80]}") from None
 
 
-def _convert(node: ast.expr) -> object:
+def _convert(node: Any) -> Any:
     kind = type(node)
     if kind is ast.Constant and type(node.value) in (int, float, complex, str, bytes, bool, type(None)):
         return node.value
@@ -187,14 +189,14 @@ def _convert(node: ast.expr) -> object:
     raise LiteralError(f"{kind.__name__} is not part of a literal")
 
 
-def _hashed(kind: type, items: list) -> object:
+def _hashed(kind: type, items: Any) -> Any:
     try:
         return kind(items)
     except TypeError as error:
         raise LiteralError(str(error)) from None
 
 
-def _signed(node: ast.UnaryOp) -> object:
+def _signed(node: ast.UnaryOp) -> Any:
     value = _convert(node.operand)
     if type(value) not in (int, float, complex):
         raise LiteralError("a sign needs a number")
@@ -211,7 +213,7 @@ def _complex_sum(node: ast.BinOp) -> complex:
         raise LiteralError("a number too large for a complex part") from None
 
 
-def _named_form(name: str, nodes: list[ast.expr]) -> object:
+def _named_form(name: str, nodes: list[ast.expr]) -> Any:
     """`set()`, `frozenset()`, `frozenset({1})`, `complex(nan, 1.0)` and `float('nan')`."""
     values = [_convert(node) for node in nodes]
     if name == "set" and not values:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from . import modules, protocol
 from .jobs import Job, Limits, Status, Verdict
 from .judge import Observation, largest_frame
+from .worker import Worker
 
 
 SENSITIVE_RUNS = 6  # leaves a two-way choice by the order of a set a chance of 1 in 32; two runs leave 1 in 2
@@ -25,7 +26,7 @@ class Pending:
         soft (`bool`): Whether the soft layer is on.
     """
 
-    probe_of = None  # the worker that this pending probes
+    probe_of: Worker | None = None  # the worker that this pending probes
 
     def __init__(self, job: Job, limits: Limits, soft: bool):
         self.job, self.limits = job, limits
@@ -35,7 +36,7 @@ class Pending:
         self.seen: list[Observation] = []
         self.wanted = job.runs
         self.retried = False
-        self.socket: socket.socket | None = None
+        self.socket: socket.socket = None  # type: ignore[assignment]  # between `open` and `close` only
         self.forget_run()
 
     def take(self, run: tuple, seen: Observation) -> bool:
@@ -52,7 +53,7 @@ class Pending:
         self.outgoing = memoryview(b"")
         self.data = bytearray()
         self.end_of_file = False
-        self.event: Observation | None = None
+        self.event: Observation = None  # type: ignore[assignment]  # until the zygote has spoken
         self.foreground = False
         self.late_at = float("inf")
 
@@ -105,4 +106,3 @@ class Pending:
     def close(self) -> None:
         if self.socket is not None:
             self.socket.close()
-            self.socket = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import sys
@@ -71,7 +72,7 @@ class Sandbox:
         done: queue.SimpleQueue = queue.SimpleQueue()
         futures = [self.submit(job) for job in jobs]
         for index, future in enumerate(futures):
-            future.add_done_callback(lambda finished, index=index: done.put((index, finished)))
+            future.add_done_callback(functools.partial(_note, done, index))
         for _ in futures:
             index, future = done.get()
             yield index, future.result()
@@ -95,3 +96,7 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _note(done: queue.SimpleQueue, index: int, future: Future[Verdict]) -> None:
+    done.put((index, future))

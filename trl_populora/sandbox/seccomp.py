@@ -2,14 +2,14 @@
 
 Two classic BPF programs, assembled here and installed through `prctl`:
 
-* `zygote_filter`, once, before any untrusted code: an allow-list for pure computation plus what the zygote needs to fork,
-  kill and reap. There is no `open`, no `socket`, no `execve`, no `ptrace`, no `mount`, no `bpf`, no `io_uring`, no
-  `keyctl`, no shared memory. As a search tree it costs a call about seven comparisons.
-* `child_filter`, once per program and on top: takes away forking, killing, reaping, passing descriptors, changing limits
-  and priorities, and installing filters. It is short because the kernel checks and translates it for every program.
+* `zygote_filter`, once, before any untrusted code: an allow-list for pure computation plus what the zygote needs to
+  fork, kill and reap. There is no `open`, no `socket`, no `execve`, no `ptrace`, no `mount`, no `bpf`, no `io_uring`,
+  no `keyctl`, no shared memory. As a search tree it costs a call about seven comparisons.
+* `child_filter`, once per program and on top: takes away forking, killing, reaping, passing descriptors, changing
+  limits and priorities, and installing filters. It is short because the kernel checks and translates it each time.
 
-A refused call fails with EPERM, which Python shows as an `OSError`. Numbers for aarch64 are from the kernel's generic table
-and have not been tried on such a machine.
+A refused call fails with EPERM, which Python shows as an `OSError`. Numbers for aarch64 are from the kernel's generic
+table and have not been tried on such a machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ZYGOTE_ONLY = {
     "getrlimit": (97, 163),
     "setrlimit": (160, 164),
     "prctl": (157, 167),
-    "setpriority": (141, 140),
+    "pread64": (17, 67),
 }
 PRLIMIT = (302, 261)
 CLONE3 = (435, 435)
@@ -173,7 +173,7 @@ def zygote_filter() -> Filter:
     """The allow-list of the warm process and everything under it."""
     column, arch = _machine()
     names = {**COMPUTE, **ZYGOTE_ONLY}
-    numbers = [each[column] for each in names.values() if each[column] is not None]
+    numbers = [number for number in (each[column] for each in names.values()) if number is not None]
     refuse = _ERRNO | errno.EPERM
     return Filter(
         [

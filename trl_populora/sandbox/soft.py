@@ -1,9 +1,9 @@
 """The soft layer: keeps honest programs to what a training task may use. It improves data; it protects nothing.
 
 The program gets a table of builtins and a few module facades of its own. An import outside the allow-list, `open`,
-`input` and `breakpoint` give `policy`; clocks, unseeded randomness, string hashes and object addresses used as numbers give
-`nondeterministic`, because no number of repetitions would find the year or a rare coin flip. The standard library itself
-keeps the real modules.
+`input` and `breakpoint` give `policy`; clocks, unseeded randomness, string hashes and object addresses used as numbers
+give `nondeterministic`, because no number of repetitions would find the year or a rare coin flip. The standard library
+itself keeps the real modules.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import builtins
 import io
 import sys
 import types
+from typing import Any
 
 from . import entropy, modules, protocol
 
@@ -32,7 +33,7 @@ class Guard:
     def __init__(self, enabled: bool, full: bool):
         self.full = full
         self.finding: tuple[str, list[str]] | None = None
-        self.facades: dict[str, types.ModuleType] = {}
+        self.facades: dict[str, Any] = {}
         self.builtins = dict(vars(builtins))
         if enabled:
             self._enable()
@@ -46,14 +47,14 @@ class Guard:
     def _enable(self) -> None:
         self.facades = entropy.facades(lambda reason: self.stop(protocol.ENTROPY, reason))
         self.facades["sys"] = _sys_facade()
-        self.facades["io"] = _io_facade()
+        io_facade = self.facades["io"] = _io_facade()
+        io_facade.open = self._forbid("io.open()")
         self.builtins["__import__"] = self._import
         self.builtins.update(entropy.guarded_builtins(lambda reason: self.stop(protocol.ENTROPY, reason)))
         for name in ("open", "input", "breakpoint"):
             self.builtins[name] = self._forbid(f"{name}()")
         for name in ("exit", "quit", "help", "copyright", "credits", "license"):
             self.builtins.pop(name, None)
-        self.facades["io"].open = self._forbid("io.open()")
 
     def _forbid(self, name: str):
         def forbidden(*_: object, **__: object) -> None:
@@ -122,7 +123,7 @@ _SYS_NAMES = [
 
 
 def _sys_facade() -> types.ModuleType:
-    facade = _Sys("sys")
+    facade: Any = _Sys("sys")
     facade.argv = ["program"]
     for name in _SYS_NAMES:
         if hasattr(sys, name):
@@ -130,8 +131,8 @@ def _sys_facade() -> types.ModuleType:
     return facade
 
 
-def _io_facade() -> types.ModuleType:
-    facade = types.ModuleType("io")
+def _io_facade() -> Any:
+    facade: Any = types.ModuleType("io")
     for name in ("StringIO", "BytesIO", "TextIOBase", "RawIOBase", "IOBase", "BufferedIOBase", "TextIOWrapper"):
         setattr(facade, name, getattr(io, name))
     facade.SEEK_SET, facade.SEEK_CUR, facade.SEEK_END = 0, 1, 2
@@ -141,4 +142,5 @@ def _io_facade() -> types.ModuleType:
 def silence() -> None:
     """Give every child streams that lead nowhere, whatever the soft layer does."""
     sys.stdin, sys.stdout, sys.stderr = io.StringIO(), _Nowhere(), _Nowhere()
-    sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
+    for name in ("__stdin__", "__stdout__", "__stderr__"):
+        setattr(sys, name, None)

@@ -22,7 +22,7 @@ from .worker import Worker
 
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
-LONGEST_EXTENSION = 5.0  # see `zygote.py`
+LONGEST_EXTENSION = 10.0  # see `zygote.py`
 FAILED_STARTS = 3  # zygotes in a row that may fail to start
 MOST_IN_BACKGROUND = 64
 _LEVELS = "CBA"
@@ -54,10 +54,11 @@ class Supervisor:
         self.slow: deque[tuple[int, Worker, Pending]] = deque()
         self.numbers = itertools.count(1)
         self.foreground = self.background = self.failed_starts = self.respawns = 0
-        self.room_in_background = _room_in_background()
+        self.room_in_background, self.background_bytes = _free_memory() // 2, 0
         self.failure: Exception | None = None
         self.closed, self.busy, self.ready = False, False, threading.Event()
-        self.epoll, self.handlers, self.next_check = select.epoll(), {}, 0.0
+        self.epoll, self.next_check = select.epoll(), 0.0
+        self.handlers: dict[int, tuple] = {}
         self.wake_read, self.wake_write = socket.socketpair()
         for each in (self.wake_read, self.wake_write):
             each.setblocking(False)
@@ -155,9 +156,10 @@ class Supervisor:
         full, index = slot
         copies = (self.workers + 1) // 2 if index < 2 else 1
         pool = self.pools.setdefault(slot, [])
+        room = max(1, min(MOST_IN_BACKGROUND, self.room_in_background // Limits().memory_bytes) // (2 * copies))
         while len(pool) < copies:
             hash_seed = 1 + (self.seed * 16 + index) % 4294967294
-            worker = Worker(slot, hash_seed, {"full": full, "soft": self.soft, "without": self.without})
+            worker = Worker(slot, hash_seed, {"full": full, "soft": self.soft, "without": self.without, "room": room})
             pool.append(worker)
             self._watch(worker.control, select.EPOLLIN, self._on_control, worker)
 
@@ -251,13 +253,18 @@ class Supervisor:
 
     def _fill_background(self) -> None:
         """Slow programs stop counting against the programs at a time, as long as memory allows."""
-        while self.slow and self.background < self.room_in_background:
-            number, worker, pending = self.slow.popleft()
+        while self.slow and self.background < MOST_IN_BACKGROUND:
+            number, worker, pending = self.slow[0]
+            wanted = self.background_bytes + pending.limits.memory_bytes
+            if self.background and wanted > self.room_in_background:
+                return
+            self.slow.popleft()
             if self.running.get(number) is pending and pending.foreground:
                 worker.tell(protocol.YIELD, number)
                 pending.foreground = False
                 self.foreground -= 1
                 self.background += 1
+                self.background_bytes = wanted
 
     def _drop(self, number: int, pending: Pending) -> None:
         del self.running[number]
@@ -265,6 +272,7 @@ class Supervisor:
             self.foreground -= 1
         else:
             self.background -= 1
+            self.background_bytes -= pending.limits.memory_bytes
             self._fill_background()
         pending.foreground = False
         self._forget(pending.socket)
@@ -379,21 +387,22 @@ def _too_weak(worker: Worker, reason: str) -> str:
         + ("; ".join(missing) or "none")
         + ". A program could: "
         + (", ".join(open_doors) or f"not be probed ({reason})")
-        + ". `allow_weak=True` runs them all the same, with a process, limits and a deadline but nothing that keeps them"
-        " from your files and your network: only where a virtual machine or a container is the wall."
+        + ". `allow_weak=True` runs them all the same, with a process, limits and a deadline but nothing that keeps"
+        " them from your files and your network: only where a virtual machine or a container is the wall."
     )
 
 
-def _room_in_background() -> int:
-    """How many slow programs may go on at once, so that their memory limits fit into half of what is free."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _free_memory() -> int:
+    """Bytes that this host, or this container, has left."""
+    with open("/proc/meminfo") as file:
+        free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             with open(path) as file:
                 free = min(free, int(file.read()))
         except (OSError, ValueError):
             continue
-    return max(1, min(MOST_IN_BACKGROUND, free // 2 // Limits().memory_bytes))
+    return free
 
 
 _alive: weakref.WeakSet[Supervisor] = weakref.WeakSet()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 from json.encoder import encode_basestring_ascii as _quote
+from typing import Any
 
 
 MAX_BYTES = 65536  # text of one value
@@ -62,7 +63,7 @@ class _Encoder:
         if self.nodes < 0:
             raise ValueTooLarge(f"the value has more than {self.max_nodes} parts")
 
-    def text(self, value: object, depth: int) -> str:
+    def text(self, value: Any, depth: int) -> str:
         kind = type(value)
         if kind is str:
             return self.string(value)
@@ -99,7 +100,7 @@ class _Encoder:
         self.spend(value.bit_length() // 4 + 8)
         return f'["x","{value:x}"]'
 
-    def container(self, value: object, kind: type, depth: int) -> str:
+    def container(self, value: Any, kind: type, depth: int) -> str:
         if depth >= self.max_depth:
             raise ValueTooLarge(f"the value is nested deeper than {self.max_depth}")
         self.spend(6)
@@ -124,9 +125,7 @@ def _float_text(value: float) -> str:
     return text if text[-1] not in "nf" else f'["f","{text}"]'
 
 
-def encode(
-    value: object, *, max_bytes: int = MAX_BYTES, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH
-) -> str:
+def encode(value: Any, *, max_bytes: int = MAX_BYTES, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH) -> str:
     """
     Canonical text of plain data; pure ASCII without line breaks.
 
@@ -146,7 +145,7 @@ def encode(
     return text
 
 
-def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> object:
+def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
     """
     The value behind a canonical text. Only text that [`encode`] could have written is read.
 
@@ -172,7 +171,7 @@ def is_canonical(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_
     return True
 
 
-def _read(text: str, max_bytes: int, max_depth: int) -> object:
+def _read(text: str, max_bytes: int, max_depth: int) -> Any:
     if not isinstance(text, str) or len(text) > max_bytes:
         raise ValueError(f"the text is not a string of at most {max_bytes} characters")
     if text.count("[") > max_depth and _bracket_depth(text) > max_depth + 2:
@@ -204,7 +203,7 @@ def _bracket_depth(text: str) -> int:
     return deepest
 
 
-def _refuse(token: object) -> object:
+def _refuse(token: Any) -> Any:
     raise ValueError(f"{str(token)[:40]!r} has no place in canonical text")
 
 
@@ -215,7 +214,7 @@ def _small_int(digits: str) -> int:
 _JSON = json.JSONDecoder(parse_int=_small_int, parse_constant=_refuse, object_pairs_hook=_refuse)
 
 
-def _build(node: object) -> object:
+def _build(node: Any) -> Any:
     if type(node) is not list:
         return node
     tag, *rest = node
@@ -240,7 +239,7 @@ def _build_bytes(rest: list) -> bytes:
     return bytes.fromhex(digits)
 
 
-def _build_set(rest: list, kind: type) -> object:
+def _build_set(rest: list, kind: type) -> Any:
     value = kind(map(_build, rest))
     if len(value) != len(rest):
         raise ValueError("a set repeats a member")
@@ -264,11 +263,11 @@ _BUILDERS = {
     "c": _build_complex,
     "b": _build_bytes,
     "u": lambda rest: _build_bytes(rest).decode("utf-8", "surrogatepass"),
-    "x": lambda rest: int(*rest, 16),
+    "x": lambda rest: int(str(*rest), 16),
 }
 
 
-def equal(a: object, b: object, *, strict: bool = False, tolerance: float = 0.0) -> bool:
+def equal(a: Any, b: Any, *, strict: bool = False, tolerance: float = 0.0) -> bool:
     """
     Whether two pieces of plain data are the same answer.
 
@@ -304,7 +303,7 @@ _ANY_SIZE = {"max_bytes": 1 << 40, "max_nodes": 1 << 40, "max_depth": 400}
 _NUMBERS = (bool, int, float, complex)
 
 
-def _family(value: object) -> type:
+def _family(value: Any) -> type:
     kind = type(value)
     return complex if kind in _NUMBERS else set if kind in _SETS else kind
 
@@ -318,7 +317,7 @@ def _equal_numbers(a: float, b: float, tolerance: float) -> bool:
     return gap != float("inf") and gap <= max(tolerance, tolerance * max(abs(a), abs(b)))
 
 
-def _key(value: object, strict: bool) -> str:
+def _key(value: Any, strict: bool) -> str:
     """A text that two keys share exactly when Python, with nan equal to nan, calls them equal."""
     if strict or type(value) in (str, bytes):
         return encode(value, **_ANY_SIZE)
@@ -337,7 +336,7 @@ def _number_key(value: complex) -> str:
     return f"n{int(number):x}" if whole else f"n{number!r}"
 
 
-def _keys(members: object, strict: bool) -> list[str]:
+def _keys(members: Any, strict: bool) -> list[str]:
     return sorted(_key(member, strict) for member in members)
 
 
@@ -356,7 +355,7 @@ def _equal_dicts(a: dict, b: dict, strict: bool, tolerance: float) -> bool:
     )
 
 
-def to_literal(value: object) -> str:
+def to_literal(value: Any) -> str:
     """
     Plain data as a Python literal for prompts; [`read_literal`][trl_populora.sandbox.literals] reads it back.
 

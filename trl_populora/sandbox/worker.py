@@ -46,7 +46,9 @@ class Worker:
                 start_new_session=True,
             )
         self.control.setblocking(False)
-        os.set_blocking(self.process.stderr.fileno(), False)
+        assert self.process.stderr is not None
+        self.errors = self.process.stderr
+        os.set_blocking(self.errors.fileno(), False)
         self.born = time.monotonic()
         self.jobs: set[int] = set()
         self.layers: dict[str, str] = {}
@@ -75,7 +77,7 @@ class Worker:
 
     def events(self) -> list[tuple] | None:
         """Header and report of what the zygote says since the last call; None when it is gone."""
-        found = []
+        found: list[tuple] = []
         while True:
             try:
                 data = self.control.recv(1 << 16)
@@ -91,7 +93,7 @@ class Worker:
     def last_words(self) -> str:
         """What a zygote that could not start has left on its standard error."""
         try:
-            return (self.process.stderr.read() or b"").decode("utf-8", "replace").strip()[-300:]
+            return (self.errors.read() or b"").decode("utf-8", "replace").strip()[-300:]
         except OSError:
             return ""
 
@@ -102,7 +104,7 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self.process.stderr.close()
+        self.errors.close()
 
     def close(self, seconds: float = 2.0) -> None:
         """Ask the zygote to end by closing its socket; kill it if it does not."""

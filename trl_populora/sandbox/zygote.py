@@ -1,7 +1,7 @@
 """The warm process: started by exec, confined once, forks one child per program and reports what the kernel says.
 
-Run as a script with the number of its control socket and its options; it never reads a payload. The private socket of a
-job passes through it as a descriptor, from the trainer's message to the child, so that no process ever holds two jobs.
+Run as a script with the number of its control socket and its options; it never reads a payload. The private socket of
+a job passes through it as a descriptor, from the trainer's message to the child, so no process ever holds two jobs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from . import child, confine, health, modules, protocol, soft
 
 
 _FD_BYTES = socket.CMSG_SPACE(4)
-_LONGEST_EXTENSION = 5.0  # times the wall limit, for a program that the busy host has not let run
-_PROBE_SECONDS = 0.008  # a runnable process on a busy core gets a slice within this time, a sleeping one does not
+_LONGEST_EXTENSION = 10.0  # times the wall limit, for a program that the busy host has not let run
+_FAIR_SHARE = 0.25  # of the wall limit: the CPU time below which a program that wants to run is not called endless
+_PROBE_SECONDS = 0.012  # times the runnable tasks of the host: by then a process that wants to run has got a slice
 # While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 50: a program that never ends
 # then costs its zygote 6 % of a core whatever their number.
 _TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.047
@@ -48,6 +49,7 @@ class Running:
 
     def __init__(self, job: int, pid: int, wall: float, owed: float):
         self.job, self.pid, self.owed = job, pid, owed
+        self.fair = max(owed, wall * _FAIR_SHARE)
         self.started = time.monotonic()
         self.deadline = self.started + wall
         self.last_deadline = self.started + wall * _LONGEST_EXTENSION
@@ -56,21 +58,25 @@ class Running:
         self.expired = False
 
     def cpu_seconds(self) -> float:
-        """CPU time so far; infinite for a child that has just ended and is not reaped, so that nothing waits for it."""
+        """CPU time so far; infinite for a child that has just ended and is not reaped, so nothing waits for it."""
         try:
             return time.clock_gettime((~self.pid) << 3 | 2)  # the kernel's number for the CPU clock of a process
         except OSError:
             return float("inf")
 
-    def is_starved(self, now: float) -> bool:
-        """At the deadline: is it runnable, and short of the CPU time it is owed? Then the deadline moves on."""
+    def is_starved(self, now: float, stopped: bool, runnable: int) -> bool:
+        """
+        At the deadline: is it short of its fair share, and does it want to run? Then the deadline moves on.
+
+        A process that sleeps is known by not using the moment it is given; one that is stopped has not been given any.
+        """
         used = self.cpu_seconds()
-        if used >= self.owed or now >= self.last_deadline:
+        if used >= self.fair or now >= self.last_deadline:
             return False
-        if self.used_at_deadline is not None and used <= self.used_at_deadline:
+        if not stopped and self.used_at_deadline is not None and used <= self.used_at_deadline:
             return False
-        self.used_at_deadline = used
-        self.deadline = now + _PROBE_SECONDS
+        self.used_at_deadline = None if stopped else used
+        self.deadline = now + _PROBE_SECONDS * runnable
         return True
 
 
@@ -81,16 +87,22 @@ class Zygote:
     Args:
         control (`socket.socket`): orders in, events out.
         guard (`soft.Guard`): The soft layer, ready to use in any child.
+        room (`int`): Slow children that may stay beyond their limit because they had no fair share of the processor.
     """
 
     walls: confine.ChildWalls  # what every child adds
 
-    def __init__(self, control: socket.socket, guard: soft.Guard):
-        self.control, self.guard = control, guard
+    def __init__(self, control: socket.socket, guard: soft.Guard, room: int):
+        self.control, self.guard, self.room = control, guard, room
         self.children: dict[int, Running] = {}
         self.background: list[Running] = []
-        self.busy, self.turn_of, self.next_turn = False, None, 0.0
+        self.busy, self.next_turn = False, 0.0
+        self.turn_of: Running | None = None
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self.load = os.open("/proc/loadavg", os.O_RDONLY)
+        except OSError:
+            self.load = -1
         self.poll = select.poll()
         self.poll.register(control, select.POLLIN)
         self.poll.register(self.wake_read, select.POLLIN)
@@ -155,6 +167,8 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             os.close(self.wake_read)
             os.close(self.wake_write)
+            if self.load >= 0:
+                os.close(self.load)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             payload = child.read_payload(fd)
             self.walls.close_in(memory, int(wall * _LONGEST_EXTENSION) + 2)
@@ -184,11 +198,23 @@ class Zygote:
         for running in self.children.values():
             if running.expired:
                 continue
-            if now >= running.deadline and not running.is_starved(now):
+            if now >= running.deadline and not self._may_go_on(running, now):
                 running.expired, running.yields_at = True, None
                 os.kill(running.pid, signal.SIGKILL)
             elif running.yields_at is not None and now >= running.yields_at:
                 self._let_yield(running, now)
+
+    def _may_go_on(self, running: Running, now: float) -> bool:
+        in_background = running in self.background
+        if in_background and len(self.background) > self.room:
+            return False
+        return running.is_starved(now, in_background and self.busy, self._runnable())
+
+    def _runnable(self) -> int:
+        """How many tasks of the whole host want to run now; 1 where that cannot be read."""
+        if self.load < 0:
+            return 1
+        return max(1, int(os.pread(self.load, 64, 0).split()[3].partition(b"/")[0]))
 
     def _let_yield(self, running: Running, now: float) -> None:
         missing = running.owed - running.cpu_seconds()
@@ -272,7 +298,7 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
     modules.preload(full=options["full"], hostile=not options["soft"])
     soft.silence()
     guard = soft.Guard(options["soft"], options["full"])
-    zygote = Zygote(control, guard)
+    zygote = Zygote(control, guard, options["room"])
     _warm_up(guard)
     _forget_surroundings()
     confine.build_walls(layers, tuple(options["without"]))
