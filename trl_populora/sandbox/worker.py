@@ -87,7 +87,10 @@ class Worker:
                 return None
             if len(data) < protocol.EVENT.size:
                 return found or None
-            report = json.loads(data[protocol.EVENT.size :]) if len(data) > protocol.EVENT.size else {}
+            try:
+                report = json.loads(data[protocol.EVENT.size :] or b"{}")
+            except ValueError:
+                return None  # no zygote writes this: it is as good as gone
             found.append((*protocol.EVENT.unpack_from(data), report))
 
     def last_words(self) -> str:
