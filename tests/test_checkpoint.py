@@ -99,6 +99,8 @@ class TestKill:
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
                 seen.append(newest(str(tmp_path / "killed")))
+                unfinished = [path.name for path in (tmp_path / "killed").glob("_unfinished/*")]
+                print(f"kill {kills}: newest whole {seen[-1]}, cut off {unfinished}", flush=True)
                 if len(seen) > 2 and seen[-1] == seen[-3]:  # make headway on a loaded machine
                     seconds *= 1.3
                 continue
@@ -107,7 +109,6 @@ class TestKill:
                 break
             # Finished before the last kill: start over, a run that is done cannot be killed.
             shutil.rmtree(tmp_path / "killed")
-        print(f"{kills} kills; whole checkpoints found: {[path and Path(path).name for path in seen]}")
         assert_files_equal(tmp_path / "unbroken", tmp_path / "killed")
 
 

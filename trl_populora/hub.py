@@ -47,6 +47,8 @@ class PublishingTrainer(ResumableTrainer):
     - `_push_from_checkpoint`, `_finish_current_push`: uploads a frozen copy while training goes on.
     """
 
+    push_in_progress: PushInProgress | None
+
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
         if self.args.should_save and self._aside is None:

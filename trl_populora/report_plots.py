@@ -24,7 +24,7 @@ GREY = "0.45"
 
 # 5.2 inches shrink to a phone's 360 pixels with letters of about 9 pixels.
 WIDTH, DPI = 5.2, 200
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 10,
     "axes.labelsize": 9.5,
@@ -102,7 +102,8 @@ def draw_solve_rates(figure: Figure, run: Run) -> None:
         if row["role"] == "student" and not row["archived"]:
             by_match[teacher_of[row["step"], row["match"]]][row["step"] + 1].append(row["correct"])
     for index, teacher in enumerate(sorted(by_match)):
-        steps, rates = zip(*sorted((step, _mean(right)) for step, right in by_match[teacher].items()), strict=True)
+        steps = sorted(by_match[teacher])
+        rates = [_mean(by_match[teacher][step]) for step in steps]
         axis.plot(steps, _smooth(rates, run), **_line(index), linewidth=1, label=f"against {teacher}{_window(run)}")
     steps, rates = run.series("solve/rate")
     axis.plot(steps, _smooth(rates, run), color="black", linewidth=2.2, label=f"all fresh tasks{_window(run)}")
@@ -361,7 +362,7 @@ def draw(plot: Plot, run: Run, directory: Path) -> Path:
     return path
 
 
-def _line(index: int) -> dict[str, str]:
+def _line(index: int) -> dict[str, Any]:
     """Colour and dashes of the n-th line: distinct for 32 of them, on paper too."""
     return {
         "color": SERIES_COLORS[index % len(SERIES_COLORS)],
