@@ -4,7 +4,8 @@ Compared in one run, at equal total rows and tokens:
 
     stock       stock PEFT, one adapter (N = 1)
     routed      this package's layer: base matmul once, members' A and B stacked, two batched matmuls
-    mixed       PEFT's own mixed-batch forward (`adapter_names=`), with its guard against training stepped around
+    mixed       PEFT's own mixed-batch forward (`adapter_names=`), with its guard against training stepped around; with
+                gradient checkpointing (`--preset 7b`) its recomputation uses other adapters, so only its time counts
     set_adapter one micro-batch per member with `set_adapter` in between
 
 Each is built, warmed up and timed in turn, in rounds, so that slow minutes of the machine hit all of them; the table
@@ -26,13 +27,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 
@@ -92,7 +92,7 @@ class Contender:
             router = Router()
             model = add_members(base, names, config, router, seed=0)
             router.set([row * self.members // len(ids) for row in range(len(ids))])
-            return model, lambda: iter([model(input_ids=ids, labels=ids).loss])
+            return model, self._whole(model, ids)
         model = get_peft_model(base, config, names[0])
         for name in names[1:]:
             model.add_adapter(name, config)
@@ -103,14 +103,21 @@ class Contender:
         )
 
     @staticmethod
+    def _whole(model, ids: torch.Tensor, **options) -> Callable:
+        def losses():
+            yield model(input_ids=ids, labels=ids, **options).loss
+
+        return losses
+
+    @staticmethod
     def _stock(model, names: Sequence[str], ids: torch.Tensor) -> Callable:
-        return lambda: iter([model(input_ids=ids, labels=ids).loss])
+        return Contender._whole(model, ids)
 
     @staticmethod
     def _mixed(model, names: Sequence[str], ids: torch.Tensor) -> Callable:
         model.base_model.training = False  # what the guard looks at; there is no dropout that it could change
         rows = [names[row * len(names) // len(ids)] for row in range(len(ids))]
-        return lambda: iter([model(input_ids=ids, labels=ids, adapter_names=rows).loss])
+        return Contender._whole(model, ids, adapter_names=rows)
 
     @staticmethod
     def _loop(model, names: Sequence[str], ids: torch.Tensor) -> Callable:
@@ -166,7 +173,8 @@ def timed_step(losses: Callable, optimizer: torch.optim.Optimizer, device: torch
     pending = losses()
     while True:
         start = now(device)
-        loss = next(pending, None)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = next(pending, None)
         middle = now(device)
         seconds["forward"] += middle - start
         if loss is None:
@@ -219,16 +227,23 @@ def measure_memory(preset_name: str, members: int) -> tuple[int, int]:
     return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 
+def peak_resident_bytes() -> int:
+    """Peak of this process. Not `ru_maxrss`, which starts from the size of the process that started this one."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
 def print_peak(preset: Preset, members: int, device: torch.device) -> None:
     """The other end of [`measure_memory`]."""
+    if device.type == "cpu":
+        # Large enough that the allocator's pages and Python's objects, about 10 % at rank 16, do not hide the tensors.
+        preset = replace(preset, rank=64)
     model, losses = Contender("routed", members).build(make_base(preset, device), preset, make_ids(preset, device))
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
     for _ in range(3):
         timed_step(losses, optimizer, device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_resident_bytes()
     print(json.dumps([peak, sum(p.numel() for p in parameters)]))
 
 
@@ -261,7 +276,7 @@ def main() -> None:
     many = 8 if 8 in options.members else max(options.members)
     peaks = {members: measure_memory(options.preset, members) for members in (1, many)}
     extra = (peaks[many][0] - peaks[1][0]) / (many - 1)
-    least = peaks[1][1] * BYTES_PER_PARAMETER
+    least = peaks[1][1] * BYTES_PER_PARAMETER  # at the rank that was measured, see `print_peak`
     print(f"peak {peaks[1][0] / 2**20:.0f} MiB with 1 member, {peaks[many][0] / 2**20:.0f} MiB with {many}: ", end="")
     print(f"{extra / 2**20:.1f} MiB per further adapter, arithmetic minimum {least / 2**20:.1f} MiB")
     figures = {
