@@ -1,10 +1,11 @@
 """Is learning real? Trains one role alone and prints its reward at the start and at the end.
 
-    python recipes/check_learning.py student     # two students on 32 fixed tasks, teachers frozen
-    python recipes/check_learning.py teacher     # two teachers against frozen students
+    python recipes/check_learning.py student     # a student on 32 fixed tasks, the teacher frozen
+    python recipes/check_learning.py teacher     # a teacher against a frozen student
 
-The student check also solves fresh tasks that nobody trained on, before and after. The last line is one JSON object.
-Several seeds run one after the other: `--seeds 0 1 2`. What it leaves out: evolution, ratings, plots.
+The fixed tasks are programs of four and six operations (levels 4 and 5 of `tiny_programs.py`; the base has never seen
+level 5), and 512 others of the same levels, which nobody trains on, are solved before and after. Several seeds run one
+after the other: `--seeds 0 1 2`. The last line is one JSON object. What it leaves out: evolution, ratings, plots.
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ from pathlib import Path
 
 from datasets import Dataset
 from peft import LoraConfig
+from tiny_documents import DialogueWriter
+from tiny_scores import random_task
 from tqdm import tqdm
 
 from trl_populora.evaluation import solve_rates
 from trl_populora.loading import make_sandbox
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.tasks import CodeI, CodeO, load_seed_tasks
+from trl_populora.tasks import CodeI, CodeO, TaskArchive, load_seed_tasks
 from trl_populora.tasks.base import Reject, Task
+
+
+FIXED_TASKS = 32
+HELD_OUT_TASKS = 512
+LEVELS = (4, 5)
 
 
 class ArchiveOnly:
@@ -62,21 +70,30 @@ def split_seeds(kinds: tuple[str, ...], train: int, seed: int) -> tuple[list[Tas
     return tasks[:train], tasks[train:]
 
 
+def hard_tasks(count: int, seed: int, held_out: bool = False) -> list[Task]:
+    """Different code_o tasks of the two hardest levels; `held_out` draws from programs kept out of the base's training."""
+    writer = DialogueWriter(random.Random(f"{seed}/{held_out}"), held_out)
+    archive = TaskArchive()
+    while len(archive) < count:
+        archive.add(random_task("code_o", LEVELS[len(archive) % len(LEVELS)], writer))
+    return list(archive)
+
+
 def run(check: str, seed: int, steps: int, learning_rate: float, output: str) -> dict[str, float]:
     """One seed of one check; returns its figures."""
     student = check == "student"
-    train, held_out = split_seeds(("code_o", "code_i"), 32, seed)
+    train, held_out = hard_tasks(FIXED_TASKS, seed), hard_tasks(HELD_OUT_TASKS, seed, held_out=True)
     args = PopuLoRAConfig(
         f"{output}/{check}_{seed}",
         seed=seed,
-        teachers=2,
-        students=2,
-        task_kinds=[f"{__name__}:FixedO", f"{__name__}:FixedI"] if student else ["code_o", "code_i"],
-        proposals_per_teacher=8,
+        teachers=1,
+        students=1,
+        task_kinds=[f"{__name__}:FixedO"] if student else ["code_o", "code_i"],
+        proposals_per_teacher=16 if student else 32,
         attempts_per_task=8 if student else 4,
         references_per_proposal=2,
         per_device_train_batch_size=16,
-        max_completion_length=120,
+        max_completion_length=48 if student else 160,  # an answer, or a program with its input
         max_steps=steps,
         learning_rate=learning_rate,
         evolve_every=0,
