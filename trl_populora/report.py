@@ -153,22 +153,23 @@ def print_population(run: str | Path) -> None:
 
     population = load_population(run)
     table = Table(title=f"Population after {population['step']} steps on {population['base_model']}")
-    for column in ("member", "mu", "sigma", "fitness", "matches", "born", "version", "operator", "parents"):
-        table.add_column(column, justify="left" if column in ("member", "operator", "parents") else "right")
+    columns = {"member": "left", "rating": "right", "fitness": "right", "matches": "right", "born": "right"}
+    for column, side in (columns | {"made by": "left", "parents": "left"}).items():
+        table.add_column(column, justify=side, no_wrap=True)
     for member in sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["fitness"])):
         table.add_row(
             member["name"],
-            f"{member['mu']:.2f}",
-            f"{member['sigma']:.2f}",
-            f"{member['fitness']:.2f}",
+            f"{member['mu']:.1f} ± {member['sigma']:.1f}",
+            f"{member['fitness']:.1f}",
             str(member["age"]),
-            str(member["born"]),
-            str(member["version"]),
+            f"step {member['born']}",
             member["operator"],
             " + ".join(member["parents"]) or "-",
-            end_section=member["role"] == "teacher" and member is _last_teacher(population),
+            end_section=member is _last_teacher(population),
         )
-    Console(width=None).print(table)
+    console = Console()
+    # Into a file or a log, where rich assumes 80 columns, two parents' names would be cut.
+    (console if console.is_terminal else Console(width=120)).print(table)
 
 
 def _last_teacher(population: dict[str, Any]) -> dict[str, Any]:
