@@ -29,6 +29,13 @@ METHODS = {
     (Trainer, "_save"): "self output_dir state_dict",
     (Trainer, "_load_from_checkpoint"): "self resume_from_checkpoint model",
     (Trainer, "_save_checkpoint"): "self model trial",
+    (Trainer, "_get_output_dir"): "self trial",
+    (Trainer, "_load_optimizer_and_scheduler"): "self checkpoint",
+    (Trainer, "_load_rng_state"): "self checkpoint",
+    (Trainer, "init_hf_repo"): "self token private",
+    (Trainer, "push_to_hub"): "self commit_message blocking token revision private kwargs",
+    (Trainer, "_push_from_checkpoint"): "self checkpoint_folder",
+    (Trainer, "_finish_current_push"): "self",
     (Trainer, "pop_callback"): "self callback",
 }
 
@@ -70,6 +77,12 @@ def test_log_probs_keep_their_leading_parameters():
 def test_promise(seam):
     method, text = PROMISES[seam]
     assert text in inspect.getsource(getattr(GRPOTrainer, method)), f"seam moved in GRPOTrainer.{method}: {seam}"
+
+
+def test_a_checkpoint_goes_where_get_output_dir_says():
+    source = inspect.getsource(Trainer._save_checkpoint)
+    assert "run_dir = self._get_output_dir(trial=trial)" in source
+    assert source.index("_save_rng_state(output_dir)") < source.index("rotate_checkpoints(")
 
 
 def test_helpers_are_where_they_were():
