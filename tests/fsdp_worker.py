@@ -57,7 +57,7 @@ def main(output: str) -> None:
         if step == 1:
             write_member(model, names[0], read_member(model, names[1]))
             reset_optimizer_state(optimizer, model, names[0])
-            seen["written"] = read_member(model, names[0])
+            seen["source"], seen["written"] = read_member(model, names[1]), read_member(model, names[0])
             states = [optimizer.state[p] for p in member_parameters(model, names[0]).values()]
             seen["reset"] = not any(
                 (value.full_tensor() if isinstance(value, DTensor) else value).any()
