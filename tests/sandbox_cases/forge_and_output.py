@@ -6,7 +6,7 @@ from sandbox_cases import Group
 _FRAME = """
 import os, struct
 def send(body):
-    for fd in range(3, 16):
+    for fd in range(3, 256):
         try: os.write(fd, struct.pack('<I', len(body)) + body)
         except OSError: pass
 """
@@ -67,17 +67,17 @@ forge("frame_not_canonical", _FRAME + "def f(x):\n    send(b'ok\\n__import__(\"o
 forge("frame_too_long", _FRAME + "def f(x):\n    send(b'ok\\n\"' + b'a' * 10**6 + b'\"')\n    os._exit(0)", "policy")
 forge(
     "frame_claims_length",
-    "import os\ndef f(x):\n    for fd in range(3, 16):\n        try: os.write(fd, b'\\xff\\xff\\xff\\x7f')\n        except OSError: pass\n    os._exit(0)",
+    "import os\ndef f(x):\n    for fd in range(3, 256):\n        try: os.write(fd, b'\\xff\\xff\\xff\\x7f')\n        except OSError: pass\n    os._exit(0)",
     "policy",
 )
 forge(
     "flood",
-    "import os\ndef f(x):\n    while True:\n        for fd in range(3, 16):\n            try: os.write(fd, bytes(60000))\n            except OSError: pass",
+    "import os\ndef f(x):\n    while True:\n        for fd in range(3, 256):\n            try: os.write(fd, bytes(60000))\n            except OSError: pass",
     "policy",
 )
 forge(
     "half_frame",
-    "import os\ndef f(x):\n    for fd in range(3, 16):\n        try: os.write(fd, b'\\x05')\n        except OSError: pass\n    os._exit(0)",
+    "import os\ndef f(x):\n    for fd in range(3, 256):\n        try: os.write(fd, b'\\x05')\n        except OSError: pass\n    os._exit(0)",
     "policy",
 )
 forge("exit_without_word", "import os\nos._exit(0)", "policy")

@@ -61,12 +61,12 @@ process(
 process("close_all", "import os\ndef f(x):\n    os.closerange(0, 1024)\n    return 1")
 process(
     "close_reply",
-    "import os\ndef f(x):\n    for fd in range(3, 64):\n        try: os.close(fd)\n        except OSError: pass\n    return 1",
+    "import os\ndef f(x):\n    for fd in range(3, 256):\n        try: os.close(fd)\n        except OSError: pass\n    return 1",
 )
 process("dup", "import os\ndef f(x):\n    return 'PWNED' if os.dup(0) else 0")
 process(
     "dup_reply",
-    "import os\ndef f(x):\n    for fd in range(3, 16):\n        try:\n            os.dup2(fd, 1)\n            return 'PWNED'\n"
+    "import os\ndef f(x):\n    for fd in range(3, 256):\n        try:\n            os.dup2(fd, 1)\n            return 'PWNED'\n"
     "        except OSError: pass",
 )
 process("pipe", "import os\ndef f(x):\n    os.pipe()\n    return 'PWNED'")
@@ -77,11 +77,11 @@ process(
 )
 process(
     "read_reply_blocks",
-    "import os\ndef f(x):\n    for fd in range(3, 16):\n        try: os.read(fd, 10)\n        except OSError: pass",
+    "import os\ndef f(x):\n    for fd in range(3, 256):\n        try: os.read(fd, 10)\n        except OSError: pass",
 )
 process(
     "send_rights",
-    "import socket, array\ndef f(x):\n    for fd in range(3, 16):\n        try:\n            s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fd)\n"
+    "import socket, array\ndef f(x):\n    for fd in range(3, 256):\n        try:\n            s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fd)\n"
     "            s.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))])\n            return 'PWNED'\n        except OSError: pass",
 )
 process("alarm", "import signal\ndef f(x):\n    signal.alarm(1)\n    while True: pass")
