@@ -62,11 +62,14 @@ def test_all_ranks_hold_the_child_of_its_parents_live_and_in_the_master_copy(run
 
 
 def test_the_next_optimizer_step_starts_from_the_child(runs):
-    # Adam's first step moves an element by at most the learning rate, which SETTINGS lets fall to a third by then.
+    # Adam's first step moves an element by at most the learning rate, which SETTINGS lets fall to a third by then. The
+    # third step's rows happen to reward all proposals of one child alike: without advantage it has to stand still.
+    moves = []
     for name in children(runs):
         before, after = (runs["evolve"][0]["steps"][step][name][0] for step in (EVENT - 1, EVENT))
-        moves = torch.cat([(after[key] - before[key]).abs().flatten() for key in before])
-        assert 0 < float(moves.max()) <= SETTINGS["learning_rate"] / 3 * 1.01
+        moves.append(max(float((after[key] - before[key]).abs().max()) for key in before))
+    assert max(moves) <= SETTINGS["learning_rate"] / 3 * 1.01
+    assert sum(move > 0 for move in moves) >= 3
 
 
 def test_the_other_members_are_bit_identical_to_a_run_without_the_event(runs):
