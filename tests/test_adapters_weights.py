@@ -71,7 +71,8 @@ def test_a_saved_member_loads_with_stock_peft_and_gives_the_same_log_probabiliti
 def test_saved_bytes_do_not_depend_on_the_hash_seed(tmp_path):
     program = (
         "import sys; from tests.adapter_models import make_population; "
-        "from trl_populora.adapters.weights import save_member; save_member(make_population(1)[0], 'member_0', sys.argv[1])"
+        "from trl_populora.adapters.weights import save_member; "
+        "save_member(make_population(1)[0], 'member_0', sys.argv[1])"
     )
     for seed in "12":
         command = [sys.executable, "-c", program, str(tmp_path / seed)]
