@@ -86,7 +86,9 @@ class Population:
         self.members = [Member(name, role, index) for index, (name, role) in enumerate(names)]
 
     @classmethod
-    def from_pretrained(cls, path_or_repo: str, *, revision: str | None = None, token: str | None = None) -> Population:
+    def from_pretrained(
+        cls, path_or_repo: str, *, revision: str | None = None, token: str | None = None
+    ) -> Population:
         """
         The members of a saved population with their ratings, ages and parents.
 
