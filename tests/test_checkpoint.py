@@ -105,11 +105,10 @@ class TestKill:
                     seconds *= 1.3
                 continue
             assert process.exitcode == 0
+            assert_files_equal(tmp_path / "unbroken", tmp_path / "killed")
             if kills >= KILLS:
                 break
-            # Finished before the last kill: start over, a run that is done cannot be killed.
-            shutil.rmtree(tmp_path / "killed")
-        assert_files_equal(tmp_path / "unbroken", tmp_path / "killed")
+            shutil.rmtree(tmp_path / "killed")  # a run that is done cannot be killed: start over
 
 
 def assert_files_equal(wanted: Path, found: Path) -> None:
