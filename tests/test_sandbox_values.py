@@ -295,3 +295,22 @@ def test_huge_integers_survive_the_digit_limit():
     assert value.bit_length() > 14000
     assert sys.get_int_max_str_digits() == 4300
     assert read_literal(to_literal(value)) == decode(encode(value)) == value
+
+
+PARTS = [0.0, -0.0, 1.0, -1.0, 2.5, -1e-7, -1e22, 5e-324, math.inf, -math.inf, NAN]
+
+
+@pytest.mark.parametrize("real", PARTS)
+@pytest.mark.parametrize("imaginary", PARTS)
+def test_complex_numbers_read_back(real, imaginary):
+    value = complex(real, imaginary)
+    assert encode(read_literal(to_literal(value))) == encode(value)
+    assert encode(read_arguments(f"{to_literal(value)}, 3")) == encode((value, 3))
+
+
+@pytest.mark.parametrize(
+    "text", ["1+" * 300 + "1", "1" + "()" * 200, "1j+1j+1j", "[1][0]", "'a'('b')", "(1)(2)", "1-1"]
+)
+def test_chains_are_refused_before_parsing(text):
+    with pytest.raises(LiteralError):
+        read_literal(text)

@@ -389,4 +389,5 @@ def to_literal(value: Any) -> str:
 def _complex_literal(value: complex) -> str:
     parts = (value.real, value.imag)
     plain = all(part == part and abs(part) != float("inf") and repr(part) != "-0.0" for part in parts)
-    return repr(value) if plain else f"complex({parts[0]!r}, {parts[1]!r})"
+    # `-1j` is read as the negative of `1j`, whose real part is then -0.0.
+    return repr(value) if plain and (parts[0] or parts[1] >= 0) else f"complex({parts[0]!r}, {parts[1]!r})"
