@@ -55,9 +55,7 @@ def main(base: str, output: str, scenario: str) -> None:
         gradient_checkpointing=False,
         **SETTINGS,
     )
-    trainer = PopuLoRATrainer(
-        base, args=args, peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    )
+    trainer = PopuLoRATrainer(base, args=args, peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
     play_fixed_rows(trainer)
     notes = Notes(trainer)
     trainer.add_callback(notes)

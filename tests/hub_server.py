@@ -135,7 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
             code = "EntryNotFound" if repo in self.server.repos else "RepoNotFound"
             return self._json({"error": code}, 404, {"X-Error-Code": code})
         etag = hashlib.sha256(content).hexdigest()
-        return self._send(content, 200, "application/octet-stream", {"ETag": f'"{etag}"', "X-Repo-Commit": self._sha(repo)})
+        return self._send(
+            content, 200, "application/octet-stream", {"ETag": f'"{etag}"', "X-Repo-Commit": self._sha(repo)}
+        )
 
     def _hang_up(self):
         self.close_connection = True

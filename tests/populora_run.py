@@ -1,6 +1,6 @@
 """One small run for tests that launch it on two ranks, kill it, or cut it in two: see `test_checkpoint.py`.
 
-    torchrun --nproc_per_node 2 -m tests.populora_run <base> <directory> '{"max_steps": 9}' 2
+torchrun --nproc_per_node 2 -m tests.populora_run <base> <directory> '{"max_steps": 9}' 2
 """
 
 from __future__ import annotations

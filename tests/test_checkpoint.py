@@ -229,9 +229,15 @@ class TestDamage:
             (lambda root: (root / WHOLE).unlink(), "it lacks whole.json, so it was never finished"),
             (cut_off(WHOLE), "whole.json is broken"),
             (cut_off("game.json", listed=True), r"game.json cannot be read"),
-            (cut_off("members/teacher_1/adapter_model.safetensors", listed=True), r"teacher_1/adapter_model.safetensors"),
+            (
+                cut_off("members/teacher_1/adapter_model.safetensors", listed=True),
+                r"teacher_1/adapter_model.safetensors",
+            ),
             (cut_off("archive.parquet", listed=True), r"archive.parquet cannot be read"),
-            (rewrite("game.json", lambda s: s.pop("population")), "game.json: field `population` is missing or broken"),
+            (
+                rewrite("game.json", lambda s: s.pop("population")),
+                "game.json: field `population` is missing or broken",
+            ),
             (rewrite("game.json", lambda s: s.update(format=7)), "game.json: field `format` is 7, this version reads"),
             (rewrite("population.json", lambda s: s.update(base_model="Qwen/Other")), None),
             (
@@ -239,7 +245,10 @@ class TestDamage:
                 r"population.json: field `base_config.hidden_size` is 64, this trainer has 32. Use the population's own",
             ),
             (rewrite("population.json", lambda s: s["lora"].update(r=8)), "field `lora.r` is 8, this trainer has 4"),
-            (rewrite("population.json", lambda s: s["members"].pop()), "field `members` lists teacher_0, teacher_1, st"),
+            (
+                rewrite("population.json", lambda s: s["members"].pop()),
+                "field `members` lists teacher_0, teacher_1, st",
+            ),
             (other_rank, r"student_1/adapter_model.safetensors cannot be read into member.*must have shape"),
             (older_archive, "archive.parquet: field `populora_archive` of the schema is 0, this version reads 1"),
             (archive_without_a_column, "archive.parquet: column `outputs` is missing"),

@@ -29,7 +29,9 @@ def hub(monkeypatch, tmp_path):
     server = HubServer()
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -81,7 +83,9 @@ class TestPushed:
         finished.hub_model_id = None
         finished.push_to_hub()
         files = hub.repos["me/pushed"]
-        assert {"README.md", "population.json", "lineage.jsonl", "archive.parquet", "adapter_config.json"} <= set(files)
+        assert {"README.md", "population.json", "lineage.jsonl", "archive.parquet", "adapter_config.json"} <= set(
+            files
+        )
         assert not [name for name in files if name.startswith(("checkpoint-", "_"))]
 
         ids = torch.arange(20)[None]
@@ -115,14 +119,27 @@ class TestPushed:
         metadata = huggingface_hub.ModelCard(card).data
         assert {"trl", "populora", "lora"} <= set(metadata.tags)
         assert metadata.library_name == "peft"
-        for text in ("| teacher_1 |", "max-lora-rank 8", "members/teacher_0", '"evolve_every": 2', "2605.16727", "| 2 | "):
+        for text in (
+            "| teacher_1 |",
+            "max-lora-rank 8",
+            "members/teacher_0",
+            '"evolve_every": 2',
+            "2605.16727",
+            "| 2 | ",
+        ):
             assert text in card, text
 
 
 class TestWhileTraining:
     @pytest.mark.parametrize(("strategy", "folder"), [("every_save", None), ("checkpoint", "last-checkpoint")])
     def test_every_save_is_pushed(self, hub, base, tmp_path, strategy, folder):
-        settings = {"max_steps": 2, "save_steps": 1, "save_total_limit": 1, "push_to_hub": True, "hub_strategy": strategy}
+        settings = {
+            "max_steps": 2,
+            "save_steps": 1,
+            "save_total_limit": 1,
+            "push_to_hub": True,
+            "hub_strategy": strategy,
+        }
         settings |= {"hub_model_id": "me/live", "hub_always_push": True}
         trainer = make_trainer(base, str(tmp_path / "run"), settings)
         trainer.train()
@@ -132,7 +149,9 @@ class TestWhileTraining:
         ]
         files = hub.repos["me/live"]
         assert json.loads(files["population.json"])["step"] == 2
-        assert {"adapter_model.safetensors", "members/teacher_0/adapter_model.safetensors", "metrics.jsonl"} <= set(files)
+        assert {"adapter_model.safetensors", "members/teacher_0/adapter_model.safetensors", "metrics.jsonl"} <= set(
+            files
+        )
         assert ("last-checkpoint/optimizer.pt" in files) == (folder is not None)
         assert "optimizer.pt" not in files
         assert not Path(trainer.args.output_dir, "_push").exists(), "staged copies are gone"
@@ -164,7 +183,9 @@ class TestFailures:
         finished.args.hub_model_id, finished.hub_model_id = "me/failing", None
         with pytest.raises(RuntimeError, match=complaint) as caught:
             finished.push_to_hub()
-        assert f"`populora push {finished.args.output_dir} --repo me/failing` completes the upload" in str(caught.value)
+        assert f"`populora push {finished.args.output_dir} --repo me/failing` completes the upload" in str(
+            caught.value
+        )
         after = contents(finished.args.output_dir)
         assert all(after[path] == digest for path, digest in before.items()), "local files are intact"
 
@@ -189,7 +210,12 @@ class TestFailures:
 
 def test_the_command_pushes_to_hf_endpoint(finished, tmp_path):
     server = HubServer()
-    environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": "hf_writer", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    environment = {
+        "HF_ENDPOINT": server.url,
+        "HF_TOKEN": "hf_writer",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "trl_populora", "push", finished.args.output_dir, "--repo", "me/command"],
         env=os.environ | environment | {"HF_HOME": str(tmp_path)},

@@ -79,13 +79,17 @@ def test_imports_point_down(path):
 @pytest.mark.parametrize("room", TORCH_FREE)
 def test_room_imports_without_torch(room):
     code = f"import sys; sys.modules['torch'] = None; import trl_populora.{room}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_blocking_torch_is_noticed():
     """The check above can fail: a room that needs torch does not import under the same block."""
     code = "import sys; sys.modules['torch'] = None; import trl_populora.operators"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False
+    )
     assert done.returncode != 0
     assert "torch" in done.stderr

@@ -178,9 +178,7 @@ class TestPairing:
         matchmaker = Matchmaker(floor=0.0, seed=11)
         straight = sum(matchmaker.pair(population)[0].student == "student_0" for _ in range(draws))
         spread = math.sqrt(2 * BETA**2 + 18)
-        weight = {
-            (t, s): norm.cdf((s - t) / spread) * norm.cdf((t - s) / spread) for t in (30, 20) for s in (30, 21)
-        }
+        weight = {(t, s): norm.cdf((s - t) / spread) * norm.cdf((t - s) / spread) for t in (30, 20) for s in (30, 21)}
         x = math.log(weight[30, 30] * weight[20, 21] / (weight[30, 21] * weight[20, 30]))
         probability = math.exp(x) * (math.exp(x) - x - 1) / (math.exp(x) - 1) ** 2
         expected = [probability * draws, (1 - probability) * draws]

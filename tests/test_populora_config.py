@@ -10,7 +10,9 @@ from trl_populora.populora_config import PopuLoRAConfig
 
 
 def test_batch_follows_from_the_population(make_args):
-    args = make_args(teachers=2, students=2, proposals_per_teacher=8, attempts_per_task=4, per_device_train_batch_size=16)
+    args = make_args(
+        teachers=2, students=2, proposals_per_teacher=8, attempts_per_task=4, per_device_train_batch_size=16
+    )
     assert args.rows_per_step == 2 * 8 * (1 + 4) == args.generation_batch_size
     assert args.num_generations == 4
     assert args.steps_per_generation == args.gradient_accumulation_steps == 5

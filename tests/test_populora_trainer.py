@@ -161,7 +161,10 @@ class TestRecords:
         rows = rollouts_of(trainer.args.output_dir)
         assert len(rows) == trainer.args.rows_per_step
         columns = {key: [row[key] for row in rows] for key in rows[0]}
-        expected = [t if t is not None else s for t, s in zip(teacher_reward(**columns), student_reward(**columns), strict=True)]
+        expected = [
+            t if t is not None else s
+            for t, s in zip(teacher_reward(**columns), student_reward(**columns), strict=True)
+        ]
         assert columns["reward"] == pytest.approx(expected)
         proposals = [row for row in rows if row["role"] == "teacher"]
         assert all(row["valid"] != bool(row["reject_reason"]) for row in proposals), "every reject has a reason"
@@ -191,7 +194,9 @@ class TestRecords:
             trainer.train()
             trainer.save_model()
             root = tmp_path / name
-            paths = [p for p in sorted(root.rglob("*")) if p.is_file() and p.suffix in (".safetensors", ".json", ".parquet")]
+            paths = [
+                p for p in sorted(root.rglob("*")) if p.is_file() and p.suffix in (".safetensors", ".json", ".parquet")
+            ]
             contents.append({str(p.relative_to(root)): p.read_bytes() for p in paths})
         assert len(contents[0]) > 8
         assert contents[0] == contents[1]
@@ -220,7 +225,9 @@ class TestMembers:
         assert (child.mu, child.sigma, child.age, child.version) == (25.0, 25.0 / 3, 0, 1)
         groups = {group["member"]: group["params"] for group in trainer.optimizer.param_groups}
         states = {name: [trainer.optimizer.state[p] for p in groups[name]] for name in ("student_0", "student_1")}
-        assert all(not s["exp_avg"].any() and not s["exp_avg_sq"].any() and s["step"] == 0 for s in states["student_0"])
+        assert all(
+            not s["exp_avg"].any() and not s["exp_avg_sq"].any() and s["step"] == 0 for s in states["student_0"]
+        )
         assert any(s["exp_avg"].any() and s["step"] == 2 for s in states["student_1"])
 
     def test_no_process_is_left_after_training(self, make_trainer):

@@ -15,6 +15,7 @@ import pytest
 from datasets import load_dataset
 from trl import ModelConfig, TrlParser
 
+from trl_populora.__main__ import TrainArguments, read_seed_tasks
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.tasks.base import Proposal, Reject, Task
@@ -25,7 +26,6 @@ RECIPES = ROOT / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 from arithmetic_kind import Arithmetic, evaluate, reachable  # noqa: E402
-from train_populora import RecipeArguments, read_seed_tasks  # noqa: E402
 
 
 CONFIGS = sorted(path for path in RECIPES.rglob("*.yaml"))
@@ -54,7 +54,7 @@ def launch(*arguments: str) -> str:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(RECIPES)))
 def test_yaml_parses_and_its_batch_fits(path, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    parser = TrlParser((RecipeArguments, PopuLoRAConfig, ModelConfig))
+    parser = TrlParser((TrainArguments, PopuLoRAConfig, ModelConfig))
     overrides = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--use_vllm", "false"]
     recipe, args, model = parser.parse_args_and_config(["--config", str(path), *overrides])
     assert args.rows_per_step % args.per_device_train_batch_size == 0

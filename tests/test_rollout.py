@@ -30,9 +30,7 @@ def proposal(program: str, arguments: str) -> str:
     return f"```python\n{program}\n```\n```input\n{arguments}\n```"
 
 
-def make_game(
-    sandbox, seed_tasks, teach, solve, kinds=None, teachers=1, students=1, proposals=4, **settings
-) -> Game:
+def make_game(sandbox, seed_tasks, teach, solve, kinds=None, teachers=1, students=1, proposals=4, **settings) -> Game:
     """A game whose teachers say `teach(i)` to their i-th prompt and whose students say `solve(prompt, i)`."""
     archive = TaskArchive()
     for task in seed_tasks:

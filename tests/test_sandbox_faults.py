@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from sandbox_support import descriptors, sessions_alive, wait_until
 
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox import supervisor as supervisor_module
 from trl_populora.sandbox.values import encode
+
+from .sandbox_support import descriptors, sessions_alive, wait_until
 
 
 ROOT = Path(__file__).parent.parent

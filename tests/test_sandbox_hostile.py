@@ -9,11 +9,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from sandbox_cases import PWNED, benign, determinism_and_state, forge_and_output, process_and_escape, time_and_memory
-from sandbox_support import sessions_alive
 
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode, equal
+
+from .sandbox_cases import PWNED, benign, determinism_and_state, forge_and_output, process_and_escape, time_and_memory
+from .sandbox_support import sessions_alive
 
 
 CASES = [

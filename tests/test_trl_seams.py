@@ -47,7 +47,10 @@ PROMISES = {
     "None rewards become NaN": ("_calculate_rewards", "torch.nan for reward in output_reward_func"),
     "micro-batches are buffered": ("_prepare_inputs", "self._buffered_inputs = ["),
     "the step selects the micro-batch": ("_prepare_inputs", "self._step % self.args.steps_per_generation"),
-    "loss calls the log-probs with the whole micro-batch": ("_compute_loss", "self._get_per_token_logps_and_entropies("),
+    "loss calls the log-probs with the whole micro-batch": (
+        "_compute_loss",
+        "self._get_per_token_logps_and_entropies(",
+    ),
     "loss reads advantages of the rows": ("_compute_loss", 'advantages = inputs["advantages"]'),
     "beta 0 needs no reference adapter": ("__init__", "elif is_peft_model(model) and args.beta != 0.0:"),
     "reference log-probs disable the adapters": ("_generate_and_score_completions", "use_adapter(model"),

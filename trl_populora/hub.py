@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a checkpoint holds for resuming alone.
-RESUME_ONLY = ("optimizer", "scheduler", "rng_state", "rank_state", "game.json", "trainer_state", "whole.json", "global_")
+RESUME_ONLY = (
+    "optimizer",
+    "scheduler",
+    "rng_state",
+    "rank_state",
+    "game.json",
+    "trainer_state",
+    "whole.json",
+    "global_",
+)
 NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp"]
 STAGES = "_push"
 
@@ -124,7 +133,9 @@ def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
         if (run / name).exists():
             shutil.copyfile(run / name, stage / name)  # still growing: a link would grow with it
     if (run / "rollouts").is_dir():
-        shutil.copytree(run / "rollouts", stage / "rollouts", copy_function=_link, ignore=shutil.ignore_patterns("*.tmp"))
+        shutil.copytree(
+            run / "rollouts", stage / "rollouts", copy_function=_link, ignore=shutil.ignore_patterns("*.tmp")
+        )
     place_best_student(stage)
     if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name

@@ -156,7 +156,8 @@ class PopuLoRAConfig(GRPOConfig):
 
     # Tasks
     task_kinds: list[str] = field(
-        default_factory=lambda: ["code_i", "code_o", "code_f"], metadata={"help": "Kinds of task proposed in rotation."}
+        default_factory=lambda: ["code_i", "code_o", "code_f"],
+        metadata={"help": "Kinds of task proposed in rotation."},
     )
     proposals_per_teacher: int = field(default=12, metadata={"help": "Tasks proposed per teacher and step."})
     attempts_per_task: int = field(default=8, metadata={"help": "Attempts of the matched student at each task."})
@@ -293,7 +294,9 @@ class PopuLoRAConfig(GRPOConfig):
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}.")
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}."
+                )
         if self.prompt_style is not None and self.prompt_style not in PROMPT_STYLES:
             raise ValueError(f"`prompt_style` must be 'chat', 'compact' or unset, got {self.prompt_style!r}.")
         if not self.task_kinds:

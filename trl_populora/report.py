@@ -45,7 +45,9 @@ def _read_state(root: Path) -> list[dict[str, Any]]:
     checkpoints = sorted(root.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name[11:]))
     paths = [path for path in (root / "trainer_state.json", *reversed(checkpoints)) if path.is_file()]
     if not paths:
-        raise ValueError(f"{root} holds no metrics.jsonl, trainer_state.json or checkpoint: it is not a run's directory.")
+        raise ValueError(
+            f"{root} holds no metrics.jsonl, trainer_state.json or checkpoint: it is not a run's directory."
+        )
     try:
         return json.loads(paths[0].read_text())["log_history"]
     except (ValueError, KeyError) as error:
@@ -106,7 +108,9 @@ def load_samples(run: str | Path, number: int = 8) -> list[tuple[dict[str, Any],
     step = max(1, len(valid) // max(1, number * 3 // 4))
     chosen = valid[::step][: number * 3 // 4]
     chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]
-    return [(row, attempts.get((row["step"], row["match"], row["task_id"]), []) if row["valid"] else []) for row in chosen]
+    return [
+        (row, attempts.get((row["step"], row["match"], row["task_id"]), []) if row["valid"] else []) for row in chosen
+    ]
 
 
 def write_report(run: str | Path, directory: str | Path | None = None) -> Path:

@@ -171,7 +171,9 @@ def _sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) 
         parts.append(f"<p>What {escape(attempts[0]['member'])} was asked:</p>{_text(attempts[0]['prompt'])}")
     for attempt in attempts:
         mark = "right" if attempt["correct"] else "wrong" if attempt["well_formed"] else "malformed"
-        parts.append(f'<p><span class="tag">{mark}, reward {attempt["reward"]:+.2f}</span></p>' + _text(attempt["completion"]))
+        parts.append(
+            f'<p><span class="tag">{mark}, reward {attempt["reward"]:+.2f}</span></p>' + _text(attempt["completion"])
+        )
     return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
 
 

@@ -125,7 +125,9 @@ def draw_rewards(figure: Figure, run: Run) -> None:
 
 def draw_kinds(figure: Figure, run: Run) -> None:
     axis = figure.subplots()
-    kinds = sorted({key.split("/")[1] for key in run.history[-1] if key.startswith("propose/") and key.count("/") == 2})
+    kinds = sorted(
+        {key.split("/")[1] for key in run.history[-1] if key.startswith("propose/") and key.count("/") == 2}
+    )
     for kind, color in zip(kinds, SERIES_COLORS, strict=False):
         steps, rates = run.series(f"solve/{kind}/rate")
         axis.plot(steps, _smooth(rates, run), color=color, label=f"{kind}: solved{_window(run)}")
@@ -232,7 +234,14 @@ def draw_lineage(figure: Figure, run: Run) -> None:
         for parent in event["parents"]:
             y = height[parent["member"].partition("@")[0]]
             style = "-" if len(event["parents"]) == 1 else "--"
-            arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 0.9, "linestyle": style, "shrinkA": 0, "shrinkB": 2}
+            arrow = {
+                "arrowstyle": "-|>",
+                "color": "black",
+                "linewidth": 0.9,
+                "linestyle": style,
+                "shrinkA": 0,
+                "shrinkB": 2,
+            }
             axis.annotate("", (event["step"], height[child]), (event["step"], y), arrowprops=arrow)
     axis.set_yticks(list(height.values()), list(height))
     axis.set_ylim(-len(slots) + 0.4, 0.6)

@@ -1,6 +1,6 @@
 """Ordinary programs, which must pass twice with the outputs of plain Python."""
 
-from sandbox_cases import Group
+from . import Group
 
 
 benign = Group("benign", "ok", runs=2, seconds=30.0)

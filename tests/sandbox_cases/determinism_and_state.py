@@ -1,6 +1,6 @@
 """Programs whose result differs from run to run, and programs that leave something for the next one."""
 
-from sandbox_cases import Group
+from . import Group
 
 
 determinism = Group("determinism", "nondeterministic", runs=2, seconds=30.0)

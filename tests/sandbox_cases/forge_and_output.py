@@ -1,6 +1,6 @@
 """Programs that lie about their result, and results that are not plain data or not small."""
 
-from sandbox_cases import Group
+from . import Group
 
 
 _FRAME = """

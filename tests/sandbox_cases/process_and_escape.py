@@ -1,6 +1,6 @@
 """Programs that want out: other processes, files, network, memory of others."""
 
-from sandbox_cases import Group
+from . import Group
 
 
 process = Group("process", "policy", seconds=10.0)

@@ -1,6 +1,6 @@
 """Programs that never end, and programs that want all the memory."""
 
-from sandbox_cases import Group
+from . import Group
 
 
 time = Group("time", "timeout", seconds=0.4)
