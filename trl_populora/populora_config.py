@@ -139,6 +139,7 @@ class PopuLoRAConfig(GRPOConfig):
         generation_batch_size: int | None
         num_generations: int | None
         gradient_accumulation_steps: int
+        ddp_find_unused_parameters: bool | None
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # may be given as JSON
 

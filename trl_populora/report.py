@@ -157,9 +157,8 @@ def print_population(run: str | Path) -> None:
 
     population = load_population(run)
     table = Table(title=f"Population after {population['step']} steps on {population['base_model']}")
-    columns = {"member": "left", "rating": "right", "fitness": "right", "matches": "right", "born": "right"}
-    for column, side in (columns | {"made by": "left", "parents": "left"}).items():
-        table.add_column(column, justify=side, no_wrap=True)
+    for column in ("member", "rating", "fitness", "matches", "born", "made by", "parents"):
+        table.add_column(column, justify="left" if column in ("member", "made by", "parents") else "right", no_wrap=True)
     for member in sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["fitness"])):
         table.add_row(
             member["name"],

@@ -40,7 +40,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         self.fan_in_fan_out = config.fan_in_fan_out
         self.router: Router | None = None
         self.members: tuple[str, ...] = ()
-        self._active_adapter = adapter_name
+        self._active_adapter: str | list[str] = adapter_name
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
