@@ -158,7 +158,9 @@ def print_population(run: str | Path) -> None:
     population = load_population(run)
     table = Table(title=f"Population after {population['step']} steps on {population['base_model']}")
     for column in ("member", "rating", "fitness", "matches", "born", "made by", "parents"):
-        table.add_column(column, justify="left" if column in ("member", "made by", "parents") else "right", no_wrap=True)
+        table.add_column(
+            column, justify="left" if column in ("member", "made by", "parents") else "right", no_wrap=True
+        )
     for member in sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["fitness"])):
         table.add_row(
             member["name"],
