@@ -88,7 +88,7 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
         seed=seed,
         teachers=1,
         students=1,
-        task_kinds=[f"{__name__}:FixedO"] if student else ["code_o", "code_i"],
+        task_kinds=[f"{__name__}:FixedO"] if student else ["code_o"],
         proposals_per_teacher=16 if student else 32,
         attempts_per_task=8 if student else 4,
         references_per_proposal=2,
