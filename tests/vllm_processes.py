@@ -31,7 +31,9 @@ def free_port() -> int:
 def environment() -> dict[str, str]:
     quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     here = {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "ACCELERATE_USE_CPU": "true"}
-    return os.environ | ENGINE_ENVIRONMENT | quiet | here
+    # An engine in the test's own process leaves these behind, and they would tell a launcher that it is a worker.
+    left = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return {k: v for k, v in os.environ.items() if k not in left} | ENGINE_ENVIRONMENT | quiet | here
 
 
 def end(process: subprocess.Popen) -> None:
