@@ -63,7 +63,7 @@ class TestExactResume:
     def test_two_processes(self, base, tmp_path):
         settings = json.dumps({"max_steps": 7, "evolve_every": 3, "proposals_per_teacher": 4})
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
             + ["-m", "tests.populora_run", base, str(tmp_path), settings, "2"],
             env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
             capture_output=True,

@@ -126,6 +126,9 @@ class ResumableTrainer(GRPOTrainer):
         load_members(self, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
+        if self.args.device.type == "cpu":
+            # With several CPU processes it is "cpu:0", to which transformers 5.17 (vLLM's) would load, and torch cannot.
+            self.args.__dict__["_setup_devices"] = torch.device("cpu")
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             load_game(self, checkpoint)

@@ -323,7 +323,8 @@ class PopuLoRATrainer(PublishingTrainer):
         if self._buffered_inputs is before:
             return inputs
         self._buffered_inputs = batching.reorder(self._buffered_inputs, self.args.teachers)
-        self._log_values({"batch/padding": batching.padding_fraction(self._buffered_inputs)})
+        padding = torch.tensor([batching.padding_fraction(self._buffered_inputs)], device=self.accelerator.device)
+        self._log_values({"batch/padding": self.accelerator.gather(padding).mean().item()})
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     # Phase 5: the joint update
