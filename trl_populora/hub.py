@@ -68,9 +68,9 @@ class PublishingTrainer(ResumableTrainer):
         if self.is_world_process_zero() and (root / "population.json").exists():
             write_card(root, model_name or self.hub_model_id or root.name, tags, details)
 
-    def init_hf_repo(self, token=None, private=None):
+    def init_hf_repo(self, token=None, **kwargs):
         with explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
-            super().init_hf_repo(token=token, private=private)
+            super().init_hf_repo(token=token, **kwargs)
 
     def push_to_hub(self, commit_message="End of training", **kwargs):
         with explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
