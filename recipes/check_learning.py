@@ -141,14 +141,13 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--output", default="runs/check_learning")
     options = parser.parse_args()
-    results = [
-        run(options.check, seed, options.steps, options.learning_rate, options.output) for seed in options.seeds
-    ]
-    for figures in results:
+    results = []
+    for seed in options.seeds:
+        results.append(run(options.check, seed, options.steps, options.learning_rate, options.output))
+        figures = results[-1].items()
         print(
             "  ".join(
-                f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in figures.items()
+                f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in figures
             )
         )
     Path(options.output).mkdir(parents=True, exist_ok=True)
