@@ -186,6 +186,8 @@ class TestRecords:
         described = json.loads(Path(trainer.args.output_dir, "population.json").read_text())
         assert [m["name"] for m in described["members"]] == trainer.population.names
         assert described["base_model"] == random_base
+        configs = Path(trainer.args.output_dir).glob("members/*/adapter_config.json")
+        assert {json.loads(path.read_text())["base_model_name_or_path"] for path in configs} == {random_base}
 
     def test_same_seed_same_files(self, make_trainer, tmp_path):
         contents = []

@@ -190,6 +190,7 @@ def add_members(
                 peft_model = get_peft_model(model, member_config, name, autocast_adapter_dtype=autocast_adapter_dtype)
                 # "all-linear" is resolved by now; resolved again it would also look inside the new layers.
                 config.target_modules = member_config.target_modules
+                config.base_model_name_or_path = member_config.base_model_name_or_path
             else:
                 peft_model.add_adapter(name, member_config, autocast_adapter_dtype=autocast_adapter_dtype)
     for layer in routed_layers(peft_model).values():
