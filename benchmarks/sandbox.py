@@ -137,7 +137,6 @@ def evalplus_style(source: str, inputs: list[tuple], limit: float = 60.0) -> boo
     if process.is_alive():
         process.kill()
         process.join()
-    process.close()
     return verdict.value == 1
 
 
