@@ -125,7 +125,7 @@ def state_of(trainer) -> dict:
     from trl_populora.records import read_lines
 
     run = Path(trainer.args.output_dir)
-    members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.names}
+    members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.adapters}
     return {
         "members": {f"{m}/{k}": v.numpy().tobytes() for m, factors in members.items() for k, v in factors.items()},
         "game": json.dumps(game_state(trainer)),

@@ -48,6 +48,7 @@ class TestExactResume:
                 id="buffered rows",
             ),
             pytest.param({"logging_steps": 3, "max_steps": 9, "evolve_every": 4}, id="metrics not logged yet"),
+            pytest.param({"single_agent": True, "max_steps": 9, "per_device_train_batch_size": 6}, id="single agent"),
         ],
     )
     def test_a_cut_run_equals_a_straight_one(self, base, tmp_path, settings):
@@ -55,7 +56,7 @@ class TestExactResume:
         straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
         straight.train()
         wanted = state_of(straight)
-        assert len(wanted["lineage"]) >= 4, "evolution before and after the cut"
+        assert len(wanted["lineage"]) >= 4 or "single_agent" in settings, "evolution before and after the cut"
         assert len(wanted["archive"]) > 12, "the archive grew"
         assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
 

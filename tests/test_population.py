@@ -69,6 +69,16 @@ def test_an_empty_role_is_refused(teachers, students, role):
         Population(teachers, students)
 
 
+def test_a_single_agent_plays_both_roles_with_one_adapter():
+    population = Population(1, 1, single_agent=True)
+    assert population.names == ["teacher_0", "student_0"]
+    assert population.adapters == ["agent"]
+    assert {population.adapter(name) for name in population.names} == {"agent"}
+    assert Population(2, 1).adapter("student_0") == "student_0"
+    with pytest.raises(ValueError, match="1 teacher and 1 student, got 2 and 1"):
+        Population(2, 1, single_agent=True)
+
+
 def test_an_unknown_member_is_named():
     with pytest.raises(KeyError, match="student_9"):
         Population(1, 1)["student_9"]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_populora.adapters.weights import read_member
 from trl_populora.matchmaking import student_share
+from trl_populora.population import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.rewards import student_reward, teacher_reward
 
@@ -131,6 +132,37 @@ class TestStep:
         wanted |= {"population/teacher/mu_mean", "member/student_0/mu", "member/student_0/grad_norm", "time/verify"}
         wanted |= {"curriculum/ast_depth", "curriculum/coverage", "batch/padding", "rewards/letters/mean"}
         assert wanted <= steps[0]
+
+
+class TestSingleAgent:
+    @pytest.fixture
+    def settings(self, tmp_path):
+        return {"single_agent": True, "evolve_every": 0, "max_steps": 2, "per_device_train_batch_size": 4}
+
+    def test_one_adapter_learns_from_both_roles(self, make_trainer, settings, tmp_path):
+        updates = []
+        for index, reward in enumerate((letters, SilentFor("teacher_0"), SilentFor("student_0"))):
+            trainer = make_trainer(reward, **settings, output_dir=str(tmp_path / str(index)))
+            assert {name.split(".")[-2] for name, p in trainer.model.named_parameters() if p.requires_grad} == {"agent"}
+            before = read_member(trainer.model, "agent")
+            trainer.train()
+            updates.append(read_member(trainer.model, "agent"))
+            assert not same(before, updates[-1])
+        assert not same(updates[0], updates[1]), "the proposals count"
+        assert not same(updates[0], updates[2]), "the attempts count"
+        assert {row["member"] for row in rollouts_of(str(tmp_path / "0"))} == {"teacher_0", "student_0"}
+
+    def test_is_saved_once_and_starts_other_runs(self, make_trainer, settings, tmp_path):
+        trainer = make_trainer(**settings, output_dir=str(tmp_path / "agent"))
+        trainer.train()
+        trainer.save_model()
+        agent = read_member(trainer.model, "agent")
+        saved = Population.from_pretrained(str(tmp_path / "agent"))
+        assert saved.single_agent
+        assert [path.name for path in (tmp_path / "agent" / "members").iterdir()] == ["agent"]
+        for settings in ({"teachers": 2, "students": 2}, {"single_agent": True, "per_device_train_batch_size": 4}):
+            heir = make_trainer(**settings, output_dir=str(tmp_path / "heir"), warm_start=str(tmp_path / "agent"))
+            assert all(same(agent, read_member(heir.model, name)) for name in heir.population.adapters)
 
 
 class TestRewardFunctions:

@@ -208,7 +208,7 @@ def _flush(path: Path) -> None:
 def save(trainer: PopuLoRATrainer, directory: str) -> None:
     """Writes the members and their table to a directory; called on every rank, the main one writes."""
     root, main = Path(directory), trainer.args.should_save
-    for name in trainer.population.names:
+    for name in trainer.population.adapters:
         weights.save_member(trainer.model_wrapped, name, root / "members" / name, write=main)
     if not main:
         return
@@ -262,7 +262,7 @@ def load_members(trainer: PopuLoRATrainer, directory: str) -> None:
     """
     root = Path(directory)
     check_same_shape(trainer, root / "population.json", same_members=True)
-    for name in trainer.population.names:
+    for name in trainer.population.adapters:
         write_member_file(trainer, name, root / "members" / name / "adapter_model.safetensors")
 
 

@@ -108,7 +108,8 @@ class PublishingTrainer(ResumableTrainer):
 
 def place_best_student(root: Path) -> None:
     """Copies the best student's adapter to the root of a saved population."""
-    best = root / "members" / read_json(root / "population.json")["best_student"]
+    saved = read_json(root / "population.json")
+    best = root / next(m["adapter"] for m in saved["members"] if m["name"] == saved["best_student"])
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         unfinished = root / f"{name}.tmp"
         shutil.copyfile(best / name, unfinished)
@@ -255,7 +256,8 @@ def warm_start(trainer: PopuLoRATrainer, path_or_repo: str) -> None:
     Starts a trainer from the members of a saved population, which may have had other numbers of teachers and students.
 
     The best members of each role take the first slots and keep their ratings. Where there are more slots than saved
-    members, the best are cloned in turn; a clone keeps mu and starts with the prior's sigma, to be found out.
+    members, the best are cloned in turn; a clone keeps mu and starts with the prior's sigma, to be found out. A single
+    agent starts from the best student.
 
     Raises:
         `ValueError`: If the population cannot be read, or was trained on another base or with another adapter shape.
@@ -268,7 +270,8 @@ def warm_start(trainer: PopuLoRATrainer, path_or_repo: str) -> None:
             raise ValueError(f"{root / 'population.json'}: field `members` holds no {role}.")
         for slot, member in enumerate(trainer.population.role(role)):
             source: dict[str, Any] = ranked[slot % len(ranked)]
-            write_member_file(trainer, member.name, root / source["adapter"] / "adapter_model.safetensors")
+            adapter = trainer.population.adapter(member.name)
+            write_member_file(trainer, adapter, root / source["adapter"] / "adapter_model.safetensors")
             member.mu = source["mu"]
             member.sigma = source["sigma"] if slot < len(ranked) else PRIOR_SIGMA
             member.parents = (f"{source['name']}@{source['version']}",)

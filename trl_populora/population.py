@@ -32,7 +32,7 @@ class Member:
         role (`str`):
             `"teacher"` or `"student"`.
         index (`int`):
-            Position in the population and route index in the router; teachers come first.
+            Route index in the router: the member's place in [`Population.adapters`].
         mu, sigma (`float`, *optional*, defaults to `25.0` and `25 / 3`):
             TrueSkill mean and standard deviation.
         age (`int`, *optional*, defaults to `0`):
@@ -73,17 +73,22 @@ class Population:
             Number of teachers, at least 1.
         students (`int`):
             Number of students, at least 1.
+        single_agent (`bool`, *optional*, defaults to `False`):
+            One adapter plays the only teacher and the only student, as in Absolute Zero.
 
     Raises:
-        ValueError: If either role would be empty.
+        ValueError: If either role would be empty, or a single agent would have to be several members of a role.
     """
 
-    def __init__(self, teachers: int, students: int):
+    def __init__(self, teachers: int, students: int, single_agent: bool = False):
         for role, count in zip(ROLES, (teachers, students), strict=True):
             if count < 1:
                 raise ValueError(f"A population needs at least 1 {role}, got {count}. Set `num_{role}s` to 1 or more.")
         names = [(f"{role}_{i}", role) for role, n in zip(ROLES, (teachers, students), strict=True) for i in range(n)]
-        self.members = [Member(name, role, index) for index, (name, role) in enumerate(names)]
+        if single_agent and (teachers, students) != (1, 1):
+            raise ValueError(f"A single agent is 1 teacher and 1 student, got {teachers} and {students}.")
+        self.single_agent = single_agent
+        self.members = [Member(name, role, 0 if single_agent else i) for i, (name, role) in enumerate(names)]
 
     @classmethod
     def from_pretrained(
@@ -111,11 +116,12 @@ class Population:
             saved = json.loads(path.read_text())["members"]
             roles = [member["role"] for member in saved]
             names = {field.name for field in fields(Member)} - {"index"}
-            members = [
-                {name: value for name, value in member.items() if name in names} | {"index": index}
-                for index, member in enumerate(saved)
-            ]
-            population = cls(roles.count("teacher"), roles.count("student"))
+            members = [{name: value for name, value in member.items() if name in names} for member in saved]
+            population = cls(
+                roles.count("teacher"), roles.count("student"), len({member["adapter"] for member in saved}) == 1
+            )
+            for member, live in zip(members, population, strict=True):
+                member["index"] = live.index
             population.load_state_dict({"members": members})
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} describes no population ({error!r}).") from error
@@ -135,8 +141,17 @@ class Population:
 
     @property
     def names(self) -> list[str]:
-        """Member names in route order."""
+        """Member names, teachers first."""
         return [member.name for member in self.members]
+
+    @property
+    def adapters(self) -> list[str]:
+        """PEFT adapter names in route order: the members' own, or the one that plays both roles."""
+        return ["agent"] if self.single_agent else self.names
+
+    def adapter(self, name: str) -> str:
+        """Adapter that plays the member `name`."""
+        return self.adapters[self[name].index]
 
     @property
     def teachers(self) -> list[Member]:
@@ -147,7 +162,7 @@ class Population:
         return self.role("student")
 
     def role(self, role: str) -> list[Member]:
-        """Members of one role, in route order."""
+        """Members of one role, in order."""
         return [member for member in self.members if member.role == role]
 
     @staticmethod

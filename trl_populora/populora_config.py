@@ -33,6 +33,9 @@ class PopuLoRAConfig(GRPOConfig):
             Number of teacher adapters (paper: 4).
         students (`int`, *optional*, defaults to `4`):
             Number of student adapters (paper: 4).
+        single_agent (`bool`, *optional*, defaults to `False`):
+            One adapter plays the only teacher and the only student (AZR): `teachers` and `students` become 1. It sees
+            as many rows a step as one pair of a population does, so compute per adapter is matched.
         warm_start (`str`, *optional*):
             Directory or Hub name of a saved population to start from, on the same base and with the same adapter
             shape; its numbers of teachers and students may differ.
@@ -153,6 +156,7 @@ class PopuLoRAConfig(GRPOConfig):
     # Population
     teachers: int = field(default=4, metadata={"help": "Number of teacher adapters."})
     students: int = field(default=4, metadata={"help": "Number of student adapters."})
+    single_agent: bool = field(default=False, metadata={"help": "One adapter is teacher and student, as in AZR."})
     warm_start: str | None = field(default=None, metadata={"help": "Directory or Hub name of a saved population."})
 
     # Tasks
@@ -212,6 +216,8 @@ class PopuLoRAConfig(GRPOConfig):
     save_rollouts: bool = field(default=True, metadata={"help": "Write rollouts/step_*.parquet."})
 
     def __post_init__(self):
+        if self.single_agent:
+            self.teachers = self.students = 1
         self._check_population()
         self._check_choices()
         rows = self.rows_per_step

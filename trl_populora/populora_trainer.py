@@ -119,12 +119,12 @@ class PopuLoRATrainer(PublishingTrainer):
         set_seed(args.seed)
         base = loading.load_base(model, args)
         tokenizer = loading.load_tokenizer(base, processing_class)
-        self.population = Population(args.teachers, args.students)
+        self.population = Population(args.teachers, args.students, args.single_agent)
         self.router = Router()
         self.base_name = model if isinstance(model, str) else base.config.name_or_path
         members = add_members(
             base,
-            self.population.names,
+            self.population.adapters,
             lora_config,
             self.router,
             args.seed,
@@ -279,7 +279,8 @@ class PopuLoRATrainer(PublishingTrainer):
         advantages = self._advantages(rewards, all_members)
         tokens = self.accelerator.gather(output["completion_mask"].sum(1))
         factors = member_factors(all_members, tokens, self.loss_type)
-        self._idle = [member.name for member in self.population if member.index not in set(all_members.tolist())]
+        present = set(all_members.tolist())
+        self._idle = [name for index, name in enumerate(self.population.adapters) if index not in present]
 
         start = self.accelerator.process_index * len(members)
         mine = slice(start, start + len(members))
@@ -353,7 +354,7 @@ class PopuLoRATrainer(PublishingTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.is_deepspeed_enabled and not self._clips_inside_deepspeed:
             self._deepspeed_norms = optim.clip_inside_deepspeed(
-                self.model_wrapped, self.population.names, self.args.max_grad_norm
+                self.model_wrapped, self.population.adapters, self.args.max_grad_norm
             )
             self._clips_inside_deepspeed = True
         start, played = time.perf_counter(), sum(self._phase_seconds.values())
@@ -371,7 +372,7 @@ class PopuLoRATrainer(PublishingTrainer):
         if self.optimizer is None:
             optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             groups = optim.member_param_groups(
-                self.model, self.population.names, self.args.learning_rate, self.args.weight_decay
+                self.model, self.population.adapters, self.args.learning_rate, self.args.weight_decay
             )
             self.optimizer = optimizer_class(groups, **kwargs)
         return super().create_optimizer(model)
@@ -382,9 +383,9 @@ class PopuLoRATrainer(PublishingTrainer):
                 optim.withhold_gradients(self.model, self._idle)
             norms = self._deepspeed_norms
         else:
-            norms = optim.clip_member_grad_norms(model, self.population.names, self.args.max_grad_norm)
+            norms = optim.clip_member_grad_norms(model, self.population.adapters, self.args.max_grad_norm)
             optim.withhold_gradients(self.model, self._idle)
-        self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.names})
+        self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters})
         return torch.tensor(list(norms.values())).norm()
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -421,11 +422,13 @@ class PopuLoRATrainer(PublishingTrainer):
             KeyError: If there is no such member.
             ValueError: If keys or shapes of the factors differ from the member's.
         """
-        weights.write_member(self.model_wrapped, name, factors)
+        adapter = self.population.adapter(name)
+        weights.write_member(self.model_wrapped, adapter, factors)
         if self.optimizer is not None and optimizer_from is None:
-            weights.reset_optimizer_state(self.optimizer, self.model_wrapped, name)
+            weights.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
         elif self.optimizer is not None:
-            weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, optimizer_from, name)
+            giver = self.population.adapter(optimizer_from)
+            weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, giver, adapter)
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
     def _log_values(self, values: Mapping[str, float]) -> None:

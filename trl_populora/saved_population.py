@@ -40,7 +40,7 @@ def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
             "version": member.version,
             "operator": member.operator,
             "parents": list(member.parents),
-            "adapter": f"members/{member.name}",
+            "adapter": f"members/{trainer.population.adapter(member.name)}",
         }
         for member in trainer.population
     ]
@@ -72,7 +72,7 @@ def _base_config(trainer: PopuLoRATrainer) -> dict[str, Any]:
 
 
 def _lora_config(trainer: PopuLoRATrainer) -> dict[str, Any]:
-    config = trainer.model.peft_config[trainer.population.names[0]]
+    config = trainer.model.peft_config[trainer.population.adapters[0]]
     values = {name: getattr(config, name) for name in _LORA_FIELDS}
     targets = values["target_modules"]
     return values | {"target_modules": targets if isinstance(targets, str) else sorted(targets)}

@@ -257,7 +257,7 @@ def attach(trainer: PopuLoRATrainer) -> None:
     rows = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
     trainer.vllm_generation = PopulationGeneration(
         trainer.model,
-        members=trainer.population.names,
+        members=trainer.population.adapters,
         router=trainer.router,
         output_dir=args.output_dir,
         adapter_dir=args.vllm_adapter_dir,
