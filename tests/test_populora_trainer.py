@@ -143,7 +143,9 @@ class TestSingleAgent:
         updates = []
         for index, reward in enumerate((letters, SilentFor("teacher_0"), SilentFor("student_0"))):
             trainer = make_trainer(reward, **settings, output_dir=str(tmp_path / str(index)))
-            assert {name.split(".")[-2] for name, p in trainer.model.named_parameters() if p.requires_grad} == {"agent"}
+            assert {name.split(".")[-2] for name, p in trainer.model.named_parameters() if p.requires_grad} == {
+                "agent"
+            }
             before = read_member(trainer.model, "agent")
             trainer.train()
             updates.append(read_member(trainer.model, "agent"))
