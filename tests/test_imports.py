@@ -20,10 +20,11 @@ FLOORS = [
     {"matchmaking", "rewards", "advantages", "adapters", "populora_config", "retention"},
     {"batching", "rollout", "retention", "generation", "progress", "loading", "saved_population", "report_plots"},
     {"report_page"},
-    {"evolution", "evaluation", "records", "model_card", "report"},
+    {"evolution", "records", "model_card", "report"},
     {"checkpoint"},
     {"hub"},
     {"populora_trainer"},
+    {"evaluation"},
     {"__main__"},
 ]
 NEIGHBOURS: set[tuple[str, str]] = set()

@@ -31,7 +31,7 @@ def test_help_lists_every_command(capsys):
         cli.main(["--help"])
     assert done.value.code == 0
     printed = capsys.readouterr().out
-    assert all(command in printed for command in ("train", "report", "push", "info", "sandbox-check"))
+    assert all(command in printed for command in ("train", "report", "push", "info", "crossplay", "sandbox-check"))
 
 
 def test_an_unknown_command_is_refused_with_the_choices(capsys):

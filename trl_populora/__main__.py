@@ -1,4 +1,4 @@
-"""The command line: `populora train | report | push | info | sandbox-check`, also as `python -m trl_populora`.
+"""The command line: `populora train | report | push | info | crossplay | sandbox-check`, also as `python -m trl_populora`.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
@@ -54,6 +54,18 @@ class InfoArguments:
     """What `populora info` needs."""
 
     run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
+
+
+@dataclass
+class CrossPlayArguments:
+    """What `populora crossplay` needs."""
+
+    runs: list[str] = field(metadata={"help": "Directories of runs or of their checkpoints, or Hub names, or both."})
+    proposals: int = field(default=12, metadata={"help": "Proposals per teacher, the kinds in rotation."})
+    attempts: int = field(default=4, metadata={"help": "Attempts of every student at every valid proposal."})
+    tasks: str | None = field(default=None, metadata={"help": "Tasks that every member solves beside, as seed_tasks."})
+    seed: int = field(default=0, metadata={"help": "Chooses references and samples."})
+    out: str = field(default="crossplay", metadata={"help": "Directory for crossplay.json and crossplay.png."})
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -179,6 +191,25 @@ def info(arguments: Sequence[str]) -> None:
     print_population(_local(options.run))
 
 
+def crossplay(arguments: Sequence[str]) -> None:
+    """Lets every student of some runs attempt fresh tasks of every teacher."""
+    from trl_populora.evaluation import assemble, cross_play, score_members
+    from trl_populora.report import write_payoff
+    from trl_populora.tasks.archive import TaskArchive
+
+    (options,) = _parse(CrossPlayArguments, "crossplay", arguments)
+    given = None if options.tasks is None else list(TaskArchive.from_dataset(read_seed_tasks(options.tasks)))
+    trainer, names = assemble(options.runs, options.out, seed=options.seed)
+    try:
+        teachers, students = ([member.name for member in trainer.population.role(r)] for r in ("teacher", "student"))
+        payoff = cross_play(trainer.game, teachers, students, options.proposals, options.attempts, options.seed)
+        if given is not None:
+            payoff.given = score_members(trainer.game, trainer.population.names, given, options.attempts)
+    finally:
+        trainer.close()
+    _say(f"Cross-play written to {write_payoff(payoff.renamed(names), options.out)}.")
+
+
 def sandbox_check(arguments: Sequence[str]) -> None:
     """Says how well this host can confine untrusted programs."""
     from trl_populora.sandbox.check import main as check
@@ -191,6 +222,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "report": report,
     "push": push,
     "info": info,
+    "crossplay": crossplay,
     "sandbox-check": sandbox_check,
 }
 
@@ -220,7 +252,7 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
 
     given = list(arguments)
     if given and not given[0].startswith("-"):
-        given[:0] = ["--run"]
+        given[:0] = ["--" + fields(options)[0].name]
     return TrlParser((options,), prog=f"populora {command}").parse_args_and_config(given)
 
 

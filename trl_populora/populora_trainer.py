@@ -426,7 +426,7 @@ class PopuLoRATrainer(PublishingTrainer):
         weights.write_member(self.model_wrapped, adapter, factors)
         if self.optimizer is not None and optimizer_from is None:
             weights.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
-        elif self.optimizer is not None:
+        elif self.optimizer is not None and optimizer_from is not None:
             giver = self.population.adapter(optimizer_from)
             weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, giver, adapter)
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)

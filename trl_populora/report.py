@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_populora.report_page import page
-from trl_populora.report_plots import PLOTS, Run, draw
+from trl_populora.report_plots import DPI, PLOTS, STYLE, WIDTH, Run, draw, draw_payoff
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from trl_populora.evaluation import Payoff
 
 # Colour-blind safe (Okabe and Ito); a role keeps its colour in every picture.
 COLORS = {"teacher": "#D55E00", "student": "#0072B2"}
@@ -263,3 +265,48 @@ def _draw_kinds(axis: Axes, history: Sequence[dict[str, Any]]) -> None:
         axis.plot(*series(history, f"propose/{kind}/valid_rate"), color=color, linestyle=":", label=f"{kind} valid")
     axis.set(title="By kind of task", ylabel="fraction", ylim=(-0.02, 1.02))
     axis.legend(fontsize=8, ncols=2)
+
+
+def write_payoff(payoff: Payoff, directory: str | Path) -> Path:
+    """
+    Prints a cross-play and writes it as `crossplay.json` (the fields of [`~trl_populora.evaluation.Payoff`] and the
+    means per row and column) and `crossplay.png`.
+
+    Returns:
+        `Path`: The JSON file.
+    """
+    from dataclasses import asdict
+
+    import matplotlib
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
+
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    matplotlib.use("Agg")
+    with matplotlib.rc_context(STYLE):
+        size = 2.6 + 0.55 * len(payoff.students), 1.6 + 0.5 * len(payoff.teachers)
+        figure = Figure(figsize=(max(WIDTH, size[0]), max(3.7, size[1])), layout="constrained")
+        draw_payoff(figure, payoff.solved, payoff.teachers, payoff.students)
+        figure.savefig(root / "crossplay.png", dpi=DPI, metadata={"Software": None})
+    table = Table(title="Attempts solved at fresh tasks", caption="rows: teachers, columns: students")
+    for column in ("teacher", "valid", *payoff.students, "mean"):
+        table.add_column(column, justify="left" if column == "teacher" else "right")
+    for name, valid, row, mean in zip(payoff.teachers, payoff.valid, payoff.solved, payoff.by_teacher, strict=True):
+        table.add_row(name, *(_percent(value) for value in (valid, *row, mean)))
+    table.add_section()
+    table.add_row("mean", "", *map(_percent, payoff.by_student), "")
+    if payoff.given:
+        table.add_row("given tasks", "", *(_percent(payoff.given[name]) for name in payoff.students), "")
+    Console(width=max(120, 24 + 14 * len(payoff.students))).print(table)
+    path = root / "crossplay.json"
+    unfinished = path.with_suffix(".tmp")
+    values = json.dumps(asdict(payoff) | {"by_teacher": payoff.by_teacher, "by_student": payoff.by_student})
+    unknown_as_null = json.loads(values, parse_constant=lambda _: None)  # NaN is no JSON
+    unfinished.write_text(json.dumps(unknown_as_null, indent=2) + "\n")
+    return unfinished.replace(path)
+
+
+def _percent(rate: float) -> str:
+    return f"{100 * rate:.0f} %" if rate == rate else "-"

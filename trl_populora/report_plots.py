@@ -188,9 +188,6 @@ def draw_rejects(figure: Figure, run: Run) -> None:
 
 
 def draw_matches(figure: Figure, run: Run) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    axis = figure.subplots()
     teachers, students = run.members("teacher"), run.members("student")
     teacher_of = {(r["step"], r["match"]): r["member"] for r in run.rows if r["role"] == "teacher"}
     solved: dict[tuple[str, str], list[bool]] = defaultdict(list)
@@ -202,16 +199,32 @@ def draw_matches(figure: Figure, run: Run) -> None:
             if not row["archived"]:
                 solved[pair].append(row["correct"])
     rates = [[_mean(solved[t, s]) for s in students] for t in teachers]
+    notes = [[f"\n{len(met[t, s])}×" for s in students] for t in teachers]
+    draw_payoff(
+        figure, rates, [t.replace("_", "\n") for t in teachers], [s.replace("_", "\n") for s in students], notes
+    )
+
+
+def draw_payoff(
+    figure: Figure,
+    rates: Sequence[Sequence[float]],
+    teachers: Sequence[str],
+    students: Sequence[str],
+    notes: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """Solve rates as a heat map, a row per teacher and a column per student; `notes` follow the number in a cell."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    axis = figure.subplots()
     scale = LinearSegmentedColormap.from_list("match", [COLORS["teacher"], "#FFFFFF", COLORS["student"]])
     image = axis.imshow(rates, cmap=scale, vmin=0, vmax=1, aspect="auto")
     size = 9 if max(len(teachers), len(students)) <= 4 else 7
-    for y, teacher in enumerate(teachers):
-        for x, student in enumerate(students):
-            rate, count = rates[y][x], len(met[teacher, student])
-            text = f"{100 * rate:.0f} %\n{count}×" if rate == rate else f"-\n{count}×"
+    for y, row in enumerate(rates):
+        for x, rate in enumerate(row):
+            text = (f"{100 * rate:.0f} %" if rate == rate else "-") + (notes[y][x] if notes else "")
             axis.text(x, y, text, ha="center", va="center", fontsize=size)
-    axis.set_xticks(range(len(students)), [name.replace("_", "\n") for name in students])
-    axis.set_yticks(range(len(teachers)), [name.replace("_", "\n") for name in teachers])
+    axis.set_xticks(range(len(students)), students, rotation=0 if max(map(len, students)) < 10 else 90)
+    axis.set_yticks(range(len(teachers)), teachers)
     axis.grid(False)
     axis.set(xlabel="student", ylabel="teacher")
     figure.colorbar(image, ax=axis, label="attempts at fresh tasks solved (fraction)", shrink=0.9)

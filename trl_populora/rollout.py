@@ -171,19 +171,11 @@ def _verify(
     game: Game, rows: Sequence[Row], references: Sequence[Sequence[Task]], step: int, rng: random.Random
 ) -> list[Task | Reject]:
     """Phase 3: the sandbox decides which proposals are tasks; a task that anyone proposed before is a duplicate."""
-    parsed = [
-        game.kinds[row.kind].parse_proposal(row.completion.text, shown)
-        for row, shown in zip(rows, references, strict=True)
+    judged = judge(game, [row.kind for row in rows], [row.completion.text for row in rows], references, rng)
+    outcomes = [
+        replace(outcome, author=row.member, step=step) if isinstance(outcome, Task) else outcome
+        for row, outcome in zip(rows, judged, strict=True)
     ]
-    jobs = [game.kinds[p.kind].check(p) if isinstance(p, Proposal) else None for p in parsed]
-    jobs = [job and replace(job, runs=game.determinism_runs) for job in jobs]
-    outcomes: list[Task | Reject] = []
-    for row, proposal, verdict in zip(rows, parsed, _run(game.sandbox, jobs), strict=True):
-        if isinstance(proposal, Reject):
-            outcomes.append(proposal)
-            continue
-        outcome = game.kinds[row.kind].accept(proposal, verdict, rng)
-        outcomes.append(replace(outcome, author=row.member, step=step) if isinstance(outcome, Task) else outcome)
     for rank, part in enumerate(game.gather(outcomes)):
         for index, outcome in enumerate(part):
             if isinstance(outcome, Task) and not game.archive.add(outcome) and rank == game.rank:
@@ -194,6 +186,22 @@ def _verify(
         row.reject_reason = "" if isinstance(outcome, Task) else outcome.value
         row.well_formed = outcome is not Reject.FORMAT
     return outcomes
+
+
+def judge(
+    game: Game, kinds: Sequence[str], texts: Sequence[str], references: Sequence[Sequence[Task]], rng: random.Random
+) -> list[Task | Reject]:
+    """What the proposals are, each on its own: a task, or the reason why not. Duplicates are not looked for."""
+    parsed = [
+        game.kinds[kind].parse_proposal(text, shown)
+        for kind, text, shown in zip(kinds, texts, references, strict=True)
+    ]
+    jobs = [game.kinds[p.kind].check(p) if isinstance(p, Proposal) else None for p in parsed]
+    jobs = [job and replace(job, runs=game.determinism_runs) for job in jobs]
+    return [
+        proposal if isinstance(proposal, Reject) else game.kinds[kind].accept(proposal, verdict, rng)
+        for kind, proposal, verdict in zip(kinds, parsed, _run(game.sandbox, jobs), strict=True)
+    ]
 
 
 def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:

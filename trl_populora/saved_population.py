@@ -62,7 +62,8 @@ def _settings(args: PopuLoRAConfig) -> dict[str, Any]:
     """What this package's own fields are set to, and the few of TRL's that a reader asks for first."""
     inherited = {field.name for field in fields(GRPOConfig)}
     own = [field.name for field in fields(PopuLoRAConfig) if field.name not in inherited]
-    shared = ("max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "temperature", "seed")
+    shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "temperature", "seed"]
+    shared += ["max_completion_length"]
     return {name: getattr(args, name) for name in (*own, *shared)}
 
 

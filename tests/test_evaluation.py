@@ -1,0 +1,112 @@
+"""Solve rates and cross-play: scripted players for the arithmetic, saved populations of a random base for the rest."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.populora_run import make_trainer
+from tests.test_rollout import PROPOSALS, make_game, sandbox, solve_by_plan  # noqa: F401 - `sandbox` is a fixture
+from trl_populora import __main__ as cli
+from trl_populora.adapters.weights import read_member
+from trl_populora.evaluation import Payoff, assemble, cross_play, score_members, solve_rates
+from trl_populora.rollout import Completion
+
+
+def test_held_out_tasks_leave_no_trace(sandbox, seed_tasks):  # noqa: F811
+    game = make_game(sandbox, seed_tasks, lambda i: "", lambda content, i: "```output\n2\n```")
+    before = (game.population.state_dict(), len(game.archive))
+    tasks = [task for task in seed_tasks if task.kind == "code_o"]
+    assert solve_rates(game, "student_0", tasks, attempts=2) == [1.0, 0.0, 0.0, 0.0]  # only a + 1 of 1 is 2
+    assert score_members(game, ["student_0"], tasks, attempts=1) == {"student_0": 0.25}
+    assert (game.population.state_dict(), len(game.archive)) == before
+    with pytest.raises(ValueError, match="The given tasks are of code_i; these members play code_o"):
+        score_members(game, ["student_0"], [task for task in seed_tasks if task.kind == "code_i"])
+
+
+class TestCrossPlay:
+    def test_every_student_meets_every_teachers_tasks(self, sandbox, seed_tasks):  # noqa: F811
+        """teacher_0 writes the truth table's four; teacher_1 nothing valid; student_1 is always wrong."""
+
+        def generate(prompts, members):
+            answers, counts = [], {}
+            for prompt, member in zip(prompts, members, strict=True):
+                index = counts[prompt[0]["content"]] = counts.get(prompt[0]["content"], -1) + 1
+                if member.startswith("teacher"):
+                    text = PROPOSALS[len(answers) % 4] if member == "teacher_0" else "no idea"
+                else:
+                    text = solve_by_plan(prompt[0]["content"], index) if member == "student_0" else "```output\n0\n```"
+                answers.append(Completion([1], [2], text))
+            return answers
+
+        game = make_game(sandbox, seed_tasks, None, None, teachers=2, students=2, generate=generate)
+        before = (game.population.state_dict(), len(game.archive))
+        teachers, students = ["teacher_0", "teacher_1"], ["student_0", "student_1"]
+        payoff = cross_play(game, teachers, students, proposals=4, attempts=4)
+        assert payoff.valid == [0.75, 0.0]
+        assert payoff.solved[0] == [pytest.approx((1 + 0.5 + 0) / 3), 0.0]
+        assert all(math.isnan(rate) for rate in payoff.solved[1])
+        assert payoff.by_student == [pytest.approx(0.5), 0.0], "a teacher without a task says nothing about students"
+        assert payoff.by_teacher[0] == pytest.approx(0.25)
+        assert (game.population.state_dict(), len(game.archive)) == before
+
+    def test_no_teacher_with_a_valid_task(self):
+        payoff = Payoff(["t"], ["a", "b"], [0.0], [[math.nan, math.nan]])
+        assert payoff.by_student == []
+        assert math.isnan(payoff.by_teacher[0])
+
+
+@pytest.fixture(scope="module")
+def runs(random_base, seed_tasks, tmp_path_factory):
+    """A population of 2 + 2 and a single agent, trained for two steps."""
+    root = tmp_path_factory.mktemp("runs")
+    with open(f"{random_base}/tasks.json", "w") as file:
+        json.dump([task.to_record() for task in seed_tasks], file)
+    for name, settings in {"pair": {}, "agent": {"single_agent": True, "per_device_train_batch_size": 6}}.items():
+        trainer = make_trainer(random_base, str(root / name), settings | {"max_steps": 2, "save_strategy": "no"})
+        trainer.train()
+        trainer.save_model()
+    return root
+
+
+class TestSavedPopulations:
+    def test_contestants_are_the_saved_members(self, runs, tmp_path):
+        trainer, names = assemble([str(runs / "pair"), str(runs / "agent")], str(tmp_path))
+        trainer.close()
+        assert list(names.values()) == [
+            *("pair teacher_0", "pair teacher_1", "agent teacher_0"),
+            *("pair student_0", "pair student_1", "agent student_0"),
+        ]
+        for slot, name in names.items():
+            run, member = name.split()
+            adapter = "agent" if run == "agent" else member
+            saved = load_file(runs / run / "members" / adapter / "adapter_model.safetensors")
+            live = read_member(trainer.model, slot)
+            assert saved.keys() == live.keys()
+            assert all(torch.equal(saved[key], live[key]) for key in saved)
+
+    def test_the_command(self, runs, seed_tasks, tmp_path, capsys):
+        tasks = tmp_path / "tasks.jsonl"
+        tasks.write_text("".join(json.dumps(task.to_record()) + "\n" for task in seed_tasks))
+        options = ["--proposals", "4", "--attempts", "2", "--tasks", str(tasks), "--out", str(tmp_path / "out")]
+        cli.main(["crossplay", str(runs / "pair"), str(runs / "agent"), *options])
+        found = json.loads((tmp_path / "out" / "crossplay.json").read_text())
+        assert [len(found[key]) for key in ("teachers", "students", "solved", "given")] == [3, 3, 3, 6]
+        assert set(found["given"]) == {*found["teachers"], *found["students"]}
+        rates = [rate for row in found["solved"] for rate in row if rate is not None]
+        assert any(0 < rate <= 1 for rate in rates), "a random base solves the Letters kind by chance"
+        assert (tmp_path / "out" / "crossplay.png").read_bytes().startswith(b"\x89PNG")
+        assert "agent student_0" in capsys.readouterr().out
+
+    def test_populations_that_do_not_fit_are_refused(self, runs, tmp_path):
+        other = tmp_path / "other"
+        other.mkdir()
+        population = json.loads((runs / "pair" / "population.json").read_text())
+        population["lora"]["r"] = 99
+        (other / "population.json").write_text(json.dumps(population))
+        with pytest.raises(SystemExit, match=r"population.json: field `lora.r` is 99"):
+            cli.main(["crossplay", str(runs / "pair"), str(other), "--out", str(tmp_path / "out")])
