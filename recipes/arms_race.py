@@ -4,7 +4,8 @@
     python recipes/arms_race.py --configs 1t1s no_evolution uniform --seeds 0 --steps 75
 
 Each name is a recipe `recipes/tiny/config_<name>.yaml`; its runs lie in `<output>/<name>/seed_<n>`, are saved every 25
-steps, and are continued where they stopped when the command is given again.
+steps, and are continued where they stopped when the command is given again. Then the saved members of all runs play
+each other and solve held-out tasks, and `<output>/comparison.html` compares everything; `--compare_only` does just this.
 """
 
 from __future__ import annotations
@@ -12,9 +13,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
+
+import arms_race_page as pages
+from tiny_documents import DialogueWriter
+from tiny_programs import TRAINED_LEVELS
+from tiny_scores import random_task
+
+from trl_populora.evaluation import Payoff, assemble, cross_play, score_members
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.report import write_payoff
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.base import Task
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,19 +54,72 @@ def train(name: str, seed: int, steps: int, run: Path) -> None:
         subprocess.run(command, check=True, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
+def held_out_tasks(count: int = 96) -> list[Task]:
+    """Tasks of all kinds and of the levels that the base knows, from programs that neither it nor any run was shown."""
+    writer, archive = DialogueWriter(random.Random("arms race"), held_out=True), TaskArchive()
+    kinds = ("code_o", "code_i", "code_f")
+    while len(archive) < count:
+        level = TRAINED_LEVELS[len(archive) // len(kinds) % len(TRAINED_LEVELS)]
+        archive.add(random_task(kinds[len(archive) % len(kinds)], level, writer))
+    return list(archive)
+
+
+def play(runs: list[Path], seed: int = 0) -> tuple[Payoff, float]:
+    """Cross-play of the members of all runs, and the base's score on the held-out tasks."""
+    tasks = held_out_tasks()
+    with tempfile.TemporaryDirectory() as directory:
+        trainer, names = assemble([str(run) for run in runs], directory, seed=seed)
+        teachers, students = ([member.name for member in trainer.population.role(r)] for r in ("teacher", "student"))
+        payoff = cross_play(trainer.game, teachers, students, proposals=9, attempts=3, seed=seed)
+        payoff.given = score_members(trainer.game, students, tasks, attempts=3)
+        trainer.close()
+        tiny = {"teachers": 1, "students": 1, "proposals_per_teacher": 2, "attempts_per_task": 2}
+        args = PopuLoRAConfig(
+            directory, **tiny, per_device_train_batch_size=1, max_completion_length=200, use_cpu=True, bf16=False
+        )
+        untrained = PopuLoRATrainer("tiny", args=args)  # a fresh LoRA adapter adds nothing to the base
+        base = score_members(untrained.game, ["student_0"], tasks, attempts=3)["student_0"]
+        untrained.close()
+    return payoff.renamed(names), base
+
+
+def compare(output: Path, configs: list[str], seeds: list[int]) -> Path:
+    """Writes the comparison page of all runs that have begun; those that are saved also play each other."""
+    paths = {name: {seed: output / name / f"seed_{seed}" for seed in seeds} for name in configs}
+    begun = {
+        name: {seed: pages.load(run) for seed, run in of.items() if (run / "metrics.jsonl").exists()}
+        for name, of in paths.items()
+    }
+    begun = {name: of for name, of in begun.items() if of}
+    tables = [("First and last fifth of the steps, mean ± std over seeds", pages.table(begun))]
+    pages.draw_curves(begun, output / "curves.png")
+    pictures = [output / "curves.png"]
+    saved = [run for of in paths.values() for run in of.values() if steps_done(run)]
+    if len(saved) > 1:
+        payoff, base = play(saved)
+        (output / "members.json").write_text(json.dumps(asdict(payoff) | {"base": base}) + "\n")
+        payoff = pages.by_run(payoff)
+        write_payoff(payoff, output)
+        tables.append(("Cross-play: share of attempts solved", pages.crossplay_table(payoff, base)))
+        pictures.append(output / "crossplay.png")
+    return pages.write_page(output, tables, pictures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", nargs="+", default=["single_agent", "4t4s"], help="config_<name>.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--output", type=Path, default=Path("runs/arms_race"))
+    parser.add_argument("--compare_only", action="store_true", help="train nothing")
     options = parser.parse_args()
-    for seed in options.seeds:
+    for seed in [] if options.compare_only else options.seeds:
         for name in options.configs:
             run = options.output / name / f"seed_{seed}"
             if steps_done(run) < options.steps:
                 train(name, seed, options.steps, run)
             print(f"{run}: {steps_done(run)} steps", flush=True)
+    print(f"Comparison written to {compare(options.output, options.configs, options.seeds)}.")
 
 
 if __name__ == "__main__":

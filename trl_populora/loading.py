@@ -1,4 +1,4 @@
-"""What has to be there before a run: the base model, its tokenizer, the seed tasks, a place to write.
+"""What has to be there before a run: base model, tokenizer, seed tasks, reward functions, a place to write.
 
 Everything is checked here, before training starts, and each refusal names the value and the way out.
 """
@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path
 
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.rewards import make_student_reward, make_teacher_reward
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.tasks import CodeF, load_seed_tasks, resolve_kind
 from trl_populora.tasks.archive import TaskArchive
@@ -172,3 +173,15 @@ def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
     """Rows that only drive TRL's loop: one generation batch long, so an epoch is a population step."""
     prompt = [{"role": "user", "content": "The rollout writes the prompts."}]
     return Dataset.from_dict({"prompt": [prompt] * (args.rows_per_step // args.attempts_per_task)})
+
+
+def reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
+    """The two built in, then the user's, whose weights count beside 1 for each of ours."""
+    extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
+    if args.reward_weights is not None and len(args.reward_weights) == len(extra):
+        args.reward_weights = [1.0, 1.0, *args.reward_weights]
+    return [
+        make_teacher_reward(args.teacher_reward_invalid, args.teacher_reward_unsolved),
+        make_student_reward(args.student_reward_correct, args.student_reward_wrong, args.student_reward_malformed),
+        *extra,
+    ]

@@ -28,9 +28,10 @@ from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.progress import use_step_line
-from trl_populora.rewards import make_student_reward, make_teacher_reward
 from trl_populora.rollout import Completion, Game, Messages, Row, play_step
 from trl_populora.sandbox import Sandbox
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.base import TaskKind
 
 
 # Rank 32 is the paper's; alpha = 2r and all linear layers are PEFT's and TRL's usual advice for LoRA with RL.
@@ -130,14 +131,7 @@ class PopuLoRATrainer(PublishingTrainer):
             args.seed,
             autocast_adapter_dtype=not loading.is_zero3(args),
         )
-        own = [
-            make_teacher_reward(args.teacher_reward_invalid, args.teacher_reward_unsolved),
-            make_student_reward(args.student_reward_correct, args.student_reward_wrong, args.student_reward_malformed),
-        ]
-        extra = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         extra_classes = reward_processing_classes if isinstance(reward_processing_classes, list) else None
-        if args.reward_weights is not None and len(args.reward_weights) == len(extra):
-            args.reward_weights = [1.0, 1.0, *args.reward_weights]
 
         # TRL looks for an adapter named "default" to copy when beta is set; here the frozen base is the reference.
         # And it warns that the arguments of a loaded model are ignored, which were heeded above.
@@ -146,7 +140,7 @@ class PopuLoRATrainer(PublishingTrainer):
         args.use_vllm = False  # TRL would start an engine without adapters; ours is attached below
         super().__init__(
             model=members,
-            reward_funcs=own + extra,
+            reward_funcs=loading.reward_functions(args, reward_funcs),
             args=args,
             train_dataset=loading.placeholder_dataset(args),
             processing_class=tokenizer,
@@ -160,23 +154,7 @@ class PopuLoRATrainer(PublishingTrainer):
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
         self.rollout_func = self._play
-        self.game = Game(
-            population=self.population,
-            matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
-            archive=archive,
-            kinds=kinds,
-            sandbox=loading.make_sandbox(args),
-            generate=self._generate_rows,
-            gather=self._gather,
-            proposals=args.proposals_per_teacher,
-            attempts=args.attempts_per_task,
-            references=args.references_per_proposal,
-            determinism_runs=args.determinism_runs,
-            style=loading.prompt_style(args, base),
-            seed=args.seed,
-            rank=self.accelerator.process_index,
-            world=self.accelerator.num_processes,
-        )
+        self.game = self._make_game(kinds, archive, loading.prompt_style(args, base))
         self._closed = False
         self._rows: list[Row] = []
         self._idle: list[str] = []
@@ -194,6 +172,27 @@ class PopuLoRATrainer(PublishingTrainer):
             from trl_populora.generation import vllm  # needs packages that come with vLLM
 
             vllm.attach(self)
+
+    def _make_game(self, kinds: dict[str, TaskKind], archive: TaskArchive, style: str) -> Game:
+        """What the steps are played with."""
+        args = self.args
+        return Game(
+            population=self.population,
+            matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
+            archive=archive,
+            kinds=kinds,
+            sandbox=loading.make_sandbox(args),
+            generate=self._generate_rows,
+            gather=self._gather,
+            proposals=args.proposals_per_teacher,
+            attempts=args.attempts_per_task,
+            references=args.references_per_proposal,
+            determinism_runs=args.determinism_runs,
+            style=style,
+            seed=args.seed,
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+        )
 
     @property
     def archive(self):
