@@ -12,7 +12,7 @@ quickstart: $(VENV)/.installed
 		recipes/train_populora.py --config recipes/tiny/quickstart.yaml
 
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
