@@ -35,8 +35,8 @@ def run_worker(
     run_script([*launcher, str(ROOT / "tests" / worker), base, str(output), scenario], output, seconds)
 
 
-def run_script(command: list[str], output: Path, seconds: int = 540) -> None:
-    """Runs a command in the new directory `output` and raises with its log if it fails."""
+def run_script(command: list[str], output: Path, seconds: int = 540) -> str:
+    """Runs a command in the new directory `output`, returns what it printed, and raises with its log if it fails."""
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         "OMP_NUM_THREADS": "1",
@@ -52,6 +52,7 @@ def run_script(command: list[str], output: Path, seconds: int = 540) -> None:
     )
     if done.returncode:
         raise AssertionError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    return done.stdout
 
 
 def launch(config: str) -> list[str]:

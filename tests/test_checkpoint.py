@@ -11,7 +11,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 from tests.populora_run import cut_run, make_trainer, run, state_of
+from tests.test_backends import BACKENDS, launch, run_script
 from trl_populora.checkpoint import WHOLE, find_flaw, newest
 
 
@@ -61,19 +61,14 @@ class TestExactResume:
         assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
 
     @pytest.mark.multiprocess
-    def test_two_processes(self, base, tmp_path):
-        settings = json.dumps({"max_steps": 7, "evolve_every": 3, "proposals_per_teacher": 4})
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-            + ["-m", "tests.populora_run", base, str(tmp_path), settings, "2"],
-            env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.count("equal") == 2
+    @pytest.mark.parametrize("backend", ["ddp", "zero2"])
+    def test_two_processes(self, base, tmp_path, backend):
+        config, wrapper, stage = BACKENDS[backend]
+        if stage is not None:
+            pytest.importorskip("deepspeed", reason="needs `pip install trl-populora[deepspeed]`")
+        settings = json.dumps({"evolve_every": 5})
+        command = [*launch(config), "-m", "tests.populora_run", base, str(tmp_path), settings, wrapper]
+        assert run_script(command, tmp_path / "launch").count("equal") == 2
 
 
 class TestKill:
