@@ -14,8 +14,8 @@ from typing import Any
 from trl_populora.report_plots import Plot, Run
 
 
-# Characters of a completion that are shown.
-_SHOWN = 1500
+# Characters of a completion that are shown, and rows of the table of births before it folds.
+_SHOWN, _ROWS = 1500, 16
 
 _STYLE = """
 :root { color-scheme: light; --line: #d8d8d8; --soft: #f5f5f3; --teacher: #D55E00; --student: #0072B2; }
@@ -134,7 +134,8 @@ def _births(run: Run) -> str:
             ", ".join(_number(value, ".2f") for value in event.get("cosine", [])),
         ]
         body.append(f"<td>{event['step']}</td>" + _cells(cells))
-    return _table(header, body)
+    table = _table(header, body)
+    return table if len(body) <= _ROWS else f"<details><summary>all {len(body)} births</summary>{table}</details>"
 
 
 def _table(header: Sequence[str], body: Sequence[str]) -> str:

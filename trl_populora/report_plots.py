@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 # Colour-blind safe (Okabe and Ito); a role keeps its colour in every picture.
 COLORS = {"teacher": "#D55E00", "student": "#0072B2"}
@@ -22,8 +23,8 @@ SERIES_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#D55E00
 LINE_STYLES = ("-", "--", "-.", ":")
 GREY = "0.45"
 
-# 5.2 inches shrink to a phone's 360 pixels with letters of about 9 pixels.
-WIDTH, DPI = 5.2, 200
+# 4.4 inches shrink to a phone's 340 pixels with letters of 10 pixels and more.
+WIDTH, DPI = 4.4, 220
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 10,
@@ -32,6 +33,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.alpha": 0.25,
     "legend.frameon": False,
 }
@@ -81,14 +83,17 @@ def draw_student_ratings(figure: Figure, run: Run) -> None:
 
 
 def _draw_ratings(figure: Figure, run: Run, role: str) -> None:
-    axis, color = figure.subplots(), COLORS[role]
-    steps, means = run.series(f"population/{role}/mu_mean")
-    _, spreads = run.series(f"population/{role}/mu_std")
-    low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
-    axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label="± 1 std over members")
-    axis.plot(steps, means, color=color, linewidth=2.4, label=f"mean of the {role}s")
-    for index, name in enumerate(run.members(role)):
-        axis.plot(*run.series(f"member/{name}/mu"), **_line(index), linewidth=1, label=name)
+    axis, color, members = figure.subplots(), COLORS[role], run.members(role)
+    if len(members) == 1:
+        axis.plot(*run.series(f"member/{members[0]}/mu"), color=color, linewidth=2.4, label=members[0])
+    else:
+        steps, means = run.series(f"population/{role}/mu_mean")
+        _, spreads = run.series(f"population/{role}/mu_std")
+        low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
+        axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label="± 1 std over members")
+        axis.plot(steps, means, color=color, linewidth=2.4, label=f"mean of the {role}s", zorder=3)
+        for index, name in enumerate(members):
+            axis.plot(*run.series(f"member/{name}/mu"), **_line(index), linewidth=1, label=name)
     axis.set(ylabel="TrueSkill mu (rating points)")
     _mark_births(axis, run)
     _finish(figure, axis)
@@ -101,13 +106,13 @@ def draw_solve_rates(figure: Figure, run: Run) -> None:
     for row in run.rows:
         if row["role"] == "student" and not row["archived"]:
             by_match[teacher_of[row["step"], row["match"]]][row["step"] + 1].append(row["correct"])
-    for index, teacher in enumerate(sorted(by_match)):
+    for index, teacher in enumerate(sorted(by_match) if len(by_match) > 1 else ()):
         steps = sorted(by_match[teacher])
         rates = [_mean(by_match[teacher][step]) for step in steps]
-        axis.plot(steps, _smooth(rates, run), **_line(index), linewidth=1, label=f"against {teacher}{_window(run)}")
+        axis.plot(steps, _smooth(rates, run), **_line(index), linewidth=1, label=f"against {teacher}")
     steps, rates = run.series("solve/rate")
-    axis.plot(steps, _smooth(rates, run), color="black", linewidth=2.2, label=f"all fresh tasks{_window(run)}")
-    axis.set(ylabel="attempts solved (fraction)", ylim=(-0.03, 1.03))
+    axis.plot(steps, _smooth(rates, run), color="black", linewidth=2.2, label="all fresh tasks")
+    axis.set(title=_window(run), ylabel="attempts solved (fraction)", ylim=(-0.03, 1.03))
     _mark_births(axis, run)
     _finish(figure, axis)
 
@@ -116,9 +121,9 @@ def draw_rewards(figure: Figure, run: Run) -> None:
     axis = figure.subplots()
     for role, color in COLORS.items():
         steps, means = run.series(f"rewards/{role}_reward/mean")
-        axis.plot(steps, means, color=color, linewidth=2, label=f"{role} reward, mean of the step")
+        axis.plot(steps, _smooth(means, run), color=color, linewidth=2, label=f"{role}s, mean of the step")
     axis.axhline(0, color=GREY, linewidth=0.8, zorder=0)
-    axis.set(ylabel="reward (points)", ylim=(-1.05, 1.05))
+    axis.set(title=_window(run), ylabel="reward (points)", ylim=(-1.05, 1.05))
     _mark_births(axis, run)
     _finish(figure, axis)
 
@@ -130,10 +135,10 @@ def draw_kinds(figure: Figure, run: Run) -> None:
     )
     for kind, color in zip(kinds, SERIES_COLORS, strict=False):
         steps, rates = run.series(f"solve/{kind}/rate")
-        axis.plot(steps, _smooth(rates, run), color=color, label=f"{kind}: solved{_window(run)}")
+        axis.plot(steps, _smooth(rates, run), color=color, label=f"{kind}: solved")
         steps, rates = run.series(f"propose/{kind}/valid_rate")
-        axis.plot(steps, _smooth(rates, run), color=color, linestyle=":", label=f"{kind}: valid{_window(run)}")
-    axis.set(ylabel="attempts solved, proposals valid\n(fraction)", ylim=(-0.03, 1.03))
+        axis.plot(steps, _smooth(rates, run), color=color, linestyle=":", label=f"{kind}: valid")
+    axis.set(title=_window(run), ylabel="attempts solved, proposals valid\n(fraction)", ylim=(-0.03, 1.03))
     _finish(figure, axis)
 
 
@@ -148,12 +153,14 @@ CURRICULUM = {
 def draw_curriculum(figure: Figure, run: Run) -> None:
     axes = figure.subplots(2, 2, sharex=True)
     for axis, (key, (title, unit)) in zip(axes.flat, CURRICULUM.items(), strict=True):
-        (line,) = axis.plot(*run.series(f"curriculum/{key}"), color=COLORS["teacher"], marker=".", markersize=3)
+        steps, values = run.series(f"curriculum/{key}")
+        (line,) = axis.plot(steps, _smooth(values, run), color=COLORS["teacher"], marker=".", markersize=3)
         axis.set(title=title, ylabel=f"{unit} per program")
         _mark_births(axis, run, label=False)
     for axis in axes[1]:
         _steps(axis, ticks=4)
-    figure.legend([line], ["mean over the step's valid tasks"], loc="outside lower center")
+    label = ", ".join(filter(None, ["mean over the step's valid tasks", _window(run)]))
+    figure.legend([line], [label.replace(", ", ",\n")], loc="outside lower center")
 
 
 def draw_coverage(figure: Figure, run: Run) -> None:
@@ -182,6 +189,7 @@ def draw_rejects(figure: Figure, run: Run) -> None:
         axis.bar(steps, counts, width=1, bottom=bottom, color=color, hatch=hatch, label=label, linewidth=0)
         bottom = [b + c for b, c in zip(bottom, counts, strict=True)]
     axis.set(ylabel="rejected proposals (number)")
+    axis.yaxis.set_major_locator(_whole_numbers(6))
     if not reasons:
         axis.set_title("no proposal was rejected")
     _finish(figure, axis)
@@ -246,6 +254,7 @@ def draw_lineage(figure: Figure, run: Run) -> None:
         child = event["child"].partition("@")[0]
         for parent in event["parents"]:
             y = height[parent["member"].partition("@")[0]]
+            axis.plot(event["step"], y, color="black", marker="o", markersize=4)
             style = "-" if len(event["parents"]) == 1 else "--"
             arrow = {
                 "arrowstyle": "-|>",
@@ -262,8 +271,10 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     _steps(axis)
     axis.set_xlim(0, max(end, 1) * 1.02)
     handles = [axis.plot([], [], color=color, linewidth=5, alpha=0.45)[0] for color in COLORS.values()]
-    handles += [axis.plot([], [], color="black", linewidth=0.9, linestyle=style)[0] for style in ("-", "--")]
-    labels = ["teacher's life", "student's life", "child of one parent", "child of two"]
+    labels = ["teacher's life", "student's life"]
+    if run.lineage:
+        handles += [axis.plot([], [], color="black", linewidth=0.9, linestyle=style)[0] for style in ("-", "--")]
+        labels += ["child of one parent", "child of two"]
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
 
 
@@ -276,7 +287,9 @@ def draw_times(figure: Figure, run: Run) -> None:
     phases = [*PHASE_COLORS, "evolve"]
     values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in phases]
     means = [sum(series) / len(series) for series in values]
-    labels = [f"{phase} ({mean:.2g} s)" for phase, mean in zip(phases, means, strict=True)]
+    labels = [
+        f"{phase} ({f'{mean:.2g}' if mean >= 0.01 else '< 0.01'} s)" for phase, mean in zip(phases, means, strict=True)
+    ]
     bottom = [0.0] * len(steps)
     for series, label, color in zip(values, labels, [*PHASE_COLORS.values(), "#CC79A7"], strict=True):
         axis.bar(steps, series, width=1, bottom=bottom, color=color, label=label, linewidth=0)
@@ -359,7 +372,7 @@ PLOTS = (
     Plot(
         "lineage",
         "Lineage",
-        "One bar per slot; the shade changes when a child takes it over, the arrow comes from its parent's slot.",
+        "One bar per slot; the shade changes when a child takes it over, the arrow comes from the dot on its parent's slot.",
         draw_lineage,
         4.2,
     ),
@@ -399,10 +412,14 @@ def _mark_births(axis: Axes, run: Run, label: bool = True) -> None:
 
 
 def _steps(axis: Axes, ticks: int = 7) -> None:
+    axis.set_xlabel("population step")
+    axis.xaxis.set_major_locator(_whole_numbers(ticks))
+
+
+def _whole_numbers(ticks: int) -> MaxNLocator:
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_xlabel("population step")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=ticks, min_n_ticks=1))
+    return MaxNLocator(integer=True, nbins=ticks, min_n_ticks=1)
 
 
 def _finish(figure: Figure, lowest: Axes) -> None:
@@ -414,7 +431,7 @@ def _finish(figure: Figure, lowest: Axes) -> None:
 
 def _window(run: Run) -> str:
     width = _width(run)
-    return f", mean of {width} steps" if width > 1 else ""
+    return f"running mean of {width} steps" if width > 1 else ""
 
 
 def _width(run: Run) -> int:
