@@ -18,6 +18,7 @@ from trl_populora.adapters.optim import withhold_gradients
 from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.sandbox import Job
 
 
 REPLACED = "teacher_1"
@@ -106,6 +107,7 @@ def main(base: str, output: str, scenario: str) -> None:
     )
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     trainer = PopuLoRATrainer(base, args=args, peft_config=lora)
+    pool = (type(trainer.sandbox).__name__, trainer.sandbox.run([Job("f = abs")])[0].status.value)
     play_fixed_rows(trainer)
     replacement = Replacement(trainer)
     if scenario == "replace":
@@ -117,6 +119,7 @@ def main(base: str, output: str, scenario: str) -> None:
         {
             "world": trainer.accelerator.num_processes,
             "wrapper": type(wrapped).__name__,
+            "pool": pool,
             "stage": plugin.zero_stage if plugin else None,
             "members": {name: read_member(wrapped, name) for name in trainer.population.names},
             "live": {name: live_member(wrapped, name) for name in trainer.population.names},

@@ -110,6 +110,14 @@ def test_every_rank_ends_with_the_same_members(ranks):
             assert equal(rank["live"][name], factors), "the live tensors and what is read must be the same"
 
 
+def test_the_ranks_of_a_node_share_one_sandbox(alone, ranks):
+    assert [rank["pool"] for rank in [alone, *ranks]] == [
+        ("Sandbox", "ok"),
+        ("Sandbox", "ok"),
+        ("SandboxClient", "ok"),
+    ]
+
+
 def test_every_member_is_clipped_by_its_own_norm(alone, ranks):
     assert len(alone["norms"]) == 4
     assert min(max(step) for step in alone["norms"]) > 0.02, "clipping must bite"

@@ -214,7 +214,7 @@ def sandbox_check(arguments: Sequence[str]) -> None:
     """Says how well this host can confine untrusted programs."""
     from trl_populora.sandbox.check import main as check
 
-    raise SystemExit(check())
+    raise SystemExit(check(arguments))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path
 
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.rewards import make_student_reward, make_teacher_reward
-from trl_populora.sandbox import Limits, Sandbox
+from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
 from trl_populora.tasks import CodeF, load_seed_tasks, resolve_kind
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
@@ -145,10 +146,38 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     return {kind.name: kind for kind in kinds}
 
 
-def make_sandbox(args: PopuLoRAConfig) -> Sandbox:
-    """The rank's sandbox with the configured limits."""
+def make_sandbox(args: PopuLoRAConfig) -> Runner:
+    """
+    The node's sandbox with the configured limits: the first rank of a node owns it, the others use it. Collective.
+
+    Raises:
+        `RuntimeError`: On every rank, if one of the owners cannot confine programs.
+    """
     limits = Limits(wall_seconds=args.sandbox_seconds, memory_bytes=args.sandbox_memory_mb << 20)
-    return Sandbox(workers=args.sandbox_workers, limits=limits, allow_weak=args.sandbox_allow_weak)
+    owner = args.process_index - args.local_process_index
+    # Launchers that bind each rank to cores of its own would leave the pool with those of one rank.
+    bound = gather_object([(owner, os.sched_getaffinity(0) if sys.platform == "linux" else set())])
+    cores = set().union(*(theirs for node, theirs in bound if node == owner))
+    own, address, failure = None, "", ""
+    if args.process_index == owner:
+        try:
+            own = Sandbox(
+                args.sandbox_workers,
+                limits,
+                args.sandbox_allow_weak,
+                cores=cores,
+                bubblewrap=args.sandbox_bubblewrap,
+            )
+            address = own.share() if len(bound) > 1 else ""
+        except RuntimeError as error:
+            failure = str(error)
+    # Told to all, so that no rank waits for one that has failed.
+    told = gather_object([(address, failure)])
+    if failures := [text for _, text in told if text]:
+        if own is not None:
+            own.close()
+        raise RuntimeError(failures[0])
+    return own or SandboxClient(told[owner][0], limits)
 
 
 def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ class PopuLoRAConfig(GRPOConfig):
             `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of the same kind.
 
         sandbox_workers (`int`, *optional*):
-            Programs that a rank runs at a time; the usable cores divided by the ranks of this node when `None`.
+            Programs that a node runs at a time, for all of its ranks together; its usable cores when `None`.
         sandbox_seconds (`float`, *optional*, defaults to `1.0`):
             Wall-clock limit of one program run, in seconds. Programs are small; AZR waits 10.
         sandbox_memory_mb (`int`, *optional*, defaults to `512`):
@@ -91,6 +91,8 @@ class PopuLoRAConfig(GRPOConfig):
             Runs of a proposal under different hash seeds that must agree (AZR: 2).
         sandbox_allow_weak (`bool`, *optional*, defaults to `False`):
             Train although this host offers no kernel confinement. Only for hosts that hold nothing of value.
+        sandbox_bubblewrap (`bool`, *optional*, defaults to `False`):
+            Wrap the sandbox's processes in bubblewrap as well. Needs `bwrap` on every node.
 
         evolve_every (`int`, *optional*, defaults to `10`):
             Optimizer steps between two evolution events (paper, second hand: 10). `0` switches evolution off.
@@ -186,11 +188,12 @@ class PopuLoRAConfig(GRPOConfig):
     student_baseline: str = field(default="group", metadata={"help": "'group' or 'member'."})
 
     # Sandbox
-    sandbox_workers: int | None = field(default=None, metadata={"help": "Warm interpreters per rank."})
+    sandbox_workers: int | None = field(default=None, metadata={"help": "Programs at a time, per node."})
     sandbox_seconds: float = field(default=1.0, metadata={"help": "Wall-clock limit of one run, in seconds."})
     sandbox_memory_mb: int = field(default=512, metadata={"help": "Memory limit of one run, in MiB."})
     determinism_runs: int = field(default=2, metadata={"help": "Runs of a proposal that must agree."})
     sandbox_allow_weak: bool = field(default=False, metadata={"help": "Train without kernel confinement."})
+    sandbox_bubblewrap: bool = field(default=False, metadata={"help": "Wrap the sandbox in bubblewrap as well."})
 
     # Evolution
     evolve_every: int = field(default=10, metadata={"help": "Optimizer steps between evolution events; 0 is off."})

@@ -29,7 +29,7 @@ from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.progress import use_step_line
 from trl_populora.rollout import Completion, Game, Messages, Row, play_step
-from trl_populora.sandbox import Sandbox
+from trl_populora.sandbox import Runner
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
 
@@ -205,8 +205,8 @@ class PopuLoRATrainer(PublishingTrainer):
         return self.game.matchmaker
 
     @property
-    def sandbox(self) -> Sandbox:
-        """Runs every program that a model wrote. Set `game.sandbox` to use another."""
+    def sandbox(self) -> Runner:
+        """Runs every program that a model wrote; one pool per node. Set `game.sandbox` to use another."""
         return self.game.sandbox
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from trl_populora.matchmaking import Match, Matchmaker, student_share
 from trl_populora.population import Population
-from trl_populora.sandbox import Job, Sandbox, Verdict
+from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
 
@@ -76,7 +76,7 @@ class Game:
     Args:
         population, matchmaker, archive: The nouns that carry over from step to step, identical on every rank.
         kinds (`Mapping[str, TaskKind]`): The run's task kinds, in rotation order.
-        sandbox (`Sandbox`): Runs every program that a model wrote.
+        sandbox (`Runner`): Runs every program that a model wrote.
         generate (`Callable`): `(prompts, members) -> completions`, one completion per prompt, in order.
         gather (`Callable`): Collects one picklable object per rank into a list in rank order.
         proposals (`int`): Proposals per teacher over all ranks.
@@ -92,7 +92,7 @@ class Game:
     matchmaker: Matchmaker
     archive: TaskArchive
     kinds: Mapping[str, TaskKind]
-    sandbox: Sandbox
+    sandbox: Runner
     generate: Callable[[list[Messages], list[str]], list[Completion]]
     gather: Callable[[Any], list[Any]]
     proposals: int
@@ -270,7 +270,7 @@ def grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list
     return [right[task.task_id, task.kind, answer] for task, answer in zip(tasks, answers, strict=True)]
 
 
-def _run(sandbox: Sandbox, jobs: Sequence[Job | None]) -> list[Verdict | None]:
+def _run(sandbox: Runner, jobs: Sequence[Job | None]) -> list[Verdict | None]:
     """Runs the jobs that exist, in one batch, and puts the verdicts where the jobs were."""
     verdicts = iter(sandbox.run([job for job in jobs if job is not None]))
     return [None if job is None else next(verdicts) for job in jobs]

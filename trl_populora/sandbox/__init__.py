@@ -6,7 +6,8 @@
 
 Read in this order: `jobs.py` (what is asked and answered), `protocol.py` (the three messages), `confine.py` and
 `seccomp.py` (the walls), `zygote.py` and `child.py` (the inside), `judge.py` (the verdict), `supervisor.py`,
-`worker.py`, `pending.py` and `pool.py` (the outside), `health.py` (are the walls real?), `values.py` and `literals.py`
+`worker.py`, `pending.py` and `pool.py` (the outside), `runner.py` and `sharing.py` (one pool for several processes),
+`bubblewrap.py` (the hard mode), `health.py` (are the walls real?), `values.py` and `literals.py`
 (the only data that crosses), `soft.py`, `entropy.py` and `modules.py` (quality of data, not safety).
 
 What is covered, and by what:
@@ -31,15 +32,15 @@ rare flip over the order of a set above all; another process of the trainer's ow
 layer can be bypassed by a program that tries; it then meets the walls. Measured on x86-64 only. A program that needs
 more CPU time than it is owed may be called a `timeout` where the sandbox is kept full for longer than the limit.
 
-In a container: no root, daemon or capability is needed. A process shut in like Docker's default (uid 1000, no
-namespaces, no chroot, no Landlock) reaches level B in the tests; a real Docker daemon and Kubernetes have not been
-tried. Level A needs a profile that lets `unshare`, `mount` and `chroot` pass, such as Docker's
-`--security-opt seccomp=unconfined`. Set a memory limit on the container: slow programs go on side by side as far as half
-of the free memory lasts. Each rank has a pool of its own, with its share of the node's cores (`LOCAL_WORLD_SIZE`).
+In a container: no root, daemon or capability is needed; `README.md` beside this file has the settings for Docker and
+Kubernetes, and the hard mode (`bwrap` around every zygote). Set a memory limit on the container: slow programs go on
+side by side as far as half of the free memory lasts. The ranks of a node share one pool (`sharing.py`).
 """
 
 from .jobs import Job, Limits, Status, Verdict
 from .pool import Sandbox
+from .runner import Runner
+from .sharing import SandboxClient
 
 
-__all__ = ["Job", "Limits", "Sandbox", "Status", "Verdict"]
+__all__ = ["Job", "Limits", "Runner", "Sandbox", "SandboxClient", "Status", "Verdict"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .jobs import Job
 from .pool import Sandbox
@@ -17,6 +18,7 @@ _MEANING = {
     "C": "not confined; training refuses unless `allow_weak` is set",
 }
 _PURPOSE = {
+    "bubblewrap": "namespaces and a root folder of bwrap's making, outside of the others",
     "namespaces": "own network, mounts, processes, IPC and host name",
     "chroot": "an empty, deleted folder as root",
     "uid": "an unprivileged user and no capability",
@@ -36,15 +38,16 @@ def measure(sandbox: Sandbox, seconds: float = 2.0) -> float:
     return done / (time.perf_counter() - start)
 
 
-def check(write: Callable[[str], object] = sys.stdout.write, seconds: float = 2.0) -> str:
+def check(write: Callable[[str], object] = sys.stdout.write, seconds: float = 2.0, bubblewrap: bool = False) -> str:
     """
     Write the report and return the level, `"A"`, `"B"` or `"C"`.
 
     Args:
         write (`Callable`, *optional*): Takes the lines.
         seconds (`float`, *optional*, defaults to `2.0`): How long to measure the speed.
+        bubblewrap (`bool`, *optional*, defaults to `False`): Try the hard mode.
     """
-    with Sandbox(allow_weak=True) as sandbox:
+    with Sandbox(allow_weak=True, bubblewrap=bubblewrap) as sandbox:
         report = sandbox.report()
         speed = measure(sandbox, seconds)
         write(f"sandbox level {report['level']}: {_MEANING[report['level']]}\n\nlayers\n")
@@ -58,10 +61,15 @@ def check(write: Callable[[str], object] = sys.stdout.write, seconds: float = 2.
     return report["level"]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Exit status 0 for level A or B, 1 for C, 2 when no program can be run at all."""
+    parser = argparse.ArgumentParser(
+        prog="populora sandbox-check", description="How well this host confines programs."
+    )
+    parser.add_argument("--bubblewrap", action="store_true", help="try the hard mode: bwrap around every zygote")
+    options = parser.parse_args(list(arguments))
     try:
-        return 1 if check() == "C" else 0
+        return 1 if check(bubblewrap=options.bubblewrap) == "C" else 0
     except RuntimeError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -91,14 +91,15 @@ def probe() -> list[bool]:
 def level(layers: dict[str, str], refused: dict[str, bool]) -> str:
     """
     `"A"`: namespaces, chroot, own uid, Landlock and seccomp. `"B"`: seccomp with an unprivileged uid or Landlock.
-    `"C"`: less. A probe that was not refused means C, whatever the layers claim.
+    `"C"`: less. A probe that was not refused means C, whatever the layers claim, and so does a bubblewrap that was
+    asked for and is not there.
 
     Args:
         layers (`dict[str, str]`): Layer name to `""` when it holds.
         refused (`dict[str, bool]`): Probe name to whether the attempt failed, as it must.
     """
     holds = {name for name, reason in layers.items() if not reason}
-    if "seccomp" not in holds or not refused or not all(refused.values()):
+    if "seccomp" not in holds or layers.get("bubblewrap") or not refused or not all(refused.values()):
         return "C"
     if {"namespaces", "chroot", "uid", "landlock"} <= holds:
         return "A"

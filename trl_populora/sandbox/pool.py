@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import queue
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
+from pathlib import Path
 
+from .bubblewrap import prepare
 from .jobs import Job, Limits, Verdict
+from .runner import Runner
+from .sharing import SandboxServer
 from .supervisor import Supervisor
 
 
-class Sandbox:
+class Sandbox(Runner):
     """
     Runs untrusted programs, each in a process of its own, and judges them from outside.
 
     Args:
-        workers (`int`, *optional*): Programs at a time. Defaults to the cores of this process divided by the ranks on
-            this node (`LOCAL_WORLD_SIZE`).
+        workers (`int`, *optional*): Programs at a time. Defaults to the number of `cores`.
         limits (`Limits`, *optional*): For jobs that bring none of their own.
         allow_weak (`bool`, *optional*, defaults to `False`): Run even where the kernel offers no confinement (level
             C).
         seed (`int`, *optional*, defaults to `0`): Chooses the hash seeds, so that a run can be repeated.
         soft (`bool`, *optional*, defaults to `True`): The import allow-list and the entropy guards. Off, every module
             can be imported; for tests of the walls.
+        cores (`Iterable[int]`, *optional*): Processors that programs run on, as far as the kernel allows. Those that
+            this process may use, when not given.
+        bubblewrap (`bool`, *optional*, defaults to `False`): The hard mode: `bwrap` around every zygote, as one wall
+            more.
         without (`tuple[str, ...]`, *optional*): Layers of confinement to leave out; for tests of the others.
 
     Raises:
-        RuntimeError: This host cannot confine programs and `allow_weak` is not set, or no zygote starts.
+        RuntimeError: This host cannot confine programs and `allow_weak` is not set, `bwrap` is wanted and missing or
+            not permitted, or no zygote starts.
     """
 
     def __init__(
@@ -42,6 +48,8 @@ class Sandbox:
         *,
         seed: int = 0,
         soft: bool = True,
+        cores: Iterable[int] | None = None,
+        bubblewrap: bool = False,
         without: tuple[str, ...] = (),
     ):
         if sys.platform != "linux":
@@ -49,54 +57,35 @@ class Sandbox:
                 f"the sandbox needs Linux (namespaces, Landlock, seccomp), and this is {sys.platform!r}; `allow_weak`"
                 " is for Linux hosts that lack some of these and does not help here. Use a Linux container or machine."
             )
-        if workers is None:
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-            workers = max(1, len(os.sched_getaffinity(0)) // max(1, ranks))
+        usable = sorted(os.sched_getaffinity(0) if cores is None else cores)
+        workers = len(usable) if workers is None else workers
         if workers < 1:
             raise ValueError(f"`workers` must be at least 1, got {workers}")
         self.workers, self.limits = workers, limits or Limits()
-        self._supervisor = Supervisor(workers, seed=seed, soft=soft, allow_weak=allow_weak, without=tuple(without))
+        wrapped_from = prepare(Path(__file__).parent) if bubblewrap else None
+        options = {"soft": soft, "cores": usable, "without": list(without), "bubblewrap": wrapped_from}
+        self._supervisor = Supervisor(workers, seed=seed, allow_weak=allow_weak, options=options)
         self._closing = threading.Lock()
+        self._server: SandboxServer | None = None
         self._finalizer = weakref.finalize(self, Supervisor.close, self._supervisor)
 
     def submit(self, job: Job) -> Future[Verdict]:
-        """Queue one job; its verdict arrives in the future."""
         return self._supervisor.submit(job, job.limits or self.limits)
 
-    def run(self, jobs: Iterable[Job]) -> list[Verdict]:
-        """The verdicts of `jobs`, in order."""
-        return [future.result() for future in [self.submit(job) for job in jobs]]
-
-    def stream(self, jobs: Iterable[Job]) -> Iterator[tuple[int, Verdict]]:
-        """Pairs of a job's index and its verdict, as they finish."""
-        done: queue.SimpleQueue = queue.SimpleQueue()
-        futures = [self.submit(job) for job in jobs]
-        for index, future in enumerate(futures):
-            future.add_done_callback(functools.partial(_note, done, index))
-        for _ in futures:
-            index, future = done.get()
-            yield index, future.result()
-
-    @property
-    def level(self) -> str:
-        """`"A"`, `"B"` or `"C"`: see `report`."""
-        return self._supervisor.level
-
     def report(self) -> dict:
-        """The level, and each layer with whether it holds and why not."""
         return self._supervisor.report()
 
-    def close(self) -> None:
-        """End every process; jobs that are not finished raise `RuntimeError`. May be called twice."""
+    def share(self) -> str:
+        """Let other processes of this user on this host use the pool; the address for their [`SandboxClient`]."""
         with self._closing:
+            if self._supervisor.closed:
+                raise RuntimeError("the sandbox is closed")
+            if self._server is None:
+                self._server = SandboxServer(self._supervisor.submit, self.report() | {"workers": self.workers})
+        return self._server.address
+
+    def close(self) -> None:
+        with self._closing:
+            if self._server is not None:
+                self._server.close()
             self._finalizer()
-
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _note(done: queue.SimpleQueue, index: int, future: Future[Verdict]) -> None:
-    done.put((index, future))

@@ -35,16 +35,17 @@ class Supervisor:
     Args:
         workers (`int`): Programs at a time.
         seed (`int`): Chooses the hash seeds.
-        soft (`bool`): Whether the soft layer is on.
         allow_weak (`bool`): Whether level C is accepted.
-        without (`tuple[str, ...]`): Layers to leave out, for tests.
+        options (`dict`): What every zygote is told: `soft`, whether the soft layer is on; `cores`, processors to run
+            on; `without`, layers to leave out; `bubblewrap`, the namespaces that `bwrap` must have left, if any.
 
     Raises:
         RuntimeError: No zygote starts, or the host is too weak.
     """
 
-    def __init__(self, workers: int, *, seed: int, soft: bool, allow_weak: bool, without: tuple[str, ...] = ()):
-        self.workers, self.seed, self.soft, self.allow_weak, self.without = workers, seed, soft, allow_weak, without
+    def __init__(self, workers: int, *, seed: int, allow_weak: bool, options: dict):
+        self.workers, self.seed, self.allow_weak = workers, seed, allow_weak
+        self.options, self.soft = options, options["soft"]
         self.pools: dict[tuple[bool, int], list[Worker]] = {}
         self.inbox: deque[Pending] = deque()
         self.queue: deque[Pending] = deque()
@@ -64,7 +65,7 @@ class Supervisor:
             each.setblocking(False)
         self._watch(self.wake_read, select.EPOLLIN, self._on_wake)
         for index in (0, 1):
-            self._populate((not soft, index))
+            self._populate((not self.soft, index))
         self.thread = threading.Thread(target=self._loop, name="sandbox", daemon=True)
         self.thread.start()
         _alive.add(self)
@@ -159,7 +160,7 @@ class Supervisor:
         room = max(1, min(MOST_IN_BACKGROUND, self.room_in_background // Limits().memory_bytes) // (2 * copies))
         while len(pool) < copies:
             hash_seed = 1 + (self.seed * 16 + index) % 4294967294
-            worker = Worker(slot, hash_seed, {"full": full, "soft": self.soft, "without": self.without, "room": room})
+            worker = Worker(slot, hash_seed, self.options | {"full": full, "room": room})
             pool.append(worker)
             self._watch(worker.control, select.EPOLLIN, self._on_control, worker)
 
@@ -170,6 +171,9 @@ class Supervisor:
             self.queue.append(pending)
         while self.queue and self.foreground < 2 * self.workers:
             pending = self.queue.popleft()
+            if pending.future.cancelled():
+                self.unresolved.discard(pending)
+                continue
             slot = pending.slot
             if slot not in self.pools:
                 self._populate(slot)

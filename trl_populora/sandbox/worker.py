@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from . import health, protocol
+from . import bubblewrap, health, protocol
 
 
 _SCRIPT = Path(__file__).with_name("zygote.py")
@@ -34,8 +34,9 @@ class Worker:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # A clean environment and -s -S: no site, no .pth file, no variable of the trainer reaches the zygote.
+            command = [sys.executable, "-s", "-S", "-B", str(_SCRIPT), str(theirs.fileno()), json.dumps(options)]
             self.process = subprocess.Popen(
-                [sys.executable, "-s", "-S", "-B", str(_SCRIPT), str(theirs.fileno()), json.dumps(options)],
+                [*bubblewrap.wrapping(_SCRIPT.parent), *command] if options["bubblewrap"] else command,
                 # Symbols are bound before the first fork, or every child would bind them anew in pages of its own.
                 env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"},
                 stdin=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     __package__ = "sandbox_room"
 
 import array
+import contextlib
 import gc
 import json
 import os
@@ -32,7 +33,7 @@ import signal
 import socket
 import time
 
-from . import child, confine, health, modules, protocol, soft
+from . import bubblewrap, child, confine, health, modules, protocol, soft
 
 
 _FD_BYTES = socket.CMSG_SPACE(4)
@@ -291,6 +292,10 @@ def main() -> None:
 
 def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Layers]:
     layers = confine.Layers()
+    with contextlib.suppress(OSError):  # a hint for speed; a container may forbid all of them
+        os.sched_setaffinity(0, options["cores"])
+    if options["bubblewrap"]:
+        layers.attempt("bubblewrap", bubblewrap.check_wrapped, options["bubblewrap"])
     if "namespaces" in options["without"]:
         layers["namespaces"] = "left out on request"
     else:

@@ -1,0 +1,59 @@
+"""What every way to a pool offers: jobs in, verdicts out, as a list or as they finish (phases 3 and 4)."""
+
+from __future__ import annotations
+
+import functools
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+
+from .jobs import Job, Limits, Verdict
+
+
+class Runner(ABC):
+    """Runs untrusted programs; a [`Sandbox`] does it itself, a [`SandboxClient`] asks the process that has one."""
+
+    limits: Limits
+    workers: int
+
+    @abstractmethod
+    def submit(self, job: Job) -> Future[Verdict]:
+        """Queue one job; its verdict arrives in the future."""
+
+    @abstractmethod
+    def report(self) -> dict:
+        """The level, and each layer with whether it holds and why not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it; jobs that are not finished raise `RuntimeError`. May be called twice."""
+
+    @property
+    def level(self) -> str:
+        """`"A"`, `"B"` or `"C"`: see `report`."""
+        return self.report()["level"]
+
+    def run(self, jobs: Iterable[Job]) -> list[Verdict]:
+        """The verdicts of `jobs`, in order."""
+        return [future.result() for future in [self.submit(job) for job in jobs]]
+
+    def stream(self, jobs: Iterable[Job]) -> Iterator[tuple[int, Verdict]]:
+        """Pairs of a job's index and its verdict, as they finish."""
+        done: queue.SimpleQueue = queue.SimpleQueue()
+        futures = [self.submit(job) for job in jobs]
+        for index, future in enumerate(futures):
+            future.add_done_callback(functools.partial(_note, done, index))
+        for _ in futures:
+            index, future = done.get()
+            yield index, future.result()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _note(done: queue.SimpleQueue, index: int, future: Future[Verdict]) -> None:
+    done.put((index, future))
