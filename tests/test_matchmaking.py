@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -12,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, norm, spearmanr
 
-from trl_populora.matchmaking import Match, Matchmaker, pfsp_weight, rate, student_share, win_probability
+from trl_populora.matchmaking import (
+    Match,
+    Matchmaker,
+    everyone_plays,
+    pfsp_weight,
+    rate,
+    student_share,
+    win_probability,
+)
 from trl_populora.population import PRIOR_SIGMA, Member, Population
 
 
@@ -147,6 +156,12 @@ class TestPairing:
             assert max(loads.values()) - min(loads.values()) <= 1
             if teachers == students:
                 assert set(step.values()) == {1}
+
+    @pytest.mark.parametrize(("teachers", "students"), list(itertools.product(range(1, 6), repeat=2)))
+    def test_who_may_be_left_idle_is_known_beforehand(self, teachers, students):
+        population, matchmaker = Population(teachers, students), Matchmaker("uniform", seed=3)
+        busy = [len({match.student for match in matchmaker.pair(population)}) for _ in range(60)]
+        assert everyone_plays(teachers, students) == (min(busy) == students)
 
     @pytest.mark.parametrize(
         ("strategy", "kappa", "floor"), [("pfsp", 1.0, 0.0), ("pfsp", 3.0, 0.01), ("uniform", 1.0, 0.0)]

@@ -19,6 +19,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path
 
+from trl_populora.matchmaking import everyone_plays
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.rewards import make_student_reward, make_teacher_reward
 from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
@@ -196,6 +197,13 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             raise TypeError(f"`PopuLoRATrainer` has no argument `{name}`.")
         if value is not None:
             raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
+    if args.deepspeed_plugin is not None and not everyone_plays(args.teachers, args.students):
+        fits = max(s for s in range(1, args.students) if everyone_plays(args.teachers, s))
+        raise ValueError(
+            f"`teachers={args.teachers}` and `students={args.students}`: a step has one match per teacher, so some "
+            "steps would leave a student idle, and DeepSpeed cannot leave it out of the optimizer step: its momentum "
+            f"would move it. `students={fits}` or `teachers={args.students}` works; so does DDP with these numbers."
+        )
 
 
 def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:

@@ -40,6 +40,17 @@ ENVIRONMENT = trueskill.TrueSkill(
 )
 
 
+def everyone_plays(teachers: int, students: int) -> bool:
+    """
+    Whether every student surely has a match in every step of [`Matchmaker`], which only keeps their loads even.
+
+    After n matches each has played n / S times, rounded down or up. Who is ahead plays again if after the step even the
+    least busy have played more than that. Equal numbers, or a number of students that divides the teachers', do.
+    """
+    behind = range(0, teachers * students, teachers)  # after so many matches all loads are equal again
+    return all((n + teachers) // students > -(-n // students) for n in behind)
+
+
 @dataclass(frozen=True)
 class Match:
     """One teacher and one student, bound for one population step; `index` counts the step's matches."""
