@@ -1,11 +1,13 @@
 """One process of a training run that tests/test_backends.py launches: `backend_worker.py BASE OUTPUT SCENARIO`.
 
 It trains on the fixed rows and writes what this rank saw to `OUTPUT/rank_N.pt`. In scenario `replace` it overwrites a
-member after the first step and takes the second step with learning rate 0; in `train` it does not.
+member after the first step, gives another one the optimizer state of a third, and takes the second step with learning
+rate 0; in `train` it does not.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 
@@ -16,12 +18,14 @@ from transformers import TrainerCallback
 from tests.fixed_rows import ATTEMPTS, PROPOSALS, SETTINGS, STUDENTS, TEACHERS, play_fixed_rows
 from trl_populora.adapters.optim import withhold_gradients
 from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
+from trl_populora.loading import refuse_unsupported
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.sandbox import Job
 
 
 REPLACED = "teacher_1"
+HEIR, SOURCE = "student_1", "student_2"  # the heir takes over the source's moments
 
 
 def new_factors(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -53,6 +57,8 @@ class Replacement(TrainerCallback):
             "read": read_member(model, REPLACED),
             "state": optimizer_state(self.trainer, REPLACED),
             "other state": optimizer_state(self.trainer, "teacher_0"),
+            "heir's state": optimizer_state(self.trainer, HEIR),
+            "source's state": optimizer_state(self.trainer, SOURCE),
         }
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -60,6 +66,7 @@ class Replacement(TrainerCallback):
             self.note("before the write")
             factors = new_factors(read_member(self.trainer.model_wrapped, REPLACED))
             self.trainer.replace_member(REPLACED, factors, step=1)
+            self.trainer.replace_member(HEIR, factors, step=1, optimizer_from=SOURCE)
             self.note("after the write")
             for group in self.trainer.optimizer.param_groups:
                 group["lr"] = 0.0
@@ -77,11 +84,20 @@ def without_compiler() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def why_idle_is_refused(model) -> str:
-    """The message with which ZeRO's inability to leave a member out is refused; empty where it is possible."""
+def why_idle_is_refused(trainer) -> tuple[str, str]:
+    """The messages at construction and within a step that refuse an idle member; empty where one is possible."""
+    crowded = copy.copy(trainer.args)
+    crowded.students = TEACHERS + 1
+    return (
+        why_refused(ValueError, refuse_unsupported, crowded, {}),
+        why_refused(RuntimeError, withhold_gradients, trainer.model_wrapped, ["teacher_0"]),
+    )
+
+
+def why_refused(kind: type[Exception], function, *arguments) -> str:
     try:
-        withhold_gradients(model, ["teacher_0"])
-    except RuntimeError as error:
+        function(*arguments)
+    except kind as error:
         return str(error)
     return ""
 
@@ -132,7 +148,7 @@ def main(base: str, output: str, scenario: str) -> None:
                 if "loss" in entry
             ],
             "seen": replacement.seen,
-            "idle": why_idle_is_refused(wrapped),
+            "idle": why_idle_is_refused(trainer),
         },
         f"{output}/rank_{trainer.accelerator.process_index}.pt",
     )

@@ -1,7 +1,8 @@
 """One process of a run that tests/test_evolution_backends.py launches: `evolution_worker.py BASE OUTPUT SCENARIO`.
 
 It trains three steps on the fixed rows, so that no rating or sample depends on a child, and writes what this rank saw
-to `OUTPUT/rank_N.pt`. Scenarios: `evolve` has an event after the second step, `plain` has none.
+to `OUTPUT/rank_N.pt`. Scenarios: `evolve` has an event after the second step whose children learn at rates of their
+own, `plain` has none.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class Notes(TrainerCallback):
     """All members after every step, as read and as live; added after the evolution callback, so it sees children."""
 
     def __init__(self, trainer: PopuLoRATrainer):
-        self.trainer, self.steps = trainer, []
+        self.trainer, self.steps, self.rates = trainer, [], []
 
     def on_step_end(self, args, state, control, **kwargs):
         model, names = self.trainer.model_wrapped, self.trainer.population.names
         self.steps.append({name: (read_member(model, name), live_member(model, name)) for name in names})
+        self.rates.append({group["member"]: group["lr"] for group in self.trainer.optimizer.param_groups})
 
 
 def main(base: str, output: str, scenario: str) -> None:
@@ -50,6 +52,7 @@ def main(base: str, output: str, scenario: str) -> None:
         crossovers=["average"],  # a crossover and no luck: what every rank must compute alike is the algebra
         crossover_rate=1.0,
         cull_fraction=0.5,
+        learning_rate_perturbation=0.5,
         save_rollouts=False,
         sandbox_workers=1,
         gradient_checkpointing=False,
@@ -65,6 +68,7 @@ def main(base: str, output: str, scenario: str) -> None:
         "world": trainer.accelerator.num_processes,
         "stage": plugin.zero_stage if plugin else None,
         "steps": notes.steps,
+        "rates": notes.rates,
         "ratings": trainer.population.state_dict(),
         "replaced": [entry.get("evolve/replaced") for entry in trainer.state.log_history if "loss" in entry],
     }

@@ -16,6 +16,7 @@ from trl_populora.adapters.weights import (
     read_member,
     reset_optimizer_state,
     save_member,
+    transplant_optimizer_state,
     write_member,
 )
 
@@ -129,6 +130,31 @@ def test_a_reset_member_steps_like_a_fresh_one_and_the_others_keep_their_state()
     # Adam's first update is the learning rate wherever the gradient is not tiny.
     for value in step(7)["member_0"].values():
         assert value.abs().max() == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_a_member_with_anothers_state_steps_as_that_one_would():
+    model, router, names = make_population(2)
+    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2))
+
+    def step(rows: list[int], ids: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        router.set(rows)
+        token_logps(model, ids).sum().backward()
+        optimizer.step()
+
+    step([0, 0, 1, 1], make_rows(4))
+    write_member(model, "member_0", read_member(model, "member_1"))
+    transplant_optimizer_state(optimizer, model, "member_1", "member_0")
+    for seed in range(2):
+        step([0, 0, 1, 1], make_rows(2, seed=seed).repeat(2, 1))
+    one, other = (read_member(model, name) for name in names)
+    for key, value in one.items():
+        torch.testing.assert_close(value, other[key], rtol=1e-5, atol=1e-7)
+
+
+def test_a_transplant_before_the_first_step_is_harmless():
+    model, _, names = make_population(2)
+    transplant_optimizer_state(torch.optim.AdamW(member_param_groups(model, names, lr=1e-2)), model, *names)
 
 
 def test_a_reset_before_the_first_step_is_harmless():

@@ -127,7 +127,25 @@ def test_every_member_is_clipped_by_its_own_norm(alone, ranks):
 
 def test_an_idle_member_is_refused_only_where_zero_would_move_it(ranks):
     for rank in ranks:
-        assert ("ZeRO cannot leave them out" in rank["idle"]) == (rank["stage"] is not None)
+        at_construction, within_a_step = rank["idle"]
+        if rank["stage"] is None:
+            assert at_construction == within_a_step == ""
+        else:
+            assert "`teachers=4` and `students=5`" in at_construction
+            assert "`students=4` or `teachers=5` works" in at_construction
+            assert "ZeRO cannot leave them out" in within_a_step
+
+
+def test_inherited_moments_and_steps_are_the_sources_which_keeps_its_own(ranks):
+    for rank in ranks:
+        before, after = rank["seen"]["before the write"], rank["seen"]["after the write"]
+        assert not all(map(torch.equal, before["heir's state"], before["source's state"]))
+        for state in (after["heir's state"], after["source's state"]):
+            assert len(state) == len(before["source's state"])
+            assert all(map(torch.equal, state, before["source's state"]))
+        # No tensor is shared: the next step moves each by its own gradients.
+        later = rank["seen"]["after a step with learning rate 0"]
+        assert not all(map(torch.equal, later["heir's state"], later["source's state"]))
 
 
 @pytest.mark.parametrize("moment", ["after the write", "after a step with learning rate 0"])
