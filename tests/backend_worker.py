@@ -1,8 +1,12 @@
-"""One process of a training run that tests/test_backends.py launches: `backend_worker.py BASE OUTPUT SCENARIO`.
+"""One process of what tests/test_backends.py launches: `backend_worker.py BASE OUTPUT SCENARIO...`.
 
-It trains on the fixed rows and writes what this rank saw to `OUTPUT/rank_N.pt`. In scenario `replace` it overwrites a
-member after the first step, gives another one the optimizer state of a third, and takes the second step with learning
-rate 0; in `train` it does not.
+Every scenario trains on the fixed rows, so that no rating or sample depends on a member, and what this rank saw of it
+goes to `OUTPUT/SCENARIO/rank_N.pt`:
+
+- `replace` overwrites a member after the first step, gives another one the optimizer state of a third, and takes the
+  second step with learning rate 0;
+- `evolve` has an evolution event after the second of three steps, whose children learn at rates of their own;
+- `plain` is the same run without the event.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from trl_populora.sandbox import Job
 
 REPLACED = "teacher_1"
 HEIR, SOURCE = "student_1", "student_2"  # the heir takes over the source's moments
+EVENT = 2  # the step of the evolution
 
 
 def new_factors(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -102,9 +107,7 @@ def why_refused(kind: type[Exception], function, *arguments) -> str:
     return ""
 
 
-def main(base: str, output: str, scenario: str) -> None:
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        without_compiler()
+def make_trainer(base: str, output: str, **options) -> PopuLoRATrainer:
     args = PopuLoRAConfig(
         output,
         teachers=TEACHERS,
@@ -113,45 +116,95 @@ def main(base: str, output: str, scenario: str) -> None:
         attempts_per_task=ATTEMPTS,
         task_kinds=["code_o"],
         per_device_train_batch_size=12,
-        evolve_every=0,
         save_rollouts=False,
         sandbox_workers=1,
-        max_grad_norm=0.02,
         gradient_checkpointing=False,
-        adam_epsilon=1e-4,  # see test_solo_parity.py
-        **(SETTINGS | {"lr_scheduler_type": "constant", "max_steps": 4}),
+        **(SETTINGS | options),
     )
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    trainer = PopuLoRATrainer(base, args=args, peft_config=lora)
-    pool = (type(trainer.sandbox).__name__, trainer.sandbox.run([Job("f = abs")])[0].status.value)
+    trainer = PopuLoRATrainer(base, args=args, peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
     play_fixed_rows(trainer)
-    replacement = Replacement(trainer)
-    if scenario == "replace":
-        trainer.add_callback(replacement)
-    trainer.train()
-    wrapped = trainer.model_wrapped
+    return trainer
+
+
+def identity(trainer) -> dict:
+    """What the run really was, whatever the launcher was asked for."""
     plugin = trainer.accelerator.state.deepspeed_plugin
-    torch.save(
-        {
-            "world": trainer.accelerator.num_processes,
-            "wrapper": type(wrapped).__name__,
-            "pool": pool,
-            "stage": plugin.zero_stage if plugin else None,
-            "members": {name: read_member(wrapped, name) for name in trainer.population.names},
-            "live": {name: live_member(wrapped, name) for name in trainer.population.names},
-            "base is split": any(getattr(p, "ds_tensor", p).numel() != p.ds_numel for p in trainer.model.parameters())
-            if plugin and plugin.zero_stage == 3
-            else False,
-            "norms": [
-                [entry[f"member/{name}/grad_norm"] for name in trainer.population.names]
-                for entry in trainer.state.log_history
-                if "loss" in entry
-            ],
-            "seen": replacement.seen,
-            "idle": why_idle_is_refused(trainer),
-        },
-        f"{output}/rank_{trainer.accelerator.process_index}.pt",
+    return {
+        "world": trainer.accelerator.num_processes,
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "stage": plugin.zero_stage if plugin else None,
+    }
+
+
+def replace(base: str, output: str) -> dict:
+    """A run whose members are overwritten from outside."""
+    # About Adam's epsilon see test_solo_parity.py.
+    options = {"lr_scheduler_type": "constant", "max_steps": 4, "max_grad_norm": 0.02, "adam_epsilon": 1e-4}
+    trainer = make_trainer(base, output, evolve_every=0, **options)
+    pool = (type(trainer.sandbox).__name__, trainer.sandbox.run([Job("f = abs")])[0].status.value)
+    replacement = Replacement(trainer)
+    trainer.add_callback(replacement)
+    trainer.train()
+    wrapped, names, run = trainer.model_wrapped, trainer.population.names, identity(trainer)
+    split = run["stage"] == 3 and any(getattr(p, "ds_tensor", p).numel() != p.ds_numel for p in wrapped.parameters())
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return run | {
+        "members": {name: read_member(wrapped, name) for name in names},
+        "live": {name: live_member(wrapped, name) for name in names},
+        "base is split": split,
+        "norms": [[entry[f"member/{name}/grad_norm"] for name in names] for entry in logged],
+        "seen": replacement.seen,
+        "pool": pool,
+        "idle": why_idle_is_refused(trainer),
+    }
+
+
+class Notes(TrainerCallback):
+    """All members after every step, as read and as live; added after the evolution callback, so it sees children."""
+
+    def __init__(self, trainer: PopuLoRATrainer):
+        self.trainer, self.steps, self.rates = trainer, [], []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        model, names = self.trainer.model_wrapped, self.trainer.population.names
+        self.steps.append({name: (read_member(model, name), live_member(model, name)) for name in names})
+        self.rates.append({group["member"]: group["lr"] for group in self.trainer.optimizer.param_groups})
+
+
+def evolve(base: str, output: str, every: int = EVENT) -> dict:
+    """A run with an evolution event."""
+    trainer = make_trainer(
+        base,
+        output,
+        evolve_every=every,
+        evolve_burn_in=0,
+        crossovers=["average"],  # a crossover and no luck: what every rank must compute alike is the algebra
+        crossover_rate=1.0,
+        cull_fraction=0.5,
+        learning_rate_perturbation=0.5,
     )
+    notes = Notes(trainer)
+    trainer.add_callback(notes)
+    trainer.train()
+    return identity(trainer) | {
+        "steps": notes.steps,
+        "rates": notes.rates,
+        "ratings": trainer.population.state_dict(),
+        "replaced": [entry.get("evolve/replaced") for entry in trainer.state.log_history if "loss" in entry],
+    }
+
+
+def plain(base: str, output: str) -> dict:
+    """The same without the event."""
+    return evolve(base, output, every=0)
+
+
+def main(base: str, output: str, *scenarios: str) -> None:
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        without_compiler()
+    for scenario in scenarios:
+        seen = {"replace": replace, "evolve": evolve, "plain": plain}[scenario](base, f"{output}/{scenario}")
+        torch.save(seen, f"{output}/{scenario}/rank_{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":

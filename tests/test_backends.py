@@ -1,11 +1,12 @@
 """Two real processes on a CPU, started by the real launchers: DDP, ZeRO-2 and ZeRO-3 against one process.
 
-Each backend is launched once, overwrites a member on the way, and all tests look at that run. FSDP2 is PyTorch's own,
-because accelerate silently turns it into DDP on a CPU.
+Each backend is launched once, for a run that overwrites members on the way, a run with an evolution event and a run
+without; all tests look at those. FSDP2 is PyTorch's own, because accelerate silently turns it into DDP on a CPU.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -15,7 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.backend_worker import REPLACED, new_factors
+from tests import backend_worker, fsdp_worker
+from tests.backend_worker import EVENT, REPLACED, new_factors
+from tests.fixed_rows import SETTINGS
+from trl_populora.factors import compare
+from trl_populora.operators import average
 
 
 pytestmark = pytest.mark.multiprocess
@@ -26,13 +31,6 @@ BACKENDS = {
     "zero2": ("cpu_zero2.yaml", "DeepSpeedEngine", 2),
     "zero3": ("cpu_zero3.yaml", "DeepSpeedEngine", 3),
 }
-
-
-def run_worker(
-    launcher: list[str], base: str, output: Path, scenario: str, seconds: int = 540, worker: str = "backend_worker.py"
-) -> None:
-    """Runs a worker script of this directory, `WORKER BASE OUTPUT SCENARIO`."""
-    run_script([*launcher, str(ROOT / "tests" / worker), base, str(output), scenario], output, seconds)
 
 
 def run_script(command: list[str], output: Path, seconds: int = 540) -> str:
@@ -71,25 +69,32 @@ def load(output: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def alone(random_base, tmp_path_factory) -> dict:
     """What one process did."""
-    output = tmp_path_factory.mktemp("alone") / "run"
-    run_worker([sys.executable], random_base, output, "replace")
-    (rank,) = load(output)
-    assert (rank["world"], rank["stage"]) == (1, None)
-    return rank
+    run = backend_worker.replace(random_base, str(tmp_path_factory.mktemp("alone")))
+    assert (run["world"], run["stage"]) == (1, None)
+    return run
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
-def ranks(request, random_base, tmp_path_factory) -> list[dict]:
-    """What the two processes of a backend did. A backend that silently is another one fails here."""
+def runs(request, random_base, tmp_path_factory) -> dict:
+    """What both processes of a backend saw in each run, and the lineage. One that silently is another fails here."""
     config, wrapper, stage = BACKENDS[request.param]
     if stage is not None:
         pytest.importorskip("deepspeed", reason="needs `pip install trl-populora[deepspeed]`")
     output = tmp_path_factory.mktemp(request.param) / "run"
-    run_worker(launch(config), random_base, output, "replace")
-    ranks = load(output)
-    assert [(rank["world"], rank["wrapper"], rank["stage"]) for rank in ranks] == [(2, wrapper, stage)] * 2
-    assert all(rank["base is split"] == (stage == 3) for rank in ranks)
-    return ranks
+    scenarios = ["replace", "evolve", "plain"]
+    run_script([*launch(config), backend_worker.__file__, random_base, str(output), *scenarios], output)
+    seen = {scenario: load(output / scenario) for scenario in scenarios}
+    for ranks in seen.values():
+        assert [(rank["world"], rank["wrapper"], rank["stage"]) for rank in ranks] == [(2, wrapper, stage)] * 2
+    assert all(rank["base is split"] == (stage == 3) for rank in seen["replace"])
+    seen["lineage"] = [json.loads(line) for line in (output / "evolve" / "lineage.jsonl").read_text().splitlines()]
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ranks(runs) -> list[dict]:
+    """What the two processes saw in the run that overwrites members."""
+    return runs["replace"]
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -175,14 +180,72 @@ def test_replacing_is_the_same_in_one_process(alone):
     assert REPLACED in alone["members"]
 
 
+def children(runs) -> dict[str, dict]:
+    return {event["child"].split("@")[0]: event for event in runs["lineage"]}
+
+
+def test_two_members_of_each_role_are_replaced_and_the_main_process_alone_records_it(runs):
+    assert sorted(name.split("_")[0] for name in children(runs)) == ["student", "student", "teacher", "teacher"]
+    assert len(runs["lineage"]) == 4
+    for rank in runs["evolve"]:
+        assert rank["replaced"] == [0.0, 4.0, 0.0]
+        assert rank["ratings"] == runs["evolve"][0]["ratings"]
+
+
+def test_all_ranks_hold_the_child_of_its_parents_live_and_in_the_master_copy(runs):
+    for name, event in children(runs).items():
+        read, _ = runs["evolve"][0]["steps"][EVENT - 1][name]
+        for rank in runs["evolve"]:
+            again, live = rank["steps"][EVENT - 1][name]
+            assert equal(again, read)
+            assert equal(live, read)
+        parents = [
+            runs["evolve"][0]["steps"][EVENT - 1][parent["member"].split("@")[0]][0] for parent in event["parents"]
+        ]
+        expected = average(*parents, torch.Generator())
+        assert compare(read, expected)["cosine"] == pytest.approx(1, abs=1e-5)
+        assert compare(read, expected)["norm_ratio"] == pytest.approx(1, abs=1e-4)
+
+
+def test_the_next_optimizer_step_starts_from_the_child_at_its_own_rate(runs):
+    # Adam's first step moves an element by the learning rate wherever the gradient is not tiny; SETTINGS lets it fall to
+    # a third by then. The third step's rows happen to reward all proposals of one child alike: without advantage it
+    # has to stand still.
+    moved = []
+    for name, event in children(runs).items():
+        before, after = (runs["evolve"][0]["steps"][step][name][0] for step in (EVENT - 1, EVENT))
+        rate = SETTINGS["learning_rate"] / 3 * event["learning_rate_factor"]
+        move = max(float((after[key] - before[key]).abs().max()) for key in before)
+        moved.append(move > 0)
+        assert move == pytest.approx(rate if move else 0, rel=0.01)
+    assert sum(moved) >= 3
+
+
+def test_a_child_learns_at_its_first_parents_rate_with_a_perturbation(runs):
+    factors = {name: event["learning_rate_factor"] for name, event in children(runs).items()}
+    assert set(factors.values()) == {0.5, 1.5}
+    for rank in runs["evolve"]:
+        for step, share in enumerate([2 / 3, 1 / 3]):  # the schedule falls to 0 over three steps
+            for name, rate in rank["rates"][step].items():
+                factor = factors.get(name, 1.0) if step == EVENT - 1 else 1.0
+                assert rate == pytest.approx(SETTINGS["learning_rate"] * share * factor)
+
+
+def test_the_other_members_are_bit_identical_to_a_run_without_the_event(runs):
+    others = [name for name in runs["plain"][0]["steps"][0] if name not in children(runs)]
+    assert len(others) == 4
+    for with_event, without in zip(runs["evolve"], runs["plain"], strict=True):
+        for step, plain in zip(with_event["steps"], without["steps"], strict=True):
+            for name in others:
+                assert all(equal(mine, theirs) for mine, theirs in zip(step[name], plain[name], strict=True))
+
+
 def test_pytorchs_fsdp2_gives_the_members_of_one_process(tmp_path):
     """Sharded members are stacked, clipped, written, reset and left idle as whole ones; the base is sharded too."""
-    for output, launcher in {
-        tmp_path / "alone": [sys.executable],
-        tmp_path / "sharded": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-    }.items():
-        run_script([*launcher, str(ROOT / "tests" / "fsdp_worker.py"), str(output)], output)
-    (alone,), ranks = load(tmp_path / "alone"), load(tmp_path / "sharded")
+    fsdp_worker.main(str(tmp_path))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run_script([*launcher, fsdp_worker.__file__, str(tmp_path / "sharded")], tmp_path / "sharded")
+    (alone,), ranks = load(tmp_path), load(tmp_path / "sharded")
     assert [(rank["world"], rank["sharded"]) for rank in [alone, *ranks]] == [(1, False), (2, True), (2, True)]
     for rank in ranks:
         torch.testing.assert_close(torch.tensor(rank["norms"]), torch.tensor(alone["norms"]), rtol=1e-5, atol=0)
