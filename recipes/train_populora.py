@@ -10,7 +10,7 @@ The run directory holds, at the end:
     lineage.jsonl            every replacement
     archive.parquet          every task that was verified and kept
     rollouts/step_*.parquet  every proposal, verdict, attempt and reward
-    metrics.jsonl            one line per step
+    metrics.jsonl            one line per step; times.jsonl: the seconds of its phases
     run.png                  ratings, solve rates and rewards over the steps
 
 What it leaves out: evaluation on benchmarks, pushing to the Hub (`populora push`), the long report (`populora report`).

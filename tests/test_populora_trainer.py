@@ -18,6 +18,7 @@ from trl_populora.adapters.weights import read_member
 from trl_populora.matchmaking import student_share
 from trl_populora.population import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.report import load_history, plot_run
 from trl_populora.rewards import student_reward, teacher_reward
 
 
@@ -226,16 +227,19 @@ class TestRecords:
     def test_same_seed_same_files(self, make_trainer, tmp_path):
         contents = []
         for name in ("a", "b"):
-            trainer = make_trainer(output_dir=str(tmp_path / name))
+            root = tmp_path / name / "run"
+            trainer = make_trainer(output_dir=str(root))
             trainer.train()
             trainer.save_model()
-            root = tmp_path / name
-            paths = [
-                p for p in sorted(root.rglob("*")) if p.is_file() and p.suffix in (".safetensors", ".json", ".parquet")
-            ]
-            contents.append({str(p.relative_to(root)): p.read_bytes() for p in paths})
-        assert len(contents[0]) > 8
-        assert contents[0] == contents[1]
+            plot_run(root)
+            paths = [path for path in sorted(root.rglob("*")) if path.is_file()]
+            contents.append({str(path.relative_to(root)): path.read_bytes() for path in paths})
+        assert contents[0].keys() == contents[1].keys()
+        differ = {path for path in contents[0] if contents[0][path] != contents[1][path]}
+        assert differ == {"times.jsonl", "training_args.bin"}, "seconds, and TRL's arguments, which name the directory"
+        times = [entry["time/propose"] for entry in load_history(tmp_path / "a" / "run")]
+        assert len(times) == 2
+        assert min(times) > 0
 
     def test_resumed_run_equals_unbroken_run(self, make_trainer, tmp_path):
         straight = make_trainer(output_dir=str(tmp_path / "a"), max_steps=4)

@@ -2,7 +2,7 @@
 
 A repository, like the run's directory, has at its root the best student as an ordinary adapter, so that
 `PeftModel.from_pretrained(base, repo)` works, and beside it `members/<name>/`, `population.json`, `lineage.jsonl`,
-`archive.parquet`, `metrics.jsonl` and the model card.
+`archive.parquet`, `metrics.jsonl`, `times.jsonl` and the model card.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
     shutil.copytree(
         checkpoint, stage, copy_function=_link, ignore=lambda _, names: [n for n in names if n.startswith(RESUME_ONLY)]
     )
-    for name in ("metrics.jsonl", "lineage.jsonl"):
+    for name in ("metrics.jsonl", "times.jsonl", "lineage.jsonl"):
         if (run / name).exists():
             shutil.copyfile(run / name, stage / name)  # still growing: a link would grow with it
     if (run / "rollouts").is_dir():
@@ -239,7 +239,7 @@ def fetch(path_or_repo: str, revision: str | None = None, token: str | None = No
     """
     if Path(path_or_repo).is_dir():
         return Path(path_or_repo)
-    wanted = ["population.json", "lineage.jsonl", "members/*", "metrics.jsonl", "archive.parquet"]
+    wanted = ["population.json", "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet"]
     try:
         return Path(snapshot_download(path_or_repo, revision=revision, token=token, allow_patterns=wanted))
     except Exception as error:

@@ -18,7 +18,7 @@ from trl_populora.saved_population import describe, write_json
 if TYPE_CHECKING:
     from trl_populora.populora_trainer import PopuLoRATrainer
 
-METRICS, LINEAGE = "metrics.jsonl", "lineage.jsonl"
+METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
 
 
 def write_rollouts(
@@ -61,9 +61,16 @@ def write_rollouts(
 
 
 def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
-    """Adds one line to `metrics.jsonl`, from which a run in progress can be looked at."""
-    with Path(output_dir, METRICS).open("a") as file:
-        file.write(json.dumps(entry) + "\n")
+    """
+    Adds one line to `metrics.jsonl`, from which a run in progress can be looked at, and one to `times.jsonl`.
+
+    Seconds stand apart because they alone differ between two runs with the same seed.
+    """
+    seconds = {key: value for key, value in entry.items() if key.startswith("time/") or key == "step_time"}
+    metrics = {key: value for key, value in entry.items() if key not in seconds}
+    for name, values in ((METRICS, metrics), (TIMES, {"step": entry["step"]} | seconds)):
+        with Path(output_dir, name).open("a") as file:
+            file.write(json.dumps(values) + "\n")
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
@@ -82,8 +89,8 @@ def take_back(output_dir: Path, step: int, lineage: Path) -> None:
         step (`int`): Steps done at the checkpoint.
         lineage (`Path`): The checkpoint's copy of `lineage.jsonl`; absent if nobody had been replaced.
     """
-    kept = [entry for entry in read_lines(output_dir / METRICS) if entry["step"] <= step]
-    _write_lines(output_dir / METRICS, kept)
+    for name in (METRICS, TIMES):
+        _write_lines(output_dir / name, [e for e in read_lines(output_dir / name) if e["step"] <= step])
     _write_lines(output_dir / LINEAGE, read_lines(lineage))
     for path in Path(output_dir, "rollouts").glob("step_*.parquet"):
         if int(path.stem.partition("-")[0][5:]) >= step:
@@ -100,7 +107,8 @@ class Records(TrainerCallback):
     """
     Keeps the run's files up to date while it goes on, for `populora info` and `populora report`.
 
-    `metrics.jsonl` gets one line per log, as the loggers of `report_to` get it; `population.json` tells the ratings.
+    `metrics.jsonl` and `times.jsonl` get one line per log, together what the loggers of `report_to` get;
+    `population.json` tells the ratings.
 
     Args:
         trainer ([`PopuLoRATrainer`]): The trainer.
@@ -111,7 +119,8 @@ class Records(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and not state.global_step:
-            Path(args.output_dir, METRICS).unlink(missing_ok=True)
+            for name in (METRICS, TIMES):
+                Path(args.output_dir, name).unlink(missing_ok=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # The summary that ends `train()` repeats what was not logged yet; a run that is resumed will log it itself.

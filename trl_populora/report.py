@@ -38,7 +38,8 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
     history = _read_lines(root / "metrics.jsonl")
     if not history:
         history = _read_state(root)
-    by_step = {entry["step"]: entry for entry in history if "propose/valid_rate" in entry}
+    times = {entry["step"]: entry for entry in _read_lines(root / "times.jsonl")}
+    by_step = {e["step"]: e | times.get(e["step"], {}) for e in history if "propose/valid_rate" in e}
     return [by_step[step] for step in sorted(by_step)]
 
 
