@@ -1,6 +1,6 @@
 """Programs per second through the sandbox and through what others do, on the same programs in the same minutes.
 
-    python benchmarks/sandbox.py [--rounds 5] [--seconds 1.5] [--workers 2] [--soak 0]
+    python benchmarks/sandbox.py [--rounds 5] [--seconds 1.5] [--workers 2] [--soak 3000]
 
 Contenders take turns, round after round; a figure is the median over the rounds and a ratio is the median of the ratios
 within each round, so that a busy machine disturbs both sides alike. Peers:
@@ -243,38 +243,47 @@ def kill_latency(sandbox: Sandbox, repeats: int = 15, limit: float = 0.3) -> flo
     return 1000 * statistics.median(late)
 
 
-def resident() -> tuple[int, int]:
-    """Descriptors and resident kilobytes of this process."""
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    return len(os.listdir("/proc/self/fd")), pages * resource.getpagesize() // 1024
+def held(sandbox: Sandbox) -> dict[str, int]:
+    """What this process and the zygotes hold: descriptors, resident kilobytes, processes of the zygotes' sessions."""
+    sessions = {each.process.pid for each in sandbox._supervisor._workers()}
+    found = {"descriptors": len(os.listdir("/proc/self/fd")), "kilobytes": 0, "zygote_kilobytes": 0, "processes": 0}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
+            pages = int((path / "statm").read_text().split()[1])
+            if int(path.name) == os.getpid():
+                found["kilobytes"] = pages * resource.getpagesize() // 1024
+            elif session in sessions:
+                found["processes"] += 1
+                found["zygote_kilobytes"] += pages * resource.getpagesize() // 1024
+    return found
 
 
 def soak(sandbox: Sandbox, count: int) -> dict:
-    """Growth of descriptors and memory over many programs, after a warm-up of the same kind."""
+    """Growth of descriptors, processes and memory over many programs, after a warm-up of the same kind."""
     jobs = [Job(program(n), (encode((5,)),), limits=ROOMY) for n in range(500)]
-    sandbox.run(jobs)
-    before = resident()
+    for _ in range(3):
+        sandbox.run(jobs)
+    before, start = held(sandbox), time.perf_counter()
     for _ in range(count // len(jobs)):
         assert all(verdict.ok for verdict in sandbox.run(jobs))
-    after = resident()
-    respawns = sandbox.report()["respawns"]
-    return {
-        "programs": count,
-        "descriptors": after[0] - before[0],
-        "kilobytes": after[1] - before[1],
-        "respawns": respawns,
-    }
+    rate = count / (time.perf_counter() - start)
+    growth = {name: value - before[name] for name, value in held(sandbox).items()}
+    return {"programs": count} | growth | {"respawns": sandbox.report()["respawns"], "per_s": round(rate, 1)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: only the growth check")
     parser.add_argument("--seconds", type=float, default=1.5, help="per contender and round")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--soak", type=int, default=3000, help="programs for the growth check")
     options = parser.parse_args()
     workers = options.workers
+    if not options.rounds:
+        with Sandbox(workers=workers) as sandbox:
+            print(json.dumps({"level": sandbox.level, "growth": soak(sandbox, options.soak)}))
+        return
 
     with Sandbox(workers=1) as one, Sandbox(workers=workers) as many:
         check_truth(many)

@@ -49,9 +49,10 @@ def _read(stream: Any) -> list[Any] | None:
         return None
     body = stream.read(LENGTH.unpack(head)[0])
     try:
-        return json.loads(body.decode("utf-8", "surrogatepass"))
-    except ValueError:
+        message = json.loads(body.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError):
         return None
+    return message if isinstance(message, list) else None
 
 
 def _pack_job(number: int, job: Job, limits: Limits) -> bytes:
