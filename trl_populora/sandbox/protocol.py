@@ -25,6 +25,7 @@ PROBE = 1  # the same, but the child tries the confinement instead of running a 
 YIELD = 2  # a job that was reported SLOW goes to the background
 BUSY = 3  # other jobs wait: the background gets turns
 IDLE = 4  # no job waits: the background runs on
+MAKE_ROOM = 5  # a slow job finds no place in the background: one there that is past its limit has to end
 
 # EVENT kinds
 READY = 0  # the zygote is warm; a JSON report follows the header

@@ -157,10 +157,9 @@ class Supervisor:
         full, index = slot
         copies = (self.workers + 1) // 2 if index < 2 else 1
         pool = self.pools.setdefault(slot, [])
-        room = max(1, min(MOST_IN_BACKGROUND, self.room_in_background // Limits().memory_bytes) // (2 * copies))
         while len(pool) < copies:
             hash_seed = 1 + (self.seed * 16 + index) % 4294967294
-            worker = Worker(slot, hash_seed, self.options | {"full": full, "room": room})
+            worker = Worker(slot, hash_seed, self.options | {"full": full})
             pool.append(worker)
             self._watch(worker.control, select.EPOLLIN, self._on_control, worker)
 
@@ -257,10 +256,13 @@ class Supervisor:
 
     def _fill_background(self) -> None:
         """Slow programs stop counting against the programs at a time, as long as memory allows."""
-        while self.slow and self.background < MOST_IN_BACKGROUND:
+        while self.slow:
             number, worker, pending = self.slow[0]
             wanted = self.background_bytes + pending.limits.memory_bytes
-            if self.background and wanted > self.room_in_background:
+            crowded = self.background >= MOST_IN_BACKGROUND or wanted > self.room_in_background
+            if self.background and crowded and self.running.get(number) is pending:
+                # It would hold up the others where it is, so one that has had its time goes first.
+                max(self._workers(), key=self._count_background).tell(protocol.MAKE_ROOM)
                 return
             self.slow.popleft()
             if self.running.get(number) is pending and pending.foreground:
@@ -269,6 +271,9 @@ class Supervisor:
                 self.foreground -= 1
                 self.background += 1
                 self.background_bytes = wanted
+
+    def _count_background(self, worker: Worker) -> int:
+        return sum(not self.running[number].foreground for number in worker.jobs)
 
     def _drop(self, number: int, pending: Pending) -> None:
         del self.running[number]

@@ -52,7 +52,7 @@ class Running:
         self.job, self.pid, self.owed = job, pid, owed
         self.fair = max(owed, wall * _FAIR_SHARE)
         self.started = time.monotonic()
-        self.deadline = self.started + wall
+        self.limit = self.deadline = self.started + wall
         self.last_deadline = self.started + wall * _LONGEST_EXTENSION
         self.yields_at: float | None = self.started + owed
         self.used_at_deadline: float | None = None
@@ -88,16 +88,15 @@ class Zygote:
     Args:
         control (`socket.socket`): orders in, events out.
         guard (`soft.Guard`): The soft layer, ready to use in any child.
-        room (`int`): Slow children that may stay beyond their limit because they had no fair share of the processor.
     """
 
     walls: confine.ChildWalls  # what every child adds
 
-    def __init__(self, control: socket.socket, guard: soft.Guard, room: int):
-        self.control, self.guard, self.room = control, guard, room
+    def __init__(self, control: socket.socket, guard: soft.Guard):
+        self.control, self.guard = control, guard
         self.children: dict[int, Running] = {}
         self.background: list[Running] = []
-        self.busy, self.next_turn = False, 0.0
+        self.busy, self.crowded, self.next_turn = False, False, 0.0
         self.turn_of: Running | None = None
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -157,6 +156,8 @@ class Zygote:
             self.children[pid] = Running(job, pid, wall, owed)
         elif kind == protocol.YIELD:
             self._yield_to_others(job)
+        elif kind == protocol.MAKE_ROOM:
+            self.crowded = True
         else:
             self._set_busy(kind == protocol.BUSY)
         return True
@@ -200,16 +201,26 @@ class Zygote:
             if running.expired:
                 continue
             if now >= running.deadline and not self._may_go_on(running, now):
-                running.expired, running.yields_at = True, None
-                os.kill(running.pid, signal.SIGKILL)
+                self._expire(running)
             elif running.yields_at is not None and now >= running.yields_at:
                 self._let_yield(running, now)
 
+        if self.crowded:
+            self._make_room(now)
+
+    def _expire(self, running: Running) -> None:
+        running.expired, running.yields_at = True, None
+        os.kill(running.pid, signal.SIGKILL)
+
     def _may_go_on(self, running: Running, now: float) -> bool:
-        in_background = running in self.background
-        if in_background and len(self.background) > self.room:
-            return False
-        return running.is_starved(now, in_background and self.busy, self._runnable())
+        return running.is_starved(now, self.busy and running in self.background, self._runnable())
+
+    def _make_room(self, now: float) -> None:
+        """End the child of the background that has used most, among those past their limit, as soon as there is one."""
+        over = [each for each in self.background if now >= each.limit and not each.expired]
+        if over:
+            self._expire(max(over, key=Running.cpu_seconds))
+            self.crowded = False
 
     def _runnable(self) -> int:
         """How many tasks of the whole host want to run now; 1 where that cannot be read."""
@@ -303,7 +314,7 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
     modules.preload(full=options["full"], hostile=not options["soft"])
     soft.silence()
     guard = soft.Guard(options["soft"], options["full"])
-    zygote = Zygote(control, guard, options["room"])
+    zygote = Zygote(control, guard)
     _warm_up(guard)
     _forget_surroundings()
     confine.build_walls(layers, tuple(options["without"]))
