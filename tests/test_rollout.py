@@ -35,7 +35,7 @@ def make_game(sandbox, seed_tasks, teach, solve, kinds=None, teachers=1, student
     for task in seed_tasks:
         archive.add(task)
 
-    def generate(prompts, members):
+    def generate(prompts, members, seen=None):
         counts: dict[str, int] = {}
         completions = []
         for prompt, member in zip(prompts, members, strict=True):
@@ -177,6 +177,36 @@ def test_code_f_is_graded_on_hidden_pairs(sandbox, seed_tasks):
     attempts = [row for row in rows if row.role == "student"]
     assert [row.correct for row in attempts] == [True, False, True, False]
     assert "f(" in attempts[0].prompt[0]["content"]
+
+
+def test_what_is_seen_early_changes_nothing_but_when_it_runs(sandbox, seed_tasks):
+    """An engine that tells of every row, in any order, and of one that then turns out otherwise."""
+    queued: list[int] = []
+
+    def play(early: bool):
+        game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan, kinds=(CodeO(), CodeI()))
+        generate = game.generate
+
+        def streaming(prompts, members, seen):
+            completions = generate(prompts, members)
+            if early:
+                for number in reversed(range(len(completions))):
+                    seen(number, completions[number].text)
+                seen(0, PROPOSALS[3])
+                queued.append(len(game.queued))
+            return completions
+
+        game.generate = streaming
+        played = play_step(game, 0)
+        assert game.queued == {}
+        return played, game.archive.state_dict(), game.population.state_dict()
+
+    (late, *late_state), (soon, *soon_state) = play(False), play(True)
+    assert soon.rows == late.rows
+    assert str(soon.metrics) == str(late.metrics)
+    assert soon_state == late_state
+    assert queued[0] == 4, "the proposals ran before the generation was over"
+    assert soon.seconds.keys() == {"match", "propose", "verify", "solve"}
 
 
 class TestRanks:

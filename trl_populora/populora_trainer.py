@@ -27,7 +27,7 @@ from trl_populora.hub import PublishingTrainer, warm_start
 from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.progress import use_step_line
+from trl_populora.progress import PHASES, use_step_line
 from trl_populora.rollout import Completion, Game, Messages, Row, play_step
 from trl_populora.sandbox import Runner
 from trl_populora.tasks.archive import TaskArchive
@@ -36,8 +36,6 @@ from trl_populora.tasks.base import TaskKind
 
 # Rank 32 is the paper's; alpha = 2r and all linear layers are PEFT's and TRL's usual advice for LoRA with RL.
 DEFAULT_LORA = {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}
-
-PHASES = ("match", "propose", "verify", "solve", "update")
 
 
 class PopuLoRATrainer(PublishingTrainer):
@@ -247,8 +245,8 @@ class PopuLoRATrainer(PublishingTrainer):
             "logprobs": logprobs,
         }
 
-    def _generate_rows(self, prompts: list[Messages], members: Sequence[str]) -> list[Completion]:
-        """One completion per prompt, each sampled from its own member."""
+    def _generate_rows(self, prompts: list[Messages], members: Sequence[str], seen: Any = None) -> list[Completion]:
+        """One completion per prompt, each sampled from its own member; all are there at once, so `seen` hears nothing."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         with self.router.rows_of([self.population[name].index for name in members]):
             completion_ids, logprobs = self._generate_single_turn(prompt_ids, None, {}, 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -77,7 +78,8 @@ class Game:
         population, matchmaker, archive: The nouns that carry over from step to step, identical on every rank.
         kinds (`Mapping[str, TaskKind]`): The run's task kinds, in rotation order.
         sandbox (`Runner`): Runs every program that a model wrote.
-        generate (`Callable`): `(prompts, members) -> completions`, one completion per prompt, in order.
+        generate (`Callable`): `(prompts, members, seen=None) -> completions`, one completion per prompt, in order. An
+            engine that answers some rows before others may call `seen(row, text)` for them, from this thread.
         gather (`Callable`): Collects one picklable object per rank into a list in rank order.
         proposals (`int`): Proposals per teacher over all ranks.
         attempts (`int`): Attempts per task, G.
@@ -93,7 +95,7 @@ class Game:
     archive: TaskArchive
     kinds: Mapping[str, TaskKind]
     sandbox: Runner
-    generate: Callable[[list[Messages], list[str]], list[Completion]]
+    generate: Callable[..., list[Completion]]
     gather: Callable[[Any], list[Any]]
     proposals: int
     attempts: int
@@ -103,6 +105,19 @@ class Game:
     seed: int
     rank: int = 0
     world: int = 1
+    queued: dict[Job, Future[Verdict]] = field(default_factory=dict)
+
+    def queue(self, job: Job | None) -> Future[Verdict] | None:
+        """Gives a job to the sandbox, once however often it is queued until `forget_queued`."""
+        if job is not None and job not in self.queued:
+            self.queued[job] = self.sandbox.submit(job)
+        return None if job is None else self.queued[job]
+
+    def forget_queued(self) -> None:
+        """After a phase: the same job is run again in the next."""
+        for future in self.queued.values():
+            future.cancel()
+        self.queued.clear()
 
 
 @dataclass
@@ -138,13 +153,16 @@ def play_step(game: Game, step: int) -> Played:
         fillers = _fillers(game, proposals, rng)
         outcomes = _verify(game, proposals, references, step, rng)
     with _timed(seconds, "solve"):
-        attempts = _solve(game, matches, proposals, outcomes, fillers)
+        tasks = [o if isinstance(o, Task) else filler for o, filler in zip(outcomes, fillers, strict=True)]
+        attempts = _solve(game, matches, proposals, tasks)
+    with _timed(seconds, "verify"):
+        _grade_attempts(game, proposals, tasks, attempts)
     rows = attempts + proposals
     records = [record for part in game.gather([_record(row) for row in rows]) for record in part]
     game.matchmaker.update(game.population, _shares(matches, records))
-    tasks = [task for part in game.gather(outcomes) for task in part if isinstance(task, Task)]
-    _note_results(game, tasks, records)
-    return Played(rows, step_metrics(game, records, tasks), seconds)
+    fresh = [task for part in game.gather(outcomes) for task in part if isinstance(task, Task)]
+    _note_results(game, fresh, records)
+    return Played(rows, step_metrics(game, records, fresh), seconds)
 
 
 def _propose(
@@ -162,9 +180,19 @@ def _propose(
             group = f"match {match.index}"
             rows.append(Row("teacher", match.teacher, kind.name, match.index, prompt=prompt, group=group))
             references.append(shown)
-    for row, completion in zip(rows, game.generate([r.prompt for r in rows], [r.member for r in rows]), strict=True):
-        row.completion = completion
+
+    def seen(number: int, text: str) -> None:
+        _begin_check(game, rows[number].kind, text, references[number])
+
+    _complete(game, rows, seen)
     return rows, references
+
+
+def _complete(game: Game, rows: Sequence[Row], seen: Callable[[int, str], None]) -> None:
+    """Generates the rows' completions; what `seen` queues runs meanwhile."""
+    completions = game.generate([row.prompt for row in rows], [row.member for row in rows], seen)
+    for row, completion in zip(rows, completions, strict=True):
+        row.completion = completion
 
 
 def _verify(
@@ -192,16 +220,22 @@ def judge(
     game: Game, kinds: Sequence[str], texts: Sequence[str], references: Sequence[Sequence[Task]], rng: random.Random
 ) -> list[Task | Reject]:
     """What the proposals are, each on its own: a task, or the reason why not. Duplicates are not looked for."""
-    parsed = [
-        game.kinds[kind].parse_proposal(text, shown)
-        for kind, text, shown in zip(kinds, texts, references, strict=True)
+    begun = [_begin_check(game, *each) for each in zip(kinds, texts, references, strict=True)]
+    outcomes = [
+        proposal if isinstance(proposal, Reject) else game.kinds[kind].accept(proposal, _verdict(run), rng)
+        for kind, (proposal, run) in zip(kinds, begun, strict=True)
     ]
-    jobs = [game.kinds[p.kind].check(p) if isinstance(p, Proposal) else None for p in parsed]
-    jobs = [job and replace(job, runs=game.determinism_runs) for job in jobs]
-    return [
-        proposal if isinstance(proposal, Reject) else game.kinds[kind].accept(proposal, verdict, rng)
-        for kind, proposal, verdict in zip(kinds, parsed, _run(game.sandbox, jobs), strict=True)
-    ]
+    game.forget_queued()
+    return outcomes
+
+
+def _begin_check(
+    game: Game, kind: str, text: str, shown: Sequence[Task]
+) -> tuple[Proposal | Reject, Future[Verdict] | None]:
+    """Reads a proposal and queues what the sandbox has to run for it."""
+    proposal = game.kinds[kind].parse_proposal(text, shown)
+    job = game.kinds[kind].check(proposal) if isinstance(proposal, Proposal) else None
+    return proposal, game.queue(job and replace(job, runs=game.determinism_runs))
 
 
 def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
@@ -210,16 +244,9 @@ def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
     return [(game.archive.sample([row.kind], 1, rng) or game.archive.sample(names, 1, rng))[0] for row in rows]
 
 
-def _solve(
-    game: Game,
-    matches: Sequence[Match],
-    proposals: Sequence[Row],
-    outcomes: Sequence[Task | Reject],
-    fillers: Sequence[Task],
-) -> list[Row]:
-    """Phase 4: the matched student attempts each task G times; the share of right answers is the proposal's rho."""
+def _solve(game: Game, matches: Sequence[Match], proposals: Sequence[Row], tasks: Sequence[Task]) -> list[Row]:
+    """Phase 4: the matched student attempts each task G times."""
     student = {match.index: match.student for match in matches}
-    tasks = [o if isinstance(o, Task) else filler for o, filler in zip(outcomes, fillers, strict=True)]
     rows: list[Row] = []
     for slot, (proposal, task) in enumerate(zip(proposals, tasks, strict=True)):
         prompt = game.kinds[task.kind].solving_prompt(task, game.style)
@@ -238,16 +265,24 @@ def _solve(
             )
             for _ in range(game.attempts)
         ]
+
+    def seen(number: int, text: str) -> None:
+        task = tasks[number // game.attempts]
+        kind = game.kinds[task.kind]
+        game.queue(kind.trial(task, kind.parse_attempt(text, task)))
+
+    _complete(game, rows, seen)
+    return rows
+
+
+def _grade_attempts(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Sequence[Row]) -> None:
+    """Phase 4: the sandbox grades; the share of right answers is the proposal's rho."""
     owners = [task for task in tasks for _ in range(game.attempts)]
-    completions = game.generate([row.prompt for row in rows], [row.member for row in rows])
     answers = [
-        game.kinds[task.kind].parse_attempt(completion.text, task)
-        for task, completion in zip(owners, completions, strict=True)
+        game.kinds[task.kind].parse_attempt(row.completion.text, task) for task, row in zip(owners, rows, strict=True)
     ]
-    right = grade(game, owners, answers)
-    for row, completion, answer, is_right in zip(rows, completions, answers, right, strict=True):
-        row.completion, row.well_formed, row.correct = completion, answer.well_formed, is_right
-        row.reject_reason = answer.reason
+    for row, answer, is_right in zip(rows, answers, grade(game, owners, answers), strict=True):
+        row.well_formed, row.correct, row.reject_reason = answer.well_formed, is_right, answer.reason
     for slot, proposal in enumerate(proposals):
         group = rows[slot * game.attempts : (slot + 1) * game.attempts]
         rho = sum(row.correct for row in group) / game.attempts
@@ -255,25 +290,22 @@ def _solve(
             row.solve_rate = rho
         if proposal.valid:
             proposal.solve_rate = rho
-    return rows
 
 
 def grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list[bool]:
     """Which answers are right; equal answers to one task run once."""
     distinct = {(task.task_id, task.kind, answer): task for task, answer in zip(tasks, answers, strict=True)}
-    jobs = [game.kinds[kind].trial(task, answer) for (_, kind, answer), task in distinct.items()]
-    verdicts = _run(game.sandbox, jobs)
+    runs = [game.queue(game.kinds[kind].trial(task, answer)) for (_, kind, answer), task in distinct.items()]
     right = {
-        key: key[2].well_formed and game.kinds[key[1]].correct(task, key[2], verdict)
-        for (key, task), verdict in zip(distinct.items(), verdicts, strict=True)
+        key: key[2].well_formed and game.kinds[key[1]].correct(task, key[2], _verdict(run))
+        for (key, task), run in zip(distinct.items(), runs, strict=True)
     }
+    game.forget_queued()
     return [right[task.task_id, task.kind, answer] for task, answer in zip(tasks, answers, strict=True)]
 
 
-def _run(sandbox: Runner, jobs: Sequence[Job | None]) -> list[Verdict | None]:
-    """Runs the jobs that exist, in one batch, and puts the verdicts where the jobs were."""
-    verdicts = iter(sandbox.run([job for job in jobs if job is not None]))
-    return [None if job is None else next(verdicts) for job in jobs]
+def _verdict(run: Future[Verdict] | None) -> Verdict | None:
+    return None if run is None else run.result()
 
 
 def _record(row: Row) -> dict[str, Any]:
@@ -339,7 +371,7 @@ def _mean(values: Sequence[float]) -> float:
 
 @contextmanager
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Records the wall time of a phase."""
+    """Adds to the wall time of a phase."""
     start = time.perf_counter()
     yield
-    seconds[phase] = time.perf_counter() - start
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
