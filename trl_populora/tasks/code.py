@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from trl_populora.sandbox import literals, values
 from trl_populora.sandbox.jobs import Job, Status, Verdict
@@ -19,12 +21,24 @@ class CodeKind(TaskKind):
     A kind whose tasks are programs with a top-level `f`.
 
     The limits are class attributes, to be changed in a subclass. Nothing over a limit is ever cut: it is rejected.
+
+    Args:
+        strict (`bool`, *optional*, defaults to `False`): Whether `1`, `1.0` and `True` are different values. The
+            default compares like Python's `==`, as Absolute Zero Reasoner does.
+        tolerance (`float`, *optional*, defaults to `0.0`): Allowed difference between floats.
     """
 
     max_program_chars = 3000  # AZR's prompt budget of 6144 tokens holds K = 6 references of about this size
     max_value_chars = 400  # one input or output, as literals; AZR cuts outputs here and makes the cut text the gold
     max_answer_chars = 4000  # ten times the longest gold: longer answers are malformed, not merely wrong
     determinism_runs = 2  # paper: determinism is checked by running twice
+
+    def __init__(self, strict: bool = False, tolerance: float = 0.0):
+        self.strict, self.tolerance = strict, tolerance
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two canonical texts are the same answer."""
+        return values.equal(values.decode(one), values.decode(other), strict=self.strict, tolerance=self.tolerance)
 
     def read_program(self, text: str) -> str:
         """Checks a program's size, syntax and `f`; returns it without trailing blank lines."""
@@ -36,11 +50,18 @@ class CodeKind(TaskKind):
 
     def read_arguments(self, text: str, max_chars: int) -> str:
         """Canonical text of an argument list; literals only."""
+        return self._read(literals.read_arguments, text, max_chars)
+
+    def read_value(self, text: str, max_chars: int) -> str:
+        """Canonical text of one literal."""
+        return self._read(literals.read_literal, text, max_chars)
+
+    def _read(self, reader: Callable[[str], Any], text: str, max_chars: int) -> str:
         text = text.strip()
         if len(text) > max_chars:
-            raise ProgramError(Reject.OVERSIZED, f"arguments of {len(text)} characters")
+            raise ProgramError(Reject.OVERSIZED, f"{len(text)} characters")
         try:
-            return values.encode(literals.read_arguments(text))
+            return values.encode(reader(text))
         except ValueError as error:  # LiteralError, and values over the encoder's budgets
             raise ProgramError(Reject.ARGUMENTS, str(error)) from error
 
@@ -68,7 +89,14 @@ class CodeKind(TaskKind):
 
 
 class ProgramWithInput(CodeKind):
-    """code_o and code_i: the proposal is a program and one input; the two differ in what the solver must find."""
+    """
+    code_o and code_i: the proposal is a program and one input; the two differ in what the solver must find.
+
+    A subclass names the fence of the solver's answer (`answer_fence`) and its instruction (`instruction`).
+    """
+
+    answer_fence: str
+    instruction: str
 
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         templates.check_style(style)
@@ -100,6 +128,28 @@ class ProgramWithInput(CodeKind):
         if isinstance(outputs, Reject):
             return outputs
         return Task(self.name, proposal.program, proposal.inputs, outputs)
+
+    @abstractmethod
+    def given(self, task: Task) -> tuple[str, str]:
+        """The block that the solver is shown beside the program."""
+
+    @abstractmethod
+    def read_answer(self, written: str) -> str:
+        """Canonical text of what the solver wrote into its block."""
+
+    def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
+        templates.check_style(style)
+        shown = templates.fenced(templates.program_block(task.program), self.given(task))
+        if style == "compact":
+            return templates.compact_turn(f"solve {self.name}", [shown])
+        return templates.user_turn(self.instruction.format(task=shown))
+
+    def parse_attempt(self, text: str, task: Task) -> Attempt:
+        try:
+            (written,) = read_blocks(text, (self.answer_fence,))
+            return Attempt(True, self.read_answer(written))
+        except (FormatError, ProgramError) as error:
+            return self.malformed(error)
 
 
 def reason_of(error: FormatError | ProgramError) -> Reject:

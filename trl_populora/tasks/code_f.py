@@ -24,8 +24,7 @@ class CodeF(CodeKind):
 
     Args:
         inputs_per_task (`int`, *optional*, defaults to `10`): Inputs of one task (Absolute Zero Reasoner).
-        strict (`bool`, *optional*, defaults to `False`): Whether `1`, `1.0` and `True` are different outputs.
-        tolerance (`float`, *optional*, defaults to `0.0`): Allowed difference between floats.
+        strict, tolerance (*optional*): As in [`CodeKind`].
 
     Raises:
         `ValueError`: If there are too few inputs for one visible and one hidden pair.
@@ -41,9 +40,8 @@ class CodeF(CodeKind):
             raise ValueError(
                 f"`inputs_per_task` must be at least 2, one visible and one hidden pair, got {inputs_per_task}."
             )
+        super().__init__(strict, tolerance)
         self.inputs_per_task = inputs_per_task
-        self.strict = strict
-        self.tolerance = tolerance
 
     def reference_count(self, k: int) -> int:
         """One: the program that the inputs are written for."""
@@ -129,8 +127,7 @@ class CodeF(CodeKind):
             return False
         hidden = task.outputs[task.visible :]
         return len(verdict.outputs) == len(hidden) and all(
-            values.equal(values.decode(returned), values.decode(gold), strict=self.strict, tolerance=self.tolerance)
-            for returned, gold in zip(verdict.outputs, hidden, strict=True)
+            self.same(returned, gold) for returned, gold in zip(verdict.outputs, hidden, strict=True)
         )
 
     def _known_program(self, references: Sequence[Task]) -> str:
