@@ -193,6 +193,15 @@ def test_an_honest_slow_program_among_endless_ones_is_not_called_endless():
         assert {future.result().status for future in loops if future.done()} <= {"timeout"}
 
 
+def test_where_memory_is_short_nobody_outstays_its_limit():
+    """One place in the background: the first loop in it must not sit there ten times its limit while others wait."""
+    with Sandbox(workers=1, limits=Limits(wall_seconds=0.3)) as box:
+        box._supervisor.room_in_background = 0
+        first, *others = box.run([Job(f"{LOOP}\n# {i}", ONE) for i in range(20)])
+    assert {verdict.status for verdict in (first, *others)} == {"timeout"}
+    assert first.wall_seconds < 1.5
+
+
 def test_low_memory_is_reported_and_other_jobs_go_on():
     bomb = "def f(x):\n    a = []\n    while True: a.append(bytes(10**6))"
     with Sandbox(workers=2) as box:
