@@ -5,6 +5,7 @@ Everything is checked here, before training starts, and each refusal names the v
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -27,6 +28,8 @@ from trl_populora.tasks import CodeF, load_seed_tasks, resolve_kind
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
 
+
+logger = logging.getLogger(__name__)
 
 TINY = "tiny"
 
@@ -169,6 +172,7 @@ def make_sandbox(args: PopuLoRAConfig) -> Runner:
                 cores=cores,
                 bubblewrap=args.sandbox_bubblewrap,
             )
+            _log_level(own)
             address = own.share() if len(bound) > 1 else ""
         except RuntimeError as error:
             failure = str(error)
@@ -179,6 +183,18 @@ def make_sandbox(args: PopuLoRAConfig) -> Runner:
             own.close()
         raise RuntimeError(failures[0])
     return own or SandboxClient(told[owner][0], limits)
+
+
+def _log_level(sandbox: Sandbox) -> None:
+    """What the walls are in this run; a warning where there are none."""
+    missing = [f"{name} ({reason})" for name, reason in sandbox.report()["layers"].items() if reason]
+    logger.log(
+        logging.WARNING if sandbox.level == "C" else logging.INFO,
+        "The sandbox runs %d programs at a time, at level %s. Layers that do not hold: %s.",
+        sandbox.workers,
+        sandbox.level,
+        ", ".join(missing) or "none",
+    )
 
 
 def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:

@@ -76,7 +76,11 @@ class Sandbox(Runner):
         return self._supervisor.report()
 
     def share(self) -> str:
-        """Let other processes of this user on this host use the pool; the address for their [`SandboxClient`]."""
+        """
+        Let other processes of this user on this host use the pool; returns the address for their [`SandboxClient`].
+
+        Close it after them: what they still wait for then ends with an error.
+        """
         with self._closing:
             if self._supervisor.closed:
                 raise RuntimeError("the sandbox is closed")
