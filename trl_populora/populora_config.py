@@ -240,7 +240,8 @@ class PopuLoRAConfig(GRPOConfig):
             self.ddp_find_unused_parameters = False  # every member takes part in every backward
         self.generation_batch_size = rows
         wanted_accumulation = self.gradient_accumulation_steps
-        self.gradient_accumulation_steps = self._micro_batches()
+        # `self.world_size` exists only once TrainingArguments has set up the devices; every launcher sets WORLD_SIZE.
+        self.gradient_accumulation_steps = self.micro_batches(int(os.environ.get("WORLD_SIZE", "1")))
         if wanted_accumulation not in (1, self.gradient_accumulation_steps):
             raise ValueError(
                 f"`gradient_accumulation_steps={wanted_accumulation}`: one population step is one optimizer step, so "
@@ -336,11 +337,14 @@ class PopuLoRAConfig(GRPOConfig):
                 "it at 'no'; score a saved member with `trl_populora.evaluation` or any PEFT evaluation."
             )
 
-    def _micro_batches(self) -> int:
-        """Micro-batches of one step per process; a population that does not fit is refused with a size that does."""
-        # `self.world_size` exists only once TrainingArguments has set up the devices; every launcher sets WORLD_SIZE.
-        rows, world = self.rows_per_step, int(os.environ.get("WORLD_SIZE", "1"))
-        per_device = self.per_device_train_batch_size
+    def micro_batches(self, world: int) -> int:
+        """
+        Micro-batches of one step per process, with `world` processes.
+
+        Raises:
+            `ValueError`: If the population does not fit; the message names a size that does.
+        """
+        rows, per_device = self.rows_per_step, self.per_device_train_batch_size
         if self.proposals_per_teacher % world:
             raise ValueError(
                 f"`proposals_per_teacher={self.proposals_per_teacher}` must be a multiple of the {world} processes, "
