@@ -26,7 +26,7 @@ from trl_populora.evaluation import solve_rates
 from trl_populora.loading import make_sandbox
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.tasks import CodeI, CodeO, TaskArchive, load_seed_tasks
+from trl_populora.tasks import CodeO, TaskArchive
 from trl_populora.tasks.base import Reject, Task
 
 
@@ -46,10 +46,6 @@ class FixedO(ArchiveOnly, CodeO):
     """code_o from the archive alone."""
 
 
-class FixedI(ArchiveOnly, CodeI):
-    """code_i from the archive alone."""
-
-
 class OneRoleTrainer(PopuLoRATrainer):
     """Leaves the members of one role where they are: their learning rate is zero."""
 
@@ -63,13 +59,6 @@ class OneRoleTrainer(PopuLoRATrainer):
         return optimizer
 
 
-def split_seeds(kinds: tuple[str, ...], train: int, seed: int) -> tuple[list[Task], list[Task]]:
-    """The package's seed tasks of some kinds: `train` of them to learn from, the others held out."""
-    tasks = [task for task in load_seed_tasks() if task.kind in kinds]
-    random.Random(seed).shuffle(tasks)
-    return tasks[:train], tasks[train:]
-
-
 def hard_tasks(count: int, seed: int, held_out: bool = False) -> list[Task]:
     """Different code_o tasks of the two hardest levels; `held_out` draws from programs kept out of the base's training."""
     writer = DialogueWriter(random.Random(f"{seed}/{held_out}"), held_out)
@@ -79,12 +68,37 @@ def hard_tasks(count: int, seed: int, held_out: bool = False) -> list[Task]:
     return list(archive)
 
 
+def make_trainer(output: Path | str, frozen_role: str, tasks: list[Task] | None, **settings) -> OneRoleTrainer:
+    """A trainer of one role on the embedded base, nobody replaced, nothing saved; `tasks` seed its archive."""
+    args = PopuLoRAConfig(
+        str(output),
+        evolve_every=0,
+        save_rollouts=False,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        **settings,
+    )
+    trainer = OneRoleTrainer(
+        "tiny",
+        args=args,
+        train_dataset=None if tasks is None else Dataset.from_list([task.to_record() for task in tasks]),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+    )
+    trainer.frozen_role = frozen_role
+    return trainer
+
+
 def run(check: str, seed: int, steps: int, learning_rate: float, output: str) -> dict[str, float]:
     """One seed of one check; returns its figures."""
     student = check == "student"
     train, held_out = hard_tasks(FIXED_TASKS, seed), hard_tasks(HELD_OUT_TASKS, seed, held_out=True)
-    args = PopuLoRAConfig(
+    trainer = make_trainer(
         f"{output}/{check}_{seed}",
+        frozen_role="teacher" if student else "student",
+        tasks=train if student else None,
         seed=seed,
         teachers=1,
         students=1,
@@ -96,21 +110,7 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
         max_completion_length=48 if student else 160,  # an answer, or a program with its input
         max_steps=steps,
         learning_rate=learning_rate,
-        evolve_every=0,
-        save_rollouts=False,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
     )
-    trainer = OneRoleTrainer(
-        "tiny",
-        args=args,
-        train_dataset=Dataset.from_list([task.to_record() for task in train]) if student else None,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
-    )
-    trainer.frozen_role = "teacher" if student else "student"
     figures = {"seed": seed, "steps": steps}
     if student:
         figures["held_out_tasks"] = len(held_out)
@@ -121,7 +121,7 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
     figures["reward_first"] = statistics.fmean(rewards[:fifth])
     figures["reward_last"] = statistics.fmean(rewards[-fifth:])
     if student:
-        with make_sandbox(args) as trainer.game.sandbox:  # the run's own is closed by now
+        with make_sandbox(trainer.args) as trainer.game.sandbox:  # the run's own is closed by now
             figures["held_out_after"] = mean_solve_rate(trainer, held_out)
     return figures
 

@@ -24,16 +24,13 @@ import time
 from pathlib import Path
 
 import torch
-from check_learning import OneRoleTrainer, hard_tasks
-from datasets import Dataset
-from peft import LoraConfig
+from check_learning import OneRoleTrainer, hard_tasks, make_trainer
 from transformers import TrainerCallback
 
 from trl_populora.adapters.weights import read_member
 from trl_populora.evolution import DEFAULT_CROSSOVERS, DEFAULT_MUTATIONS
 from trl_populora.factors import Factors, compare
 from trl_populora.operators import CROSSOVERS, MUTATIONS
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.rewards import student_reward
 from trl_populora.rollout import Row
 from trl_populora.tasks import TaskArchive
@@ -90,8 +87,10 @@ def train_students(
         `tuple[list[Factors], list[list[float]]]`: Their final factors and their reward after each number of updates.
     """
     tasks = hard_tasks(TASKS, seed)
-    args = PopuLoRAConfig(
-        str(output),
+    trainer = make_trainer(
+        output,
+        frozen_role="teacher",
+        tasks=tasks,
         seed=seed,
         teachers=count,
         students=count,
@@ -104,21 +103,7 @@ def train_students(
         max_steps=steps,
         learning_rate=1e-3,
         matchmaking="uniform",
-        evolve_every=0,
-        save_rollouts=False,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
     )
-    trainer = OneRoleTrainer(
-        "tiny",
-        args=args,
-        train_dataset=Dataset.from_list([task.to_record() for task in tasks]),
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
-    )
-    trainer.frozen_role = "teacher"
     trainer.game.archive = InTurn(tasks)
     names = [member.name for member in trainer.population.students]
     for name, given in zip(names, factors or [], strict=False):
