@@ -29,6 +29,12 @@ def test_a_rank_count_that_does_not_divide_is_refused(make_args, monkeypatch):
         make_args(proposals_per_teacher=4)
 
 
+def test_a_batch_larger_than_a_rank_has_rows_is_refused(make_args, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"24 rows.*`per_device_train_batch_size=12` works"):
+        make_args(per_device_train_batch_size=24)
+
+
 @pytest.mark.parametrize("overrides", [{"per_device_train_batch_size": 7}, {"proposals_per_teacher": 5}])
 def test_the_way_out_of_a_bad_batch_works(make_args, overrides):
     sizes = {"teachers": 3, "attempts_per_task": 4, "proposals_per_teacher": 4, **overrides}

@@ -354,10 +354,10 @@ class PopuLoRAConfig(GRPOConfig):
         if rows % (per_device * world):
             local = rows // world
             fits = max(size for size in range(1, per_device + 1) if local % size == 0)
-            above = next(size for size in range(per_device, local + 1) if local % size == 0)
+            above = next((f" or {size}" for size in range(per_device, local + 1) if local % size == 0), "")
             raise ValueError(
                 f"One population step has {rows} rows (teachers * proposals_per_teacher * (1 + attempts_per_task)), "
                 f"which `per_device_train_batch_size={per_device}` times {world} process(es) does not divide. "
-                f"`per_device_train_batch_size={fits}` or {above} works."
+                f"`per_device_train_batch_size={fits}`{above} works."
             )
         return rows // (per_device * world)
