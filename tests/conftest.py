@@ -121,6 +121,31 @@ def lora():
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 
 
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """What `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` in the environment would do, had the client not been imported yet."""
+    import huggingface_hub
+    import transformers
+
+    from tests.hub_server import HubServer
+
+    server = HubServer()
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+    monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
+    yield server
+    server.shutdown()
+
+
 PROGRAMS = [  # program, argument tuples
     ("def f(a):\n    return a + 1", [(1,), (2,), (5,), (9,)]),
     ("def f(a, b):\n    return a * b", [(2, 3), (4, 5), (0, 7), (1, 1)]),

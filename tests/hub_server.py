@@ -16,12 +16,20 @@ from urllib.parse import parse_qs, unquote, urlparse
 LFS = (".safetensors", ".parquet", ".pt", ".png")
 
 
+API = r"/api/(models|datasets)/([^/]+/[^/]+)"  # of a repository
+
+
+def _repo(match: re.Match) -> str:
+    return match[2] if match[1] == "models" else f"datasets/{match[2]}"
+
+
 class HubServer(ThreadingHTTPServer):
     """
     Repositories in memory.
 
     Attributes:
-        repos (`dict[str, dict[str, bytes]]`): Contents of the main branch by repository and path.
+        repos (`dict[str, dict[str, bytes]]`): Contents of the main branch by repository and path; a dataset's name begins
+            with `datasets/`.
         tokens (`dict[str, str]`): `"write"` or `"read"` by token.
         messages (`list[str]`): Commit messages, in order.
         dies_at (`str` or `None`): `"commit"` or `"lfs"`: the connection is closed there, without an answer.
@@ -62,9 +70,14 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             asked = json.loads(body)
             repo = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            if asked.get("type") == "dataset":
+                repo = f"datasets/{repo}"
             self.server.repos.setdefault(repo, {})
             return self._json({"url": f"{self.server.url}/{repo}", "name": repo})
-        if match := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
+        if match := re.fullmatch(API + r"/paths-info/[^/]+", path):
+            asked = parse_qs(body.decode())["paths"] if b"paths=" in body else json.loads(body)["paths"]
+            return self._json([entry for entry in self._entries(_repo(match)) if entry["path"] in asked])
+        if match := re.fullmatch(API + r"/preupload/main", path):
             files = [
                 {
                     "path": file["path"],
@@ -78,8 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path.endswith(".git/info/lfs/objects/batch"):
             objects = [self._lfs_object(asked["oid"], asked["size"]) for asked in json.loads(body)["objects"]]
             return self._json({"transfer": "basic", "objects": objects}, kind="application/vnd.git-lfs+json")
-        if match := re.fullmatch(r"/api/models/(.+)/commit/main", path):
-            return self._commit(match[1], body)
+        if match := re.fullmatch(API + r"/commit/main", path):
+            return self._commit(_repo(match), body)
         return self._json({"error": f"unknown {path}"}, 404)
 
     def _lfs_object(self, oid: str, size: int) -> dict[str, Any]:
@@ -114,20 +127,24 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         url = urlparse(self.path)
         path = unquote(url.path)
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
-            if match[1] not in self.server.repos:
+        if match := re.fullmatch(API + r"(/revision/[^/]+)?", path):
+            repo = _repo(match)
+            if repo not in self.server.repos:
                 return self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
-            names = [{"rfilename": name} for name in self.server.repos[match[1]]]
-            return self._json({"id": match[1], "sha": self._sha(match[1]), "siblings": names, "private": False})
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+(/.*)?", path):
-            assert "recursive" in parse_qs(url.query)
-            files = self.server.repos[match[1]]
-            return self._json([{"type": "file", "path": n, "size": len(c), "oid": "0" * 40} for n, c in files.items()])
-        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
+            names = [{"rfilename": name} for name in self.server.repos[repo]]
+            return self._json({"id": match[2], "sha": self._sha(repo), "siblings": names, "private": False})
+        if match := re.fullmatch(API + r"/tree/[^/]+", path):
+            return self._json(self._entries(_repo(match)))
+        if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             return self._file(match[1], match[2])
         return self._json({"error": f"unknown {path}"}, 404)
 
     do_HEAD = do_GET
+
+    def _entries(self, repo: str) -> list[dict[str, Any]]:
+        """All files of a repository; it is flat enough to be listed whole."""
+        files = self.server.repos[repo]
+        return [{"type": "file", "path": n, "size": len(c), "oid": "0" * 40} for n, c in files.items()]
 
     def _file(self, repo: str, name: str):
         content = self.server.repos.get(repo, {}).get(name)

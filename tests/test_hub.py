@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,35 +14,15 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-import transformers
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.hub_server import HubServer
 from tests.populora_run import make_trainer
 from trl_populora.adapters.weights import read_member
-from trl_populora.hub import push_run
+from trl_populora.hub import push_archive, push_run
+from trl_populora.model_card import PICTURES
 from trl_populora.population import Population
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """What `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` in the environment would do, had the client not been imported yet."""
-    server = HubServer()
-    constants = huggingface_hub.constants
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-    monkeypatch.setenv("HF_TOKEN", "hf_writer")
-    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
-    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
-    yield server
-    server.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +111,13 @@ class TestPushed:
         ):
             assert text in card, text
 
+    def test_the_card_shows_pictures_that_were_pushed(self, hub, finished):
+        push_run(finished.args.output_dir, "me/pictures")
+        files = hub.repos["me/pictures"]
+        shown = re.findall(r'src="(plots/[^"]+)"', files["README.md"].decode())
+        assert shown == [f"plots/{name}.png" for name in PICTURES]
+        assert all(files[name].startswith(b"\x89PNG") for name in shown)
+
 
 class TestWhileTraining:
     @pytest.mark.parametrize(("strategy", "folder"), [("every_save", None), ("checkpoint", "last-checkpoint")])
@@ -148,6 +137,8 @@ class TestWhileTraining:
             "Training in progress, step 2",
         ]
         files = hub.repos["me/live"]
+        assert b'src="plots/curriculum.png"' in files["README.md"]
+        assert files["plots/curriculum.png"].startswith(b"\x89PNG")
         assert json.loads(files["population.json"])["step"] == 2
         assert {"adapter_model.safetensors", "members/teacher_0/adapter_model.safetensors", "metrics.jsonl"} <= set(
             files
@@ -208,7 +199,18 @@ class TestFailures:
             make_trainer(base, str(tmp_path / "run"), {"warm_start": str(path)})
 
 
-def test_the_command_pushes_to_hf_endpoint(finished, tmp_path):
+OPEN_DATASET = """
+from datasets import load_dataset
+from trl_populora.__main__ import read_seed_tasks
+from trl_populora.tasks.archive import TaskArchive
+
+table = load_dataset("me/tasks", split="train")
+archive = TaskArchive.from_dataset(read_seed_tasks("me/tasks"))
+print("rows", len(table), "tasks", len(archive), "rated", sum(rate is not None for rate in table["solve_rate"]))
+"""
+
+
+def test_the_command_pushes_population_and_archive_to_hf_endpoint(finished, tmp_path):
     server = HubServer()
     environment = {
         "HF_ENDPOINT": server.url,
@@ -216,15 +218,49 @@ def test_the_command_pushes_to_hf_endpoint(finished, tmp_path):
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_OFFLINE": "0",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "trl_populora", "push", finished.args.output_dir, "--repo", "me/command"],
-        env=os.environ | environment | {"HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    server.shutdown()
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "me/command/commit/" in done.stdout
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env=os.environ | environment | {"HF_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    path, repos = finished.args.output_dir, ["--repo", "me/command", "--archive_repo", "me/tasks"]
+    said = run("-m", "trl_populora", "push", path, *repos)
+    assert "me/command/commit/" in said
+    assert "datasets/me/tasks/commit/" in said
     assert "population.json" in server.repos["me/command"]
+    assert server.repos["datasets/me/tasks"].keys() == {"archive.parquet", "README.md"}
+
+    archive = list(finished.archive.entries())
+    rated = sum(note is not None and note[1] is not None for _, _, note in archive)
+    assert rated
+    assert f"rows {len(archive)} tasks {len(archive)} rated {rated}" in run("-c", OPEN_DATASET)
+    server.shutdown()
+
+
+class TestArchive:
+    def test_the_card_tells_what_it_holds(self, hub, finished):
+        push_archive(finished.args.output_dir, "me/archive")
+        card = hub.repos["datasets/me/archive"]["README.md"].decode()
+        metadata = huggingface_hub.DatasetCard(card).data
+        assert metadata.configs == [{"config_name": "default", "data_files": "archive.parquet"}]
+        assert 'load_dataset("me/archive", split="train")' in card
+        assert f"{len(finished.archive)} small verifiable" in card
+        assert "| code_f | 4 |" in card
+
+    def test_a_failed_push_says_how_to_complete_it(self, hub, finished, monkeypatch):
+        monkeypatch.setenv("HF_TOKEN", "hf_reader")
+        with pytest.raises(RuntimeError, match="may not write to me/archive.*--archive_repo me/archive` completes"):
+            push_archive(finished.args.output_dir, "me/archive")
+
+    def test_a_run_without_an_archive(self, hub, finished, tmp_path):
+        shutil.copy(Path(finished.args.output_dir, "population.json"), tmp_path)
+        with pytest.raises(ValueError, match=r"archive.parquet cannot be read"):
+            push_archive(tmp_path, "me/archive")

@@ -20,7 +20,7 @@ FLOORS = [
     {"matchmaking", "rewards", "advantages", "adapters", "populora_config", "retention"},
     {"batching", "rollout", "retention", "generation", "progress", "loading", "saved_population", "report_plots"},
     {"report_page"},
-    {"evolution", "records", "model_card", "report"},
+    {"evolution", "records", "model_card", "archive_card", "report"},
     {"checkpoint"},
     {"hub"},
     {"populora_trainer"},

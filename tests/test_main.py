@@ -9,7 +9,10 @@ import pytest
 from trl import ModelConfig, TrlParser
 
 from trl_populora import __main__ as cli
+from trl_populora.loading import load_archive, make_kinds
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.archive_table import save_archive
 
 
 MEMBER = {"mu": 25.0, "sigma": 8.0, "age": 3, "born": 0, "version": 0, "operator": "init", "parents": []}
@@ -48,6 +51,11 @@ def test_info_prints_the_best_first(saved, capsys, monkeypatch):
     assert printed.index("teacher_0") < printed.index("student_1") < printed.index("student_0")
 
 
+def test_a_push_to_nowhere_is_refused(saved):
+    with pytest.raises(SystemExit, match="^populora push: nothing to push to; give `--repo"):
+        cli.main(["push", saved])
+
+
 @pytest.mark.parametrize("command", ["info", "report"])
 def test_what_the_user_can_mend_is_one_line(command, tmp_path):
     with pytest.raises(SystemExit, match=rf"^populora {command}: .*(cannot be read|holds no metrics.jsonl)"):
@@ -64,6 +72,20 @@ def test_training_options_are_grouped_as_the_config_is(capsys):
     positions = [text.index(part) for part in order]
     assert positions == sorted(positions)
     assert text.count("  --teachers ") == 1
+
+
+def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, tmp_path):
+    earlier, path = TaskArchive(), tmp_path / "archive.parquet"
+    for task in seed_tasks:
+        earlier.add(task)
+    earlier.note(seed_tasks[0], solve_rate=0.5)
+    save_archive(earlier, path)
+    (tmp_path / "config.yaml").write_text(f"output_dir: {tmp_path}\nseed_tasks: {path}\nuse_cpu: true\nbf16: false\n")
+    parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, ModelConfig))
+    recipe, _, _ = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
+    args = make_args()
+    archive = load_archive(cli.read_seed_tasks(recipe.seed_tasks), make_kinds(args), args)
+    assert list(archive) == list(earlier)
 
 
 def test_yaml_and_overrides_reach_the_config(tmp_path):

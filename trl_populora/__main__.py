@@ -44,7 +44,8 @@ class PushArguments:
     """What `populora push` needs."""
 
     run: str = field(metadata={"help": "Directory of a finished run."})
-    repo: str = field(metadata={"help": "Repository on the Hub, user/name; made if there is none."})
+    repo: str | None = field(default=None, metadata={"help": "Repository on the Hub, user/name; made if absent."})
+    archive_repo: str | None = field(default=None, metadata={"help": "Dataset repository for the run's task archive."})
     token: str | None = field(default=None, metadata={"help": "Write token; that of `hf auth login` by default."})
     private: bool = field(default=False, metadata={"help": "Make a new repository private."})
 
@@ -176,11 +177,15 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def push(arguments: Sequence[str]) -> None:
-    """Uploads a finished run to the Hub."""
-    from trl_populora.hub import push_run
+    """Uploads a finished run to the Hub, its task archive as a dataset, or both."""
+    from trl_populora.hub import push_archive, push_run
 
     (options,) = _parse(PushArguments, "push", arguments)
-    _say(f"Pushed to {push_run(options.run, options.repo, options.token, options.private or None)}.")
+    if options.repo is None and options.archive_repo is None:
+        raise ValueError("nothing to push to; give `--repo user/name`, `--archive_repo user/tasks`, or both.")
+    for upload, repo in ((push_run, options.repo), (push_archive, options.archive_repo)):
+        if repo is not None:
+            _say(f"Pushed to {upload(options.run, repo, options.token, options.private or None)}.")
 
 
 def info(arguments: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 
 A repository, like the run's directory, has at its root the best student as an ordinary adapter, so that
 `PeftModel.from_pretrained(base, repo)` works, and beside it `members/<name>/`, `population.json`, `lineage.jsonl`,
-`archive.parquet`, `metrics.jsonl`, `times.jsonl` and the model card.
+`archive.parquet`, `metrics.jsonl`, `times.jsonl`, `plots/` and the model card. The archive may go to a dataset
+repository, too.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, LocalTokenNotFoundError
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
+from trl_populora.archive_card import archive_card
 from trl_populora.checkpoint import ResumableTrainer, write_member_file
-from trl_populora.model_card import write_card
+from trl_populora.model_card import PICTURES, write_card
 from trl_populora.population import PRIOR_SIGMA
+from trl_populora.report import draw_plots, load_run
 from trl_populora.saved_population import check_same_shape, read_json
 
 
@@ -52,7 +55,7 @@ class PublishingTrainer(ResumableTrainer):
 
     - `_save`: puts the best student at the root of the run.
     - `create_model_card`: ratings, lineage, how to load one member or all.
-    - `init_hf_repo`, `push_to_hub`: a failed upload says why, and how to complete it.
+    - `init_hf_repo`, `push_to_hub`: a failed upload says why, and how to complete it; the card gets its pictures.
     - `_push_from_checkpoint`, `_finish_current_push`: uploads a frozen copy while training goes on.
     """
 
@@ -73,6 +76,8 @@ class PublishingTrainer(ResumableTrainer):
             super().init_hf_repo(token=token, **kwargs)
 
     def push_to_hub(self, commit_message="End of training", **kwargs):
+        if self.is_world_process_zero():
+            draw_for_card(Path(self.args.output_dir))
         with explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
             return super().push_to_hub(commit_message=commit_message, **kwargs)
 
@@ -86,6 +91,7 @@ class PublishingTrainer(ResumableTrainer):
             shutil.rmtree(Path(self.args.output_dir, STAGES), ignore_errors=True)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         stage = make_stage(Path(self.args.output_dir), Path(checkpoint_folder), self.args.hub_strategy)
+        draw_for_card(stage)
         write_card(stage, self.hub_model_id.split("/")[-1])
         job = HfApi().upload_folder(
             repo_id=self.hub_model_id,
@@ -114,6 +120,14 @@ def place_best_student(root: Path) -> None:
         unfinished = root / f"{name}.tmp"
         shutil.copyfile(best / name, unfinished)
         unfinished.replace(root / name)
+
+
+def draw_for_card(root: Path) -> None:
+    """Draws the pictures of the model card into `plots/`; a card without them is no reason to stop."""
+    try:
+        draw_plots(load_run(root), root / "plots", PICTURES)
+    except (ImportError, ValueError) as reason:  # the `report` extra is not installed, or no step was logged
+        logger.warning("The model card of %s goes without pictures: %s", root, reason)
 
 
 def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
@@ -172,6 +186,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
     root = Path(run)
     read_json(root / "population.json")
     place_best_student(root)
+    draw_for_card(root)
     write_card(root, repo.split("/")[-1])
     with explained(repo, str(run)):
         repo = HfApi().create_repo(repo, token=token, private=private, exist_ok=True).repo_id
@@ -185,24 +200,59 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
     return commit.commit_url
 
 
+def push_archive(run: str | Path, repo: str, token: str | None = None, private: bool | None = None) -> str:
+    """
+    Uploads the task archive of a run as a dataset, with a card, and makes the repository if there is none.
+
+    `load_dataset(repo)` opens it, and the table seeds another run as `train_dataset`.
+
+    Args:
+        run (`str` or `Path`): The run's `output_dir`, saved with `save_model()`, or a checkpoint.
+        repo (`str`): `user/name`, of a dataset.
+        token (`str`, *optional*): Write token; the one of `hf auth login` by default.
+        private (`bool`, *optional*): For a new repository.
+
+    Returns:
+        `str`: Address of the commit.
+
+    Raises:
+        `ValueError`: If the directory holds no saved archive.
+        `RuntimeError`: If the upload fails; the message says why and how to complete it.
+    """
+    path = Path(run, "archive.parquet")
+    card = archive_card(path, read_json(Path(run, "population.json")), repo)
+    with explained(repo, str(run), "--archive_repo"):
+        repo = HfApi().create_repo(repo, token=token, private=private, repo_type="dataset", exist_ok=True).repo_id
+        commit = HfApi().create_commit(
+            repo_id=repo,
+            repo_type="dataset",
+            operations=[CommitOperationAdd(path.name, path), CommitOperationAdd("README.md", card.encode())],
+            commit_message="Upload task archive",
+            token=token,
+        )
+    return commit.commit_url
+
+
 @contextmanager
-def explained(repo: str, run: str) -> Iterator[None]:
+def explained(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
     """Turns what may go wrong between here and the Hub into one error that says why and what to do."""
     try:
         yield
     except LocalTokenNotFoundError as error:
-        raise RuntimeError(_advice("there is no token; run `hf auth login` or set `HF_TOKEN`", repo, run)) from error
+        reason = "there is no token; run `hf auth login` or set `HF_TOKEN`"
+        raise RuntimeError(_advice(reason, repo, run, option)) from error
     except HfHubHTTPError as error:
         reasons = {
             401: "the token is missing or not valid; run `hf auth login` or set `HF_TOKEN` or `hub_token`",
             403: f"the token may not write to {repo}; use one with write access, or another `hub_model_id`",
         }
         status = error.response.status_code
-        raise RuntimeError(_advice(reasons.get(status, f"status {status}, {error!s:.300}"), repo, run)) from error
+        reason = reasons.get(status, f"status {status}, {error!s:.300}")
+        raise RuntimeError(_advice(reason, repo, run, option)) from error
     except Exception as error:
         if not _is_connection(error):
             raise
-        raise RuntimeError(_advice(f"the connection failed ({error!r:.300})", repo, run)) from error
+        raise RuntimeError(_advice(f"the connection failed ({error!r:.300})", repo, run, option)) from error
 
 
 def _is_connection(error: Exception) -> bool:
@@ -212,10 +262,10 @@ def _is_connection(error: Exception) -> bool:
     return isinstance(error, (ConnectionError, HfHubHTTPError)) or type(error).__module__.startswith("httpx")
 
 
-def _advice(reason: str, repo: str, run: str) -> str:
+def _advice(reason: str, repo: str, run: str, option: str) -> str:
     return (
         f"Pushing {run} to {repo} at {constants.ENDPOINT} failed: {reason}. The local files are intact; "
-        f"`populora push {run} --repo {repo}` completes the upload."
+        f"`populora push {run} {option} {repo}` completes the upload."
     )
 
 

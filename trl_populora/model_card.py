@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from trl_populora.report_plots import PLOTS
 from trl_populora.saved_population import read_json
 
 
@@ -90,7 +91,7 @@ vllm serve {base} --enable-lora --max-loras {members} --max-lora-rank {vllm_rank
 # vLLM knows these ranks only; a smaller adapter runs under the next one.
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _LINEAGE_ROWS = 40
-_SHOWN = ("ratings_teachers", "ratings_students", "curriculum", "coverage")  # written by `populora report`
+PICTURES = ("ratings_teachers", "ratings_students", "solve_rate", "curriculum", "coverage")  # drawn when pushing
 
 
 def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, details: dict | None = None) -> None:
@@ -153,9 +154,12 @@ def _ratings(members: list[dict[str, Any]]) -> str:
 
 
 def _plots(root: Path) -> str:
-    pictures = [path for path in sorted(root.glob("plots/*.png")) if path.stem in _SHOWN]
-    lines = [f"![{path.stem} over the steps](plots/{path.name})" for path in pictures]
-    return "\n".join(["", *lines, ""])
+    names = [name for name in PICTURES if (root / "plots" / f"{name}.png").exists()]
+    if not names:
+        return ""
+    titles = {plot.name: plot.title for plot in PLOTS}
+    images = [f'<img alt="{titles[name]}" src="plots/{name}.png" width="400">' for name in names]
+    return "\n".join(["", "## The run in pictures", "", *images, ""])
 
 
 def _lora(lora: dict[str, Any]) -> str:

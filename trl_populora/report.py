@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_populora.report_page import page
-from trl_populora.report_plots import DPI, PLOTS, STYLE, WIDTH, Run, draw, draw_payoff
+from trl_populora.report_plots import DPI, PLOTS, STYLE, WIDTH, Plot, Run, draw, draw_payoff
 
 
 if TYPE_CHECKING:
@@ -132,11 +132,17 @@ def write_report(run: str | Path, directory: str | Path | None = None) -> Path:
     """
     records = load_run(run)
     target = Path(run if directory is None else directory)
-    (target / "plots").mkdir(parents=True, exist_ok=True)
-    drawn = [(plot, draw(plot, records, target / "plots")) for plot in PLOTS if records.rows or not plot.needs_rows]
+    drawn = draw_plots(records, target / "plots")
     unfinished = target / "report.html.tmp"
     unfinished.write_text(page(records, drawn, load_samples(run)), encoding="utf-8")
     return unfinished.replace(target / "report.html")
+
+
+def draw_plots(records: Run, directory: Path, names: Sequence[str] | None = None) -> list[tuple[Plot, Path]]:
+    """Draws a run's pictures, or those named, into `directory/<name>.png`; without rollouts some cannot be."""
+    directory.mkdir(parents=True, exist_ok=True)
+    wanted = [plot for plot in PLOTS if names is None or plot.name in names]
+    return [(plot, draw(plot, records, directory)) for plot in wanted if records.rows or not plot.needs_rows]
 
 
 def load_population(run: str | Path) -> dict[str, Any]:
@@ -214,8 +220,11 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
                 axis.axvline(entry["step"], color="0.6", linestyle=":", linewidth=1, zorder=0)
         axis.grid(alpha=0.2)
         axis.margins(x=0.01)
+        # Below the axes, where it covers nothing.
+        axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.02), frameon=False)
     for axis in axes[1]:
         axis.set_xlabel("population step")
+        axis.get_legend().set_bbox_to_anchor((0.5, -0.14))
     figure.suptitle(f"{Path(run).name}: dotted lines mark evolution events", fontsize=10)
     target = Path(path) if path else Path(run, "run.png")
     figure.savefig(target, dpi=110, metadata={"Software": None})  # no version stamp: same run, same bytes
@@ -236,27 +245,24 @@ def _draw_ratings(axis: Axes, history: Sequence[dict[str, Any]]) -> None:
             axis.plot(*series(history, f"member/{name}/mu"), color=color, alpha=0.35, linewidth=1)
         steps, means = series(history, f"population/{role}/mu_mean")
         _, spreads = series(history, f"population/{role}/mu_std")
-        axis.plot(steps, means, color=color, linewidth=2, label=f"{role}s, mean (thin: members)")
+        axis.plot(steps, means, color=color, linewidth=2, label=f"{role}s: mean, ± 1 std, members")
         low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
         axis.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
-    axis.set(title="TrueSkill rating", ylabel="mu (band: one std over members)")
-    axis.legend(fontsize=8)
+    axis.set(title="TrueSkill rating", ylabel="mu (rating points)")
 
 
 def _draw_solving(axis: Axes, history: Sequence[dict[str, Any]]) -> None:
-    axis.plot(*series(history, "solve/rate"), color=COLORS["student"], linewidth=2, label="solve rate of fresh tasks")
-    axis.plot(*series(history, "solve/frac_none"), color="0.3", linestyle="--", label="tasks nobody solved")
-    axis.plot(*series(history, "solve/frac_all"), color="0.6", linestyle="-.", label="tasks everybody solved")
-    axis.set(title="Solving", ylabel="fraction", ylim=(-0.02, 1.02))
-    axis.legend(fontsize=8)
+    axis.plot(*series(history, "solve/rate"), color=COLORS["student"], linewidth=2, label="solve rate")
+    axis.plot(*series(history, "solve/frac_none"), color="0.3", linestyle="--", label="solved by nobody")
+    axis.plot(*series(history, "solve/frac_all"), color="0.6", linestyle="-.", label="solved by all")
+    axis.set(title="Solving fresh tasks", ylabel="fraction", ylim=(-0.02, 1.02))
 
 
 def _draw_rewards(axis: Axes, history: Sequence[dict[str, Any]]) -> None:
     for role, color in COLORS.items():
         axis.plot(*series(history, f"rewards/{role}_reward/mean"), color=color, linewidth=2, label=f"{role} reward")
     axis.axhline(0, color="0.8", linewidth=1, zorder=0)
-    axis.set(title="Rewards", ylabel="mean reward", ylim=(-1.05, 1.05))
-    axis.legend(fontsize=8)
+    axis.set(title="Rewards", ylabel="mean reward (points)", ylim=(-1.05, 1.05))
 
 
 def _draw_kinds(axis: Axes, history: Sequence[dict[str, Any]]) -> None:
@@ -265,7 +271,6 @@ def _draw_kinds(axis: Axes, history: Sequence[dict[str, Any]]) -> None:
         axis.plot(*series(history, f"solve/{kind}/rate"), color=color, label=f"{kind} solved")
         axis.plot(*series(history, f"propose/{kind}/valid_rate"), color=color, linestyle=":", label=f"{kind} valid")
     axis.set(title="By kind of task", ylabel="fraction", ylim=(-0.02, 1.02))
-    axis.legend(fontsize=8, ncols=2)
 
 
 def write_payoff(payoff: Payoff, directory: str | Path) -> Path:

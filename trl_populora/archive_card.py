@@ -1,0 +1,82 @@
+"""The dataset card of a task archive that is pushed to the Hub."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import DatasetCardData
+
+
+CARD = """---
+{metadata}
+---
+
+# {name}
+
+{count} small verifiable Python tasks, the archive of a [PopuLoRA](https://arxiv.org/abs/2605.16727) run: LoRA teachers on
+{base} wrote them over {step} steps (`author` is `seed` for those that the run started with), a sandbox ran every program
+and refused what failed, depended on chance or was a duplicate.
+
+| kind | tasks |
+|---|---:|
+{kinds}
+
+```python
+from datasets import load_dataset
+
+tasks = load_dataset("{repo}", split="train")
+```
+
+They seed another run: `PopuLoRATrainer(..., train_dataset=tasks)`, or `seed_tasks: {repo}` in its YAML.
+
+| column | |
+|---|---|
+| `kind` | `code_o`: predict the output; `code_i`: find an input; `code_f`: write the program |
+| `program` | defines `f` |
+| `inputs`, `outputs` | canonical texts, read by `trl_populora.sandbox.values.decode`; an input is the tuple of arguments |
+| `message`, `visible` | code_f alone: the hint, and how many pairs the solver sees |
+| `author`, `step`, `match` | who wrote it and when |
+| `solve_rate` | share of attempts that solved it; empty if nobody has tried |
+| `ast_depth`, `cyclomatic`, `lines`, `variables` | complexity of the program |
+| `key` | hash by which duplicates are recognised |
+"""
+
+
+def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
+    """
+    The card's text.
+
+    Args:
+        path (`Path`): `archive.parquet` of a run.
+        population (`dict`): `population.json` of the same run.
+        repo (`str`): Where it goes, `user/name`.
+
+    Raises:
+        `ValueError`: If the file is missing or broken.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        kinds = Counter(pq.read_table(path, columns=["kind"])["kind"].to_pylist())
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+    name = repo.split("/")[-1]
+    metadata = DatasetCardData(
+        pretty_name=name,
+        tags=["populora", "trl", "code", "self-play"],
+        task_categories=["text-generation"],
+        configs=[{"config_name": "default", "data_files": path.name}],
+    )
+    return CARD.format(
+        metadata=metadata.to_yaml(),
+        name=name,
+        repo=repo,
+        count=f"{kinds.total():,}",
+        base=population["base_model"],
+        step=population["step"],
+        kinds="\n".join(f"| {kind} | {count:,} |" for kind, count in sorted(kinds.items())),
+    )
