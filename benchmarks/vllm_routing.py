@@ -25,12 +25,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
@@ -149,40 +152,57 @@ def measure_generation(clock: Clock, repeats: int, rank: int, directory: str) ->
 def measure_publishing(
     clock: Clock, base: str, rank: int, dtype: torch.dtype, repeats: int, directory: str
 ) -> dict[str, float]:
-    """Seconds: `ours` for eight members that moved, `nothing` when none did."""
+    """Seconds: `ours` for eight members that moved, `nothing` when none did, `trl` for one adapter TRL's way."""
     generation, model, names, _ = make_generation(base, rank, dtype, directory)
     ours, nothing = [], []
     for repeat in range(repeats + 1):
         move(model, names, seed=repeat)
         ours.append(clock.seconds(generation.sync_weights))
         nothing.append(clock.seconds(generation.sync_weights))
+    trl = measure_trl(clock, generation.llm, base, rank, dtype, repeats)
     generation.close()
     del generation, model
     gc.collect()
-    return {"ours": statistics.median(ours[1:]), "nothing": statistics.median(nothing[1:])}
+    return {"ours": statistics.median(ours[1:]), "nothing": statistics.median(nothing[1:]), "trl": trl}
 
 
 class MergeAndLoad(VLLMGeneration):
     """
-    TRL's weight sync with the engine's parameters stood in for by buffers of the same names and shapes.
+    TRL's own weight sync into vLLM's own model, the same class with the same loaders as in the engine.
 
-    vLLM's CPU engine cannot load weights a second time (it drops the loaders when it is done), so a copy into a plain
-    buffer stands for it. That leaves out what the real engine does beyond the copy, and so flatters TRL's way.
+    vLLM's CPU engine cannot load weights a second time (it repacks them and drops the loaders), so a second model of
+    that class, built from the engine's configuration and never repacked, takes its place.
+
+    Args:
+        engine (`vllm.LLM`): An engine for the same base.
+        **kwargs: Arguments of `VLLMGeneration`.
     """
 
+    def __init__(self, engine, **kwargs):
+        self.engine = engine
+        super().__init__(**kwargs)
+
     def _init_vllm(self) -> None:
-        self.buffers = {name: torch.empty_like(param) for name, param in self._iter_named_params()}
+        config = self.engine.llm_engine.vllm_config
+        with set_default_torch_dtype(config.model_config.dtype):
+            model = initialize_model(config, prefix="second.")
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        executor = SimpleNamespace(driver_worker=worker)
+        self.llm = SimpleNamespace(
+            llm_engine=SimpleNamespace(model_executor=executor), reset_prefix_cache=self.engine.reset_prefix_cache
+        )
 
-    def sync_weights(self) -> None:
-        for name, param in self._iter_named_params():
-            self.buffers[name].copy_(param)
 
-
-def measure_trl(clock: Clock, base: str, rank: int, dtype: torch.dtype, repeats: int) -> float:
+def measure_trl(clock: Clock, engine, base: str, rank: int, dtype: torch.dtype, repeats: int) -> float:
     """Seconds of TRL's way for one adapter: merge, hand over all base weights, take the adapter out again."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False)
-    generation = MergeAndLoad(get_peft_model(model, config), Accelerator(cpu=not torch.cuda.is_available()), None)
+    generation = MergeAndLoad(
+        engine,
+        model=get_peft_model(model, config),
+        accelerator=Accelerator(cpu=not torch.cuda.is_available()),
+        processing_class=None,
+    )
     return statistics.median([clock.seconds(generation.sync_weights) for _ in range(repeats + 1)][1:])
 
 
@@ -203,8 +223,7 @@ def main() -> None:
             bases["0.5B"] = (make_half_billion(os.path.join(directory, "half")), torch.bfloat16)
         publishing = {}
         for size, (base, dtype) in bases.items():
-            values = measure_publishing(clock, base, options.rank, dtype, publishings, directory)
-            publishing[size] = values | {"trl": measure_trl(clock, base, options.rank, dtype, publishings)}
+            publishing[size] = measure_publishing(clock, base, options.rank, dtype, publishings, directory)
 
     print(f"\n{MEMBERS} members, rank {options.rank}, {ROWS_PER_MEMBER} rows each, {TOKENS} tokens a row, tiny base")
     for name, text in {"mixed": "(a) mixed", "sequential": "(b) one after the other", "one": "(c) one member"}.items():

@@ -50,6 +50,7 @@ class RoutedLLM(LLM):
             requests.append({"prompt_token_ids": list(ask.prompt), "cache_salt": ask.route.cache_salt})
             own = sampling_params.clone()
             own.n = len(ask.rows)
+            own.detokenize = bool(own.stop)  # TRL reads token ids; the text is only needed to find stop strings
             params.append(own)
         adapters = [_request(ask.route) for ask in asks]
         answers = super().generate(requests, params, lora_request=adapters, **kwargs)
