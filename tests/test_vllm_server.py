@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from accelerate import Accelerator
+from transformers import AutoTokenizer
 
 from trl_populora.generation.client import VLLMServerError
 from trl_populora.generation.vllm import PopulationGeneration
@@ -48,7 +49,7 @@ class Client:
             router=self.router,
             output_dir=str(directory),
             accelerator=Accelerator(cpu=True),
-            processing_class=None,
+            processing_class=AutoTokenizer.from_pretrained(base),
             mode="server",
             server_base_url=url,
             max_completion_length=12,
@@ -101,6 +102,15 @@ def test_publishing_one_member_changes_its_outputs_and_no_others(client):
     after, _ = client.generate(rows, prompts)
     for row, *texts in zip(rows, before, after, strict=True):
         assert (texts[0] == texts[1]) == (row != 1)
+
+
+def test_members_that_finish_early_are_told_early(client):
+    client.publish_all(6)
+    told = {}
+    client.generation.seen = told.__setitem__
+    completions, _ = client.generate([*range(MEMBERS)] * 2, [[1, 2, 3], [7, 8]] * MEMBERS)
+    decode = client.generation.processing_class.decode
+    assert told == {row: decode(ids, skip_special_tokens=True) for row, ids in enumerate(completions)}
 
 
 @pytest.mark.parametrize(("members", "rank"), [(MEMBERS + 1, 4), (MEMBERS, 16)])

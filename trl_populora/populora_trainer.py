@@ -246,8 +246,10 @@ class PopuLoRATrainer(PublishingTrainer):
         }
 
     def _generate_rows(self, prompts: list[Messages], members: Sequence[str], seen: Any = None) -> list[Completion]:
-        """One completion per prompt, each sampled from its own member; all are there at once, so `seen` hears nothing."""
+        """One completion per prompt, each sampled from its own member; vLLM tells `seen` of those that are early."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
+        if self.use_vllm:
+            self.vllm_generation.seen = seen
         with self.router.rows_of([self.population[name].index for name in members]):
             completion_ids, logprobs = self._generate_single_turn(prompt_ids, None, {}, 1)
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 from urllib.parse import urlparse
 
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from .routes import Ask, Published, distinct_asks
+from .routes import Ask, Published, distinct_asks, nobody
 
 
 class VLLMServerError(RuntimeError):
@@ -151,11 +151,13 @@ class LoRAServers:
 
     Attributes:
         routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
+        on_answer (`Callable`): Told the row and the completion's token ids of the next `generate`, batch by batch.
     """
 
     def __init__(self, urls: Sequence[str], **settings: Any):
         self.servers = [LoRAServer(url, **settings) for url in urls]
         self.routes: Sequence[Published] = ()
+        self.on_answer: Callable[[int, Sequence[int]], None] = nobody
 
     @property
     def remote(self) -> bool:
@@ -191,16 +193,16 @@ class LoRAServers:
             server = self.servers[position % len(self.servers)]
             batches.setdefault((server, ask.route, len(ask.rows)), []).append(ask)
 
-        def send(batch: tuple[tuple, list[Ask]]) -> list[list[tuple]]:
-            (server, route, _), asks = batch
-            return server.answer(route, asks, **params)
-
         rows: list[Any] = [None] * len(prompts)
         with ThreadPoolExecutor(max_workers=len(batches)) as pool:
-            for asks, answers in zip(batches.values(), pool.map(send, batches.items()), strict=True):
-                for ask, answer in zip(asks, answers, strict=True):
+            sent = {
+                pool.submit(server.answer, route, asks, **params): asks for (server, route, _), asks in batches.items()
+            }
+            for done in as_completed(sent):
+                for ask, answer in zip(sent[done], done.result(), strict=True):
                     for row, completion in zip(ask.rows, answer, strict=True):
                         rows[row] = completion
+                        self.on_answer(row, completion[1])
         keys = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
         columns = [list(column) for column in zip(*rows, strict=True)]
         # Without log-probabilities a column holds `None` for every row; TRL's client returns one `None` for all.

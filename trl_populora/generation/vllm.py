@@ -25,7 +25,7 @@ from trl_populora.adapters.routing import BASE, Router
 from . import publishing
 from .checks import permitted_rank
 from .client import LoRAServers, VLLMServerError
-from .routes import Published
+from .routes import Published, nobody
 
 
 if TYPE_CHECKING:
@@ -52,8 +52,13 @@ class PopulationGeneration(VLLMGeneration):
         engine_kwargs (`dict`, *optional*): Further arguments of vLLM's `LLM`, colocate mode only.
         request_timeout (`float`, *optional*, defaults to `1200.0`): Seconds, server mode only.
         **kwargs: Arguments of `VLLMGeneration`. `server_base_url` may list several URLs, separated by commas.
+
+    Attributes:
+        seen (`Callable`, *optional*): Told the number and the text of each row of this rank that the next `generate`
+            finishes before others, from the same thread. In server mode only the main process hears anything.
     """
 
+    seen: Callable[[int, str], None] | None = None
     _llm_weights_sleeping: bool
 
     def __init__(
@@ -198,7 +203,17 @@ class PopulationGeneration(VLLMGeneration):
         all_rows = self._rows_of_group(list(rows))
         if self.backend is not None:
             self.backend.routes = [self.published[self.members[row]] for row in all_rows]
+            self.backend.on_answer = partial(self._on_answer, self.seen, len(rows)) if self.seen else nobody
         return super().generate(prompts, images, num_generations, profiler)
+
+    def _on_answer(
+        self, seen: Callable[[int, str], None], count: int, row: int, completion_ids: Sequence[int]
+    ) -> None:
+        """Passes on a row of this rank's `count`; the rows of a group lie in the order of its ranks."""
+        grouped = self.mode == "colocate" and self.tensor_parallel_size > 1
+        own = row - count * (torch.distributed.get_rank(group=self.tp_group) if grouped else 0)
+        if 0 <= own < count:
+            seen(own, self.processing_class.decode(completion_ids, skip_special_tokens=True))
 
     def _rows_of_group(self, rows: list[int]) -> list[int]:
         """Rows of all ranks whose prompts TRL gathers into one call, in the order in which it gathers them."""
