@@ -55,10 +55,11 @@ def wrapping(room: Path) -> list[str]:
             " bubblewrap`, `dnf install bubblewrap`), or leave `bubblewrap` off: the sandbox's own walls need nothing."
         )
     command = [program, "--unshare-ipc", "--unshare-net", "--unshare-pid", "--unshare-uts", "--proc", "/proc"]
+    command += ["--tmpfs", "/tmp"]  # before the folders below, one of which may lie in it
     folders = {*_SYSTEM, sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent), str(room)}
     for folder in sorted(folders, key=len):
         command += ["--ro-bind-try", folder, folder]
-    return [*command, "--tmpfs", "/tmp", "--chdir", "/", "--"]
+    return [*command, "--chdir", "/", "--"]
 
 
 def prepare(room: Path) -> dict[str, str]:
