@@ -40,9 +40,9 @@ _FD_BYTES = socket.CMSG_SPACE(4)
 _LONGEST_EXTENSION = 10.0  # times the wall limit, for a program that the busy host has not let run
 _FAIR_SHARE = 0.25  # of the wall limit: the CPU time below which a program that wants to run is not called endless
 _PROBE_SECONDS = 0.012  # times the runnable tasks of the host: by then a process that wants to run has got a slice
-# While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 50: a program that never ends
-# then costs its zygote 6 % of a core whatever their number.
-_TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.047
+# While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 100: programs that never end
+# then cost their zygote 3 % of a core whatever their number.
+_TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.097
 
 
 class Running:
