@@ -1,10 +1,10 @@
 """Runs the hostile programs in a place of its own: another Python, or a process shut in like a default container.
 
-    python sandbox_elsewhere.py FOLDER [container | user]
+    python sandbox_elsewhere.py FOLDER [container | user | user-bubblewrap]
 
 FOLDER is the repository. Needs the standard library only; prints one JSON object. As `container`, the process first gives
 up what a default container gives up: it becomes uid 1000 without capabilities, and a seccomp filter refuses namespaces,
-mounts, chroot, tracing, keys and, for good measure, Landlock. As `user` it only becomes uid 1000.
+mounts, chroot, tracing, keys and, for good measure, Landlock. As `user` it only becomes uid 1000; as `user-bubblewrap` the sandbox also runs in its hard mode.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ import sys
 import tempfile
 
 
-def shut_in(folder, filtered):
-    """Never returns: re-executes this script as uid 1000, and behind the filter."""
+def shut_in(folder, filtered, wish):
+    """Never returns: re-executes this script as uid 1000, and behind the filter; `wish` is handed on."""
     libc = ctypes.CDLL(None, use_errno=True)
     python, libraries = sys.executable, os.environ.get("PYTHONPATH", "")
     container_filter = _filter(folder)
@@ -32,7 +32,7 @@ def shut_in(folder, filtered):
         assert libc.prctl(38, 1, 0, 0, 0) == 0
         container_filter.install()
     script = f"{folder}/tests/sandbox_elsewhere.py"
-    os.execve(python, [python, "-B", script, folder, "inside"], {"PATH": "/usr/bin:/bin", "PYTHONPATH": libraries})
+    os.execve(python, [python, "-B", script, folder, wish], {"PATH": "/usr/bin:/bin", "PYTHONPATH": libraries})
 
 
 def _lend(libc, folder):
@@ -69,7 +69,7 @@ def _filter(folder):
     return seccomp.Filter(program)
 
 
-def run(folder):
+def run(folder, bubblewrap):
     """The suite, with the soft layer on and off."""
     sys.path[:0] = [folder, f"{folder}/tests"]
     from sandbox_cases import PWNED, benign, determinism_and_state, forge_and_output, process_and_escape
@@ -92,7 +92,7 @@ def run(folder):
             )
             for case in cases
         ]
-        with Sandbox(workers=2, soft=soft) as box:
+        with Sandbox(workers=2, soft=soft, bubblewrap=bubblewrap) as box:
             report = box.report()
             verdicts = box.run(jobs)
             sessions = {each.process.pid for each in box._supervisor._workers()}
@@ -117,6 +117,7 @@ def _right(case, verdict, encode):
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] in (["container"], ["user"]):
-        shut_in(sys.argv[1], sys.argv[2] == "container")
-    run(sys.argv[1])
+    wish = sys.argv[2] if len(sys.argv) > 2 else ""
+    if wish in ("container", "user", "user-bubblewrap"):
+        shut_in(sys.argv[1], wish == "container", f"inside-{wish}")
+    run(sys.argv[1], wish == "inside-user-bubblewrap")

@@ -13,6 +13,7 @@ from trl_populora.sandbox.values import encode
 
 from .sandbox_cases import PWNED, process_and_escape
 from .sandbox_support import sessions_alive
+from .test_sandbox_elsewhere import check, run_elsewhere
 
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +58,14 @@ def test_the_walls_hold_inside_without_the_soft_layer():
         assert box.report()["respawns"] == 0
     assert [str(case) for case, verdict in zip(cases, verdicts, strict=True) if encode(PWNED) in verdict.outputs] == []
     assert sessions_alive(sessions) == []
+
+
+@needs_bwrap
+def test_an_ordinary_user_gets_it_too():
+    found = run_elsewhere(sys.executable, "user-bubblewrap")
+    assert found["uid"] != 0
+    assert found["layers"]["bubblewrap"] == ""
+    check(found)
 
 
 @needs_bwrap
