@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_populora.adapters.weights import read_member
 from trl_populora.matchmaking import student_share
@@ -98,6 +98,22 @@ class TestStep:
             trainer.train()
             runs.append(members_of(trainer))
         assert {name for name in runs[0] if not same(runs[0][name], runs[1][name])} == {"student_1"}
+
+    def test_a_student_without_a_match_stands_still_whatever_its_momentum(self, make_trainer):
+        trainer = make_trainer(students=3, max_steps=3)
+        steps = []
+
+        class Watch(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                steps.append((members_of(trainer), {row.member for row in trainer._rows}))
+
+        trainer.add_callback(Watch())
+        before = members_of(trainer)
+        trainer.train()
+        for after, played in steps:
+            assert {name for name in before if not same(before[name], after[name])} == played
+            assert len(played) == 4, "two teachers, and two of three students"
+            before = after
 
     def test_gradient_checkpointing_changes_nothing(self, make_trainer, tmp_path):
         runs = []

@@ -70,13 +70,15 @@ def test_the_recipe_runs_with_a_server(tmp_path):
         assert len(server.models()) == 1
 
 
-def test_two_processes_with_an_engine_each_agree(tmp_path):
+def test_two_processes_with_an_engine_each_agree_and_sample_from_newborn_members(tmp_path):
     before = shelves()
     settings = {
         "base": make_served_base(tmp_path / "base"),
         "output_dir": str(tmp_path / "run"),
         "max_steps": 3,
         "save_strategy": "no",
+        "evolve_every": 2,
+        "evolve_burn_in": 0,
     }
     code, output = finish(start_run(settings, 2, tmp_path / "log"), tmp_path / "log")
     assert code == 0, output[-3000:]
@@ -84,4 +86,9 @@ def test_two_processes_with_an_engine_each_agree(tmp_path):
     assert (result["steps"], result["world"]) == (3, 2)
     assert result["sums"][0] == result["sums"][1]
     assert max(result["logp_differences"]) < 1e-3
+    print(f"newborns' log-probability differences to the child and to the member before it: {result['newborns']}")
+    assert len(result["newborns"]) == 2 * 2, "a teacher and a student, on two ranks"
+    for from_child, from_old in result["newborns"]:
+        assert from_child < 1e-3
+        assert from_old > 1e-2
     assert shelves() <= before

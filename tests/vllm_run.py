@@ -12,7 +12,8 @@ from accelerate.utils import gather_object
 from peft import LoraConfig
 from transformers.trainer_utils import get_last_checkpoint
 
-from trl_populora.adapters.weights import read_member
+from tests.vllm_models import largest_difference, logprobs_of
+from trl_populora.adapters.weights import read_member, write_member
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 
@@ -20,6 +21,38 @@ from trl_populora.populora_trainer import PopuLoRATrainer
 def letters(completions, **kwargs) -> list[float]:
     """A reward that a random base earns by chance, so that adapters move."""
     return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
+
+
+def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
+    """
+    Fills the list that it returns: how far the log-probabilities with which vLLM sampled a replaced member's first rows
+    are from those of the child, and from those of the member that was replaced.
+    """
+    play, replace, old, seen = trainer.rollout_func, trainer.replace_member, {}, []
+
+    def replace_and_remember(name, *arguments, **options):
+        old[name] = read_member(trainer.model, name)
+        replace(name, *arguments, **options)
+
+    def play_and_compare(*arguments):
+        played = play(*arguments)
+        for name in list(old):
+            child = read_member(trainer.model, name)
+            child_difference = difference(name)
+            write_member(trainer.model, name, old.pop(name))
+            seen.append((child_difference, difference(name)))
+            write_member(trainer.model, name, child)
+        return played
+
+    def difference(name: str) -> float:
+        completions = [row.completion for row in trainer._rows if row.member == name]
+        prompts, texts = ([getattr(c, f"{part}_ids") for c in completions] for part in ("prompt", "completion"))
+        rows = [trainer.population[name].index] * len(completions)
+        sampled = [completion.logprobs for completion in completions]
+        return largest_difference(sampled, logprobs_of(trainer.model, trainer.router, rows, prompts, texts))
+
+    trainer.rollout_func, trainer.replace_member = play_and_compare, replace_and_remember
+    return seen
 
 
 def main(settings: dict) -> None:
@@ -36,7 +69,7 @@ def main(settings: dict) -> None:
         max_completion_length=16,
         learning_rate=1e-2,
         sandbox_workers=1,
-        evolve_every=0,
+        evolve_every=settings.pop("evolve_every", 0),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -49,10 +82,11 @@ def main(settings: dict) -> None:
     )
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     trainer = PopuLoRATrainer(base, letters, args, peft_config=lora)
+    newborns = watch_newborns(trainer)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir) if resume else None)
     sums = {name: _sum(read_member(trainer.model, name)) for name in trainer.population.names}
     published = gather_object([len(trainer.vllm_generation.published)])
-    all_sums = gather_object([sums])
+    all_sums, all_newborns = gather_object([sums]), gather_object(newborns)
     if trainer.accelerator.is_main_process:
         key = "sampling/sampling_logp_difference/mean"
         result = {
@@ -60,6 +94,7 @@ def main(settings: dict) -> None:
             "world": trainer.accelerator.num_processes,
             "sums": all_sums,
             "left_published": published,
+            "newborns": all_newborns,
             "logp_differences": [entry[key] for entry in trainer.state.log_history if key in entry],
         }
         print("RESULT " + json.dumps(result), flush=True)
