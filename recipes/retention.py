@@ -163,8 +163,8 @@ def plot(results: list[dict[str, dict]], seeds: list[int], path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = list(results[0])
-    columns = min(3, len(names))
-    figure = Figure(figsize=(3 * columns, 2.2 * -(-len(names) // columns)), layout="constrained")
+    columns = min(5, len(names))
+    figure = Figure(figsize=(2 * columns, 2.2 * -(-len(names) // columns)), layout="constrained")
     axes = figure.subplots(-(-len(names) // columns), columns, sharex=True, sharey=True, squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
         for color, (seed, result) in enumerate(zip(seeds, results, strict=True)):
