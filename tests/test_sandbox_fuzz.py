@@ -99,7 +99,12 @@ frames = st.builds(protocol.answer, st.sampled_from(WORDS), lines)
 exits, signals = st.integers(0, 255).map(lambda code: code << 8), st.integers(1, 64)
 statuses = st.just(0) | exits | signals | signals.map(lambda number: number | 128)
 literals = plain.map(to_literal)
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(
+    max_examples=2000 if __name__ == "__main__" else 150,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @FUZZ
@@ -161,12 +166,11 @@ def test_evaluation_would_be_noticed(evaluate):
 def main(seconds: float) -> None:
     """Fuzz until the time is over."""
     end, counts = time.monotonic() + seconds, {}
-    tests = [value for name, value in sorted(globals().items()) if hasattr(value, "hypothesis")]
-    longer = settings(FUZZ, max_examples=2000, database=None)
+    tests = [value for _, value in sorted(globals().items()) if hasattr(value, "hypothesis")]
     while time.monotonic() < end:
         for test in tests:
             before = CASES["count"]
-            longer(test)()
+            test()
             counts[test.__name__] = counts.get(test.__name__, 0) + CASES["count"] - before
     print(counts, sum(counts.values()), "cases, no finding")
 
