@@ -3,32 +3,114 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
+import math
 import os
-import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from datasets import load_dataset
-from trl import ModelConfig, TrlParser
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from trl_populora.__main__ import TrainArguments, read_seed_tasks
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.tasks.base import Proposal, Reject, Task
+from tests.test_backends import launch as two_processes
+from tests.test_backends import run_script
+from tests.vllm_models import ENGINE_ENVIRONMENT
+from trl_populora.__main__ import train
+from trl_populora.loading import tiny_base_path
+from trl_populora.records import read_lines
 
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-from arithmetic_kind import Arithmetic, evaluate, reachable  # noqa: E402
+from budget import GPUS, SHAPES, engines_of, memory, prompt_tokens, read_recipe, seconds  # noqa: E402
+
+from trl_populora.adapters.layers import add_members  # noqa: E402
+from trl_populora.adapters.routing import Router  # noqa: E402
 
 
-CONFIGS = sorted(path for path in RECIPES.rglob("*.yaml"))
+CONFIGS = {str(path.relative_to(RECIPES)): path for path in sorted(RECIPES.rglob("*.yaml"))}
+TINY = [name for name, path in CONFIGS.items() if "model_name_or_path: tiny" in path.read_text()]
+
+# GPU recipes, with the hardware that their first line and their README name: GPU and training processes.
+HARDWARE = {
+    "Qwen2.5-0.5B-Instruct/config_2t2s.yaml": ("RTX-4090", 1),
+    "Qwen2.5-Coder-7B/config_4t4s.yaml": ("A100-80GB", 1),
+    "Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml": ("A100-80GB", 8),
+    "Qwen2.5-Coder-7B/config_4t4s_two_nodes.yaml": ("A100-80GB", 8),
+}
+
+# What a smoke run changes: sizes, and what a CPU cannot do. Population, kinds, references, rank, losses, gradient
+# checkpointing and the rest are the recipe's.
+SMALL = {
+    "max_steps": 2,
+    "proposals_per_teacher": 2,
+    "attempts_per_task": 2,
+    "per_device_train_batch_size": 6,
+    "max_completion_length": 8,
+    "evolve_burn_in": 1,
+    "sandbox_workers": 1,
+    "use_cpu": "true",
+    "bf16": "false",
+    "dtype": "float32",
+    "use_vllm": "false",
+    "generation_kwargs": "{}",
+    "save_steps": 2,
+}
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory) -> str:
+    """A random Qwen2 of two narrow layers with the tiny base's tokenizer and template; it is asked in the chat style."""
+    path = tmp_path_factory.mktemp("qwen")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # of 32, the smallest that vLLM's CPU attention knows
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def arguments_of(name: str, output_dir: Path, **overrides) -> list[str]:
+    """Arguments of `train_populora.py` for a smoke run of a recipe."""
+    settings = SMALL | {"output_dir": output_dir} | overrides
+    if yaml.safe_load(CONFIGS[name].read_text()).get("evolve_every", True):  # on by default
+        settings["evolve_every"] = 1
+    overrides = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    return ["--config", str(CONFIGS[name]), *overrides]
+
+
+def check_run(name: str, run: Path) -> list[dict]:
+    """Both steps were taken, what a run promises is there; returns their metrics."""
+    recipe = yaml.safe_load(CONFIGS[name].read_text())
+    steps = [entry for entry in read_lines(run / "metrics.jsonl") if "loss" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2]
+    assert all(math.isfinite(entry["loss"]) for entry in steps)
+    members = 1 if recipe.get("single_agent") else recipe["teachers"] + recipe["students"]
+    assert len(list(run.glob("members/*/adapter_model.safetensors"))) == members
+    evolves = bool(recipe.get("evolve_every", True)) and members > 2
+    assert bool(read_lines(run / "lineage.jsonl")) == evolves
+    assert (run / "run.png").exists()
+    return steps
 
 
 def launch(*arguments: str) -> str:
@@ -51,15 +133,100 @@ def launch(*arguments: str) -> str:
     return output
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(RECIPES)))
-def test_yaml_parses_and_its_batch_fits(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    parser = TrlParser((TrainArguments, PopuLoRAConfig, ModelConfig))
-    overrides = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--use_vllm", "false"]
-    recipe, args, model = parser.parse_args_and_config(["--config", str(path), *overrides])
-    assert args.rows_per_step % args.per_device_train_batch_size == 0
+@pytest.mark.parametrize("name", CONFIGS)
+def test_yaml_parses_and_its_batch_fits(name, tmp_path):
+    args, model = read_recipe(str(CONFIGS[name]), str(tmp_path))
+    assert args.rows_per_step == args.per_device_train_batch_size * args.gradient_accumulation_steps
     assert model.model_name_or_path
-    assert recipe.seed_tasks is None or (ROOT / recipe.seed_tasks).is_file()
+    if args.use_vllm:
+        assert args.micro_batches(HARDWARE[name][1]) > 0
+
+
+class TestBudget:
+    @pytest.mark.parametrize("name", HARDWARE)
+    def test_the_recipe_fits_its_gpu_on_paper(self, name, tmp_path):
+        args, model = read_recipe(str(CONFIGS[name]), str(tmp_path))
+        gpu, processes = HARDWARE[name]
+        shape = SHAPES[model.model_name_or_path]
+        for longest in (False, True):
+            budget = memory(args, model.lora_r, shape, GPUS[gpu], processes, longest)
+            assert budget.fits
+            tokens = prompt_tokens(args.references_per_proposal, longest) + args.max_completion_length
+            assert budget.cache_tokens > 8 * tokens, "the engine could not answer eight rows at a time"
+        assert sum(seconds(args, shape, GPUS[gpu], engines_of(args, processes), processes, 10**5).values()) > 0
+        args.per_device_train_batch_size *= 2
+        assert not memory(args, model.lora_r, shape, GPUS[gpu], processes, True).fits, "a larger batch would fit, too"
+
+    @pytest.mark.parametrize(
+        ("name", "parameters", "adapter"),
+        [
+            ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768, 17_596_416),
+            ("Qwen/Qwen2.5-Coder-7B", 7_615_616_512, 80_740_352),
+        ],
+    )
+    def test_parameters_are_those_of_transformers_and_peft(self, name, parameters, adapter):
+        shape = SHAPES[name]
+        with torch.device("meta"):
+            model = Qwen2ForCausalLM(Qwen2Config(**vars(shape)))
+            assert model.num_parameters() == shape.parameters == parameters
+            lora = LoraConfig(r=32, target_modules="all-linear")
+            members = add_members(model, ["teacher_0", "student_0"], lora, Router(), seed=0)
+        assert members.num_parameters(only_trainable=True) == 2 * shape.adapter_parameters(32) == 2 * adapter
+
+    def test_cache_bytes_are_those_of_the_keys_and_values(self):
+        model = AutoModelForCausalLM.from_pretrained(tiny_base_path(), dtype=torch.bfloat16)
+        config = model.config
+        cache = model(torch.zeros(1, 10, dtype=torch.long)).past_key_values
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        shape = type(SHAPES["Qwen/Qwen2.5-Coder-7B"])(*(getattr(config, name) for name in names), 1, 1, True)
+        assert held == 10 * shape.cache_bytes_per_token
+
+
+class TestSmoke:
+    """Two steps of every recipe as it stands, small; GPU recipes on a random model of their architecture."""
+
+    @pytest.mark.parametrize("name", [name for name in CONFIGS if HARDWARE.get(name, ("", 1))[1] == 1])
+    def test_one_process(self, name, qwen, tmp_path, monkeypatch):
+        monkeypatch.chdir(ROOT)  # seed tasks are named from there
+        model = "tiny" if name in TINY else qwen
+        train(arguments_of(name, tmp_path / "run", model_name_or_path=model))
+        steps = check_run(name, tmp_path / "run")
+        assert all(math.isfinite(step["solve/archive_rate"]) for step in steps), "archived tasks fill the slots"
+
+    @pytest.mark.multiprocess
+    def test_eight_gpus_as_two_zero2_processes(self, qwen, tmp_path, monkeypatch):
+        engine = {}
+        if importlib.util.find_spec("vllm"):
+            for key, value in ENGINE_ENVIRONMENT.items():
+                monkeypatch.setenv(key, value)
+            engine = {"use_vllm": "true", "vllm_engine_kwargs": json.dumps({"enforce_eager": True})}
+        name = "Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml"
+        check_zero2(name, tmp_path, model_name_or_path=qwen, **engine)
+
+    @pytest.mark.vllm
+    @pytest.mark.multiprocess
+    def test_two_nodes_as_two_zero2_processes_and_a_server(self, qwen, tmp_path):
+        pytest.importorskip("vllm", reason="vLLM is not installed")
+        from tests.vllm_processes import served  # needs packages that come with vLLM
+
+        name = "Qwen2.5-Coder-7B/config_4t4s_two_nodes.yaml"
+        with served(qwen, 8, tmp_path / "server.log", rank=32, length=2048) as server:
+            shelf = tmp_path / "shelf"
+            server_mode = {"use_vllm": "true", "vllm_server_base_url": server.url, "vllm_adapter_dir": shelf}
+            check_zero2(name, tmp_path, model_name_or_path=qwen, **server_mode)
+            assert len(server.models()) == 1, "adapters are unloaded at the end"
+        assert list(shelf.iterdir()) == []
+
+
+def check_zero2(name: str, directory: Path, **overrides) -> None:
+    """A smoke run through `accelerate launch` with the CPU twin of `zero2.yaml`; DeepSpeed must really be there."""
+    pytest.importorskip("deepspeed", reason="needs `pip install trl-populora[deepspeed]`")
+    arguments = arguments_of(name, directory / "run", **overrides)
+    script = [str(ROOT / "tests" / "recipe_worker.py"), str(directory / "result.json"), *arguments]
+    run_script([*two_processes("cpu_zero2.yaml"), *script], directory / "log")
+    assert json.loads((directory / "result.json").read_text()) == {"world": 2, "stage": 2}
+    check_run(name, directory / "run")
 
 
 def test_quick_start_leaves_what_the_readme_lists(tmp_path):
@@ -81,64 +248,3 @@ def test_quick_start_leaves_what_the_readme_lists(tmp_path):
     rows = load_dataset("parquet", data_files=str(run / "rollouts" / "*.parquet"), split="train", cache_dir=tmp_path)
     assert len(rows) == 4 * 2 * 4 * (1 + 2)
     assert all(row["reject_reason"] for row in rows if row["role"] == "teacher" and not row["valid"])
-
-
-class TestArithmetic:
-    kind = Arithmetic()
-
-    def task(self, text: str) -> Task | Reject:
-        proposal = self.kind.parse_proposal(text, [])
-        return self.kind.accept(proposal, None, random.Random(0)) if isinstance(proposal, Proposal) else proposal
-
-    @pytest.mark.parametrize(
-        ("text", "reason"),
-        [
-            ("numbers: 3 5\ntarget: 99", Reject.ERROR),
-            ("numbers: 3 5\ntarget: 5", Reject.ARGUMENTS),
-            ("numbers: 0 5\ntarget: 5", Reject.ARGUMENTS),
-            ("numbers: 3\ntarget: 3", Reject.FORMAT),
-            ("numbers: 3 5\ntarget: 8\ntarget: 9", Reject.FORMAT),
-            ("__import__('os')", Reject.FORMAT),
-        ],
-    )
-    def test_bad_proposals(self, text, reason):
-        assert self.task(text) is reason
-
-    @pytest.mark.parametrize(
-        ("answer", "well_formed", "correct"),
-        [
-            ("(3 + 4) * 2", True, True),
-            ("2*3 + 2*4", True, False),  # uses 2 twice
-            ("3 + 4 + 7", True, False),  # 7 is not there
-            ("3 + 4", True, False),
-            ("3 +", False, False),
-            ("2 ** 3", False, False),
-            ("__import__('os').system('true')", False, False),
-            ("(" * 200, False, False),
-        ],
-    )
-    def test_answers(self, answer, well_formed, correct):
-        task = self.task("numbers: 2 3 4\ntarget: 14")
-        attempt = self.kind.parse_attempt(answer, task)
-        assert attempt.well_formed is well_formed
-        assert (well_formed and self.kind.correct(task, attempt, None)) is correct
-
-    def test_evaluation_agrees_with_python(self):
-        rng = random.Random(0)
-        for _ in range(200):
-            text = str(rng.randint(0, 20))
-            for _ in range(rng.randint(0, 5)):
-                text = f"({text}) {rng.choice('+-*')} {rng.randint(0, 20)}"
-            assert evaluate(text)[0] == eval(text)
-
-    def test_reachable_by_hand(self):
-        assert reachable((2, 3)) == {2, 3, 5, 1, -1, 6}
-
-    def test_a_population_plays_it_without_any_change_to_the_package(self, random_base, make_args, lora, tmp_path):
-        seeds = read_seed_tasks(str(RECIPES / "arithmetic_seeds.jsonl"))
-        args = make_args(task_kinds=["arithmetic_kind:Arithmetic"], max_steps=1)
-        trainer = PopuLoRATrainer(random_base, args=args, train_dataset=seeds, peft_config=lora)
-        trainer.train()
-        logged = next(entry for entry in trainer.state.log_history if "propose/arithmetic/valid_rate" in entry)
-        assert logged["propose/arithmetic/valid_rate"] == 0.0, "a random base writes no puzzle"
-        assert logged["solve/archive_rate"] == 0.0

@@ -46,10 +46,10 @@ def end(process: subprocess.Popen) -> None:
 class Server:
     """A vLLM server started by `recipes/serve.sh`."""
 
-    def __init__(self, base: str, members: int, log: Path, port: int | None = None, rank: int = 4):
+    def __init__(self, base: str, members: int, log: Path, port: int | None = None, rank: int = 4, length: int = 1024):
         self.port, self.log = port or free_port(), log
         self.url = f"http://127.0.0.1:{self.port}"
-        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--max-model-len", "1024"]
+        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--max-model-len", str(length)]
         with open(log, "ab") as output:
             self.process = subprocess.Popen(
                 [str(ROOT / "recipes" / "serve.sh"), base, str(members), str(rank), *flags, "--enforce-eager"],
@@ -73,8 +73,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(base: str, members: int, log: Path, port: int | None = None, rank: int = 4) -> Iterator[Server]:
-    server = Server(base, members, log, port, rank)
+def served(
+    base: str, members: int, log: Path, port: int | None = None, rank: int = 4, length: int = 1024
+) -> Iterator[Server]:
+    server = Server(base, members, log, port, rank, length)
     try:
         yield server.wait()
     finally:
