@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -17,10 +18,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from accelerate import Accelerator
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import SamplingParams
 
 from trl_populora.adapters.weights import read_member
+from trl_populora.generation.routes import Published
 from trl_populora.generation.vllm import PopulationGeneration
+from trl_populora.hub import fetch, push_run
 
+from .populora_run import make_trainer
 from .vllm_models import (
     ENGINE_ENVIRONMENT,
     largest_difference,
@@ -223,6 +228,37 @@ def test_the_engine_does_not_grow_over_200_publishings(served):
     print(f"resident MiB after 1, 50, 100, 150, 200 publishings: {[round(sizes[i]) for i in (0, 49, 99, 149, 199)]}")
     assert sizes[199] - sizes[49] < 32
     assert len(served.generation.llm.llm_engine.list_loras()) == MEMBERS
+
+
+def test_members_of_a_pushed_population_answer_as_in_their_run(served, hub, seed_tasks, tmp_path):
+    """Trained and pushed without vLLM, downloaded, and put to an engine that never saw the run."""
+    Path(served.base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
+    trainer = make_trainer(served.base, str(tmp_path / "run"), {"max_steps": 3, "save_strategy": "no"})
+    trainer.train()
+    trainer.save_model()
+    push_run(trainer.args.output_dir, "me/served")
+    root, llm, names = fetch("me/served"), served.generation.llm, trainer.population.names
+    assert root != Path(trainer.args.output_dir)
+
+    served.generation.close()
+    pushed = [Published(n, f"pushed-{n}", 10_000 + i, str(root / "members" / n)) for i, n in enumerate(names)]
+    for adapter in pushed:
+        llm.load(adapter)
+    rows = [*range(len(names))] * 4
+    prompts, llm.routes = some_prompts(len(rows)), [pushed[row] for row in rows]
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(asked, SamplingParams(max_tokens=16, logprobs=0), use_tqdm=False)
+    for adapter in pushed:
+        llm.unload(adapter)
+
+    said = [output.outputs[0] for output in outputs]
+    completions = [list(completion.token_ids) for completion in said]
+    logprobs = [[step[token].logprob for step, token in zip(c.logprobs, c.token_ids, strict=True)] for c in said]
+    expected = logprobs_of(trainer.model, trainer.router, rows, prompts, completions)
+    others = logprobs_of(trainer.model, trainer.router, [(row + 1) % len(names) for row in rows], prompts, completions)
+    print(f"largest difference to the run: {largest_difference(logprobs, expected):.1e}")
+    assert largest_difference(logprobs, expected) < 1e-3
+    assert largest_difference(logprobs, others) > 0.01, "members have to differ for this to show anything"
 
 
 def test_read_member_is_what_was_published(served):

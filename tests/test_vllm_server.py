@@ -18,9 +18,20 @@ from transformers import AutoTokenizer
 
 from trl_populora.generation.client import VLLMServerError
 from trl_populora.generation.vllm import PopulationGeneration
+from trl_populora.loading import tiny_base_path
 
-from .vllm_models import largest_difference, logprobs_of, make_population, make_served_base, randomise
-from .vllm_processes import end, finish, free_port, result_of, served, start_run
+from .vllm_models import largest_difference, logprobs_of, make_population, randomise
+from .vllm_processes import (
+    check_recipe,
+    end,
+    finish,
+    free_port,
+    recipe_arguments,
+    result_of,
+    served,
+    start_recipe,
+    start_run,
+)
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -28,13 +39,14 @@ MEMBERS = 4
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    return make_served_base(tmp_path_factory.mktemp("base"))
+def base() -> str:
+    return tiny_base_path()
 
 
 @pytest.fixture(scope="module")
 def server(base, tmp_path_factory):
-    with served(base, MEMBERS, tmp_path_factory.mktemp("server") / "log") as server:
+    """One server for all tests here, among them one that kills and restarts it."""
+    with served(base, MEMBERS, tmp_path_factory.mktemp("server") / "log", rank=16) as server:
         yield server
 
 
@@ -113,7 +125,7 @@ def test_members_that_finish_early_are_told_early(client):
     assert told == {row: decode(ids, skip_special_tokens=True) for row, ids in enumerate(completions)}
 
 
-@pytest.mark.parametrize(("members", "rank"), [(MEMBERS + 1, 4), (MEMBERS, 16)])
+@pytest.mark.parametrize(("members", "rank"), [(MEMBERS + 1, 4), (MEMBERS, 32)])
 def test_a_server_that_cannot_hold_the_population_is_refused(base, server, tmp_path, members, rank):
     with pytest.raises(ValueError, match=f"--max-loras {members} .*--max-lora-rank {max(rank, 8)}"):
         Client(base, tmp_path, server.url, members, rank)
@@ -148,43 +160,46 @@ def test_an_absent_server_is_named(base, tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_a_killed_server_ends_the_run_and_after_a_restart_it_resumes(base, tmp_path):
+def test_the_recipe_runs_with_a_server(server, tmp_path):
+    before = server.models()  # a client that gave up on it has left adapters
+    arguments = recipe_arguments(tmp_path / "run", vllm_mode="server", vllm_server_base_url=server.url)
+    run = start_recipe(arguments, tmp_path / "log")
+    check_recipe(*finish(run, tmp_path / "log"), tmp_path / "run")
+    assert server.models() == before
+
+
+@pytest.mark.multiprocess
+def test_a_killed_server_ends_the_run_of_two_processes_and_after_a_restart_it_resumes(base, server, tmp_path):
     settings = {
         "base": base,
         "output_dir": str(tmp_path / "run"),
         "vllm_mode": "server",
+        "vllm_server_base_url": server.url,
         "save_strategy": "steps",
         "save_steps": 1,
         "max_steps": 200,
     }
-    with served(base, MEMBERS, tmp_path / "server.log") as first:
-        settings["vllm_server_base_url"] = first.url
-        run = start_run(settings, 1, tmp_path / "run.log")
-        try:
-            while run.poll() is None and not (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists():
-                time.sleep(0.05)
-            end(first.process)
-            code, output = finish(run, tmp_path / "run.log")
-        finally:
-            end(run)
+    run = start_run(settings, 2, tmp_path / "run.log")
+    try:
+        while run.poll() is None and not (tmp_path / "run" / "checkpoint-2").exists():
+            time.sleep(0.05)
+        end(server.process)
+        code, output = finish(run, tmp_path / "run.log")
+    finally:
+        end(run)
+        server.start()
     last = max(int(path.name.split("-")[1]) for path in (tmp_path / "run").glob("checkpoint-*"))
     assert code != 0, output[-3000:]
-    assert f"The vLLM server at {first.url}" in output, output[-3000:]
+    assert f"The vLLM server at {server.url}" in output, output[-3000:]
     assert f"resume from the last checkpoint, {tmp_path / 'run' / f'checkpoint-{last}'}" in output
 
-    # The resumed run has one process: transformers cannot load an optimizer for two on a CPU (map_location "cpu:0").
-    fresh = {"output_dir": str(tmp_path / "fresh"), "save_strategy": "no", "max_steps": 2}
-    with served(base, 2 * MEMBERS, tmp_path / "server.log", first.port) as second:  # two runs share it
-        runs = [
-            start_run(settings | {"resume": True, "max_steps": last + 1}, 1, tmp_path / "resumed.log"),
-            start_run(settings | fresh, 2, tmp_path / "two.log"),
-        ]
-        ends = [finish(run, tmp_path / log) for run, log in zip(runs, ("resumed.log", "two.log"), strict=True)]
-        assert len(second.models()) == 1
-    for code, output in ends:
-        assert code == 0, output[-3000:]
-    resumed, two = (result_of(output) for _, output in ends)
-    assert (resumed["steps"], resumed["world"]) == (last + 1, 1)
-    assert (two["steps"], two["world"]) == (2, 2)
-    assert two["sums"][0] == two["sums"][1]
-    assert max(resumed["logp_differences"] + two["logp_differences"]) < 1e-3
+    server.wait()
+    run = start_run(settings | {"resume": True, "max_steps": last + 2}, 2, tmp_path / "resumed.log")
+    code, output = finish(run, tmp_path / "resumed.log")
+    assert code == 0, output[-3000:]
+    resumed = result_of(output)
+    assert (resumed["steps"], resumed["world"]) == (last + 2, 2)
+    assert resumed["sums"][0] == resumed["sums"][1]
+    assert len(resumed["logp_differences"]) == last + 2, "the history of before goes on"
+    assert max(resumed["logp_differences"]) < 1e-3
+    assert len(server.models()) == 1

@@ -46,17 +46,18 @@ def end(process: subprocess.Popen) -> None:
 class Server:
     """A vLLM server started by `recipes/serve.sh`."""
 
-    def __init__(self, base: str, members: int, log: Path, port: int | None = None, rank: int = 4, length: int = 1024):
-        self.port, self.log = port or free_port(), log
-        self.url = f"http://127.0.0.1:{self.port}"
-        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--max-model-len", str(length)]
-        with open(log, "ab") as output:
+    def __init__(self, base: str, members: int, log: Path, rank: int = 4, length: int = 1024):
+        port, self.log = free_port(), log
+        self.url = f"http://127.0.0.1:{port}"
+        flags = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(length)]
+        self.command = [str(ROOT / "recipes" / "serve.sh"), base, str(members), str(rank), *flags, "--enforce-eager"]
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, or starts it again under the same address."""
+        with open(self.log, "ab") as output:
             self.process = subprocess.Popen(
-                [str(ROOT / "recipes" / "serve.sh"), base, str(members), str(rank), *flags, "--enforce-eager"],
-                env=environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                self.command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     def wait(self) -> Server:
@@ -73,10 +74,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(
-    base: str, members: int, log: Path, port: int | None = None, rank: int = 4, length: int = 1024
-) -> Iterator[Server]:
-    server = Server(base, members, log, port, rank, length)
+def served(base: str, members: int, log: Path, rank: int = 4, length: int = 1024) -> Iterator[Server]:
+    server = Server(base, members, log, rank, length)
     try:
         yield server.wait()
     finally:
@@ -96,6 +95,39 @@ def start_run(settings: dict, processes: int, log: Path) -> subprocess.Popen:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+RECIPE = {
+    "config": "recipes/tiny/quickstart.yaml",
+    "max_steps": 2,
+    "proposals_per_teacher": 4,
+    "attempts_per_task": 2,
+    "per_device_train_batch_size": 12,
+    "max_completion_length": 48,
+    "evolve_every": 1,
+    "evolve_burn_in": 1,
+    "sandbox_workers": 1,
+    "use_vllm": "true",
+    "vllm_max_model_length": 1024,
+}
+
+
+def recipe_arguments(output_dir: Path, **settings) -> list[str]:
+    """Two steps of the quick start with vLLM."""
+    settings = RECIPE | {"output_dir": output_dir} | settings
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+def check_recipe(code: int, output: str, directory: Path) -> None:
+    """Whether the recipe ran, and sampled as it trains."""
+    assert code == 0, output[-3000:]
+    history = json.loads((directory / "trainer_state.json").read_text())["log_history"]
+    differences = [entry["sampling/sampling_logp_difference/mean"] for entry in history if "loss" in entry]
+    print(f"mean sampling/trainer log-probability difference per step: {differences}")
+    assert len(differences) == 2
+    assert max(differences) < 1e-3
+    assert len(list((directory / "members").iterdir())) == 4
+    assert (directory / "lineage.jsonl").read_text().count("\n") >= 1
 
 
 def start_recipe(arguments: list[str], log: Path) -> subprocess.Popen:
