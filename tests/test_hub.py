@@ -21,7 +21,8 @@ from tests.hub_server import HubServer
 from tests.populora_run import make_trainer
 from trl_populora.adapters.weights import read_member
 from trl_populora.hub import push_archive, push_run
-from trl_populora.model_card import PICTURES
+from trl_populora.loading import tiny_base_path
+from trl_populora.model_card import PICTURES, write_card
 from trl_populora.population import Population
 
 
@@ -110,6 +111,22 @@ class TestPushed:
             "| 2 | ",
         ):
             assert text in card, text
+
+    def test_the_code_on_the_card_loads_the_best_student(self, hub, finished):
+        push_run(finished.args.output_dir, "me/code")
+        card, scope = hub.repos["me/code"]["README.md"].decode(), {}
+        exec(re.search(r"```python\n(.*?)```", card, re.S)[1], scope)
+        best, ids = max(finished.population.students, key=Population.fitness).name, torch.arange(20)[None]
+        assert torch.allclose(log_probs(scope["model"], ids), live_log_probs(finished, best, ids), atol=1e-5)
+
+    def test_the_card_names_the_embedded_base_by_its_path(self, finished, tmp_path):
+        state = json.loads(Path(finished.args.output_dir, "population.json").read_text())
+        (tmp_path / "population.json").write_text(json.dumps(state | {"base_model": "tiny"}))
+        write_card(tmp_path, "me/tiny")
+        scope: dict = {}
+        code = re.search(r"```python\n(.*?)\nmodel =", (tmp_path / "README.md").read_text(), re.S)[1]
+        exec(code, scope)
+        assert scope["base"].config.name_or_path == tiny_base_path()
 
     def test_the_card_shows_pictures_that_were_pushed(self, hub, finished):
         push_run(finished.args.output_dir, "me/pictures")

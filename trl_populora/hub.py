@@ -69,7 +69,7 @@ class PublishingTrainer(ResumableTrainer):
     def create_model_card(self, model_name=None, dataset_name=None, tags=None, **details):
         root = Path(self.args.output_dir)
         if self.is_world_process_zero() and (root / "population.json").exists():
-            write_card(root, model_name or self.hub_model_id or root.name, tags, details)
+            write_card(root, self.hub_model_id or model_name or root.name, tags, details)
 
     def init_hf_repo(self, token=None, **kwargs):
         with explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
@@ -92,7 +92,7 @@ class PublishingTrainer(ResumableTrainer):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         stage = make_stage(Path(self.args.output_dir), Path(checkpoint_folder), self.args.hub_strategy)
         draw_for_card(stage)
-        write_card(stage, self.hub_model_id.split("/")[-1])
+        write_card(stage, self.hub_model_id)
         job = HfApi().upload_folder(
             repo_id=self.hub_model_id,
             folder_path=stage,
@@ -187,7 +187,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
     read_json(root / "population.json")
     place_best_student(root)
     draw_for_card(root)
-    write_card(root, repo.split("/")[-1])
+    write_card(root, repo)
     with explained(repo, str(run)):
         repo = HfApi().create_repo(repo, token=token, private=private, exist_ok=True).repo_id
         commit = HfApi().upload_folder(

@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from trl_populora.loading import TINY
 from trl_populora.report_plots import PLOTS
 from trl_populora.saved_population import read_json
 
@@ -42,8 +43,8 @@ The best student:
 ```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-
-base = AutoModelForCausalLM.from_pretrained("{base}")
+{base_import}
+base = AutoModelForCausalLM.from_pretrained({base_code})
 model = PeftModel.from_pretrained(base, "{repo}")
 ```
 
@@ -52,6 +53,7 @@ Any other member: `PeftModel.from_pretrained(base, "{repo}", subfolder="members/
 Continue the population, also with other numbers of teachers and students:
 
 ```python
+from peft import LoraConfig
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 
 args = PopuLoRAConfig("runs/more", teachers=4, students=4, warm_start="{repo}")
@@ -62,7 +64,7 @@ All members in one vLLM server:
 
 ```bash
 hf download {repo} --local-dir population
-vllm serve {base} --enable-lora --max-loras {members} --max-lora-rank {vllm_rank} \\
+vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vllm_rank} \\
     --lora-modules {modules}
 ```
 
@@ -100,13 +102,13 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
 
     Args:
         root (`Path`): Holds `population.json`, and `lineage.jsonl` and `plots/*.png` where there are any.
-        name (`str`): Title, and the name of the repository.
+        name (`str`): Name of the repository, best with its user; the title.
         tags (`list[str]`, *optional*): Added to the package's own.
         details (`dict`, *optional*): Further metadata, for example `license` and `language`.
     """
     population = read_json(root / "population.json")
     base, members = population["base_model"], population["members"]
-    published = not os.path.isdir(base) and base != "tiny"
+    published = not os.path.isdir(base) and base != TINY
     repo = name if "/" in name else f"<user>/{name}"
     metadata = ModelCardData(
         library_name="peft",
@@ -118,11 +120,12 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     )
     text = CARD.format(
         metadata=metadata.to_yaml(),
-        name=name,
+        name=name.split("/")[-1],
         teachers=sum(member["role"] == "teacher" for member in members),
         students=sum(member["role"] == "student" for member in members),
         rank=population["lora"]["r"],
         base=base,
+        **_base_code(base),
         step=population["step"],
         kinds=", ".join(population["task_kinds"]),
         best=population["best_student"],
@@ -139,6 +142,18 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     unfinished = root / "README.md.tmp"
     unfinished.write_text(text)
     unfinished.replace(root / "README.md")
+
+
+def _base_code(base: str) -> dict[str, str]:
+    """How Python and a shell name the base; the embedded one lies inside the installed package."""
+    if base != TINY:
+        return {"base_import": "", "base_code": f'"{base}"', "base_shell": base}
+    line, code = "from trl_populora.loading import tiny_base_path", "tiny_base_path()"
+    return {
+        "base_import": f"{line}\n",
+        "base_code": code,
+        "base_shell": f"\"$(python -c '{line}; print({code})')\"",
+    }
 
 
 def _ratings(members: list[dict[str, Any]]) -> str:
