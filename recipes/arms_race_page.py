@@ -127,7 +127,7 @@ def draw_curves(runs: Mapping[str, Mapping[int, list[dict]]], path: Path) -> Non
     handles.append(axes[0, 0].plot([], [], color="0.4", linewidth=0.7)[0])
     labels = [f"{name}: mean of {len(seeds)} seed(s)" for name, seeds in runs.items()]
     axes[-1, 2].legend(handles, [*labels, f"one seed (all: mean of {WINDOW} steps)"], loc="center", frameon=False)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+    figure.savefig(path, dpi=80, metadata={"Software": None})
 
 
 def _running(numbers: Sequence[float]) -> list[float]:
