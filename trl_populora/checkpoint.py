@@ -53,7 +53,7 @@ class ResumableTrainer(GRPOTrainer):
     What a population adds to the checkpoints of [`~trl.GRPOTrainer`].
 
     - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
-    - `_save`: one ordinary PEFT directory per member, and `population.json`.
+    - `save_model`, `_save`: one ordinary PEFT directory per member, and `population.json`; no base weights are gathered.
     - `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then the state of the game
       (on every backend; DeepSpeed brings its members itself), then the loss that is not logged yet.
     - `train`: `resume_from_checkpoint=True` takes the newest checkpoint that is whole.
@@ -118,6 +118,12 @@ class ResumableTrainer(GRPOTrainer):
     def _push_from_checkpoint(self, checkpoint_folder):
         if self._aside is None:  # else it is not whole yet; `_save_checkpoint` calls again
             super()._push_from_checkpoint(checkpoint_folder)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        # Not TRL's: under transformers 5.17 it calls `_save` on the main rank alone, but ZeRO and FSDP read together.
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
 
     def _save(self, output_dir=None, state_dict=None):
         save(self, output_dir or self.args.output_dir)
