@@ -26,6 +26,7 @@ METHODS = {
     (Trainer, "get_optimizer_cls_and_kwargs"): "args model",
     (Trainer, "_clip_grad_norm"): "self model",
     (Trainer, "_get_grad_norm"): "self model grad_norm",
+    (Trainer, "save_model"): "self output_dir _internal_call",
     (Trainer, "_save"): "self output_dir state_dict",
     (Trainer, "_load_from_checkpoint"): "self resume_from_checkpoint model",
     (Trainer, "_save_checkpoint"): "self model trial",

@@ -123,7 +123,7 @@ class ResumableTrainer(GRPOTrainer):
         # Not TRL's: under transformers 5.17 it calls `_save` on the main rank alone, but ZeRO and FSDP read together.
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir=None, state_dict=None):
         save(self, output_dir or self.args.output_dir)
