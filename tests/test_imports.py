@@ -23,7 +23,7 @@ FLOORS = [
     {"evolution", "records", "model_card", "archive_card", "report"},
     {"checkpoint"},
     {"hub"},
-    {"populora_trainer"},
+    {"populora_trainer", "evaluate"},
     {"evaluation"},
     {"__main__"},
 ]

@@ -1,4 +1,4 @@
-"""The command line: `populora train | report | push | info | crossplay | sandbox-check`, also as `python -m trl_populora`.
+"""The command line: `populora train | report | push | info | crossplay | evaluate | sandbox-check`, also as `python -m trl_populora`.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
@@ -215,6 +215,17 @@ def crossplay(arguments: Sequence[str]) -> None:
     _say(f"Cross-play written to {write_payoff(payoff.renamed(names), options.out)}.")
 
 
+def evaluate(arguments: Sequence[str]) -> None:
+    """Scores every member on published benchmarks."""
+    from trl_populora.evaluate.command import evaluate as run_evaluation
+    from trl_populora.evaluate.settings import EvaluateArguments
+
+    (options,) = _parse(EvaluateArguments, "evaluate", arguments)
+    out = Path(options.out or _own_directory(options.run) or options.run)
+    run_evaluation(options, out, _say)
+    _say(f"Tables are in {out}/evaluation.md, .json and .png.")
+
+
 def sandbox_check(arguments: Sequence[str]) -> None:
     """Says how well this host can confine untrusted programs."""
     from trl_populora.sandbox.check import main as check
@@ -228,6 +239,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "push": push,
     "info": info,
     "crossplay": crossplay,
+    "evaluate": evaluate,
     "sandbox-check": sandbox_check,
 }
 
@@ -276,6 +288,7 @@ def _own_directory(run: str) -> str | None:
 
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ RESUME_ONLY = (
 )
 NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp"]
 STAGES = "_push"
+POPULATION = ("population.json", "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
 
 
 class PublishingTrainer(ResumableTrainer):
@@ -280,18 +281,20 @@ def warn_of_failures(pushes: PushInProgress | None, repo: str | None, run: str) 
                 logger.warning("%s", told)
 
 
-def fetch(path_or_repo: str, revision: str | None = None, token: str | None = None) -> Path:
+def fetch(
+    path_or_repo: str, revision: str | None = None, token: str | None = None, wanted: Sequence[str] = POPULATION
+) -> Path:
     """
-    Directory of a saved population: a local one as it is, a repository after downloading members and tables.
+    Directory of a saved population: a local one as it is, a repository after downloading the wanted files, by default
+    members and tables.
 
     Raises:
         `ValueError`: If it is neither.
     """
     if Path(path_or_repo).is_dir():
         return Path(path_or_repo)
-    wanted = ["population.json", "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet"]
     try:
-        return Path(snapshot_download(path_or_repo, revision=revision, token=token, allow_patterns=wanted))
+        return Path(snapshot_download(path_or_repo, revision=revision, token=token, allow_patterns=list(wanted)))
     except Exception as error:
         if not (isinstance(error, (LocalEntryNotFoundError, ValueError)) or _is_connection(error)):
             raise

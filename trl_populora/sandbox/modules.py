@@ -7,6 +7,7 @@ imports more is sent to the full tier: by a scan of its text in the trainer, or,
 from __future__ import annotations
 
 import codecs
+import os
 import re
 import sys
 
@@ -151,3 +152,11 @@ def preload(full: bool, hostile: bool) -> None:
             continue
     for name in [*CODECS, *(FULL_CODECS if full else ())]:
         codecs.lookup(name)
+
+
+def preload_packages(folders: dict[str, str]) -> None:
+    """Import installed packages from the folders they lie in; a missing one is an error."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # threads would not survive the fork
+    sys.path.extend(dict.fromkeys(folders.values()))
+    for name in folders:
+        __import__(name)

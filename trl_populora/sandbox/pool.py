@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import threading
@@ -34,6 +35,8 @@ class Sandbox(Runner):
         bubblewrap (`bool`, *optional*, defaults to `False`): The hard mode: `bwrap` around every zygote, as one wall
             more.
         without (`tuple[str, ...]`, *optional*): Layers of confinement to leave out; for tests of the others.
+        packages (`tuple[str, ...]`, *optional*): Installed modules that are loaded before the walls are built, such as
+            `"numpy"`, which the tests of published benchmarks import. Programs may import them with `soft=False`.
 
     Raises:
         RuntimeError: This host cannot confine programs and `allow_weak` is not set, `bwrap` is wanted and missing or
@@ -51,6 +54,7 @@ class Sandbox(Runner):
         cores: Iterable[int] | None = None,
         bubblewrap: bool = False,
         without: tuple[str, ...] = (),
+        packages: tuple[str, ...] = (),
     ):
         if sys.platform != "linux":
             raise RuntimeError(
@@ -64,6 +68,7 @@ class Sandbox(Runner):
         self.workers, self.limits = workers, limits or Limits()
         wrapped_from = prepare(Path(__file__).parent) if bubblewrap else None
         options = {"soft": soft, "cores": usable, "without": list(without), "bubblewrap": wrapped_from}
+        options["packages"] = {each: _folder_of(each) for each in packages}
         self._supervisor = Supervisor(workers, seed=seed, allow_weak=allow_weak, options=options)
         self._closing = threading.Lock()
         self._server: SandboxServer | None = None
@@ -93,3 +98,11 @@ class Sandbox(Runner):
             if self._server is not None:
                 self._server.close()
             self._finalizer()
+
+
+def _folder_of(package: str) -> str:
+    """Where a zygote, which starts without site-packages, has to look for an installed package."""
+    spec = importlib.util.find_spec(package.partition(".")[0])
+    if spec is None or spec.origin is None:
+        raise ValueError(f"`packages` names {package!r}, which is not installed")
+    return os.path.dirname(os.path.dirname(spec.origin))

@@ -37,7 +37,8 @@ class Supervisor:
         seed (`int`): Chooses the hash seeds.
         allow_weak (`bool`): Whether level C is accepted.
         options (`dict`): What every zygote is told: `soft`, whether the soft layer is on; `cores`, processors to run
-            on; `without`, layers to leave out; `bubblewrap`, the namespaces that `bwrap` must have left, if any.
+            on; `without`, layers to leave out; `bubblewrap`, the namespaces that `bwrap` must have left, if any;
+            `packages`, the folder of each.
 
     Raises:
         RuntimeError: No zygote starts, or the host is too weak.

@@ -312,6 +312,7 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
     else:
         confine.enter_namespaces(layers)
     modules.preload(full=options["full"], hostile=not options["soft"])
+    modules.preload_packages(options["packages"])
     soft.silence()
     guard = soft.Guard(options["soft"], options["full"])
     zygote = Zygote(control, guard)

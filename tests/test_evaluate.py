@@ -1,0 +1,258 @@
+"""`populora evaluate` without a model: options, the sandbox under EvalScope's code benchmarks, processes, tables."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trl_populora import __main__ as cli
+from trl_populora.evaluate.contenders import Contender, find
+from trl_populora.evaluate.jobs import Pair, make_pairs
+from trl_populora.evaluate.server import end, start
+from trl_populora.evaluate.settings import EvaluateArguments
+from trl_populora.evaluate.suite import BENCHMARKS
+from trl_populora.evaluate.table import as_markdown, make_table, save
+
+
+pytest.importorskip("evalscope", reason="EvalScope is not installed")
+
+ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A saved population of two, whose adapters nobody loads."""
+    root = tmp_path / "run"
+    names = ["teacher_0", "student_0"]
+    for name in names:
+        (root / "members" / name).mkdir(parents=True)
+        (root / "members" / name / "adapter_config.json").write_text(json.dumps(ADAPTER))
+        (root / "members" / name / "adapter_model.safetensors").write_bytes(name.encode())
+    members = [{"name": name, "role": name[:7], "adapter": f"members/{name}"} for name in names]
+    state = {"format": 1, "base_model": "tiny", "best_student": "student_0", "members": members}
+    (root / "population.json").write_text(json.dumps(state))
+    return str(root)
+
+
+class TestOptions:
+    def test_every_benchmark_is_one_of_evalscope_with_the_parts_that_we_name(self):
+        from evalscope import TaskConfig
+        from evalscope.api.registry import get_benchmark
+
+        for name, ours in BENCHMARKS.items():
+            config = TaskConfig(model="m", datasets=[ours.evalscope], eval_type="openai_api", api_url="http://x")
+            theirs = get_benchmark(ours.evalscope, config)
+            assert set(ours.arguments.get("subset_list", [])) <= set(theirs.subset_list), name
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (
+                ["--benchmarks", "gsm8k", "mmlu"],
+                "`benchmarks` names mmlu; choose from humaneval_plus, .*olympiad_bench",
+            ),
+            (["--members", "student_7"], "`members` names student_7; .* has teacher_0, student_0"),
+            (["--dataset_args", "none.yaml"], "`dataset_args='none.yaml'` cannot be read"),
+            (["--hub", "github"], "`hub` must be huggingface or modelscope, got 'github'"),
+            (["--samples", "4"], "`samples=4` greedy answers are all the same"),
+            (["--server", "http://127.0.0.1:9"], "`server=http://127.0.0.1:9` does not answer as a vLLM server"),
+            (["--compare", "{run}/members"], "adapter_config.json cannot be read .* holds no PEFT adapter"),
+            (["--compare", "{run}/members/student_0"], "Two contenders have the same name"),
+        ],
+    )
+    def test_what_the_user_can_mend_is_one_line(self, run, options, message):
+        with pytest.raises(SystemExit, match=f"^populora evaluate: .*{message}"):
+            cli.main(["evaluate", run, *(option.format(run=run) for option in options)])
+
+    def test_settings_of_a_file_win_and_its_paths_are_its_own(self, tmp_path):
+        (tmp_path / "data").mkdir()
+        path = tmp_path / "own.yaml"
+        path.write_text("amc23: {local_path: data}\ngsm8k: {few_shot_num: 0}\n")
+        settings = EvaluateArguments("run", benchmarks=["amc23", "aime24"], dataset_args=str(path))
+        assert settings.dataset_arguments() == {
+            "amc23": {"subset_list": ["amc23"], "local_path": str(tmp_path / "data")},
+            "aime24": {},
+        }
+
+    def test_a_compared_run_is_its_best_student_and_an_adapter_is_itself(self, run, tmp_path):
+        other, alone = tmp_path / "single", tmp_path / "grpo"
+        os.rename(run, other)
+        os.makedirs(alone)
+        (alone / "adapter_config.json").write_text(json.dumps(ADAPTER))
+        base, contenders = find(str(other), None, [str(other), str(alone)], None)
+        assert base.endswith("assets/tiny")
+        assert [(each.name, each.role) for each in contenders] == [
+            ("teacher_0", "teacher"),
+            ("student_0", "student"),
+            ("base", "base"),
+            ("single", "compared"),
+            ("grpo", "compared"),
+        ]
+        assert [each.adapter for each in contenders[2:]] == [None, other / "members" / "student_0", alone]
+
+    def test_a_pair_is_new_when_adapter_data_or_settings_change_and_else_the_same(self, run, tmp_path):
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "test.jsonl").write_text("{}\n")
+        (tmp_path / "own.json").write_text('{"gsm8k": {"local_path": "data"}}')
+
+        def folders(**options):
+            settings = EvaluateArguments(run, benchmarks=["gsm8k"], dataset_args=str(tmp_path / "own.json"), **options)
+            base, contenders = find(run, None, None, None)
+            return [pair.directory for pair in make_pairs(settings, base, contenders, tmp_path)]
+
+        first = folders()
+        assert folders(concurrency=3) == first
+        assert not set(folders(max_tokens=100)) & set(first)
+        (Path(run) / "members" / "student_0" / "adapter_model.safetensors").write_bytes(b"trained further")
+        assert [a == b for a, b in zip(folders(), first, strict=True)] == [True, False, True]
+        (tmp_path / "data" / "test.jsonl").write_text("{}\n{}\n")
+        assert not set(folders()) & set(first)
+
+
+NUMPY = "import numpy as np\nassert np.allclose(f(1), 2)\n"
+
+
+class TestPrograms:
+    @pytest.fixture(scope="class")
+    def sandbox(self):
+        from trl_populora.evaluate.code import make_sandbox
+
+        with make_sandbox() as sandbox:
+            yield sandbox
+
+    @pytest.fixture
+    def execute(self, sandbox):
+        """EvalScope's own adapter, given our sandbox as the worker gives it."""
+        from evalscope import TaskConfig
+        from evalscope.api.mixin import CodeExecutionSandboxMixin
+        from evalscope.api.registry import get_benchmark
+
+        from trl_populora.evaluate.code import use
+
+        theirs = CodeExecutionSandboxMixin._get_backend
+        use(sandbox)
+
+        def run(benchmark: str, program: str, timeout: int = 20) -> dict:
+            config = TaskConfig(model="m", datasets=[benchmark], eval_type="openai_api", api_url="http://x")
+            config.sandbox.enabled = True
+            return get_benchmark(benchmark, config).execute_code_in_sandbox(program, timeout=timeout)
+
+        yield run
+        CodeExecutionSandboxMixin._get_backend = theirs
+
+    @pytest.mark.parametrize(
+        ("answer", "status"),
+        [
+            ("def f(x):\n    return x + 1\n", "success"),
+            ("def f(x):\n    return x\n", "error"),
+            ("def f(x:\n", "error"),
+            ("import sys\nsys.exit(0)\n", "error"),
+            ("exit()\n", "error"),
+            ("def f(x):\n    open('/etc/passwd')\n    return 2\n", "error"),
+            ("import socket\nsocket.socket()\ndef f(x):\n    return 2\n", "error"),
+        ],
+    )
+    @pytest.mark.parametrize("benchmark", ["humaneval_plus", "mbpp_plus"])
+    def test_an_answer_passes_when_the_tests_after_it_do(self, execute, benchmark, answer, status):
+        assert execute(benchmark, answer + NUMPY)["status"] == status
+
+    def test_endless_answers_end(self, execute):
+        started = time.perf_counter()
+        assert execute("mbpp_plus", "while True: pass", timeout=1)["status"] == "timeout"
+        assert time.perf_counter() - started < 30
+
+    def test_competition_programs_read_print_and_leave(self, execute):
+        program = (
+            "import sys, io\nsys.stdin = io.StringIO('3 4\\n')\na, b = map(int, input().split())\nprint(gcd(a, b))\n"
+        )
+        assert execute("live_code_bench", program + "sys.exit()") == {"status": "success", "output": "1\n"}
+        assert execute("live_code_bench", program + "sys.exit(1)")["status"] == "error"
+
+
+class TestProcesses:
+    def test_what_is_started_ends_when_its_starter_is_killed(self, tmp_path):
+        code = (
+            "import sys, time; from pathlib import Path; from trl_populora.evaluate.server import start\n"
+            "print(start(['-c', 'import time; time.sleep(600)'], Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
+        )
+        starter = subprocess.Popen([sys.executable, "-c", code, tmp_path / "log"], stdout=subprocess.PIPE, text=True)
+        assert starter.stdout is not None
+        child = int(starter.stdout.readline())
+        try:
+            wait_until(lambda: b"sleep" in command_line(child) and b"execv" not in command_line(child))
+            starter.send_signal(signal.SIGKILL)
+            starter.wait()
+            wait_until(lambda: not command_line(child))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            starter.kill()
+
+    def test_end_takes_the_whole_group(self, tmp_path):
+        code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1).pid, flush=True)"
+        process = start(["-c", code + "; import time; time.sleep(600)"], tmp_path / "log")
+        wait_until(lambda: (tmp_path / "log").read_text().strip())
+        end(process)
+        wait_until(lambda: not command_line(int((tmp_path / "log").read_text())))
+
+
+def command_line(pid: int) -> bytes:
+    """Empty once the process has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_until(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class TestTable:
+    @pytest.fixture
+    def pairs(self, tmp_path):
+        scores = {
+            "student_0": {"gsm8k": 0.5, "aime24": 0.1},
+            "student_1": {"gsm8k": 0.25, "aime24": 0.2},
+            "base": {"gsm8k": 0.125, "aime24": 0.0},
+            "single": {"gsm8k": 0.375, "aime24": None},
+        }
+        roles = {"base": "base", "single": "compared"}
+        pairs = []
+        for name, row in scores.items():
+            for benchmark, score in row.items():
+                pair = Pair(Contender(name, roles.get(name, "student")), benchmark, {}, tmp_path / benchmark / name)
+                pair.directory.mkdir(parents=True)
+                if score is not None:
+                    (pair.directory / "result.json").write_text(json.dumps({"score": score, "questions": 40}))
+                pairs.append(pair)
+        return pairs
+
+    def test_columns_are_members_mean_best_worst_base_and_single_agent(self, pairs):
+        assert as_markdown(make_table(pairs)).splitlines() == [
+            "| benchmark | questions | student_0 | student_1 | mean | best | worst | base | single |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+            "| GSM8K | 40 | 50.0 | 25.0 | 37.5 | 50.0 | 25.0 | 12.5 | 37.5 |",
+            "| AIME 24 | 40 | 10.0 | 20.0 | 15.0 | 20.0 | 10.0 | 0.0 | - |",
+            "| average |  | 30.0 | 22.5 | 26.2 | 30.0 | 22.5 | 6.2 | - |",
+        ]
+
+    def test_saved_as_json_markdown_and_picture(self, pairs, tmp_path):
+        save(make_table(pairs), tmp_path, {"run": "r"})
+        saved = json.loads((tmp_path / "evaluation.json").read_text())
+        assert saved["scores"]["gsm8k"]["mean"] == 37.5
+        assert saved["scores"]["aime24"]["single"] is None
+        assert saved["columns"][0] == {"name": "student_0", "role": "student"}
+        assert (tmp_path / "evaluation.md").read_text() == as_markdown(make_table(pairs))
+        assert (tmp_path / "evaluation.png").stat().st_size > 5000

