@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -14,8 +15,8 @@ from trl_populora.sandbox.values import decode
 from trl_populora.tasks import CodeF, CodeO, load_seed_tasks
 
 
-QUESTIONS = 5
-SCALE = 0.03  # changes some answers and leaves some right
+QUESTIONS = {"gsm8k": 8, "live_code_bench": 4, "mbpp_plus": 4}
+SCALE = 0.5  # changes most of what a member says, and leaves some of it right
 
 
 def write_tasks(root: Path) -> Path:
@@ -27,6 +28,7 @@ def write_tasks(root: Path) -> Path:
         "gsm8k": {"local_path": "gsm8k", "few_shot_num": 0, "prompt_template": "{question}"},
         "live_code_bench": {
             "local_path": "live_code_bench",
+            "subset_list": ["release_v5"],
             "system_prompt": None,
             "prompt_template": "{question_content}",
         },
@@ -40,8 +42,8 @@ def write_tasks(root: Path) -> Path:
 def _write(folder: Path, config: str, split: str, rows: list[dict]) -> None:
     """A dataset repository with one configuration."""
     (folder / config).mkdir(parents=True)
-    name = f"{config}/{split}.jsonl"
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = f"{config}/{split}.parquet"
+    Dataset.from_list(rows).to_parquet(folder / name)
     (folder / "README.md").write_text(
         f"---\nconfigs:\n- config_name: {config}\n  data_files:\n  - split: {split}\n    path: {name}\n---\n"
     )
@@ -54,16 +56,20 @@ def _gsm8k() -> list[dict]:
             "question": CodeO().solving_prompt(task, "compact")[0]["content"],
             "answer": f"Worked out by hand.\n#### {decode(task.outputs[0])}",
         }
-        for task in tasks[:QUESTIONS]
+        for task in _spread(tasks, QUESTIONS["gsm8k"])
     ]
 
 
 def _programs() -> list:
     """Tasks whose inputs and outputs JSON can carry."""
-    found = [task for task in load_seed_tasks() if task.kind == "code_f"]
-    return [task for task in found if all(_is_json(decode(text)) for text in (*task.inputs, *task.outputs))][
-        :QUESTIONS
-    ]
+    tasks = [task for task in load_seed_tasks() if task.kind == "code_f"]
+    tasks = [task for task in tasks if all(_is_json(decode(text)) for text in (*task.inputs, *task.outputs))]
+    return _spread(tasks, QUESTIONS["mbpp_plus"])
+
+
+def _spread(tasks: list, number: int) -> list:
+    """Easy and hard ones."""
+    return tasks[:: len(tasks) // number][:number]
 
 
 def _is_json(value) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from trl_populora import __main__ as cli
 from trl_populora.evaluate.contenders import Contender, find
 from trl_populora.evaluate.jobs import Pair, make_pairs
-from trl_populora.evaluate.server import end, start
+from trl_populora.evaluate.processes import end, start
 from trl_populora.evaluate.settings import EvaluateArguments
 from trl_populora.evaluate.suite import BENCHMARKS
 from trl_populora.evaluate.table import as_markdown, make_table, save
@@ -120,14 +120,15 @@ class TestOptions:
 NUMPY = "import numpy as np\nassert np.allclose(f(1), 2)\n"
 
 
+@pytest.fixture(scope="module")
+def sandbox():
+    from trl_populora.evaluate.code import make_sandbox
+
+    with make_sandbox() as sandbox:
+        yield sandbox
+
+
 class TestPrograms:
-    @pytest.fixture(scope="class")
-    def sandbox(self):
-        from trl_populora.evaluate.code import make_sandbox
-
-        with make_sandbox() as sandbox:
-            yield sandbox
-
     @pytest.fixture
     def execute(self, sandbox):
         """EvalScope's own adapter, given our sandbox as the worker gives it."""
@@ -180,7 +181,7 @@ class TestPrograms:
 class TestProcesses:
     def test_what_is_started_ends_when_its_starter_is_killed(self, tmp_path):
         code = (
-            "import sys, time; from pathlib import Path; from trl_populora.evaluate.server import start\n"
+            "import sys, time; from pathlib import Path; from trl_populora.evaluate.processes import start\n"
             "print(start(['-c', 'import time; time.sleep(600)'], Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
         )
         starter = subprocess.Popen([sys.executable, "-c", code, tmp_path / "log"], stdout=subprocess.PIPE, text=True)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.hub_server import HubServer
 from tests.populora_run import make_trainer
 from trl_populora.adapters.weights import read_member
+from trl_populora.evaluate.contenders import find
 from trl_populora.hub import push_archive, push_run
 from trl_populora.loading import tiny_base_path
 from trl_populora.model_card import PICTURES, write_card
@@ -95,6 +96,16 @@ class TestPushed:
         assert trainer.population["student_0"].sigma == ranked[0].sigma
         assert trainer.population["student_2"].sigma == pytest.approx(25 / 3), "the clone has to be found out"
         trainer.train()
+
+    def test_a_pushed_population_is_found_for_evaluation(self, hub, finished, base):
+        push_run(finished.args.output_dir, "me/scored")
+        found, contenders = find("me/scored", ["student_1"], ["me/scored"], None)
+        assert found == base
+        assert [each.name for each in contenders] == ["student_1", "base", "scored"]
+        assert [each.rank() for each in contenders] == [4, 0, 4]
+        best = max(finished.population.students, key=Population.fitness).name
+        weights = Path(finished.args.output_dir, "members", best, "adapter_model.safetensors")
+        assert (contenders[2].adapter / weights.name).read_bytes() == weights.read_bytes()
 
     def test_the_card_tells_how_to_load(self, hub, finished):
         push_run(finished.args.output_dir, "me/card")

@@ -4,6 +4,7 @@
     settings.py    the command's options
     contenders.py  who is evaluated: members, base, adapters of other runs
     server.py      one vLLM server that holds them all as LoRA modules
+    processes.py   how processes are started so that none is left behind
     jobs.py        one process per contender, side by side; what is finished is not done again
     worker.py      that process: EvalScope against the server
     code.py        where programs that models write are run: our sandbox

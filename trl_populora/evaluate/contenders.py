@@ -79,9 +79,9 @@ def find(
 
 
 def _adapter_of(source: str) -> Path:
-    """The best student of a run or of a pushed population, or an adapter that stands for itself."""
-    root = fetch(source, wanted=["population.json", "adapter_*", "members/*"])
-    if (root / "population.json").exists():
+    """The best student of a run or of a pushed population, which lies at its root, or an adapter as it is."""
+    root = fetch(source, wanted=["population.json", "adapter_*"])
+    if (root / "population.json").exists() and not (root / "adapter_config.json").exists():  # not saved to its end
         return root / "members" / read_json(root / "population.json")["best_student"]
     return root
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from trl_populora.evaluate.contenders import BASE, Contender
-from trl_populora.evaluate.server import Server, end, start
+from trl_populora.evaluate.processes import end, start
+from trl_populora.evaluate.server import Server
 from trl_populora.evaluate.settings import EvaluateArguments
 from trl_populora.evaluate.suite import BENCHMARKS
 from trl_populora.saved_population import write_json
@@ -94,6 +95,8 @@ def run(
         `RuntimeError`: If the server ends.
     """
     columns = list(dict.fromkeys(pair.contender for pair in pairs))
+    for pair in pairs:
+        (pair.directory / "error.json").unlink(missing_ok=True)
     processes = {}
     try:
         for contender in columns:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import shlex
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,42 +14,11 @@ from pathlib import Path
 import requests
 
 from trl_populora.evaluate.contenders import BASE, Contender
+from trl_populora.evaluate.processes import end, last_lines, start
 
 
 START_SECONDS = 1800.0  # reading and sharding a large base
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM serves; a smaller adapter fits into the next one
-# The kernel ends the new process with this one, however this one ends; then the command takes its place.
-_TIED = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-)
-
-
-def start(arguments: Sequence[str], log: Path, **environment: str) -> subprocess.Popen:
-    """Starts Python with these arguments as the leader of a process group that ends with this process."""
-    with open(log, "ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-c", _TIED, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | environment,
-            start_new_session=True,
-        )
-
-
-def end(process: subprocess.Popen, seconds: float = 20.0) -> None:
-    """Ends a process that [`start`] started, and its group with it."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def last_lines(log: Path, number: int = 15) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-number:])
 
 
 class Server:
@@ -150,7 +116,9 @@ def served(base: str, contenders: Sequence[Contender], flags: str, log: Path) ->
 
 def _flags(adapters: Sequence[Contender]) -> list[str]:
     size = next(size for size in _RANKS if size >= max(each.rank() for each in adapters))
-    slots = str(len(adapters))  # with fewer, members would wait for each other
+    # With fewer slots members would wait for each other. One more stays empty: vLLM 0.31 on a CPU gives rows of the base
+    # that share a batch with rows of adapters the adapter in the last slot (index -1), and an empty one changes nothing.
+    slots = str(len(adapters) + 1)
     flags = ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(size)]
     # The sampling defaults of the base's own `generation_config.json` would hold for answers that say nothing of them.
     flags += ["--generation-config", "vllm"]

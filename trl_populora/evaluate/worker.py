@@ -82,7 +82,6 @@ def main(path: str) -> None:
         for name, pair in job["pairs"].items():
             directory = Path(pair["directory"])
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / "error.json").unlink(missing_ok=True)
             try:
                 result = run(job, name, directory)
             except Exception as error:
