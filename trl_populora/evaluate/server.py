@@ -117,7 +117,7 @@ def served(base: str, contenders: Sequence[Contender], flags: str, log: Path) ->
 def _flags(adapters: Sequence[Contender]) -> list[str]:
     size = next(size for size in _RANKS if size >= max(each.rank() for each in adapters))
     # With fewer slots members would wait for each other. One more stays empty: vLLM 0.31 on a CPU gives rows of the base
-    # that share a batch with rows of adapters the adapter in the last slot (index -1), and an empty one changes nothing.
+    # that share a batch with adapters the last slot, whose index is -1 (its pull request 48421 mends that).
     slots = str(len(adapters) + 1)
     flags = ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(size)]
     # The sampling defaults of the base's own `generation_config.json` would hold for answers that say nothing of them.
