@@ -1,4 +1,4 @@
-"""The command line: `populora train | report | push | info | crossplay | evaluate | sandbox-check`, also as `python -m trl_populora`.
+"""The command line, also as `python -m trl_populora`: train, report, push, info, crossplay, evaluate, sandbox-check.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
