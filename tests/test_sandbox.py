@@ -92,3 +92,8 @@ def test_verdict_knows_whether_it_is_ok():
     assert Verdict(Status.OK).ok
     assert not Verdict(Status.ERROR).ok
     assert str(Status.BAD_OUTPUT) == "bad_output" == Status.BAD_OUTPUT
+
+
+def test_a_package_that_is_not_installed_is_named():
+    with pytest.raises(ValueError, match="`packages` names 'no_such_package', which is not installed"):
+        Sandbox(packages=("no_such_package",))
