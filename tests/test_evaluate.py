@@ -197,6 +197,18 @@ class TestProcesses:
                 os.kill(child, signal.SIGKILL)
             starter.kill()
 
+    def test_data_that_cannot_be_had_is_named_with_the_way_out(self, tmp_path):
+        pair = {"evalscope": "gsm8k", "arguments": {}, "directory": str(tmp_path / "gsm8k")}
+        settings = {"hub": "huggingface", "limit": None, "samples": 1, "temperature": 0.0, "max_tokens": 9}
+        job = settings | {"model": "base", "url": "http://127.0.0.1:9", "pairs": {"gsm8k": pair}, "concurrency": 1}
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        away = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
+        command = ["-m", "trl_populora.evaluate.worker", str(tmp_path / "job.json")]
+        assert start(command, tmp_path / "log", **away).wait(120) == 0, (tmp_path / "log").read_text()
+        error = json.loads((tmp_path / "gsm8k" / "error.json").read_text())["error"]
+        assert "openai/gsm8k" in error
+        assert error.endswith("name a local copy in `dataset_args` (`local_path`)")
+
     def test_end_takes_the_whole_group(self, tmp_path):
         code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1).pid, flush=True)"
         process = start(["-c", code + "; import time; time.sleep(600)"], tmp_path / "log")

@@ -67,6 +67,13 @@ def run(job: dict[str, Any], name: str, directory: Path) -> dict[str, Any]:
     return {"score": report.score, "questions": summary.requested // job["samples"]}
 
 
+def advice(error: Exception) -> str:
+    """The way out of what goes wrong most: data that cannot be had."""
+    if not isinstance(error, OSError):
+        return ""
+    return ". If it is the data, try the other `hub`, or name a local copy in `dataset_args` (`local_path`)"
+
+
 def leave(path: Path, value: dict[str, Any]) -> None:
     """Writes a file that appears whole or not at all; `saved_population` has the same, but with it comes torch."""
     unfinished = path.with_suffix(".tmp")
@@ -86,7 +93,7 @@ def main(path: str) -> None:
                 result = run(job, name, directory)
             except Exception as error:
                 traceback.print_exc()
-                leave(directory / "error.json", {"error": f"{type(error).__name__}: {error}"})
+                leave(directory / "error.json", {"error": f"{type(error).__name__}: {error}{advice(error)}"})
             else:
                 leave(directory / "result.json", result)
 
