@@ -15,8 +15,8 @@ from trl_populora.sandbox.values import decode
 from trl_populora.tasks import CodeF, CodeO, load_seed_tasks
 
 
-QUESTIONS = {"gsm8k": 8, "live_code_bench": 4, "mbpp_plus": 4}
-SCALE = 0.5  # changes most of what a member says, and leaves some of it right
+QUESTIONS = {"gsm8k": 12, "live_code_bench": 4, "mbpp_plus": 4}
+SCALE = 0.7  # changes most of what a member says, and leaves some of it right
 
 
 def write_tasks(root: Path) -> Path:
