@@ -69,6 +69,14 @@ def _local_state(arguments: dict[str, Any]) -> list:
     return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
+def _own_cache(pairs: Sequence[Pair], root: Path) -> dict[str, str]:
+    """`datasets` knows local data by its path alone and would go on reading a version that has been changed since."""
+    local = [state for pair in pairs if (state := _local_state(pair.arguments))]
+    if not local:
+        return {}
+    return {"HF_DATASETS_CACHE": str(root / "data" / hashlib.sha256(json.dumps(local).encode()).hexdigest()[:12])}
+
+
 def run(
     settings: EvaluateArguments,
     pairs: Sequence[Pair],
@@ -104,7 +112,7 @@ def run(
             path, log = root / f"{contender.name}.json", root / f"{contender.name}.log"
             write_json(path, _job(settings, own, server.url, base if contender.name == BASE else contender.name))
             # The sandbox shares the cores among the ranks of a node.
-            environment = {"LOCAL_WORLD_SIZE": str(len(columns)), "OPENAI_API_KEY": "none"}
+            environment = {"LOCAL_WORLD_SIZE": str(len(columns)), "OPENAI_API_KEY": "none"} | _own_cache(pairs, root)
             processes[contender] = start(["-m", "trl_populora.evaluate.worker", str(path)], log, **environment)
         _watch(pairs, processes, server, say)
     finally:
