@@ -157,7 +157,8 @@ def test_a_shared_pool_reads_any_message(body, framed):
 @pytest.mark.parametrize(
     "evaluate", [lambda: eval("1"), lambda: __import__("colorsys"), lambda: open("/dev/null").close()]
 )
-def test_evaluation_would_be_noticed(evaluate):
+def test_evaluation_would_be_noticed(evaluate, monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)  # matplotlib imports it in other tests
     with pytest.raises(AssertionError), harmless():
         evaluate()
     _events.clear()
