@@ -105,7 +105,8 @@ class FixedLengthTrainer(PopuLoRATrainer):
         self.spent[phase] += self.clock() - start
         return result
 
-    def _generate_rows(self, prompts, members):
+    def _generate_rows(self, prompts, members, seen=None):
+        # Nothing is told early: a row's text is cut here first.
         return [replace(row, text=self._read(row.completion_ids)) for row in super()._generate_rows(prompts, members)]
 
     def _read(self, ids: list[int]) -> str:
