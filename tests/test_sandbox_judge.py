@@ -217,7 +217,7 @@ def filters(request, monkeypatch):
         def __init__(self, instructions):
             taken.append(instructions)
 
-    monkeypatch.setattr(seccomp.platform, "machine", lambda: request.param)
+    monkeypatch.setattr(seccomp, "_MACHINE", request.param)
     monkeypatch.setattr(seccomp, "Filter", Recorder)
     seccomp.zygote_filter()
     seccomp.child_filter()
@@ -259,7 +259,7 @@ def test_limits_of_oneself_only(filters, process, new, in_zygote, in_child):
 
 
 def test_unknown_machines_have_no_filter(monkeypatch):
-    monkeypatch.setattr(seccomp.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(seccomp, "_MACHINE", "riscv64")
     with pytest.raises(OSError, match="riscv64"):
         seccomp.zygote_filter()
 

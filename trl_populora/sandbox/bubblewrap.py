@@ -6,36 +6,16 @@ only, and there it builds its walls as ever. That bubblewrap is really around it
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from .health import namespaces
 
-SPACES = ("ipc", "mnt", "net", "pid", "uts")
+
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache")
 _START_SECONDS = 30.0
-
-
-def namespaces() -> dict[str, str]:
-    """The namespaces of this process, as the kernel numbers them."""
-    return {name: os.readlink(f"/proc/self/ns/{name}") for name in SPACES}
-
-
-def check_wrapped(outside: dict[str, str]) -> None:
-    """
-    Called in a zygote.
-
-    Args:
-        outside (`dict[str, str]`): The namespaces of the trainer.
-
-    Raises:
-        OSError: A namespace is still the trainer's.
-    """
-    shared = [name for name, number in namespaces().items() if outside[name] == number]
-    if shared:
-        raise OSError(f"still in the trainer's namespaces: {', '.join(shared)}")
 
 
 def wrapping(room: Path) -> list[str]:
@@ -64,7 +44,7 @@ def wrapping(room: Path) -> list[str]:
 
 def prepare(room: Path) -> dict[str, str]:
     """
-    Try it once; what the zygotes need for `check_wrapped`.
+    Try it once; what the zygotes need for `health.check_wrapped`.
 
     Raises:
         RuntimeError: `bwrap` is not installed, or the host does not let it work.

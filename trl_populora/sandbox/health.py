@@ -7,6 +7,9 @@ import resource
 import socket
 
 
+_SPACES = ("ipc", "mnt", "net", "pid", "uts")
+
+
 def _open_root() -> None:
     os.close(os.open("/", os.O_RDONLY))
 
@@ -86,6 +89,26 @@ def probe() -> list[bool]:
         else:
             results.append(False)
     return results
+
+
+def namespaces() -> dict[str, str]:
+    """The namespaces of this process, as the kernel numbers them."""
+    return {name: os.readlink(f"/proc/self/ns/{name}") for name in _SPACES}
+
+
+def check_wrapped(outside: dict[str, str]) -> None:
+    """
+    Called in a zygote that bubblewrap should be around.
+
+    Args:
+        outside (`dict[str, str]`): The namespaces of the trainer.
+
+    Raises:
+        OSError: A namespace is still the trainer's.
+    """
+    shared = [name for name, number in namespaces().items() if outside[name] == number]
+    if shared:
+        raise OSError(f"still in the trainer's namespaces: {', '.join(shared)}")
 
 
 def level(layers: dict[str, str], refused: dict[str, bool]) -> str:

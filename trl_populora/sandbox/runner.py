@@ -6,7 +6,7 @@ import functools
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from .jobs import Job, Limits, Verdict
 
@@ -36,7 +36,9 @@ class Runner(ABC):
 
     def run(self, jobs: Iterable[Job]) -> list[Verdict]:
         """The verdicts of `jobs`, in order."""
-        return [future.result() for future in [self.submit(job) for job in jobs]]
+        futures = [self.submit(job) for job in jobs]
+        wait(futures)
+        return [future.result() for future in futures]
 
     def stream(self, jobs: Iterable[Job]) -> Iterator[tuple[int, Verdict]]:
         """Pairs of a job's index and its verdict, as they finish."""

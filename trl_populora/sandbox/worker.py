@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from . import bubblewrap, health, protocol
 
@@ -88,10 +89,12 @@ class Worker:
                 return None
             if len(data) < protocol.EVENT.size:
                 return found or None
-            try:
-                report = json.loads(data[protocol.EVENT.size :] or b"{}")
-            except ValueError:
-                return None  # no zygote writes this: it is as good as gone
+            report: Any = data[protocol.EVENT.size :]
+            if report:
+                try:
+                    report = json.loads(report)
+                except ValueError:
+                    return None  # no zygote writes this: it is as good as gone
             found.append((*protocol.EVENT.unpack_from(data), report))
 
     def last_words(self) -> str:

@@ -22,7 +22,6 @@ if __name__ == "__main__":
     sys.modules["sandbox_room"] = _package
     __package__ = "sandbox_room"
 
-import array
 import contextlib
 import gc
 import json
@@ -33,10 +32,11 @@ import signal
 import socket
 import time
 
-from . import bubblewrap, child, confine, health, modules, protocol, soft
+from . import child, confine, health, modules, protocol, soft
 
 
 _FD_BYTES = socket.CMSG_SPACE(4)
+_DESCRIPTORS = 64  # none is above; `confine.py` allows 16
 _LONGEST_EXTENSION = 10.0  # times the wall limit, for a program that the busy host has not let run
 _FAIR_SHARE = 0.25  # of the wall limit: the CPU time below which a program that wants to run is not called endless
 _PROBE_SECONDS = 0.012  # times the runnable tasks of the host: by then a process that wants to run has got a slice
@@ -148,7 +148,7 @@ class Zygote:
             return False
         kind, job, wall, owed, memory = protocol.ORDER.unpack(data)
         if kind in (protocol.START, protocol.PROBE):
-            fd = array.array("i", ancillary[0][2][:4])[0]
+            fd = int.from_bytes(ancillary[0][2][:4], sys.byteorder)
             pid = os.fork()
             if pid == 0:
                 self._become_child(fd, wall, memory, kind)
@@ -164,14 +164,10 @@ class Zygote:
 
     def _become_child(self, fd: int, wall: float, memory: int, kind: int) -> None:
         try:
-            # The way back to the trainer is closed before the program is even read.
-            self.control.close()
+            # The way back to the trainer is closed before the program is even read: nothing but its own socket is left.
+            os.closerange(3, fd)
+            os.closerange(fd + 1, _DESCRIPTORS)
             signal.set_wakeup_fd(-1)
-            os.close(self.wake_read)
-            os.close(self.wake_write)
-            if self.load >= 0:
-                os.close(self.load)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             payload = child.read_payload(fd)
             self.walls.close_in(memory, int(wall * _LONGEST_EXTENSION) + 2)
             if kind == protocol.PROBE:
@@ -293,6 +289,7 @@ def main() -> None:
         control.send(protocol.EVENT.pack(protocol.READY, 0, 0, 0.0, 0.0, 0) + report)
         gc.collect()
         gc.freeze()
+        confine.give_back_heap()
         zygote.loop()
         zygote.end()
     except Exception as error:  # noqa: BLE001 - whatever goes wrong must be told to the trainer, there is no other way
@@ -306,7 +303,7 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
     with contextlib.suppress(OSError):  # a hint for speed; a container may forbid all of them
         os.sched_setaffinity(0, options["cores"])
     if options["bubblewrap"]:
-        layers.attempt("bubblewrap", bubblewrap.check_wrapped, options["bubblewrap"])
+        layers.attempt("bubblewrap", health.check_wrapped, options["bubblewrap"])
     if "namespaces" in options["without"]:
         layers["namespaces"] = "left out on request"
     else:
