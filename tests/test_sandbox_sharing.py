@@ -76,6 +76,8 @@ def test_two_processes_get_the_same_verdicts_from_one_pool(box):
 
 def test_a_client_starts_no_process_and_leaves_nothing(box):
     wait_until(lambda: all(each.healthy for each in box._supervisor._workers()))
+    # The lines of the test before may still be ending.
+    wait_until(lambda: all(each.name != "sandbox line" for each in threading.enumerate()))
     before, threads, zygotes = descriptors(), threading.active_count(), box.report()["zygotes"]
     with SandboxClient(box.share()) as client:
         assert dict(client.stream(JOBS[2:5])).keys() == {0, 1, 2}
