@@ -5,7 +5,8 @@
 
 Each name is a recipe `recipes/tiny/config_<name>.yaml`; its runs lie in `<output>/<name>/seed_<n>`, are saved every 25
 steps, and are continued where they stopped when the command is given again. Then the saved members of all runs play
-each other and solve held-out tasks, and `<output>/comparison.html` compares everything; `--compare_only` does just this.
+each other and solve held-out tasks, and `<output>/comparison.html` compares everything; `--compare_only` does just this,
+for the first `--steps` of runs that may have gone on.
 """
 
 from __future__ import annotations
@@ -83,18 +84,18 @@ def play(runs: list[Path], seed: int = 0) -> tuple[Payoff, float]:
     return payoff.renamed(names), base
 
 
-def compare(output: Path, configs: list[str], seeds: list[int]) -> Path:
-    """Writes the comparison page of all runs that have begun; those that are saved also play each other."""
+def compare(output: Path, configs: list[str], seeds: list[int], steps: int) -> Path:
+    """Writes the comparison page of the first `steps` of all runs; those that were saved there also play each other."""
     paths = {name: {seed: output / name / f"seed_{seed}" for seed in seeds} for name in configs}
     begun = {
-        name: {seed: pages.load(run) for seed, run in of.items() if (run / "metrics.jsonl").exists()}
+        name: {seed: pages.load(run)[:steps] for seed, run in of.items() if (run / "metrics.jsonl").exists()}
         for name, of in paths.items()
     }
     begun = {name: of for name, of in begun.items() if of}
     tables = [("First and last fifth of the steps, mean ± std over seeds", pages.table(begun))]
     pages.draw_curves(begun, output / "curves.png")
     pictures = [output / "curves.png"]
-    saved = [run for of in paths.values() for run in of.values() if steps_done(run)]
+    saved = [run for of in paths.values() for run in of.values() if steps_done(run) == steps]
     if len(saved) > 1:
         payoff, base = play(saved)
         (output / "members.json").write_text(json.dumps(asdict(payoff) | {"base": base}) + "\n")
@@ -119,7 +120,7 @@ def main() -> None:
             if steps_done(run) < options.steps:
                 train(name, seed, options.steps, run)
             print(f"{run}: {steps_done(run)} steps", flush=True)
-    print(f"Comparison written to {compare(options.output, options.configs, options.seeds)}.")
+    print(f"Comparison written to {compare(options.output, options.configs, options.seeds, options.steps)}.")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def test_the_page_compares_what_has_been_run(output, monkeypatch):
     held_out = arms_race.held_out_tasks(6)
     assert {task.kind for task in held_out} == {"code_o", "code_i", "code_f"}
     monkeypatch.setattr(arms_race, "held_out_tasks", lambda: held_out)
-    page = arms_race.compare(output, ["pair", "agent", "missing"], [0, 1]).read_text()
+    page = arms_race.compare(output, ["pair", "agent", "missing"], [0, 1], 2).read_text()
     assert page.count("data:image/png;base64,") == 2
     assert "http" not in page
     text = (output / "table.md").read_text()
@@ -57,6 +57,12 @@ def test_the_page_compares_what_has_been_run(output, monkeypatch):
     assert 0 <= members["base"] <= 1
     rows = [line for line in text.splitlines() if line.startswith("| teachers of")]
     assert [row.split(" |")[0] for row in rows] == ["| teachers of pair", "| teachers of agent"]
+
+
+def test_the_first_steps_of_longer_runs_are_compared(output):
+    page = arms_race.compare(output, ["pair", "agent"], [0, 1], 1).read_text()
+    assert "| steps x seeds | 1 x 1 |  | 1 x 2 |  |" in (output / "table.md").read_text()
+    assert page.count("data:image/png;base64,") == 1, "members of another step do not play"
 
 
 def test_a_measure_is_a_mean_over_the_seeds(output):
