@@ -5,7 +5,8 @@ once. Nothing runs in the sandbox: `check` and `trial` return `None`, and this f
 
     accelerate launch recipes/train_populora.py --config recipes/arithmetic.yaml
 
-which names it as `task_kinds: ["arithmetic_kind:Arithmetic"]`. The package is not changed.
+which names it as `task_kinds: ["arithmetic_kind:Arithmetic"]`. The package is not changed. The script finds the module
+because both lie in `recipes/`; from anywhere else, `populora train` included, set `PYTHONPATH=recipes`.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def how_it_was_made(arguments: argparse.Namespace, progress: Progress) -> str:
     """The sentence of the model card; the options that shape the run, not where it writes."""
     length = f"--minutes {arguments.minutes:g}" if arguments.minutes else f"--steps {arguments.steps}"
     return (
-        f"`python recipes/make_tiny_base.py {length} --muon-rate {arguments.muon_rate:g} --seed {arguments.seed}`: "
+        f"`python recipes/make_tiny_base.py --work DIR --output DIR {length} --muon-rate {arguments.muon_rate:g} --seed {arguments.seed}`: "
         f"{progress.step} steps, {progress.tokens / 1e6:.1f}M tokens ({progress.answer_tokens / 1e6:.1f}M of them "
         f"answers), {progress.seconds / 60:.0f} minutes on one shared CPU core."
     )

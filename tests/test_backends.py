@@ -79,7 +79,7 @@ def runs(request, random_base, tmp_path_factory) -> dict:
     """What both processes of a backend saw in each run, and the lineage. One that silently is another fails here."""
     config, wrapper, stage = BACKENDS[request.param]
     if stage is not None:
-        pytest.importorskip("deepspeed", reason="needs `pip install trl-populora[deepspeed]`")
+        pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
     output = tmp_path_factory.mktemp(request.param) / "run"
     scenarios = ["replace", "evolve", "plain"]
     run_script([*launch(config), backend_worker.__file__, random_base, str(output), *scenarios], output)

@@ -65,7 +65,7 @@ class TestExactResume:
     def test_two_processes(self, base, tmp_path, backend):
         config, wrapper, stage = BACKENDS[backend]
         if stage is not None:
-            pytest.importorskip("deepspeed", reason="needs `pip install trl-populora[deepspeed]`")
+            pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
         settings = json.dumps({"evolve_every": 5})
         command = [*launch(config), "-m", "tests.populora_run", base, str(tmp_path), settings, wrapper]
         assert run_script(command, tmp_path / "launch").count("equal") == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,22 @@ def test_help_lists_every_command(capsys):
         cli.main(["--help"])
     assert done.value.code == 0
     printed = capsys.readouterr().out
-    assert all(command in printed for command in ("train", "report", "push", "info", "crossplay", "sandbox-check"))
+    assert all(f"  {command} " in printed for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_helps_without_the_extras(command):
+    """What the extras bring cannot be imported."""
+    program = f"""
+import sys
+for name in ("vllm", "evalscope", "requests", "matplotlib", "plotly", "deepspeed"):
+    sys.modules[name] = None
+from trl_populora.__main__ import main
+main([{command!r}, "--help"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "usage: populora" in done.stdout
 
 
 def test_an_unknown_command_is_refused_with_the_choices(capsys):
@@ -68,7 +85,8 @@ def test_training_options_are_grouped_as_the_config_is(capsys):
     text = parser.format_help()
     order = ["This command:", "--resume", "Population:", "--teachers", "--warm_start", "Tasks:", "--task_kinds"]
     order += ["Matchmaking:", "--pfsp_kappa", "Rewards and baselines:", "--student_baseline", "Sandbox:"]
-    order += ["--sandbox_seconds", "Evolution:", "--cull_fraction", "Records:", "Training and model", "--max_steps"]
+    order += ["--sandbox_seconds", "Evolution:", "--cull_fraction", "Generation:", "--vllm_engine_kwargs", "Records:"]
+    order += ["Training and model", "--max_steps"]
     positions = [text.index(part) for part in order]
     assert positions == sorted(positions)
     assert text.count("  --teachers ") == 1

@@ -221,7 +221,7 @@ class TestSmoke:
 
 def check_zero2(name: str, directory: Path, **overrides) -> None:
     """A smoke run through `accelerate launch` with the CPU twin of `zero2.yaml`; DeepSpeed must really be there."""
-    pytest.importorskip("deepspeed", reason="needs `pip install trl-populora[deepspeed]`")
+    pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
     arguments = arguments_of(name, directory / "run", **overrides)
     script = [str(ROOT / "tests" / "recipe_worker.py"), str(directory / "result.json"), *arguments]
     run_script([*two_processes("cpu_zero2.yaml"), *script], directory / "log")

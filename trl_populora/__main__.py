@@ -93,6 +93,7 @@ GROUPS = {
     "Rewards and baselines": "teacher_reward_invalid",
     "Sandbox": "sandbox_workers",
     "Evolution": "evolve_every",
+    "Generation": "vllm_engine_kwargs",
     "Records": "save_rollouts",
 }
 

