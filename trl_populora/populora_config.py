@@ -248,7 +248,7 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`gradient_accumulation_steps={wanted_accumulation}`: one population step is one optimizer step, so "
                 f"it must be {self.gradient_accumulation_steps} here. Leave it unset; it is derived."
             )
-        if self.bf16 is None and not torch.accelerator.is_available():
+        if self.bf16 is None and not torch.accelerator.is_available():  # type: ignore[has-type]
             self.bf16 = False  # TRL's default, which a machine without accelerator refuses
         super().__post_init__()
 
