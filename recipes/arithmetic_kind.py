@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 
 from trl_populora.sandbox.values import decode, encode
 from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
@@ -79,7 +79,7 @@ class Arithmetic(TaskKind):
             evaluate(text)
         except ValueError:
             return Attempt(False, "", Reject.FORMAT.value)
-        return Attempt(True, " ".join(TOKEN.findall(text)))
+        return Attempt(True, text.strip())
 
     def trial(self, task: Task, attempt: Attempt) -> None:
         return None
@@ -104,7 +104,7 @@ def _statement(task: Task) -> str:
     return f"numbers: {' '.join(map(str, numbers))}\ntarget: {decode(task.outputs[0])}"
 
 
-@cache
+@lru_cache(maxsize=4096)
 def reachable(numbers: tuple[int, ...]) -> frozenset[int]:
     """Every value that some of the numbers make, each used at most once."""
     values = set(numbers)

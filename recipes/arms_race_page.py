@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 
 from trl_populora.evaluation import Payoff
 from trl_populora.report import load_history
@@ -46,9 +46,9 @@ WINDOW = 15  # steps of the running mean in the picture
 
 def load(run: Path) -> list[dict[str, float]]:
     """Metrics per step. Coverage counts a population's larger number of proposals, so it is given per proposal."""
-    history = load_history(run)
+    history, proposed = load_history(run), proposals(run)
     for before, entry in zip([None, *history], history, strict=False):
-        valid = entry["propose/valid_rate"] * proposals(run)
+        valid = entry["propose/valid_rate"] * proposed
         gained = entry["curriculum/coverage"] - before["curriculum/coverage"] if before else math.nan
         entry["new_structures"] = gained / valid if valid else math.nan
     return history
@@ -76,9 +76,11 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def spread(numbers: Sequence[float]) -> str:
-    """Mean and standard deviation over seeds, as text."""
+    """Mean and sample standard deviation over seeds, as text; the second from two seeds on."""
     known = [number for number in numbers if not math.isnan(number)]
-    return f"{fmean(known):.2f} ± {pstdev(known):.2f}" if known else "-"
+    if len(known) < 2:
+        return f"{known[0]:.2f}" if known else "-"
+    return f"{fmean(known):.2f} ± {stdev(known):.2f}"
 
 
 def table(runs: Mapping[str, Mapping[int, list[dict]]]) -> list[list[str]]:

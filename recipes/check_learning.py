@@ -150,7 +150,6 @@ def main() -> None:
                 f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in figures
             )
         )
-    Path(options.output).mkdir(parents=True, exist_ok=True)
     gain = statistics.fmean(f["reward_last"] - f["reward_first"] for f in results)
     print(json.dumps({"check": options.check, "mean_reward_gain": gain, "runs": results}))
 

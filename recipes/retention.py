@@ -147,14 +147,23 @@ def run(operators: list[str], seed: int, parent_steps: int, steps: int, output: 
 
 
 def finished(options: argparse.Namespace) -> list[dict[str, dict]]:
-    """The results of all seeds, each run once and kept in a file of its own under the output directory."""
+    """
+    The results of all seeds, each run once and kept in a file of its own under the output directory.
+
+    Raises:
+        ValueError: If a kept file is of another run, with other operators or numbers of steps.
+    """
     results = []
+    asked = {name: getattr(options, name) for name in ("operators", "parent_steps", "steps")}
     for seed in options.seeds:
         path = options.output / f"seed_{seed}.json"
         if not path.exists():  # so that a run may be split over several calls
             result = run(options.operators, seed, options.parent_steps, options.steps, options.output)
-            path.write_text(json.dumps(result))
-        results.append(json.loads(path.read_text()))
+            path.write_text(json.dumps({"asked": asked, "result": result}))
+        kept = json.loads(path.read_text())
+        if kept["asked"] != asked:
+            raise ValueError(f"{path} holds a run with {kept['asked']}, not {asked}. Give another `--output`.")
+        results.append(kept["result"])
     return results
 
 

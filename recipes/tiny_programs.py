@@ -4,7 +4,7 @@ The programs the embedded tiny base is trained on: a narrow graded grammar whose
 A program is a chain of one-line operations on integers, lists of digits and short strings; its level is the number of
 operations (1 to 4 for training, level 5 has six and is kept out of supervised training). Everything here is trusted
 text made by [`ProgramWriter`], so it is run with a plain `exec`: this is the one place where no sandbox is needed.
-Used by `make_tiny_base.py` only.
+Used by `make_tiny_base.py` and by the studies on that base.
 """
 
 from __future__ import annotations

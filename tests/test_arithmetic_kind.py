@@ -51,6 +51,7 @@ class TestArithmetic:
             ("2 ** 3", False, False),
             ("__import__('os').system('true')", False, False),
             ("(" * 200, False, False),
+            ("+".join("1" * 50), True, False),  # nearly the longest there is
         ],
     )
     def test_answers(self, answer, well_formed, correct):

@@ -363,14 +363,6 @@ class TestCallback:
         run[0].evolution.load_state_dict(state)
         assert run[0].evolution.state_dict() == state
 
-    def test_events_that_a_resumed_run_has_yet_to_see_are_dropped(self, make_trainer):
-        trainer = make_trainer()
-        lines = ['{"step": 1, "child": "a"}\n', '{"step": 40, "child": "b"}\n']
-        trainer.evolution.lineage.write_text("".join(lines))
-        trainer.state.global_step = 20
-        trainer.evolution.on_train_begin(trainer.args, trainer.state, trainer.control)
-        assert trainer.evolution.lineage.read_text() == lines[0]
-
     def test_an_unknown_operator_is_refused_at_construction(self, make_trainer):
         with pytest.raises(ValueError, match="`mutations` names no operator 'shuffle'"):
             make_trainer(mutations={"shuffle": 1.0})

@@ -167,6 +167,20 @@ class TestEveryOperator:
             apply(name, make_adapter(1), make_adapter(2), strength=strength)
 
 
+@pytest.mark.parametrize("name", [*MUTATIONS, *CROSSOVERS])
+def test_modules_of_other_ranks_are_bred_as_if_alone(name):
+    """`rank_pattern` gives modules ranks of their own."""
+    parents = [make_adapter(seed, shapes=((12, 9),), rank=2) for seed in (1, 2)]
+    wide = [make_adapter(seed, shapes=((12, 9),), rank=8) for seed in (3, 4)]
+    both = [small | {key.replace("layers.0", "layers.1"): value for key, value in large.items()}
+            for small, large in zip(parents, wide, strict=True)]  # fmt: skip
+    child = apply(name, *both)
+    for rank, key in ((2, "layers.0"), (8, "layers.1")):
+        (module,) = (p for p in products({k: v for k, v in child.items() if key in k}))
+        full = np.linalg.matrix_rank(module, tol=1e-4)
+        assert full == (rank if name != "component_mask" else round(rank * 0.7))
+
+
 @pytest.mark.parametrize("name", KEEP_NORM)
 class TestNorm:
     @property_test
@@ -179,6 +193,12 @@ class TestNorm:
         # Zero is a legal child of parents that cancel each other; hypothesis finds rank-1 products of 1 x 1 modules.
         kept = child > 0
         torch.testing.assert_close(child[kept], target[kept], rtol=0.02, atol=1e-6)
+
+    def test_a_weak_operator_stays_near_the_better_parents_norm(self, name):
+        first, second = make_adapter(1), make_adapter(2)
+        second = {key: value * 4 if "lora_B" in key else value for key, value in second.items()}
+        child = product_norms(apply(name, first, second, strength=0.02))
+        torch.testing.assert_close(child, product_norms(first), rtol=0.05, atol=0)
 
     def test_norm_keeping_can_be_switched_off(self, name):
         first, second = make_adapter(1), make_adapter(2)

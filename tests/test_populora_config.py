@@ -60,6 +60,13 @@ def test_the_way_out_of_a_bad_batch_works(make_args, overrides):
         ({"generation_batch_size": 12}, "`generation_batch_size=12`"),
         ({"num_generations": 4}, "Set only `attempts_per_task`"),
         ({"gradient_accumulation_steps": 2}, "must be 3 here"),
+        ({"router_aux_loss_coef": 0.01}, "`router_aux_loss_coef=0.01` is not supported.*couples members"),
+        ({"num_iterations": 4, "evolve_every": 10}, "`evolve_every=10` must be a multiple of `num_iterations=4`"),
+        ({"sandbox_workers": 0}, "`sandbox_workers` must be at least 1"),
+        ({"sandbox_seconds": -1.0}, "`sandbox_seconds` must be positive"),
+        ({"sandbox_memory_mb": 0}, "`sandbox_memory_mb` must be at least 1"),
+        ({"pfsp_kappa": -1.0}, "`pfsp_kappa` must be at least 0"),
+        ({"retention_tolerance": -1.0}, "`retention_tolerance` must be at least 0"),
     ],
 )
 def test_refusal(make_args, overrides, message):

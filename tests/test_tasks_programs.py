@@ -158,6 +158,8 @@ PROGRAM = 'def f(x):\n    """Doc."""\n    # a remark\n    y = x + 1\n    return 
         "compute y = x + 1\nreturn y * '2'",
         "Y=X+1 return Y*2, quickly",
         "def anything (q)",
+        "hint: # y = x + 1 # return y * 2",
+        "y = x + 1  # one more\nreturn y * 2",
     ],
 )
 def test_a_hint_with_the_program_or_its_body_is_a_leak(message):

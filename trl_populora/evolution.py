@@ -63,15 +63,18 @@ def read_mixture(
     """
     if isinstance(value, str):
         is_json = value.lstrip().startswith(("{", "["))
-        value = json.loads(value) if is_json else [name.strip() for name in value.split(",")]
+        try:
+            value = json.loads(value) if is_json else [name.strip() for name in value.split(",")]
+        except ValueError as error:
+            raise ValueError(f"`{field}` is no JSON: {error}, got {value!r}.") from error
     value = default if value is None else value
     weights = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value, 1.0)
     for name, weight in weights.items():
         if name not in choices:
             raise ValueError(f"`{field}` names no operator {name!r}; choose from {', '.join(choices)}.")
-        if not 0 <= float(weight) < math.inf:
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
             raise ValueError(f"`{field}` must have non-negative weights, got {weight} for {name!r}.")
-    if not sum(map(float, weights.values())) > 0:
+    if not sum(weights.values()) > 0:
         raise ValueError(f"`{field}` gives no operator a weight, got {value!r}. Set the rate to 0 instead.")
     return {name: float(weight) for name, weight in weights.items()}
 
@@ -229,13 +232,6 @@ class EvolutionCallback(TrainerCallback):
     def _empty_metrics() -> dict[str, float]:
         keys = ("evolve/replaced", "evolve/gate_retries", "time/evolve", "time/evolve_gate")
         return dict.fromkeys(keys, 0.0) | {"evolve/cosine": math.nan, "evolve/retention_loss": math.nan}
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        # A run that starts over, or resumes before its last event, must not keep events that have not happened. A kill
-        # may have cut the last line off.
-        if state.is_world_process_zero and self.lineage.exists():
-            lines = [line for line in self.lineage.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            self.lineage.write_text("".join(line for line in lines if json.loads(line)["step"] <= state.global_step))
 
     def on_step_end(self, args, state, control, **kwargs):
         started = time.perf_counter()

@@ -118,7 +118,7 @@ def on_cores(
     parents: Sequence[Factors],
     combine: Callable[[list[Tensor]], Tensor],
     scalings: Sequence[float] = (1.0,),
-    keep_norm: bool = True,
+    norm_of: Sequence[float] | None = (1.0,),
 ) -> Factors:
     """
     Child whose product is the rank-r truncation of what `combine` makes of the parents' cores.
@@ -130,8 +130,9 @@ def on_cores(
             Maps the parents' cores, a list of fp64 `[n, R, R]` over the n modules of one rank, to one such tensor.
         scalings (`Sequence[float]`, *optional*, defaults to `(1.0,)`):
             LoRA scaling of each parent; products are compared after scaling and the child carries the first one's.
-        keep_norm (`bool`, *optional*, defaults to `True`):
-            Rescale each module to the mean norm of the parents' (scaled) products.
+        norm_of (`Sequence[float]`, *optional*, defaults to `(1.0,)`):
+            Weight of each parent in the norm that every module of the child is rescaled to, a weighted mean of the
+            parents' (scaled) products' norms. `None` leaves the norm as it comes.
     """
     batches: dict[int, list[tuple[str, str]]] = {}
     for down, up in modules_of(parents[0]):
@@ -141,7 +142,7 @@ def on_cores(
     for rank, pairs in batches.items():
         down_gram = torch.stack([_gram([p[down] for p in parents], rank_dim=0) for down, _ in pairs])
         up_gram = torch.stack([_gram([p[up] for p in parents], rank_dim=1) for _, up in pairs])
-        down_maps, up_maps = _recombine(down_gram, up_gram, ratios, combine, keep_norm)
+        down_maps, up_maps = _recombine(down_gram, up_gram, ratios, combine, norm_of)
         for (down, up), down_map, up_map in zip(pairs, down_maps, up_maps, strict=True):
             of_down, of_up = down_map.split(rank, dim=1), up_map.split(rank, dim=0)
             child_down, child_up = of_down[0] @ parents[0][down].float(), parents[0][up].float() @ of_up[0]
@@ -152,7 +153,7 @@ def on_cores(
     return child
 
 
-def _recombine(down_gram: Tensor, up_gram: Tensor, ratios: list[float], combine, keep_norm: bool):
+def _recombine(down_gram: Tensor, up_gram: Tensor, ratios: list[float], combine, norm_of):
     """
     Child factors as fp32 linear maps of the parents' own: `[n, r, R]` for A and `[n, R, r]` for B, given the Gram
     matrices (`[n, R, R]`, fp64) of the parents' rows of A and columns of B side by side.
@@ -176,8 +177,9 @@ def _recombine(down_gram: Tensor, up_gram: Tensor, ratios: list[float], combine,
     right = torch.linalg.eigh(core.mT @ core + ridge * torch.diag_embed(row_alive)).eigenvectors[..., -rank:]
     left = core @ right
 
-    if keep_norm:
-        target = torch.stack([c.square().sum((-2, -1)).sqrt() for c in cores]).mean(0)
+    if norm_of is not None:
+        norms = [c.square().sum((-2, -1)).sqrt() for c in cores]
+        target = sum(weight * norm for weight, norm in zip(norm_of, norms, strict=True))
         norm = left.square().sum((-2, -1)).sqrt()
         left = left * torch.where(norm > 0, target / norm, 0.0)[:, None, None]
 

@@ -84,7 +84,7 @@ def _add_noise(factors: Factors, pairs: list[tuple[str, str]], generator: Genera
         parent = {key: factors[key].float() for key in pair}
         noisy = {}
         for key, value in parent.items():
-            noise = torch.randn(value.shape, generator=generator, device=generator.device).to(value)
+            noise = _normal(value.shape, generator, value)
             noisy[key] = torch.add(value, noise, alpha=scale * float(value.square().mean().sqrt()))
         if keep_norm:
             before, after = product_norms(parent), product_norms(noisy)
@@ -161,7 +161,7 @@ def svd_perturb(
         values = values * torch.exp(strength * scale * _normal(values.shape, generator, values))
         return (left @ turns[0] * values.unsqueeze(-2)) @ (turns[1].mT @ right)
 
-    return on_cores([factors], perturb, keep_norm=keep_norm)
+    return on_cores([factors], perturb, norm_of=(1.0,) if keep_norm else None)
 
 
 @_mutation
@@ -181,7 +181,7 @@ def component_mask(
         rank_of = _uniform(values.shape, generator, values).argsort(-1).argsort(-1)
         return (left * (values * (rank_of >= drop)).unsqueeze(-2)) @ right
 
-    return on_cores([factors], mask, keep_norm=keep_norm)
+    return on_cores([factors], mask, norm_of=(1.0,) if keep_norm else None)
 
 
 # Crossovers: fn(better, worse, generator, *, strength, scalings, keep_norm, ...) -> factors. `scalings` are the LoRA
@@ -190,6 +190,12 @@ def component_mask(
 
 def _weighted(cores: list[Tensor], weights: Sequence[float]) -> Tensor:
     return task_arithmetic(cores, torch.tensor(weights, dtype=cores[0].dtype, device=cores[0].device))
+
+
+def _norm_of(strength: float, keep_norm: bool) -> tuple[float, float] | None:
+    """The parents' weights in the child's norm: the mean of the two at strength 1, the better one's towards 0."""
+    part = min(strength / 2, 1.0)
+    return (1 - part, part) if keep_norm else None
 
 
 @_crossover
@@ -210,7 +216,7 @@ def average(
 ) -> Factors:
     """Mean of the two products (weight `strength / 2` on the worse), truncated to rank r."""
     weights = (1 - strength / 2, strength / 2)
-    return on_cores([better, worse], lambda cores: _weighted(cores, weights), scalings, keep_norm)
+    return on_cores([better, worse], lambda cores: _weighted(cores, weights), scalings, _norm_of(strength, keep_norm))
 
 
 @_crossover
@@ -238,7 +244,7 @@ def slerp(
         length = (1 - part) * norms[0] + part * norms[1]
         return length * (weights[0] * units[0] + weights[1] * units[1])
 
-    return on_cores([better, worse], turn, scalings, keep_norm)
+    return on_cores([better, worse], turn, scalings, _norm_of(strength, keep_norm))
 
 
 @_crossover
@@ -260,7 +266,9 @@ def extrapolate(
             The factor is uniform in [1, 1 + reach], 1 to 1.5 as in the paper, drawn once per child.
     """
     factor = 1 + strength * reach * float(torch.rand((), generator=generator, device=generator.device))
-    return on_cores([better, worse], lambda cores: _weighted(cores, (factor, 1 - factor)), scalings, keep_norm)
+    return on_cores(
+        [better, worse], lambda cores: _weighted(cores, (factor, 1 - factor)), scalings, _norm_of(strength, keep_norm)
+    )
 
 
 @_crossover
@@ -296,7 +304,7 @@ def dare(
         kept = _uniform(difference.shape, generator, difference) >= probability
         return cores[0] + strength / 2 * left @ (difference * kept / (1 - probability)) @ right
 
-    return on_cores([better, worse], mix, scalings, keep_norm)
+    return on_cores([better, worse], mix, scalings, _norm_of(strength, keep_norm))
 
 
 @_crossover
@@ -326,7 +334,7 @@ def ties(
         merged = torch.stack([peft_ties(list(pair), weights, density) for pair in zip(*aligned, strict=True)])
         return _weighted([cores[0], left @ merged @ right], (1 - strength, strength))
 
-    return on_cores([better, worse], merge, scalings, keep_norm)
+    return on_cores([better, worse], merge, scalings, _norm_of(strength, keep_norm))
 
 
 @_crossover
@@ -347,9 +355,9 @@ def svd_subspace(
         fraction (`float`, *optional*, defaults to `0.5`):
             Share of the components that come from the worse parent at strength 1. The paper gives no k.
     """
-    rank = better[modules_of(better)[0][0]].shape[0]
 
     def join(cores: list[Tensor]) -> Tensor:
+        rank = cores[0].shape[-1] // 2
         top = rank - min(round(strength * fraction * rank), rank)
         parts = []
         for core, block in zip(cores, (slice(0, top), slice(top, rank)), strict=True):
@@ -357,7 +365,7 @@ def svd_subspace(
             parts.append((left[..., block] * values[..., None, block]) @ right[..., block, :])
         return parts[0] + parts[1]
 
-    return on_cores([better, worse], join, scalings, keep_norm)
+    return on_cores([better, worse], join, scalings, _norm_of(strength, keep_norm))
 
 
 @_crossover

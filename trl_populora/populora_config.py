@@ -155,6 +155,7 @@ class PopuLoRAConfig(GRPOConfig):
     lr_scheduler_type: str = field(default="constant", metadata={"help": "AZR: constant; children need it flat."})
     logging_steps: float = field(default=1, metadata={"help": "Log every population step."})
     max_completion_length: int | None = field(default=2048, metadata={"help": "Tokens per proposal or attempt."})
+    router_aux_loss_coef: float | None = field(default=0.0, metadata={"help": "0: it couples members. Fixed here."})
 
     # Population
     teachers: int = field(default=4, metadata={"help": "Number of teacher adapters."})
@@ -273,9 +274,22 @@ class PopuLoRAConfig(GRPOConfig):
             "tournament_size": 1,
             "mutation_strength": 0,
             "retention_rows": 1,
+            "retention_tolerance": 0,
+            "num_iterations": 1,
+            "pfsp_kappa": 0,
+            "pfsp_floor": 0,
+            "sandbox_workers": 1,
+            "sandbox_memory_mb": 1,
         }.items():
-            if getattr(self, name) < least:
+            if getattr(self, name) is not None and not getattr(self, name) >= least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
+        if not self.sandbox_seconds > 0:
+            raise ValueError(f"`sandbox_seconds` must be positive, got {self.sandbox_seconds}.")
+        if self.evolve_every % self.num_iterations:
+            raise ValueError(
+                f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, or a "
+                "child would be trained on the rows of the member it replaced."
+            )
         if not 0 <= self.cull_fraction < 1:
             raise ValueError(f"`cull_fraction` must be in [0, 1), got {self.cull_fraction}.")
         if not 0 <= self.crossover_rate <= 1:
@@ -322,6 +336,7 @@ class PopuLoRAConfig(GRPOConfig):
             ("multi_objective_aggregation", "sum_then_normalize", "it whitens over all members"),
             ("use_transformers_continuous_batching", False, "it reorders rows, and each row has its own adapter"),
             ("sync_ref_model", False, "the reference is the frozen base"),
+            ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
             ("off_policy_mask_threshold", None, "it thresholds on the sign of normalised advantages of one policy"),
         ]:
             if getattr(self, name) != allowed_value:

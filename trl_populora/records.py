@@ -97,6 +97,14 @@ def take_back(output_dir: Path, step: int, lineage: Path) -> None:
             path.unlink()
 
 
+def start_over(output_dir: str | Path) -> None:
+    """Removes what an earlier run has recorded in this directory; its members and checkpoints stay."""
+    for name in (METRICS, TIMES, LINEAGE):
+        Path(output_dir, name).unlink(missing_ok=True)
+    for path in Path(output_dir, "rollouts").glob("step_*.parquet"):
+        path.unlink()
+
+
 def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
@@ -119,8 +127,7 @@ class Records(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and not state.global_step:
-            for name in (METRICS, TIMES):
-                Path(args.output_dir, name).unlink(missing_ok=True)
+            start_over(args.output_dir)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # The summary that ends `train()` repeats what was not logged yet; a run that is resumed will log it itself.

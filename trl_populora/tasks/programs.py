@@ -214,12 +214,13 @@ def contains_program(message: str, program: str) -> bool:
     """
     Whether a hint gives the program away: any `def`, the program's text, or the body of its `f`.
 
-    Blanks, letter case, quotes and (in the program) comments and docstrings do not count.
+    Blanks, letter case, quotes and comments do not count, nor the program's docstrings.
     """
     if re.search(r"\bdef\s+\w+\s*\(", message):
         return True
-    said = _squeeze(message)
-    return any(text and text in said for text in map(_squeeze, (program, _body_of_f(program))))
+    # A body behind `#` is given away all the same, and so is one with comments in between.
+    said = (_squeeze(message), _NOT_TEXT.sub("", message.replace("#", "")).lower())
+    return any(text and text in each for text in map(_squeeze, (program, _body_of_f(program))) for each in said)
 
 
 def _body_of_f(program: str) -> str:
