@@ -150,7 +150,7 @@ def memory(args: PopuLoRAConfig, rank: int, shape: Shape, gpu: Gpu, processes: i
         "reserve": RESERVE,
     }
     colocated = args.vllm_mode == "colocate"
-    rows = args.rows_per_step // processes
+    rows = args.rows_per_step // engines_of(args, processes)
     engine = {
         "base, bf16": 2 * shape.parameters,
         "members, bf16": 2 * adapters,
