@@ -14,6 +14,7 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from tests.populora_run import letters
 from trl_populora.adapters.weights import read_member
 from trl_populora.matchmaking import student_share
 from trl_populora.population import Population
@@ -22,13 +23,8 @@ from trl_populora.report import load_history, plot_run
 from trl_populora.rewards import student_reward, teacher_reward
 
 
-def letters(completions, **kwargs) -> list[float]:
-    """A reward that a random base earns by chance: without it every row would earn the same and nothing would move."""
-    return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
-
-
 class SilentFor:
-    """The same reward, but constant for one member: its advantages are zero, whatever the others do."""
+    """`letters`, but constant for one member: its advantages are zero, whatever the others do."""
 
     __name__ = "letters_but_one"
 

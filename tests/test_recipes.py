@@ -19,6 +19,7 @@ from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from tests.models import save_base
 from tests.test_backends import launch as two_processes
 from tests.test_backends import run_script
 from tests.vllm_models import ENGINE_ENVIRONMENT
@@ -70,24 +71,10 @@ SMALL = {
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory) -> str:
     """A random Qwen2 of two narrow layers with the tiny base's tokenizer and template; it is asked in the chat style."""
-    path = tmp_path_factory.mktemp("qwen")
     tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # of 32, the smallest that vLLM's CPU attention knows
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    options = {"num_key_value_heads": 1, "max_position_embeddings": 2048}
+    # Heads of 32 are the smallest that vLLM's CPU attention knows.
+    return save_base(tmp_path_factory.mktemp("qwen"), Qwen2ForCausalLM, tokenizer, width=64, **options)
 
 
 def arguments_of(name: str, output_dir: Path, **overrides) -> list[str]:
