@@ -88,7 +88,7 @@ OWNER = """
         ("pass", None),
         ("raise SystemExit(3)", None),
     ]
-    + [("import os; os._exit(1)", None), ("import os; os.fork() or sys.stdin.read()", None)],
+    + [("import os; os._exit(1)", None), ("import os; os.fork() and os._exit(0); sys.stdin.read()", None)],
 )
 def test_nothing_outlives_its_owner(ending, kill):
     program = textwrap.dedent(OWNER).format(root=str(ROOT), ending=ending)
