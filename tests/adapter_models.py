@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
+from tests.models import random_model
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.adapters.weights import read_member, write_member
@@ -15,20 +16,17 @@ VOCABULARY = 64
 
 
 def make_base(dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    model = random_model(
+        Qwen2ForCausalLM,
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         pad_token_id=0,
         eos_token_id=1,
+        initializer_range=0.2,  # with the default, 0.02, the logits hardly depend on the adapters
     )
-    # Larger weights than the default: with 0.02 the logits hardly depend on the adapters.
-    config.initializer_range = 0.2
-    return Qwen2ForCausalLM(config).to(dtype).eval()
+    return model.to(dtype).eval()
 
 
 def make_config(**options) -> LoraConfig:

@@ -13,7 +13,7 @@ from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
 
 
 def letters(completions, **kwargs) -> list[float]:
-    """A reward that a random base earns by chance; built in rewards alone would be the same for every row."""
+    """A reward that a random base earns by chance; by the built-in ones all its rows are worth the same."""
     return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
 
 

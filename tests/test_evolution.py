@@ -14,6 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from scipy.stats import norm
 
+from tests.populora_run import letters
 from trl_populora.adapters.weights import read_member
 from trl_populora.evolution import (
     DEFAULT_CROSSOVERS,
@@ -235,11 +236,6 @@ class TestSimulation:
 
     def test_a_population_of_one_and_one_never_replaces_anybody(self):
         assert self.simulate(1, 1)[2] == []
-
-
-def letters(completions, **kwargs) -> list[float]:
-    """A reward that a random base earns by chance; without it no adapter would move."""
-    return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
 
 
 @pytest.fixture(scope="module")

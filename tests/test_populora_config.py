@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from trl_populora.populora_config import PopuLoRAConfig
 
@@ -21,6 +22,13 @@ def test_batch_follows_from_the_population(make_args):
 def test_defaults_make_a_legal_step(tmp_path):
     args = PopuLoRAConfig(str(tmp_path), use_cpu=True, bf16=False)
     assert args.rows_per_step % args.per_device_train_batch_size == 0
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
+def test_bf16_is_off_where_nothing_can_do_it_unless_asked_for(tmp_path):
+    assert PopuLoRAConfig(str(tmp_path)).bf16 is False
+    with pytest.raises(ValueError, match="bf16"):
+        PopuLoRAConfig(str(tmp_path), bf16=True)
 
 
 def test_a_rank_count_that_does_not_divide_is_refused(make_args, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import psutil
@@ -11,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from tests.populora_run import letters
 from trl_populora.adapters.weights import read_member
 from trl_populora.matchmaking import student_share
 from trl_populora.population import Population
@@ -22,13 +24,8 @@ from trl_populora.report import load_history, plot_run
 from trl_populora.rewards import student_reward, teacher_reward
 
 
-def letters(completions, **kwargs) -> list[float]:
-    """A reward that a random base earns by chance: without it every row would earn the same and nothing would move."""
-    return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
-
-
 class SilentFor:
-    """The same reward, but constant for one member: its advantages are zero, whatever the others do."""
+    """`letters`, but constant for one member: its advantages are zero, whatever the others do."""
 
     __name__ = "letters_but_one"
 
@@ -294,6 +291,29 @@ class TestMembers:
         assert not {p.pid for p in psutil.Process().children(recursive=True)} - before
 
 
+class TestReadme:
+    def test_the_script_runs_as_it_stands_but_for_sizes(self, random_base, tmp_path, monkeypatch):
+        """Nothing in it may need a GPU; its adapters are what its last comment says."""
+        readme = Path(__file__).parent.parent / "README.md"
+        section = readme.read_text().partition("## In your own script\n")[2].partition("\n## ")[0]
+        (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        small = "teachers=1, students=1, proposals_per_teacher=2, attempts_per_task=2, per_device_train_batch_size=6"
+        small += ", max_steps=1, max_completion_length=8, prompt_style='compact', sandbox_workers=1"
+        for text, replacement in {
+            '"Qwen/Qwen2.5-0.5B-Instruct"': repr(random_base),
+            "teachers=4, students=4, max_steps=200": small,
+        }.items():
+            assert script.count(text) == 1, text
+            script = script.replace(text, replacement)
+        monkeypatch.chdir(tmp_path)
+        names: dict = {}
+        exec(script, names)
+        stock = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(random_base), tmp_path / "runs/mine/members/student_0"
+        )
+        assert same(get_peft_model_state_dict(stock), read_member(names["trainer"].model, "student_0"))
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("column", "value", "message"),
@@ -309,6 +329,11 @@ class TestRefusals:
             record[column] = value
         with pytest.raises(ValueError, match=message):
             make_trainer(train_dataset=Dataset.from_list(records))
+
+    def test_dataset_of_prompts(self, make_trainer):
+        """What a GRPO script passes there."""
+        with pytest.raises(ValueError, match=r"`train_dataset` holds prompts.*unset for the 256 built-in tasks"):
+            make_trainer(train_dataset=Dataset.from_dict({"prompt": ["What is 1 + 1?"]}))
 
     def test_dataset_of_another_type(self, make_trainer):
         with pytest.raises(TypeError, match="must be a `datasets.Dataset`.*got `list`"):

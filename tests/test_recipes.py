@@ -19,6 +19,7 @@ from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from tests.models import save_base
 from tests.test_backends import launch as two_processes
 from tests.test_backends import run_script
 from tests.vllm_models import ENGINE_ENVIRONMENT
@@ -31,6 +32,8 @@ ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 sys.path.insert(0, str(RECIPES))
 
+import check_learning  # noqa: E402
+import retention  # noqa: E402
 from budget import GPUS, SHAPES, engines_of, memory, prompt_tokens, read_recipe, seconds  # noqa: E402
 
 from trl_populora.adapters.layers import add_members  # noqa: E402
@@ -70,24 +73,10 @@ SMALL = {
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory) -> str:
     """A random Qwen2 of two narrow layers with the tiny base's tokenizer and template; it is asked in the chat style."""
-    path = tmp_path_factory.mktemp("qwen")
     tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # of 32, the smallest that vLLM's CPU attention knows
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    options = {"num_key_value_heads": 1, "max_position_embeddings": 2048}
+    # Heads of 32 are the smallest that vLLM's CPU attention knows.
+    return save_base(tmp_path_factory.mktemp("qwen"), Qwen2ForCausalLM, tokenizer, width=64, **options)
 
 
 def arguments_of(name: str, output_dir: Path, **overrides) -> list[str]:
@@ -248,3 +237,48 @@ def test_quick_start_leaves_what_the_readme_lists(tmp_path):
     rows = load_dataset("parquet", data_files=str(run / "rollouts" / "*.parquet"), split="train", cache_dir=tmp_path)
     assert len(rows) == 4 * 2 * 4 * (1 + 2)
     assert all(row["reject_reason"] for row in rows if row["role"] == "teacher" and not row["valid"])
+
+
+class TestChecks:
+    """One update of the recipes that ask whether learning is real and whether children keep it."""
+
+    def test_a_teacher_alone(self, tmp_path):
+        command = [sys.executable, "check_learning.py", "teacher", "--steps", "1", "--output", str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        options = {"cwd": RECIPES, "env": environment, "capture_output": True, "text": True, "timeout": 500}
+        done = subprocess.run(command, **options, check=False)
+        assert done.returncode == 0, done.stderr[-5000:]
+        result = json.loads(done.stdout.splitlines()[-1])
+        (figures,) = result.pop("runs")
+        assert result == {"check": "teacher", "mean_reward_gain": 0}, "the first update is the last"
+        assert -1 < figures["reward_first"] == figures["reward_last"] <= 1, "the base writes valid tasks"
+
+    def test_a_student_alone_on_fixed_tasks(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(check_learning, "HELD_OUT_TASKS", 8)  # 512 take half a minute, before and after
+        monkeypatch.setattr(sys, "argv", ["", "student", "--steps", "1", "--seeds", "3", "--output", str(tmp_path)])
+        check_learning.main()
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        (figures,) = result["runs"]
+        assert (figures["seed"], figures["steps"], figures["held_out_tasks"]) == (3, 1, 8)
+        assert 0 <= figures["held_out_before"] <= 1
+        assert 0 <= figures["held_out_after"] <= 1
+        step = next(entry for entry in read_lines(tmp_path / "student_3" / "metrics.jsonl") if "loss" in entry)
+        assert step["propose/valid_rate"] == 0, "every slot is filled from the fixed tasks"
+        assert math.isfinite(step["solve/archive_rate"])
+
+    def test_children_and_their_parents(self, tmp_path, monkeypatch, capsys):
+        options = ["--operators", "clone", "average", "--seeds", "0", "--parent_steps", "1", "--steps", "1"]
+        monkeypatch.setattr(sys, "argv", ["", *options, "--output", str(tmp_path)])
+        retention.main()
+        lines = capsys.readouterr().out.splitlines()
+        table = {line[:16].strip(): line[16:].split() for line in lines if line.startswith(("clone", "average"))}
+        assert table["clone"][0] == "1.000" != table["average"][0], "the cosine to the better parent"
+        assert table["clone"][2] == table["average"][2], "one level to regain"
+        result = json.loads(lines[-1])
+        assert result["updates"] == {"from scratch": [None], "clone": [None], "average": [None]}, "too few to tell"
+        assert result["later_than_20"] == ["clone", "average"]
+        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize(("target", "updates"), [(0.1, 2), (0.5, 4), (1.5, None)])
+    def test_a_level_is_regained_by_the_mean_of_three_rewards(self, target, updates):
+        assert retention.updates_to_regain([0.0, 0.0, 0.9, 0.0, 0.9, 0.9], target) == updates

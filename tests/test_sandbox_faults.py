@@ -83,25 +83,26 @@ OWNER = """
 @pytest.mark.parametrize(
     ("ending", "kill"),
     [
-        ("time.sleep(600)", signal.SIGKILL),
-        ("time.sleep(600)", signal.SIGTERM),
+        ("sys.stdin.read()", signal.SIGKILL),
+        ("sys.stdin.read()", signal.SIGTERM),
         ("pass", None),
         ("raise SystemExit(3)", None),
     ]
-    + [("import os; os._exit(1)", None), ("import os; os.fork() or time.sleep(8)", None)],
+    + [("import os; os._exit(1)", None), ("import os; os.fork() and os._exit(0); sys.stdin.read()", None)],
 )
 def test_nothing_outlives_its_owner(ending, kill):
     program = textwrap.dedent(OWNER).format(root=str(ROOT), ending=ending)
-    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    sessions = set(map(int, owner.stdout.readline().split()))
-    assert len(sessions) >= 2
-    if kill:
-        assert len(sessions_alive(sessions)) >= 2 + 4
-        owner.send_signal(kill)
-    owner.stdout.close()
-    owner.wait(60)
-    # In the last case a fork of the owner is still there and must not hold the zygotes' sockets open.
-    wait_until(lambda: not sessions_alive(sessions), seconds=6)
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        sessions = set(map(int, owner.stdout.readline().split()))
+        assert len(sessions) >= 2
+        if kill:
+            assert len(sessions_alive(sessions)) >= 2 + 4
+            owner.send_signal(kill)
+        owner.stdout.close()
+        owner.wait(60)
+        # In the last case a fork of the owner reads until the test ends and must not hold the zygotes' sockets open.
+        wait_until(lambda: not sessions_alive(sessions))
 
 
 def test_a_forked_process_cannot_use_the_sandbox():

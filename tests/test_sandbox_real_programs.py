@@ -1,4 +1,7 @@
-"""Programs that language models wrote, against the outputs recorded for them; no cases where the files are absent.
+"""Programs that language models wrote, against the outputs recorded for them; skipped where the files are absent.
+
+They are the seed tasks published with Absolute Zero Reasoner (github.com/LeapLabTHU/Absolute-Zero-Reasoner, MIT licence,
+commit a82124e), written by Qwen2.5-Coder-3B, and not copied into this repository.
 
 Of the 256 rows of `azr_seed_3b_coder.jsonl`, 240 agree with their recorded output. The other 16, all explained:
 
@@ -33,8 +36,8 @@ from trl_populora.sandbox.literals import LiteralError, read_literal
 from trl_populora.sandbox.values import decode, encode, equal
 
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
-FILES = sorted(DATA.glob("azr_seed_*.jsonl"))
+ROOT = Path(__file__).parents[1]
+DATA = ROOT.parent / "shared" / "data"
 EXPLAINED = {
     "azr_seed_3b_coder": {
         "bad_output": {46, 191, 213, 98, 186, 217, 218, 128, 224},
@@ -66,8 +69,14 @@ def outcome(verdict, recorded):
     return "agree" if equal(decode(verdict.outputs[0]), known) else "differ"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_program_is_judged_and_agrees_or_is_explained(path):
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_every_program_is_judged_and_agrees_or_is_explained(name):
+    path = DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(
+            f"{path.name}, 256 seed tasks of Absolute Zero Reasoner (github.com/LeapLabTHU/Absolute-Zero-Reasoner, "
+            f"MIT, commit a82124e), is not in {DATA.relative_to(ROOT.parent)} beside the clone"
+        )
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     pairs = [(index, row["snippet"], *pair) for index, row in enumerate(rows) for pair in list(calls(row))[:2]]
     jobs = [
@@ -80,5 +89,5 @@ def test_every_program_is_judged_and_agrees_or_is_explained(path):
     for (index, _, _, recorded), verdict in zip(pairs, verdicts, strict=True):
         found.setdefault(outcome(verdict, recorded), set()).add(index)
     agreed = found.pop("agree")
-    assert found == EXPLAINED[path.stem]
+    assert found == EXPLAINED[name]
     assert len(agreed | set().union(*found.values())) == len(rows) == 256

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.adapters.weights import read_member, write_member
 
-from .conftest import make_tokenizer
+from .models import save_byte_base
 
 
 # One GiB of cache instead of a share of this machine's memory, and one unbound thread: OpenMP threads that spin while
@@ -24,26 +24,8 @@ ENGINE_ENVIRONMENT = {
 
 
 def make_served_base(path) -> str:
-    """Saves a random two-layer Qwen3 with heads of 32, the smallest that vLLM's CPU attention knows."""
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    """Saves a random Qwen3 with heads of 32, the smallest that vLLM's CPU attention knows."""
+    return save_byte_base(path, width=64)
 
 
 def make_population(base: str, members: int, rank: int = 4):

@@ -12,15 +12,11 @@ from accelerate.utils import gather_object
 from peft import LoraConfig
 from transformers.trainer_utils import get_last_checkpoint
 
+from tests.populora_run import letters
 from tests.vllm_models import largest_difference, logprobs_of
 from trl_populora.adapters.weights import read_member, write_member
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-
-
-def letters(completions, **kwargs) -> list[float]:
-    """A reward that a random base earns by chance, so that adapters move."""
-    return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
 
 
 def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
