@@ -68,6 +68,11 @@ class CrossPlayArguments:
     seed: int = field(default=0, metadata={"help": "Chooses references and samples."})
     out: str = field(default="crossplay", metadata={"help": "Directory for crossplay.json and crossplay.png."})
 
+    def __post_init__(self):
+        for name in ("proposals", "attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+
 
 def train(arguments: Sequence[str]) -> None:
     """Trains a population."""
@@ -157,16 +162,24 @@ def run_training(recipe, args, model) -> None:
 
 
 def read_seed_tasks(source: str | None):
-    """The table of seed tasks, or `None` for the package's own."""
+    """
+    The table of seed tasks, or `None` for the package's own.
+
+    Raises:
+        `ValueError`: If there is no such file or dataset.
+    """
     from datasets import load_dataset
 
     if source is None:
         return None
     formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
     suffix = Path(source).suffix
-    if suffix in formats:
-        return load_dataset(formats[suffix], data_files=source, split="train")
-    return load_dataset(source, split="train")
+    try:
+        if suffix in formats:
+            return load_dataset(formats[suffix], data_files=source, split="train")
+        return load_dataset(source, split="train")
+    except (FileNotFoundError, ConnectionError) as error:
+        raise ValueError(f"The tasks {source!r} cannot be read ({error}).") from error
 
 
 def report(arguments: Sequence[str]) -> None:
