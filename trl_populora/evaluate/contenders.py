@@ -56,8 +56,8 @@ def find(
     The base model's name and all contenders: members, base, compared.
 
     Raises:
-        `ValueError`: If there is no such population, member or adapter, vLLM cannot serve one, or two columns would have
-            the same name.
+        `ValueError`: If there is no such population, member or adapter, vLLM cannot serve one, or two columns would
+            have the same name.
     """
     root = fetch(run)
     saved = read_json(root / "population.json")
