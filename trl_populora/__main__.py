@@ -156,9 +156,12 @@ def run_training(recipe, args, model) -> None:
     trainer.save_state()
     trainer.save_model()
     if trainer.is_world_process_zero():
-        picture = plot_run(args.output_dir)
         print_population(args.output_dir)
-        _say(f"Population saved to {args.output_dir}; its story is in {picture}.")
+        _say(f"Population saved to {args.output_dir}.")
+        try:
+            _say(f"Its story is in {plot_run(args.output_dir)}.")
+        except ModuleNotFoundError as error:
+            _say(f"There is no picture: {_way_out(error)}")
 
 
 def read_seed_tasks(source: str | None):
@@ -187,7 +190,8 @@ def report(arguments: Sequence[str]) -> None:
     from trl_populora.report import write_report
 
     (options,) = _parse(ReportArguments, "report", arguments)
-    _say(f"Report written to {write_report(_local(options.run), options.out or _own_directory(options.run))}.")
+    name = None if Path(options.run).is_dir() else options.run
+    _say(f"Report written to {write_report(_local(options.run), options.out or _own_directory(options.run), name)}.")
 
 
 def push(arguments: Sequence[str]) -> None:
@@ -275,6 +279,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if command == "train":  # days of work deserve the whole story
             raise
         raise SystemExit(f"populora {command}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"populora {command}: {_way_out(error)}") from error
+
+
+def _way_out(error: ModuleNotFoundError) -> str:
+    """How to get a module of the `report` extra; others are for a traceback."""
+    if (error.name or "").partition(".")[0] not in ("matplotlib", "rich"):
+        raise error
+    return f'{error.name} is not installed; run `pip install -e ".[report]"`.'
 
 
 def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
