@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from trl_populora.loading import TINY
+from trl_populora.records import read_lines
 from trl_populora.report_plots import PLOTS
 from trl_populora.saved_population import read_json
 
@@ -183,8 +184,7 @@ def _lora(lora: dict[str, Any]) -> str:
 
 
 def _lineage(path: Path) -> str:
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    events = read_lines(path)
     if not events:
         return "Nobody has been replaced yet."
     rows = ["| step | child | parents | operator |", "|---:|---|---|---|"]

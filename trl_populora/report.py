@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_populora.records import read_lines
 from trl_populora.report_page import page
 from trl_populora.report_plots import COLORS, DPI, PLOTS, STYLE, WIDTH, Plot, Run, draw, draw_payoff
 from trl_populora.saved_population import read_json, write_json
@@ -59,10 +60,8 @@ def _read_state(root: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; the last line may be half written."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     try:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_lines(path)
     except ValueError as error:
         raise ValueError(f"{path} is broken ({error}).") from error
 
