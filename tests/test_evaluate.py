@@ -32,7 +32,7 @@ def run(tmp_path):
     """A saved population of two, whose adapters nobody loads."""
     root = tmp_path / "run"
     names = ["teacher_0", "student_0"]
-    for name in names:
+    for name in [*names, "best"]:  # the last is nobody's
         (root / "members" / name).mkdir(parents=True)
         (root / "members" / name / "adapter_config.json").write_text(json.dumps(ADAPTER))
         (root / "members" / name / "adapter_model.safetensors").write_bytes(name.encode())
@@ -63,14 +63,23 @@ class TestOptions:
             (["--dataset_args", "none.yaml"], "`dataset_args='none.yaml'` cannot be read"),
             (["--hub", "github"], "`hub` must be huggingface or modelscope, got 'github'"),
             (["--samples", "4"], "`samples=4` greedy answers are all the same"),
+            (["--samples", "0"], "`samples` must be at least 1, got 0"),
+            (["--limit", "0"], "`limit` must be at least 1, got 0"),
             (["--server", "http://127.0.0.1:9"], "`server=http://127.0.0.1:9` does not answer as a vLLM server"),
             (["--compare", "{run}/members"], "adapter_config.json cannot be read .* holds no PEFT adapter"),
-            (["--compare", "{run}/members/student_0"], "Two contenders have the same name"),
+            (["--compare", "{run}/members/student_0"], "Two columns of the table would be called student_0;"),
+            (["--compare", "{run}/members/best"], "Two columns of the table would be called best;"),
         ],
     )
     def test_what_the_user_can_mend_is_one_line(self, run, options, message):
         with pytest.raises(SystemExit, match=f"^populora evaluate: .*{message}"):
             cli.main(["evaluate", run, *(option.format(run=run) for option in options)])
+
+    def test_an_adapter_that_vllm_cannot_serve_is_refused(self, run):
+        path = Path(run, "members", "student_0", "adapter_config.json")
+        path.write_text(json.dumps(ADAPTER | {"r": 1024}))
+        with pytest.raises(SystemExit, match="student_0 has rank 1024, vLLM serves up to 512"):
+            cli.main(["evaluate", run])
 
     def test_settings_of_a_file_win_and_its_paths_are_its_own(self, tmp_path):
         (tmp_path / "data").mkdir()
@@ -97,6 +106,22 @@ class TestOptions:
             ("grpo", "compared"),
         ]
         assert [each.adapter for each in contenders[2:]] == [None, other / "members" / "student_0", alone]
+
+    def test_a_single_agent_is_one_contender_and_can_be_compared(self, run):
+        """One adapter, `members/agent`, under the names of both members; saved, but not to its end."""
+        os.rename(f"{run}/members/student_0", f"{run}/members/agent")
+        path = Path(run, "population.json")
+        state = json.loads(path.read_text())
+        agent = [member | {"adapter": "members/agent"} for member in state["members"]]
+        path.write_text(json.dumps(state | {"members": agent}))
+        adapter = Path(run, "members", "agent")
+        for members, name in ((None, "student_0"), (["teacher_0"], "teacher_0")):
+            _, contenders = find(run, members, [run], None)
+            assert [(each.name, each.adapter) for each in contenders] == [
+                (name, adapter),
+                ("base", None),
+                ("run", adapter),
+            ]
 
     def test_a_pair_is_new_when_adapter_data_or_settings_change_and_else_the_same(self, run, tmp_path):
         (tmp_path / "data").mkdir()

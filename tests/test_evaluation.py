@@ -13,7 +13,7 @@ from tests.populora_run import make_trainer
 from tests.test_rollout import PROPOSALS, make_game, sandbox, solve_by_plan  # noqa: F401 - `sandbox` is a fixture
 from trl_populora import __main__ as cli
 from trl_populora.adapters.weights import read_member
-from trl_populora.evaluation import Payoff, assemble, cross_play, score_members, solve_rates
+from trl_populora.evaluation import Payoff, assemble, cross_play, score_members, solve_rates, told_apart
 from trl_populora.rollout import Completion
 
 
@@ -101,6 +101,39 @@ class TestSavedPopulations:
         assert any(0 < rate <= 1 for rate in rates), "a random base solves the Letters kind by chance"
         assert (tmp_path / "out" / "crossplay.png").read_bytes().startswith(b"\x89PNG")
         assert "agent student_0" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("given", "wanted"),
+        [
+            (["{pair}"], [""]),
+            (["{pair}", "{agent}"], ["pair ", "agent "]),
+            (["{pair}", "user/name"], ["{pair} ", "user/name "]),
+            (["runs/pair", "user/name"], ["runs/pair ", "user/name "]),
+            (["{pair}", "{pair}/checkpoint-1"], ["{pair} ", "{pair}/checkpoint-1 "]),
+            (["user/one", "user/two"], ["one ", "two "]),
+        ],
+    )
+    def test_members_of_different_runs_are_told_apart(self, tmp_path, given, wanted):
+        places = {"pair": str(tmp_path / "pair"), "agent": str(tmp_path / "agent")}
+        assert told_apart([run.format(**places) for run in given]) == [name.format(**places) for name in wanted]
+
+    def test_a_population_given_twice_is_refused(self, runs, tmp_path):
+        given = [str(runs / "pair"), str(runs / "agent" / ".." / "pair")]
+        with pytest.raises(SystemExit, match="A population plays once, but `runs` names one twice: "):
+            cli.main(["crossplay", *given, "--out", str(tmp_path / "out")])
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--proposals", "0"], "`proposals` must be at least 1, got 0"),
+            (["--attempts", "0"], "`attempts` must be at least 1, got 0"),
+            (["--tasks", "none.jsonl"], "The tasks 'none.jsonl' cannot be read"),
+            (["--tasks", "user/none"], "The tasks 'user/none' cannot be read"),
+        ],
+    )
+    def test_what_the_user_can_mend_is_said_before_anything_is_loaded(self, options, message):
+        with pytest.raises(SystemExit, match=f"^populora crossplay: {message}"):
+            cli.main(["crossplay", "nowhere", *options])
 
     def test_populations_that_do_not_fit_are_refused(self, runs, tmp_path):
         other = tmp_path / "other"

@@ -14,14 +14,14 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.hub_server import HubServer
 from tests.populora_run import make_trainer
 from trl_populora.adapters.weights import read_member
 from trl_populora.evaluate.contenders import find
-from trl_populora.hub import push_archive, push_run
+from trl_populora.hub import make_stage, push_archive, push_run
 from trl_populora.loading import tiny_base_path
 from trl_populora.model_card import PICTURES, write_card
 from trl_populora.population import Population
@@ -139,6 +139,17 @@ class TestPushed:
         exec(code, scope)
         assert scope["base"].config.name_or_path == tiny_base_path()
 
+    def test_the_card_names_only_adapters_and_settings_that_the_population_has(self, finished, tmp_path):
+        state = json.loads(Path(finished.args.output_dir, "population.json").read_text())
+        agent = [member | {"adapter": "members/agent"} for member in state["members"][1:3]]
+        lora = state["lora"] | {"use_rslora": True}
+        (tmp_path / "population.json").write_text(json.dumps(state | {"members": agent, "lora": lora}))
+        write_card(tmp_path, "me/agent")
+        card = (tmp_path / "README.md").read_text()
+        assert set(re.findall(r"members/\w+", card)) == {"members/agent"}
+        config = eval(re.search(r"peft_config=(LoraConfig\(.*\))\)\.train", card)[1], {"LoraConfig": LoraConfig})
+        assert {name: getattr(config, name) for name in lora} == lora | {"target_modules": set(lora["target_modules"])}
+
     def test_the_card_shows_pictures_that_were_pushed(self, hub, finished):
         push_run(finished.args.output_dir, "me/pictures")
         files = hub.repos["me/pictures"]
@@ -174,6 +185,17 @@ class TestWhileTraining:
         assert ("last-checkpoint/optimizer.pt" in files) == (folder is not None)
         assert "optimizer.pt" not in files
         assert not Path(trainer.args.output_dir, "_push").exists(), "staged copies are gone"
+
+    def test_a_stage_leaves_its_checkpoint_alone(self, finished, tmp_path):
+        """They share files: what is written over one of them is written into the checkpoint."""
+        checkpoint = tmp_path / "checkpoint-3"
+        shutil.copytree(finished.args.output_dir, checkpoint)
+        shutil.copy(checkpoint / "metrics.jsonl", tmp_path)
+        (tmp_path / "lineage.jsonl").write_text("the run goes on\n")
+        before = contents(checkpoint)
+        stage = make_stage(tmp_path, checkpoint, "every_save")
+        assert contents(checkpoint) == before
+        assert (stage / "lineage.jsonl").samefile(checkpoint / "lineage.jsonl")
 
     def test_a_failed_push_does_not_stop_training_but_is_told(self, hub, base, tmp_path, caplog):
         settings = {"max_steps": 2, "save_steps": 1, "push_to_hub": True, "hub_model_id": "me/broken"}
@@ -212,6 +234,11 @@ class TestFailures:
         hub.dies_at = None
         push_run(finished.args.output_dir, "me/failing")
         assert set(before) <= {str(Path(finished.args.output_dir, name)) for name in hub.repos["me/failing"]}
+
+    def test_a_run_that_was_killed(self, finished, tmp_path):
+        shutil.copy(Path(finished.args.output_dir, "population.json"), tmp_path)
+        with pytest.raises(ValueError, match="was not saved to its end; push a checkpoint of it, or resume it"):
+            push_run(tmp_path, "me/killed")
 
     def test_a_population_that_is_not_there(self, hub, base, tmp_path):
         with pytest.raises(ValueError, match="'me/nothing' is no directory, and no population could be downloaded"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 from trl import ModelConfig, TrlParser
 
 from trl_populora import __main__ as cli
+from trl_populora.evaluation import Payoff
 from trl_populora.loading import load_archive, make_kinds
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.report import write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import save_archive
 
@@ -66,6 +69,60 @@ def test_info_prints_the_best_first(saved, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "after 7 steps on tiny" in printed
     assert printed.index("teacher_0") < printed.index("student_1") < printed.index("student_0")
+
+
+def test_info_separates_the_roles_also_where_members_are_equal(tmp_path, capsys):
+    names = ("teacher_0", "teacher_1", "student_0", "student_1")
+    members = [MEMBER | {"name": name, "role": name[:7], "fitness": 1.0} for name in names]
+    state = {"format": 1, "step": 7, "base_model": "tiny", "members": members}
+    Path(tmp_path, "population.json").write_text(json.dumps(state))
+    cli.main(["info", str(tmp_path)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "_" in line or "├" in line]
+    assert [next((name for name in names if name in line), "rule") for line in lines][-5:] == [
+        *names[:2],
+        "rule",
+        *names[2:],
+    ]
+
+
+@pytest.fixture
+def plain_install(monkeypatch):
+    """What the `report` extra brings cannot be imported."""
+    for name in ("rich", "rich.console", "rich.table", "matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+class TestPlainInstall:
+    def test_info_is_plain_text(self, saved, capsys, plain_install):
+        cli.main(["info", saved])
+        title, header, *members = capsys.readouterr().out.splitlines()
+        assert title == "Population after 7 steps on tiny"
+        assert header.split() == ["member", "rating", "fitness", "matches", "born", "made", "by", "parents"]
+        assert [line.split()[0] for line in members] == ["teacher_0", "student_1", "student_0"]
+        assert members[0].index("26.0 ± 8.0") == header.index("rating")
+
+    def test_training_shows_the_population_and_names_the_extra(self, random_base, make_args, capsys, plain_install):
+        args = make_args(max_steps=1)
+        cli.run_training(cli.TrainArguments(), args, ModelConfig(random_base, dtype="float32", lora_r=4))
+        printed = capsys.readouterr().out
+        assert "Population after 1 steps on" in printed
+        assert printed.endswith(
+            f"Population saved to {args.output_dir}.\n"
+            'There is no picture: matplotlib is not installed; run `pip install -e ".[report]"`.\n'
+        )
+        assert Path(args.output_dir, "population.json").exists()
+        with pytest.raises(SystemExit, match="^populora report: matplotlib is not installed; run `pip install"):
+            cli.main(["report", args.output_dir])
+
+    def test_a_cross_play_is_kept(self, tmp_path, plain_install):
+        with pytest.raises(ModuleNotFoundError):
+            write_payoff(Payoff(["t"], ["a", "b"], [0.5], [[0.25, math.nan]]), tmp_path)
+        assert json.loads((tmp_path / "crossplay.json").read_text())["solved"] == [[0.25, None]]
+
+    def test_other_modules_that_are_missing_are_errors(self, monkeypatch, saved):
+        monkeypatch.setitem(sys.modules, "trl_populora.report", None)
+        with pytest.raises(ModuleNotFoundError):
+            cli.main(["info", saved])
 
 
 def test_a_push_to_nowhere_is_refused(saved):

@@ -48,7 +48,8 @@ def test_state_survives_json():
 
 
 def test_state_of_another_population_is_refused():
-    with pytest.raises(ValueError, match="teacher_0, student_0, student_1 but this one holds teacher_0, student_0"):
+    wanted = "teacher_0, student_0, student_1 but .* teacher_0, student_0. Resume with the `teachers` and `students`"
+    with pytest.raises(ValueError, match=wanted):
         Population(1, 1).load_state_dict(Population(1, 2).state_dict())
 
 
@@ -65,7 +66,7 @@ def test_metrics_are_per_role_and_per_member():
 
 @pytest.mark.parametrize(("teachers", "students", "role"), [(0, 1, "teacher"), (1, 0, "student"), (-2, 3, "teacher")])
 def test_an_empty_role_is_refused(teachers, students, role):
-    with pytest.raises(ValueError, match=f"at least 1 {role}"):
+    with pytest.raises(ValueError, match=f"at least 1 {role}, .* Set `{role}s` to"):
         Population(teachers, students)
 
 
@@ -87,3 +88,9 @@ def test_an_unknown_member_is_named():
 def test_a_newborn_without_uncertainty_is_refused():
     with pytest.raises(ValueError, match="sigma"):
         Population(1, 1).replace("student_0", step=1, operator="clone", sigma=0.0)
+
+
+@pytest.mark.parametrize("name", ["runs/typo", "/no/such/place"])
+def test_a_population_that_is_nowhere_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name}/population.json describes no population"):
+        Population.from_pretrained(name)

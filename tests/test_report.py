@@ -10,10 +10,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from matplotlib.figure import Figure
 
 from tests.populora_run import make_trainer
-from trl_populora.report import load_history, load_run, load_samples, plot_run, write_report
-from trl_populora.report_plots import PLOTS, Run, _smooth
+from trl_populora import __main__ as cli
+from trl_populora.report import _draw_rewards, load_history, load_run, load_samples, plot_run, write_report
+from trl_populora.report_plots import PLOTS, Run, _smooth, draw_rejects, draw_rewards
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +107,31 @@ class TestReading:
 
 def test_the_overview_picture(finished, tmp_path):
     assert plot_run(finished, tmp_path / "run.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("draw", [_draw_rewards, draw_rewards])
+def test_rewards_of_any_size_are_in_the_picture(draw):
+    run = Run("rich", [{"step": s, "rewards/teacher_reward/mean": -3.0 * s} for s in (1, 2)])
+    figure = Figure()
+    draw(figure if draw is draw_rewards else figure.subplots(), run)
+    low, high = figure.axes[0].get_ylim()
+    assert low < -6 < 0 < high
+
+
+def test_rejects_are_means_over_the_run():
+    """As logged with `logging_steps=10`: each entry is the mean of ten steps."""
+    reasons = [{"verify/reject/format": 3.0, "verify/reject/timeout": 0.0}, {"verify/reject/format": 2.0}]
+    figure = Figure()
+    draw_rejects(figure, Run("r", [{"step": 10 * (n + 1), **entry} for n, entry in enumerate(reasons)]))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["format (2.5)"]
+    (caption,) = [plot.caption for plot in PLOTS if plot.name == "rejects"]
+    assert "in brackets the mean" in caption
+
+
+def test_a_downloaded_population_is_called_by_its_name(finished, hub, tmp_path, monkeypatch):
+    hub.repos["me/pushed"] = {
+        str(path.relative_to(finished)): path.read_bytes() for path in finished.rglob("*.json*") if path.is_file()
+    }
+    monkeypatch.chdir(tmp_path)
+    cli.main(["report", "me/pushed"])
+    assert "<h1>me/pushed</h1>" in (tmp_path / "pushed" / "report.html").read_text()

@@ -68,6 +68,11 @@ class CrossPlayArguments:
     seed: int = field(default=0, metadata={"help": "Chooses references and samples."})
     out: str = field(default="crossplay", metadata={"help": "Directory for crossplay.json and crossplay.png."})
 
+    def __post_init__(self):
+        for name in ("proposals", "attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+
 
 def train(arguments: Sequence[str]) -> None:
     """Trains a population."""
@@ -151,22 +156,33 @@ def run_training(recipe, args, model) -> None:
     trainer.save_state()
     trainer.save_model()
     if trainer.is_world_process_zero():
-        picture = plot_run(args.output_dir)
         print_population(args.output_dir)
-        _say(f"Population saved to {args.output_dir}; its story is in {picture}.")
+        _say(f"Population saved to {args.output_dir}.")
+        try:
+            _say(f"Its story is in {plot_run(args.output_dir)}.")
+        except ModuleNotFoundError as error:
+            _say(f"There is no picture: {_way_out(error)}")
 
 
 def read_seed_tasks(source: str | None):
-    """The table of seed tasks, or `None` for the package's own."""
+    """
+    The table of seed tasks, or `None` for the package's own.
+
+    Raises:
+        `ValueError`: If there is no such file or dataset.
+    """
     from datasets import load_dataset
 
     if source is None:
         return None
     formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
     suffix = Path(source).suffix
-    if suffix in formats:
-        return load_dataset(formats[suffix], data_files=source, split="train")
-    return load_dataset(source, split="train")
+    try:
+        if suffix in formats:
+            return load_dataset(formats[suffix], data_files=source, split="train")
+        return load_dataset(source, split="train")
+    except (FileNotFoundError, ConnectionError) as error:
+        raise ValueError(f"The tasks {source!r} cannot be read ({error}).") from error
 
 
 def report(arguments: Sequence[str]) -> None:
@@ -174,7 +190,8 @@ def report(arguments: Sequence[str]) -> None:
     from trl_populora.report import write_report
 
     (options,) = _parse(ReportArguments, "report", arguments)
-    _say(f"Report written to {write_report(_local(options.run), options.out or _own_directory(options.run))}.")
+    name = None if Path(options.run).is_dir() else options.run
+    _say(f"Report written to {write_report(_local(options.run), options.out or _own_directory(options.run), name)}.")
 
 
 def push(arguments: Sequence[str]) -> None:
@@ -262,6 +279,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if command == "train":  # days of work deserve the whole story
             raise
         raise SystemExit(f"populora {command}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"populora {command}: {_way_out(error)}") from error
+
+
+def _way_out(error: ModuleNotFoundError) -> str:
+    """How to get a module of the `report` extra; others are for a traceback."""
+    if (error.name or "").partition(".")[0] not in ("matplotlib", "rich"):
+        raise error
+    return f'{error.name} is not installed; run `pip install -e ".[report]"`.'
 
 
 def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:

@@ -171,9 +171,13 @@ def assemble(
         A trainer that is not to be trained, and the contestants: for each of its members a readable name.
 
     Raises:
-        `ValueError`: If a population cannot be read, or does not fit the first one; names file and field.
+        `ValueError`: If a population is given twice, cannot be read, or does not fit the first one; names file and
+            field.
     """
     roots = [fetch(run) for run in runs]
+    if len({root.resolve() for root in roots}) < len(roots):
+        raise ValueError(f"A population plays once, but `runs` names one twice: {', '.join(runs)}.")
+    prefixes = told_apart(runs)
     saved = [read_json(root / "population.json") for root in roots]
     entries = {
         role: [(i, m) for i, population in enumerate(saved) for m in population["members"] if m["role"] == role]
@@ -203,7 +207,6 @@ def assemble(
     )
     for root in roots:
         check_same_shape(trainer, root / "population.json", same_members=False)
-    prefixes = _told_apart(runs)
     names = {}
     for role, contestants in entries.items():
         for slot, (index, member) in zip(trainer.population.role(role), contestants, strict=True):
@@ -213,9 +216,13 @@ def assemble(
     return trainer, names
 
 
-def _told_apart(runs: Sequence[str]) -> list[str]:
+def told_apart(runs: Sequence[str]) -> list[str]:
     """What to put before a member's name so that members of different runs differ; nothing for a single run."""
     if len(runs) == 1:
         return [""]
-    common = os.path.commonpath([Path(run) for run in runs])
-    return [f"{os.path.relpath(run, common) if common else run} " for run in runs]
+    paths = [Path(run) for run in runs]
+    one_sort = len({path.is_absolute() for path in paths}) == 1
+    common = os.path.commonpath(paths) if one_sort else ""
+    if not common or Path(common) in paths:
+        return [f"{run} " for run in runs]
+    return [f"{path.relative_to(common)} " for path in paths]

@@ -26,7 +26,7 @@ from trl_populora.checkpoint import ResumableTrainer, write_member_file
 from trl_populora.model_card import PICTURES, write_card
 from trl_populora.population import PRIOR_SIGMA
 from trl_populora.report import draw_plots, load_run
-from trl_populora.saved_population import check_same_shape, read_json
+from trl_populora.saved_population import best_adapter, check_same_shape, read_json
 
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ class PublishingTrainer(ResumableTrainer):
 
 def place_best_student(root: Path) -> None:
     """Copies the best student's adapter to the root of a saved population."""
-    saved = read_json(root / "population.json")
-    best = root / next(m["adapter"] for m in saved["members"] if m["name"] == saved["best_student"])
+    best = best_adapter(root)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         unfinished = root / f"{name}.tmp"
         shutil.copyfile(best / name, unfinished)
@@ -145,7 +144,7 @@ def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
     shutil.copytree(
         checkpoint, stage, copy_function=_link, ignore=lambda _, names: [n for n in names if n.startswith(RESUME_ONLY)]
     )
-    for name in ("metrics.jsonl", "times.jsonl", "lineage.jsonl"):
+    for name in ("metrics.jsonl", "times.jsonl"):
         if (run / name).exists():
             shutil.copyfile(run / name, stage / name)  # still growing: a link would grow with it
     if (run / "rollouts").is_dir():
@@ -181,11 +180,13 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
         `str`: Address of the commit.
 
     Raises:
-        `ValueError`: If the directory holds no saved population.
+        `ValueError`: If the directory holds no saved population, or not all of it.
         `RuntimeError`: If the upload fails; the message says why and how to complete it.
     """
     root = Path(run)
-    read_json(root / "population.json")
+    members = read_json(root / "population.json")["members"]
+    if not all((root / member["adapter"] / "adapter_model.safetensors").exists() for member in members):
+        raise ValueError(f"{root} was not saved to its end; push a checkpoint of it, or resume it.")
     place_best_student(root)
     draw_for_card(root)
     write_card(root, repo)

@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from trl_populora.loading import TINY
+from trl_populora.records import read_lines
 from trl_populora.report_plots import PLOTS
 from trl_populora.saved_population import read_json
 
@@ -34,7 +35,7 @@ The adapter at the root of this repository is **{best}**, the student with the h
 
 {ratings}
 
-TrueSkill ratings from the matches of the run; a newborn starts at mu 25, sigma 8.33. `born` counts steps.
+TrueSkill ratings from the matches of the run. `born` counts steps.
 {plots}
 ## Load it
 
@@ -48,7 +49,7 @@ base = AutoModelForCausalLM.from_pretrained({base_code})
 model = PeftModel.from_pretrained(base, "{repo}")
 ```
 
-Any other member: `PeftModel.from_pretrained(base, "{repo}", subfolder="members/teacher_0")`.
+Any member: `PeftModel.from_pretrained(base, "{repo}", subfolder="{member}")`.
 
 Continue the population, also with other numbers of teachers and students:
 
@@ -91,7 +92,7 @@ vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vll
 """
 
 # vLLM knows these ranks only; a smaller adapter runs under the next one.
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _LINEAGE_ROWS = 40
 PICTURES = ("ratings_teachers", "ratings_students", "solve_rate", "curriculum", "coverage")  # drawn when pushing
 
@@ -134,7 +135,8 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         repo=repo,
         lora=_lora(population["lora"]),
         members=len(members),
-        vllm_rank=next((rank for rank in _VLLM_RANKS if rank >= population["lora"]["r"]), _VLLM_RANKS[-1]),
+        member=members[0]["adapter"],
+        vllm_rank=next((rank for rank in VLLM_RANKS if rank >= population["lora"]["r"]), VLLM_RANKS[-1]),
         modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
         lineage=_lineage(root / "lineage.jsonl"),
         settings=json.dumps(population.get("settings", {}), indent=2),
@@ -178,13 +180,11 @@ def _plots(root: Path) -> str:
 
 
 def _lora(lora: dict[str, Any]) -> str:
-    targets = lora["target_modules"]
-    return f"LoraConfig(r={lora['r']}, lora_alpha={lora['lora_alpha']}, target_modules={targets!r})"
+    return f"LoraConfig({', '.join(f'{name}={value!r}' for name, value in lora.items())})"
 
 
 def _lineage(path: Path) -> str:
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    events = read_lines(path)
     if not events:
         return "Nobody has been replaced yet."
     rows = ["| step | child | parents | operator |", "|---:|---|---|---|"]

@@ -83,7 +83,7 @@ class Population:
     def __init__(self, teachers: int, students: int, single_agent: bool = False):
         for role, count in zip(ROLES, (teachers, students), strict=True):
             if count < 1:
-                raise ValueError(f"A population needs at least 1 {role}, got {count}. Set `num_{role}s` to 1 or more.")
+                raise ValueError(f"A population needs at least 1 {role}, got {count}. Set `{role}s` to 1 or more.")
         names = [(f"{role}_{i}", role) for role, n in zip(ROLES, (teachers, students), strict=True) for i in range(n)]
         if single_agent and (teachers, students) != (1, 1):
             raise ValueError(f"A single agent is 1 teacher and 1 student, got {teachers} and {students}.")
@@ -108,11 +108,11 @@ class Population:
             ValueError: If there is no usable `population.json`.
         """
         path = Path(path_or_repo, "population.json")
-        if not Path(path_or_repo).is_dir():
-            from huggingface_hub import hf_hub_download
-
-            path = Path(hf_hub_download(path_or_repo, path.name, revision=revision, token=token))
         try:
+            if not Path(path_or_repo).is_dir():
+                from huggingface_hub import hf_hub_download
+
+                path = Path(hf_hub_download(path_or_repo, path.name, revision=revision, token=token))
             saved = json.loads(path.read_text())["members"]
             roles = [member["role"] for member in saved]
             names = {field.name for field in fields(Member)} - {"index"}
@@ -211,7 +211,7 @@ class Population:
         if [m.name for m in members] != self.names:
             raise ValueError(
                 f"The saved population holds {', '.join(m.name for m in members)} but this one holds "
-                f"{', '.join(self.names)}. Resume with the `num_teachers` and `num_students` of the saved run."
+                f"{', '.join(self.names)}. Resume with the `teachers` and `students` of the saved run."
             )
         # Updated in place: other parts may hold a reference to a member.
         for member, saved in zip(self.members, members, strict=True):

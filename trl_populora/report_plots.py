@@ -123,7 +123,7 @@ def draw_rewards(figure: Figure, run: Run) -> None:
         steps, means = run.series(f"rewards/{role}_reward/mean")
         axis.plot(steps, _smooth(means, run), color=color, linewidth=2, label=f"{role}s, mean of the step")
     axis.axhline(0, color=GREY, linewidth=0.8, zorder=0)
-    axis.set(title=_window(run), ylabel="reward (points)", ylim=(-1.05, 1.05))
+    axis.set(title=_window(run), ylabel="reward (points)")
     _mark_births(axis, run)
     _finish(figure, axis)
 
@@ -185,7 +185,8 @@ def draw_rejects(figure: Figure, run: Run) -> None:
         counts = [entry.get(prefix + reason) or 0.0 for entry in run.history]
         color = SERIES_COLORS[index % len(SERIES_COLORS)]
         hatch = "///" if index >= len(SERIES_COLORS) else None
-        label = f"{reason.replace('_', ' ')} ({totals[reason]:.0f})"
+        mean = totals[reason] / len(steps)
+        label = f"{reason.replace('_', ' ')} ({f'{mean:.1f}' if mean >= 0.1 else '< 0.1'})"
         axis.bar(steps, counts, width=1, bottom=bottom, color=color, hatch=hatch, label=label, linewidth=0)
         bottom = [b + c for b, c in zip(bottom, counts, strict=True)]
     axis.set(ylabel="rejected proposals (number)")
@@ -314,7 +315,7 @@ PLOTS = (
     Plot(
         "ratings_teachers",
         "TrueSkill ratings of the teachers",
-        "A newborn starts at 25; a jump back to it is a replacement.",
+        "A jump at a dotted line is a replacement: the newborn's rating takes over.",
         draw_teacher_ratings,
         3.9,
     ),
@@ -336,7 +337,7 @@ PLOTS = (
     Plot(
         "rewards",
         "Rewards",
-        "Teacher: -1 invalid, 0 unsolved, else 1 - solve rate. Student: +1 right, -0.5 wrong, -1 malformed.",
+        "A teacher earns 1 - solve rate for a solved task; teacher_reward_* and student_reward_* say the rest.",
         draw_rewards,
     ),
     Plot(
@@ -360,7 +361,7 @@ PLOTS = (
         draw_coverage,
         4.2,
     ),
-    Plot("rejects", "Why proposals were rejected", "Per step; in brackets the total over the run.", draw_rejects, 4.2),
+    Plot("rejects", "Why proposals were rejected", "Per step; in brackets the mean over the run.", draw_rejects, 4.2),
     Plot(
         "matches",
         "Who met whom",

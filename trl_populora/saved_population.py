@@ -124,6 +124,17 @@ def check_same_shape(trainer: PopuLoRATrainer, path: Path, same_members: bool) -
     return saved
 
 
+def best_adapter(root: Path) -> Path:
+    """
+    Directory of the best student's adapter in a saved population.
+
+    Raises:
+        `ValueError`: If `population.json` is missing or broken.
+    """
+    saved = read_json(root / "population.json")
+    return root / next(m["adapter"] for m in saved["members"] if m["name"] == saved["best_student"])
+
+
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Writes a file that appears whole or not at all."""
     unfinished = path.with_suffix(".tmp")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from trl_populora.hub import fetch
 from trl_populora.loading import resolve_model_path
-from trl_populora.saved_population import read_json
+from trl_populora.model_card import VLLM_RANKS
+from trl_populora.saved_population import best_adapter, read_json
 
 
 BASE = "base"
+SUMMARY = ("mean", "best", "worst")  # what the members come to: further columns of the table
 
 
 @dataclass(frozen=True)
@@ -53,27 +56,31 @@ def find(
     The base model's name and all contenders: members, base, compared.
 
     Raises:
-        `ValueError`: If there is no such population, member or adapter, or two have the same name.
+        `ValueError`: If there is no such population, member or adapter, vLLM cannot serve one, or two columns would
+            have the same name.
     """
     root = fetch(run)
     saved = read_json(root / "population.json")
     names = [member["name"] for member in saved["members"]]
     if unknown := [name for name in members or () if name not in names]:
         raise ValueError(f"`members` names {', '.join(unknown)}; {run} has {', '.join(names)}.")
-    found = [
-        Contender(member["name"], member["role"], root / member["adapter"])
+    # By adapter: a single agent is asked once, as the student.
+    by_adapter = {
+        member["adapter"]: Contender(member["name"], member["role"], root / member["adapter"])
         for member in saved["members"]
         if not members or member["name"] in members
-    ]
-    found.append(Contender(BASE, "base"))
+    }
+    found = [*by_adapter.values(), Contender(BASE, "base")]
     for other in compare or ():
         found.append(Contender(Path(other).resolve().name, "compared", _adapter_of(other)))
     for contender in found:
-        contender.rank()
-    if len({contender.name for contender in found}) < len(found):
+        if (rank := contender.rank()) > VLLM_RANKS[-1]:
+            raise ValueError(f"{contender.name} has rank {rank}, vLLM serves up to {VLLM_RANKS[-1]}.")
+    counts = Counter([*(each.name for each in found), *SUMMARY])
+    if doubles := [name for name, count in counts.items() if count > 1]:
         raise ValueError(
-            f"Two contenders have the same name in {', '.join(each.name for each in found)}; the name of a compared "
-            "adapter is the last part of its path."
+            f"Two columns of the table would be called {', '.join(doubles)}; the name of a compared adapter is the "
+            "last part of its path."
         )
     return resolve_model_path(base or saved["base_model"]), found
 
@@ -82,7 +89,7 @@ def _adapter_of(source: str) -> Path:
     """The best student of a run or of a pushed population, which lies at its root, or an adapter as it is."""
     root = fetch(source, wanted=["population.json", "adapter_*"])
     if (root / "population.json").exists() and not (root / "adapter_config.json").exists():  # not saved to its end
-        return root / "members" / read_json(root / "population.json")["best_student"]
+        return best_adapter(root)
     return root
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from trl_populora.evaluate.contenders import BASE, Contender
 from trl_populora.evaluate.processes import end, last_lines, start
+from trl_populora.model_card import VLLM_RANKS
 
 
 START_SECONDS = 1800.0  # reading and sharding a large base
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM serves; a smaller adapter fits into the next one
 
 
 class Server:
@@ -116,7 +116,7 @@ def served(base: str, contenders: Sequence[Contender], flags: str, log: Path) ->
 
 
 def _flags(adapters: Sequence[Contender]) -> list[str]:
-    size = next(size for size in _RANKS if size >= max(each.rank() for each in adapters))
+    size = next(size for size in VLLM_RANKS if size >= max(each.rank() for each in adapters))
     # With fewer slots members would wait for each other. One more stays empty: vLLM 0.31 on a CPU gives rows of the base
     # that share a batch with adapters the last slot, whose index is -1 (its pull request 48421 mends that).
     slots = str(len(adapters) + 1)

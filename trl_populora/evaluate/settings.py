@@ -79,6 +79,9 @@ class EvaluateArguments:
         check_benchmarks(self.benchmarks)
         if self.hub not in ("huggingface", "modelscope"):
             raise ValueError(f"`hub` must be huggingface or modelscope, got {self.hub!r}.")
+        for name in ("limit", "samples", "max_tokens", "concurrency"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(f"`samples={self.samples}` greedy answers are all the same; set `temperature` too.")
 

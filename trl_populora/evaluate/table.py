@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_populora.evaluate.contenders import Contender
+from trl_populora.evaluate.contenders import SUMMARY, Contender
 from trl_populora.evaluate.jobs import Pair
 from trl_populora.evaluate.suite import BENCHMARKS
 from trl_populora.saved_population import write_json
 
 
 AVERAGE = "average"
-SUMMARY = ("mean", "best", "worst")
 
 
 @dataclass
