@@ -157,6 +157,17 @@ class TestPushed:
         assert shown == [f"plots/{name}.png" for name in PICTURES]
         assert all(files[name].startswith(b"\x89PNG") for name in shown)
 
+    def test_what_a_checkpoint_keeps_for_resuming_stays_at_home(self, hub, finished, tmp_path):
+        checkpoint = tmp_path / "checkpoint-3"
+        shutil.copytree(finished.args.output_dir, checkpoint)
+        for name in ("optimizer.pt", "rng_state_0.pth", "game.json", "global_step3/rank_0.pt"):
+            (checkpoint / name).parent.mkdir(exist_ok=True)
+            (checkpoint / name).write_bytes(b"state")
+        push_run(checkpoint, "me/checkpoint")
+        files = set(hub.repos["me/checkpoint"])
+        assert "members/teacher_0/adapter_model.safetensors" in files
+        assert not [name for name in files if name.startswith(("optimizer", "rng_state", "game", "global_"))]
+
 
 class TestWhileTraining:
     @pytest.mark.parametrize(("strategy", "folder"), [("every_save", None), ("checkpoint", "last-checkpoint")])

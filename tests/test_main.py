@@ -47,7 +47,7 @@ def test_every_command_helps_without_the_extras(command):
     """What the extras bring cannot be imported."""
     program = f"""
 import sys
-for name in ("vllm", "evalscope", "requests", "matplotlib", "plotly", "deepspeed"):
+for name in ("vllm", "evalscope", "matplotlib", "rich", "deepspeed"):
     sys.modules[name] = None
 from trl_populora.__main__ import main
 main([{command!r}, "--help"])

@@ -45,7 +45,7 @@ RESUME_ONLY = (
     "whole.json",
     "global_",
 )
-NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp"]
+NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp", *(f"{name}*" for name in RESUME_ONLY if name != "trainer_state")]
 STAGES = "_push"
 POPULATION = ("population.json", "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
 
