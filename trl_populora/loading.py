@@ -27,6 +27,7 @@ from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
 from trl_populora.tasks import CodeF, load_seed_tasks, resolve_kind
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
+from trl_populora.tasks.code import CodeKind
 
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,12 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
                 "with `kind`, `program`, `inputs` and `outputs`, or nothing: leave it unset for the 256 built-in tasks."
             )
         archive = TaskArchive.from_dataset(train_dataset, cap=args.archive_size)
+        for task in archive:
+            if isinstance(kinds.get(task.kind), CodeKind) and task.visible >= len(task.inputs):
+                raise ValueError(
+                    f"`train_dataset` holds a task of kind {task.kind} with {len(task.inputs)} `inputs`, {task.visible} "
+                    f"of them `visible`: nothing is left to grade. Its program is {task.program!r:.200}."
+                )
     else:
         raise TypeError(
             f"`train_dataset` must be a `datasets.Dataset` of tasks or None, got `{type(train_dataset).__name__}`. A "

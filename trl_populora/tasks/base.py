@@ -109,7 +109,7 @@ class Task:
         fields: dict[str, Any] = {}
         for column, (wanted, required) in _COLUMNS.items():
             value = record.get(column)
-            if value is None or (required and not value):
+            if value is None:
                 if required:
                     raise ValueError(
                         f"{where}: column `{column}` is missing or empty; a task needs {wanted}. "
@@ -127,10 +127,10 @@ class Task:
                 f"{where}: column `outputs` must hold one value per input, got {len(task.outputs)} for "
                 f"{len(task.inputs)} `inputs`."
             )
-        if task.visible >= len(task.inputs):
+        if not 0 <= task.visible <= len(task.inputs):
             raise ValueError(
-                f"{where}: column `visible` must be less than the number of inputs ({len(task.inputs)}), or nothing is "
-                f"left to grade, got {task.visible}."
+                f"{where}: column `visible` must lie between 0 and the number of inputs ({len(task.inputs)}), got "
+                f"{task.visible}."
             )
         return task
 
