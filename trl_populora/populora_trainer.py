@@ -136,7 +136,7 @@ class PopuLoRATrainer(PublishingTrainer):
         hidden = {"beta": 0.0, "model_init_kwargs": None, "use_vllm": False}
         given = {name: getattr(args, name) for name in hidden}
         try:
-            vars(args).update(hidden)
+            args.__dict__.update(hidden)
             super().__init__(
                 model=members,
                 reward_funcs=loading.reward_functions(args, reward_funcs),
@@ -148,7 +148,7 @@ class PopuLoRATrainer(PublishingTrainer):
                 optimizers=optimizers,
             )
         finally:
-            vars(args).update(given)
+            args.__dict__.update(given)
         self.beta = args.beta
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
