@@ -203,8 +203,8 @@ def plain(base: str, output: str) -> dict:
 
 
 def unwritable(base: str, output: str) -> dict:
-    """A run that ends at its first checkpoint; ranks that are not ended give up after a minute."""
-    trainer = make_trainer(base, output, evolve_every=0, save_strategy="steps", save_steps=1, ddp_timeout=60)
+    """A run that ends at its first checkpoint."""
+    trainer = make_trainer(base, output, evolve_every=0, save_strategy="steps", save_steps=1)
     if trainer.args.should_save:
         Path(output, UNFINISHED).touch()
     trainer.train()

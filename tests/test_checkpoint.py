@@ -181,7 +181,7 @@ def test_a_rank_that_cannot_write_ends_the_others_that_wait_for_it(base, tmp_pat
     blocked = tmp_path / "launch" / "unwritable" / "_unfinished"
     command = [*launch(BACKENDS["zero2"][0]), backend_worker.__file__, base, str(tmp_path / "launch"), "unwritable"]
     with pytest.raises(AssertionError) as error:
-        run_script(command, tmp_path / "launch")
+        run_script(["timeout", "180", *command], tmp_path / "launch")  # it ends the workers, too
     assert f"Not a directory: '{blocked}/checkpoint-1/members/teacher_0'" in str(error.value)
     assert "checkpoint-1 could not be saved" in str(error.value)
 
