@@ -6,7 +6,8 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `replace` overwrites a member after the first step, gives another one the optimizer state of a third, and takes the
   second step with learning rate 0;
 - `evolve` has an evolution event after the second of three steps, whose children learn at rates of their own;
-- `plain` is the same run without the event.
+- `plain` is the same run without the event;
+- `unwritable` fails to save, because a file stands where the main process wants a directory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from pathlib import Path
 
 import torch
 from peft import LoraConfig
@@ -22,6 +24,7 @@ from transformers import TrainerCallback
 from tests.fixed_rows import ATTEMPTS, PROPOSALS, SETTINGS, STUDENTS, TEACHERS, play_fixed_rows
 from trl_populora.adapters.optim import withhold_gradients
 from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
+from trl_populora.checkpoint import UNFINISHED
 from trl_populora.loading import refuse_unsupported
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
@@ -199,11 +202,21 @@ def plain(base: str, output: str) -> dict:
     return evolve(base, output, every=0)
 
 
+def unwritable(base: str, output: str) -> dict:
+    """A run that ends at its first checkpoint."""
+    trainer = make_trainer(base, output, evolve_every=0, save_strategy="steps", save_steps=1)
+    if trainer.args.should_save:
+        Path(output, UNFINISHED).touch()
+    trainer.train()
+    return {}
+
+
 def main(base: str, output: str, *scenarios: str) -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         without_compiler()
     for scenario in scenarios:
-        seen = {"replace": replace, "evolve": evolve, "plain": plain}[scenario](base, f"{output}/{scenario}")
+        run = {"replace": replace, "evolve": evolve, "plain": plain, "unwritable": unwritable}[scenario]
+        seen = run(base, f"{output}/{scenario}")
         torch.save(seen, f"{output}/{scenario}/rank_{os.environ['RANK']}.pt")
 
 

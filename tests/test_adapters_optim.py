@@ -18,14 +18,9 @@ def backward(model, router, rows, seed=5) -> None:
 
 def test_one_group_per_member_holds_all_of_it_once():
     model, _, names = make_population(3)
-    groups = member_param_groups(
-        model, names, lr={"member_0": 1.0, "member_1": 2.0, "member_2": 3.0}, weight_decay=0.5
-    )
-    assert [(group["member"], group["lr"], group["weight_decay"]) for group in groups] == [
-        ("member_0", 1.0, 0.5),
-        ("member_1", 2.0, 0.5),
-        ("member_2", 3.0, 0.5),
-    ]
+    groups = member_param_groups(model, names, lr=2.0, weight_decay=0.5)
+    described = [(group["member"], group["lr"], group["weight_decay"]) for group in groups]
+    assert described == [("member_0", 2.0, 0.5), ("member_1", 2.0, 0.5), ("member_2", 2.0, 0.5)]
     grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 
 from tests.adapter_models import make_base, make_population, make_rows, token_logps
-from trl_populora.adapters.optim import member_param_groups
+from trl_populora.adapters.optim import member_param_groups, withhold_gradients
 from trl_populora.adapters.weights import (
     member_parameters,
     read_member,
@@ -150,6 +150,20 @@ def test_a_member_with_anothers_state_steps_as_that_one_would():
     one, other = (read_member(model, name) for name in names)
     for key, value in one.items():
         torch.testing.assert_close(value, other[key], rtol=1e-5, atol=1e-7)
+
+
+def test_a_member_with_the_state_of_one_that_never_stepped_has_none():
+    model, router, names = make_population(2)
+    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2))
+    router.set([0, 0])
+    token_logps(model, make_rows(2)).sum().backward()
+    withhold_gradients(model, ["member_1"])
+    optimizer.step()
+    own = [optimizer.state[p] for p in member_parameters(model, "member_0").values()]
+    transplant_optimizer_state(optimizer, model, "member_0", "member_0")
+    assert all(value.any() for state in own for value in state.values()), "a member keeps what is its own"
+    transplant_optimizer_state(optimizer, model, "member_1", "member_0")
+    assert not any(value.any() for state in own for value in state.values())
 
 
 def test_a_transplant_before_the_first_step_is_harmless():

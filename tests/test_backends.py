@@ -49,7 +49,7 @@ def run_script(command: list[str], output: Path, seconds: int = 540) -> str:
         command, env=inherited | variables, capture_output=True, text=True, timeout=seconds, cwd=output, check=False
     )
     if done.returncode:
-        raise AssertionError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        raise AssertionError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-20000:]}")
     return done.stdout
 
 
@@ -139,6 +139,7 @@ def test_an_idle_member_is_refused_only_where_zero_would_move_it(ranks):
             assert "`teachers=4` and `students=5`" in at_construction
             assert "`students=4` or `teachers=5` works" in at_construction
             assert "ZeRO cannot leave them out" in within_a_step
+            assert "as many students as teachers, or a divisor" in within_a_step
 
 
 def test_inherited_moments_and_steps_are_the_sources_which_keeps_its_own(ranks):

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests import backend_worker
 from tests.populora_run import cut_run, make_trainer, run, state_of
 from tests.test_backends import BACKENDS, launch, run_script
 from trl_populora.checkpoint import WHOLE, find_flaw, newest
@@ -162,6 +163,29 @@ class TestFullDisk:
         assert_equal(state_of(straight), state_of(resumed))
 
 
+def test_what_a_killed_save_left_behind_is_in_nobodys_way(base, tmp_path):
+    """Killed while it wrote checkpoint 20, or between the renames that put one in the place of another."""
+    for leftover in ("_unfinished/checkpoint-20", "_unfinished/replaced", "checkpoint-1"):
+        (tmp_path / leftover).mkdir(parents=True)
+        (tmp_path / leftover / "optimizer.pt").touch()
+    trainer = make_trainer(base, str(tmp_path), {"max_steps": 1, "save_steps": 1})
+    trainer.train()
+    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-1")
+    assert not (tmp_path / "_unfinished").exists()
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_cannot_write_ends_the_others_that_wait_for_it(base, tmp_path):
+    """Under ZeRO the others sit in a collective that the failed rank never joins; the launcher has to end them."""
+    pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
+    blocked = tmp_path / "launch" / "unwritable" / "_unfinished"
+    command = [*launch(BACKENDS["zero2"][0]), backend_worker.__file__, base, str(tmp_path / "launch"), "unwritable"]
+    with pytest.raises(AssertionError) as error:
+        run_script(["timeout", "180", *command], tmp_path / "launch")  # it ends the workers, too
+    assert f"Not a directory: '{blocked}/checkpoint-1/members/teacher_0'" in str(error.value)
+    assert "checkpoint-1 could not be saved" in str(error.value)
+
+
 @pytest.fixture(scope="class")
 def saved(base, tmp_path_factory):
     """A checkpoint after one step, and a trainer that could continue it."""
@@ -246,6 +270,11 @@ class TestDamage:
             ),
             (rewrite("population.json", lambda s: s["lora"].update(r=8)), "field `lora.r` is 8, this trainer has 4"),
             (
+                rewrite("population.json", lambda s: s["lora"].update(alpha_pattern={"q_proj": 3})),
+                "field `lora.alpha_pattern` is {'q_proj': 3}, this trainer has {}",
+            ),
+            (rewrite("population.json", lambda s: [s["lora"].pop(f"{n}_pattern") for n in ("rank", "alpha")]), None),
+            (
                 rewrite("population.json", lambda s: s["members"].pop()),
                 "field `members` lists teacher_0, teacher_1, st",
             ),
@@ -259,7 +288,7 @@ class TestDamage:
         copy = tmp_path / "checkpoint-1"
         shutil.copytree(checkpoint, copy)
         damage(copy)
-        if complaint is None:  # a base of another name at a local path: perhaps the directory moved
+        if complaint is None:  # a directory may have moved, and a file may be older than a field
             trainer.train(resume_from_checkpoint=str(copy))
             return
         with pytest.raises(ValueError, match=complaint):

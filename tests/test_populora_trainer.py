@@ -11,6 +11,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
+from accelerate import AutocastKwargs
 from datasets import Dataset
 from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -367,3 +368,59 @@ class TestRefusals:
 
         with pytest.raises(TypeError, match="must be a `PopuLoRAConfig`"):
             PopuLoRATrainer(random_base, args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+    def test_a_failed_constructor_leaves_the_arguments_as_they_were(self, random_base, make_args):
+        """In a notebook, the cell that failed is run again with them."""
+        args = make_args(beta=0.5, model_init_kwargs={"attn_implementation": "eager"}, reward_weights=[1.0] * 5)
+        with pytest.raises(ValueError, match="[Nn]umber of reward weights"):
+            PopuLoRATrainer(random_base, args=args)
+        assert (args.beta, args.model_init_kwargs) == (0.5, {"attn_implementation": "eager"})
+
+
+def test_an_interrupted_backward_leaves_no_route_behind(make_trainer):
+    """The next `train()` would score its rows with the members of this step."""
+    trainer = make_trainer(max_steps=1)
+    watched = next(p for p in trainer.model.parameters() if p.requires_grad)
+
+    def interrupt(gradient):
+        assert trainer.router.route is not None
+        raise KeyboardInterrupt
+
+    hook = watched.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.router.route is None
+    hook.remove()
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_scaled_gradients_are_unscaled_before_they_are_clipped(make_trainer, tmp_path, monkeypatch):
+    """As with `fp16`, which accelerate refuses on a CPU; a scale that is a power of two is exact."""
+
+    class Scaled(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            monkeypatch.setattr(scaled.accelerator, "native_amp", True)
+            monkeypatch.setattr(scaled.accelerator.state, "_mixed_precision", "fp16")
+
+    plain = make_trainer(max_grad_norm=0.01, output_dir=str(tmp_path / "plain"))
+    plain.train()
+    scaled = make_trainer(max_grad_norm=0.01, output_dir=str(tmp_path / "scaled"))
+    scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaled.accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    scaled.add_callback(Scaled())
+    scaled.train()
+    norms = [[entry["member/teacher_0/grad_norm"] for entry in t.state.log_history[:-1]] for t in (plain, scaled)]
+    assert norms[0] == norms[1]
+    assert max(norms[0]) > 0.01, "clipping bites"
+    one, other = members_of(plain), members_of(scaled)
+    assert all(same(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_every_step_has_its_line_and_a_bar_unless_switched_off(make_trainer, capfd, disable_tqdm):
+    make_trainer(max_steps=1, disable_tqdm=disable_tqdm).train()
+    seen = capfd.readouterr()
+    assert seen.out.count("step 1/1 |") == 1
+    assert "{'" not in seen.out, "no dict of metrics"
+    assert ("1/1 [" in seen.err) != disable_tqdm

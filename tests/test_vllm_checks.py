@@ -12,7 +12,11 @@ from peft import LoraConfig
 from transformers import BloomConfig, CTRLConfig, Qwen3Config, Qwen3ForCausalLM
 
 from trl_populora.generation.checks import check_vllm
+from trl_populora.generation.client import VLLMServerError
 from trl_populora.populora_trainer import PopuLoRATrainer
+
+from .vllm_models import make_served_base
+from .vllm_processes import free_port
 
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +112,16 @@ class TestWithVLLM:
             PopuLoRATrainer(str(tmp_path / "base"), args=args, peft_config=lora)
         assert str(tmp_path / "base") in str(error.value)
         assert "use_vllm=False" in str(error.value)
+
+    def test_a_server_that_is_not_up_leaves_the_arguments_as_they_were(self, make_args, lora, tmp_path):
+        """In a notebook, the cell that failed is run again when the server is up."""
+        server = {"vllm_server_base_url": f"http://127.0.0.1:{free_port()}", "vllm_server_timeout": 0.1}
+        args = make_args(use_vllm=True, vllm_mode="server", beta=0.5, **server)
+        base = make_served_base(tmp_path / "base")
+        for _ in range(2):
+            with pytest.raises(VLLMServerError):
+                PopuLoRATrainer(base, args=args, peft_config=lora)
+        assert (args.use_vllm, args.beta) == (True, 0.5)
 
     def test_a_base_that_vllm_could_not_load_again_is_refused(self, args, lora):
         config = Qwen3Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=16, head_dim=32)

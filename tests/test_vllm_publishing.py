@@ -119,6 +119,23 @@ def test_a_killed_process_leaves_a_shelf_that_the_next_run_removes(tmp_path):
     assert not root.exists()
 
 
+def test_a_directory_that_never_had_a_lock_is_not_swept(tmp_path):
+    left, other = tmp_path / f"{PREFIX}abc", tmp_path / f"{PREFIX}7b-run"
+    for path, content in ((left, ".lock"), (other, "notes.txt")):
+        path.mkdir()
+        (path / content).touch()
+        os.utime(path, (0, 0))
+    sweep(str(tmp_path))
+    assert list(tmp_path.rglob("*")) == [other, other / "notes.txt"]
+
+
+def test_servers_get_absolute_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shelf = AdapterShelf("adapters")
+    assert shelf.root.parent == tmp_path / "adapters"
+    shelf.close()
+
+
 def test_an_ending_process_removes_its_shelf(tmp_path):
     program = (
         "import sys\nfrom trl_populora.generation.publishing import AdapterShelf\nAdapterShelf(sys.argv[1])\n1 / 0"

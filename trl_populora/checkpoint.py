@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.trainer_utils import rotate_checkpoints
@@ -82,42 +81,33 @@ class ResumableTrainer(GRPOTrainer):
         target = root / f"{PREFIX}{self.state.global_step}"
         unfinished = root / UNFINISHED / target.name
         if self.args.should_save:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(unfinished.parent, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        error = None
         self._aside = str(unfinished.parent)
         try:
             super()._save_checkpoint(model, trial)
             save_game(self, unfinished)
-        # A full disk shows as any of these, by what was being written. Other ranks must hear of it.
-        except (OSError, RuntimeError, SafetensorError) as caught:
-            error = caught
-        finally:
-            self._aside = None
-        failed = [text for text in gather_object([error and f"{error!s:.300}"]) if text]
-        if not failed and self.args.should_save:
-            try:
-                _move_into_place(unfinished, target, self.accelerator.num_processes)
-            except OSError as caught:
-                error, failed = caught, [str(caught)]
-        failed += [text for text in gather_object(failed) if text]
-        if failed:
+            self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                _move_into_place(unfinished, target, self.accelerator.num_processes)
+        # A full disk shows as any of these, by what was being written. Other ranks are not told: they may sit in any
+        # collective of the engine's own save, which only the end of this process, and the launcher, can break.
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if self.args.should_save:
+                shutil.rmtree(unfinished.parent, ignore_errors=True)
             before = newest(str(root))
             raise RuntimeError(
-                f"{target} could not be saved ({failed[0]}). "
+                f"{target} could not be saved ({error!s:.300}). "
                 + (f"The checkpoint before it, {before}, is whole: " if before else "There is no earlier checkpoint: ")
                 + f"make room or set another `output_dir`, then {'resume from it' if before else 'start again'}."
             ) from error
+        finally:
+            self._aside = None
+        self.accelerator.wait_for_everyone()
         if self.args.should_save:
             rotate_checkpoints(str(root), self.args.save_total_limit, use_mtime=True)
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(target))
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        if self._aside is None:  # else it is not whole yet; `_save_checkpoint` calls again
-            super()._push_from_checkpoint(checkpoint_folder)
+            self._push_from_checkpoint(str(target))  # the call from within, before it was whole, did nothing
 
     def save_model(self, output_dir=None, _internal_call=False):
         # Not TRL's: under transformers 5.17 it calls `_save` on the main rank alone, but ZeRO and FSDP read together.
@@ -198,8 +188,7 @@ def _move_into_place(unfinished: Path, target: Path, world: int) -> None:
         target.rename(replaced)
     unfinished.rename(target)
     _flush(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    unfinished.parent.rmdir()
+    shutil.rmtree(unfinished.parent, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -110,7 +110,7 @@ class PopuLoRATrainer(PublishingTrainer):
         loading.refuse_unsupported(args, unsupported)
         loading.check_output_dir(args.output_dir)
         lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
-        if use_vllm := args.use_vllm:
+        if args.use_vllm:
             check_vllm(loading.resolve_model_path(model) if isinstance(model, str) else model, args, lora_config)
         kinds = loading.make_kinds(args)
         archive = loading.load_archive(train_dataset, kinds, args)
@@ -131,23 +131,25 @@ class PopuLoRATrainer(PublishingTrainer):
         )
         extra_classes = reward_processing_classes if isinstance(reward_processing_classes, list) else None
 
-        # TRL looks for an adapter named "default" to copy when beta is set; here the frozen base is the reference.
-        # And it warns that the arguments of a loaded model are ignored, which were heeded above.
-        beta, args.beta = args.beta, 0.0
-        init_kwargs, args.model_init_kwargs = args.model_init_kwargs, None
-        args.use_vllm = False  # TRL would start an engine without adapters; ours is attached below
-        super().__init__(
-            model=members,
-            reward_funcs=loading.reward_functions(args, reward_funcs),
-            args=args,
-            train_dataset=loading.placeholder_dataset(args),
-            processing_class=tokenizer,
-            reward_processing_classes=None if extra_classes is None else [None, None, *extra_classes],
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
-        args.beta = self.beta = beta
-        args.model_init_kwargs = init_kwargs
+        # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of a
+        # loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
+        hidden = {"beta": 0.0, "model_init_kwargs": None, "use_vllm": False}
+        given = {name: getattr(args, name) for name in hidden}
+        try:
+            args.__dict__.update(hidden)
+            super().__init__(
+                model=members,
+                reward_funcs=loading.reward_functions(args, reward_funcs),
+                args=args,
+                train_dataset=loading.placeholder_dataset(args),
+                processing_class=tokenizer,
+                reward_processing_classes=None if extra_classes is None else [None, None, *extra_classes],
+                callbacks=callbacks,
+                optimizers=optimizers,
+            )
+        finally:
+            args.__dict__.update(given)
+        self.beta = args.beta
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
@@ -166,7 +168,7 @@ class PopuLoRATrainer(PublishingTrainer):
         self.add_callback(records.Records(self))
         if args.warm_start:
             warm_start(self, args.warm_start)
-        if use_vllm:
+        if args.use_vllm:
             from trl_populora.generation import vllm  # needs packages that come with vLLM
 
             vllm.attach(self)
@@ -336,10 +338,10 @@ class PopuLoRATrainer(PublishingTrainer):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
-        members = [self.population[row.member].index for row in self._rows]
+        members = torch.tensor([self.population[row.member].index for row in self._rows])
         parts = []
         for ids, mask, rows in zip(
-            input_ids.split(batch_size), attention_mask.split(batch_size), _chunks(members, batch_size), strict=True
+            *(whole.split(batch_size) for whole in (input_ids, attention_mask, members)), strict=True
         ):
             with self.router.rows_of(rows):
                 parts.append(super()._get_per_token_logps_and_entropies(model, ids, mask, logits_to_keep, **kwargs))
@@ -357,9 +359,10 @@ class PopuLoRATrainer(PublishingTrainer):
             )
             self._clips_inside_deepspeed = True
         start, played = time.perf_counter(), sum(self._phase_seconds.values())
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        # Only now: gradient checkpointing runs the forward again, under the same route, during the backward.
-        self.router.clear()
+        try:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:  # only now: gradient checkpointing runs the forward again, under the same route, during the backward
+            self.router.clear()
         spent = time.perf_counter() - start
         self._phase_seconds["update"] += spent - (sum(self._phase_seconds.values()) - played)
         if self.accelerator.sync_gradients:
@@ -382,6 +385,7 @@ class PopuLoRATrainer(PublishingTrainer):
                 optim.withhold_gradients(self.model, self._idle)
             norms = self._deepspeed_norms
         else:
+            self.accelerator.unscale_gradients()
             norms = optim.clip_member_grad_norms(model, self.population.adapters, self.args.max_grad_norm)
             optim.withhold_gradients(self.model, self._idle)
         self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters})
@@ -440,10 +444,6 @@ def _numbered(names: Sequence[str]) -> list[int]:
     """Each name's number in order of first appearance."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(name, len(numbers)) for name in names]
-
-
-def _chunks(values: list[int], size: int) -> list[list[int]]:
-    return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 def _joined(parts: Sequence[torch.Tensor | None], join) -> torch.Tensor | None:

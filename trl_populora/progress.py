@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from tqdm.auto import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 
@@ -22,9 +23,14 @@ class StepLine(ProgressCallback):
     """
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or self.training_bar is None or "propose/valid_rate" not in (logs or {}):
-            return
-        self.training_bar.write(step_line(state.global_step, state.max_steps, logs))
+        if state.is_world_process_zero and "propose/valid_rate" in (logs or {}):
+            tqdm.write(step_line(state.global_step, state.max_steps, logs))
+
+
+class BareStepLine(PrinterCallback):
+    """The line without the bar, for `disable_tqdm`."""
+
+    on_log = StepLine.on_log
 
 
 def step_line(step: int, max_steps: int, logs: dict[str, Any]) -> str:
@@ -49,10 +55,10 @@ def step_line(step: int, max_steps: int, logs: dict[str, Any]) -> str:
 
 
 def use_step_line(trainer: PopuLoRATrainer) -> None:
-    """Puts [`StepLine`] in the place of the trainer's own printer of metrics, unless there is none."""
-    for printer in (ProgressCallback, PrinterCallback):
+    """Puts the line in the place of the trainer's own printer of metrics, unless there is none."""
+    for printer, line in ((ProgressCallback, StepLine), (PrinterCallback, BareStepLine)):
         if trainer.pop_callback(printer) is not None:
-            trainer.add_callback(StepLine)
+            trainer.add_callback(line)
 
 
 def _known(value: float | None) -> bool:

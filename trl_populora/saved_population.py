@@ -21,9 +21,11 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 
+_PATTERNS = ("rank_pattern", "alpha_pattern")  # a file without them is from before they were written
+
 # Numbers of the base's configuration that decide whether an adapter fits.
 _BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-_LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules")
+_LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
 
 def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def check_same_shape(trainer: PopuLoRATrainer, path: Path, same_members: bool) -
     }
     for group, live in (("base_config", _base_config(trainer)), ("lora", _lora_config(trainer))):
         for name, value in live.items():
-            if (found := saved[group].get(name)) != value:
+            if (found := saved[group].get(name, {} if name in _PATTERNS else None)) != value:
                 raise ValueError(
                     f"{path}: field `{group}.{name}` is {found!r}, this trainer has {value!r}. {ways_out[group]}."
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,22 +11,20 @@ from torch.distributed.tensor import DTensor
 from .weights import is_zero_parameter, member_parameters
 
 
-def member_param_groups(
-    model: nn.Module, names: Sequence[str], lr: float | Mapping[str, float], weight_decay: float = 0.0
-) -> list[dict]:
+def member_param_groups(model: nn.Module, names: Sequence[str], lr: float, weight_decay: float = 0.0) -> list[dict]:
     """
     One parameter group per member, in the order of `names`.
 
     Args:
         model (`nn.Module`): The model.
         names (`Sequence[str]`): The members.
-        lr (`float` or `Mapping[str, float]`): Learning rate of all members, or one per name.
+        lr (`float`): Learning rate of all members.
         weight_decay (`float`, *optional*, defaults to `0.0`): Weight decay of all members.
     """
     return [
         {
             "params": list(member_parameters(model, name).values()),
-            "lr": lr[name] if isinstance(lr, Mapping) else lr,
+            "lr": lr,
             "weight_decay": weight_decay,
             "member": name,
         }
@@ -103,8 +101,8 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
             if is_zero_parameter(parameter):
                 raise RuntimeError(
                     f"Members {list(names)} have no rows in this optimizer step, and ZeRO cannot leave them out of "
-                    "it: their momentum would move them. Use one optimizer step per population step "
-                    "(`steps_per_generation` = `gradient_accumulation_steps`) and let every member play, or use DDP."
+                    "it: their momentum would move them. Use DDP, or numbers of teachers and students with which "
+                    "everyone plays in every step: as many students as teachers, or a divisor of their number."
                 )
             parameter.grad = None
 

@@ -168,6 +168,9 @@ def transplant_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Modul
 
     Works under ZeRO as well: members are equal in shape and order, so their partitions are laid out alike.
     """
+    if source == target:
+        return
+    reset_optimizer_state(optimizer, model, target)  # what the source lacks, say before its first step, goes too
     entries = zip(
         _optimizer_entries(optimizer, model, source), _optimizer_entries(optimizer, model, target), strict=True
     )

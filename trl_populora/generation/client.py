@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -37,7 +38,8 @@ class LoRAServer(VLLMClient):
     """
 
     def __init__(self, base_url: str, connection_timeout: float, request_timeout: float, advice: Callable[[], str]):
-        self.request_timeout, self.advice, self.failed = request_timeout, advice, False
+        self.request_timeout, self.advice = request_timeout, advice
+        self.failed = threading.Event()  # `answer` works on copies, which share it
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
         for adapter in self.session.adapters.values():
             # A server that is away is asked again, as TRL does. A broken or overdue answer is not: a restarted server
@@ -68,7 +70,7 @@ class LoRAServer(VLLMClient):
             raise VLLMServerError(self._failure(url, f"refused: {error}")) from error
 
     def _failure(self, url: str, what: str) -> str:
-        self.failed = True
+        self.failed.set()
         return f"The vLLM server at {self.base_url} {what}, asked for {urlparse(url).path}. {self.advice()}"
 
     def check_serves(self, members: int, rank: int) -> None:
@@ -102,7 +104,7 @@ class LoRAServer(VLLMClient):
 
     def unload(self, adapter: Published) -> None:
         """Takes an adapter's name from the server; one that failed is left alone, restarted it knows no adapter."""
-        if not self.failed:
+        if not self.failed.is_set():
             self._adapter_command("unload_lora_adapter", {"lora_name": adapter.name})
 
     def _adapter_command(self, command: str, payload: dict[str, str]) -> None:

@@ -82,10 +82,11 @@ class AdapterShelf:
     """
 
     def __init__(self, parent: str):
+        parent = os.path.abspath(parent)  # before Python 3.12 `mkdtemp` returns a relative path under a relative one
         sweep(parent)
         os.makedirs(parent, exist_ok=True)
         self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._lock = _locked(self.root)
+        self._lock = _locked(self.root, os.O_CREAT)
         self._retired: deque[str] = deque()
         self.close = weakref.finalize(self, _remove, str(self.root), self._lock, os.getpid())
 
@@ -129,13 +130,13 @@ def sweep(parent: str) -> None:
             if time.time() - root.stat().st_mtime < 60:  # perhaps just made and not locked yet
                 continue
             lock = _locked(root)
-        except OSError:  # held by a living run, another user's, or gone meanwhile
+        except OSError:  # held by a living run, another user's, gone meanwhile, or without a lock: no shelf
             continue
         _remove(str(root), lock, os.getpid())
 
 
-def _locked(root: Path) -> int:
-    descriptor = os.open(root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+def _locked(root: Path, create: int = 0) -> int:
+    descriptor = os.open(root / ".lock", create | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -304,7 +304,7 @@ def attach(trainer: PopuLoRATrainer) -> None:
         # The engine reads the base's own end token; the tokenizer of the run may end turns with another.
         generation_kwargs={"stop_token_ids": list(trainer.eos_token_ids)} | (args.generation_kwargs or {}),
     )
-    trainer.use_vllm = args.use_vllm = True
+    trainer.use_vllm = True
     trainer._last_loaded_step = -1
 
 
