@@ -353,12 +353,6 @@ class TestCallback:
         again.train()
         assert again.evolution.lineage.read_bytes() == run[0].evolution.lineage.read_bytes()
 
-    def test_state_survives_json(self, run):
-        state = json.loads(json.dumps(run[0].evolution.state_dict()))
-        assert state == {"replaced": 2}
-        run[0].evolution.load_state_dict(state)
-        assert run[0].evolution.state_dict() == state
-
     def test_an_unknown_operator_is_refused_at_construction(self, make_trainer):
         with pytest.raises(ValueError, match="`mutations` names no operator 'shuffle'"):
             make_trainer(mutations={"shuffle": 1.0})

@@ -274,9 +274,12 @@ class TestRanks:
         assert len(games[0].archive) == len(seed_tasks) + 1
 
 
-def test_kinds_take_turns_over_the_steps(sandbox, seed_tasks):
-    game = make_game(sandbox, seed_tasks, lambda i: "", lambda c, i: "", kinds=(CodeO(), CodeI(), CodeF(4)))
-    seen = [row.kind for step in range(3) for row in play_step(game, step).rows if row.role == "teacher"]
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_kinds_take_turns_over_the_steps(sandbox, seed_tasks, iterations):
+    kinds = (CodeO(), CodeI(), CodeF(4))
+    game = make_game(sandbox, seed_tasks, lambda i: "", lambda c, i: "", kinds=kinds, iterations=iterations)
+    steps = range(0, 3 * iterations, iterations)
+    seen = [row.kind for step in steps for row in play_step(game, step).rows if row.role == "teacher"]
     assert {kind: seen.count(kind) for kind in set(seen)} == {"code_o": 4, "code_i": 4, "code_f": 4}
 
 

@@ -225,13 +225,12 @@ def save_game(trainer: PopuLoRATrainer, directory: Path) -> None:
 
 def game_state(trainer: PopuLoRATrainer) -> dict[str, Any]:
     """The nouns that are the same on every rank; the tasks of the archive stand in its own file."""
-    state = {
+    return {
         "format": FORMAT,
         "population": trainer.population.state_dict(),
         "matchmaker": trainer.matchmaker.state_dict(),
         "coverage": trainer.archive.coverage.state_dict(),
     }
-    return state | ({"evolution": trainer.evolution.state_dict()} if trainer.evolution is not None else {})
 
 
 def _rank_state(trainer: PopuLoRATrainer) -> dict[str, Any]:
@@ -285,8 +284,6 @@ def load_game(trainer: PopuLoRATrainer, directory: str) -> None:
     check_same_shape(trainer, root / "population.json", same_members=True)
     state = read_json(root / "game.json")
     nouns: dict[str, Any] = {"population": trainer.population, "matchmaker": trainer.matchmaker}
-    if trainer.evolution is not None and "evolution" in state:  # evolution may be switched on or off when resuming
-        nouns["evolution"] = trainer.evolution
     for field, noun in nouns.items():
         try:
             noun.load_state_dict(state[field])

@@ -225,7 +225,6 @@ class EvolutionCallback(TrainerCallback):
             mutation_strength=args.mutation_strength,
         )
         self.lineage = Path(args.output_dir) / "lineage.jsonl"
-        self._replaced = 0
         self._metrics = self._empty_metrics()
 
     @staticmethod
@@ -256,7 +255,6 @@ class EvolutionCallback(TrainerCallback):
         rng = random.Random(f"evolution {self.trainer.args.seed} {step}")
         births = plan_births(self.trainer.population, self.breeding, rng)
         events = [self._give_birth(birth, step, rng) for birth in births]
-        self._replaced += len(events)
         self._metrics["evolve/replaced"] = float(len(events))
         for key, entry in (("evolve/cosine", "cosine"), ("evolve/retention_loss", "retention_loss")):
             values = [event[entry][0] if entry == "cosine" else event[entry] for event in events]
@@ -350,14 +348,6 @@ class EvolutionCallback(TrainerCallback):
         # The scheduler computes every later rate from its own copy of the first one.
         child["initial_lr"] = scheduler.base_lrs[index_of[slot]] = scheduler.base_lrs[index_of[parent]] * factor
         return factor
-
-    def state_dict(self) -> dict[str, Any]:
-        """Number of replacements so far. Draws depend on seed and step alone, so no generator has to be saved."""
-        return {"replaced": self._replaced}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._replaced = state["replaced"]
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last step; zeros and NaN when nobody was replaced."""

@@ -121,13 +121,9 @@ class PopuLoRATrainer(PublishingTrainer):
         self.population = Population(args.teachers, args.students, args.single_agent)
         self.router = Router()
         self.base_name = model if isinstance(model, str) else base.config.name_or_path
+        autocast = not loading.is_zero3(args)
         members = add_members(
-            base,
-            self.population.adapters,
-            lora_config,
-            self.router,
-            args.seed,
-            autocast_adapter_dtype=not loading.is_zero3(args),
+            base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
         )
         extra_classes = reward_processing_classes if isinstance(reward_processing_classes, list) else None
 
@@ -190,6 +186,7 @@ class PopuLoRATrainer(PublishingTrainer):
             determinism_runs=args.determinism_runs,
             style=style,
             seed=args.seed,
+            iterations=args.num_iterations,
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
         )

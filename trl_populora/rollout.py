@@ -87,6 +87,7 @@ class Game:
         determinism_runs (`int`): Runs of a proposal under different hash seeds that must agree.
         style (`str`): Prompt style, `"chat"` or `"compact"`.
         seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
+        iterations (`int`): Optimizer steps from one play to the next.
         rank, world (`int`): This process and their number.
     """
 
@@ -103,6 +104,7 @@ class Game:
     determinism_runs: int
     style: str
     seed: int
+    iterations: int = 1
     rank: int = 0
     world: int = 1
     queued: dict[Job, Future[Verdict]] = field(default_factory=dict)
@@ -174,7 +176,7 @@ def _propose(
     rows, references = [], []
     for match in matches:
         for slot in range(game.rank * share, (game.rank + 1) * share):
-            kind = kinds[(slot + step) % len(kinds)]
+            kind = kinds[(slot + step // game.iterations) % len(kinds)]
             shown = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
             prompt = kind.proposal_prompt(shown, game.style)
             group = f"match {match.index}"
