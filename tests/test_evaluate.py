@@ -235,11 +235,12 @@ class TestProcesses:
         assert error.endswith("name a local copy in `dataset_args` (`local_path`)")
 
     def test_end_takes_the_whole_group(self, tmp_path):
-        code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1).pid, flush=True)"
-        process = start(["-c", code + "; import time; time.sleep(600)"], tmp_path / "log")
-        wait_until(lambda: (tmp_path / "log").read_text().strip())
+        log, inner = tmp_path / "log", "import time; time.sleep(600)"
+        code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {inner!r}]).pid, flush=True)"
+        process = start(["-c", f"{code}; {inner}"], log)
+        wait_until(lambda: log.read_text().endswith("\n"))
         end(process)
-        wait_until(lambda: not command_line(int((tmp_path / "log").read_text())))
+        wait_until(lambda: not command_line(int(log.read_text())))
 
 
 def command_line(pid: int) -> bytes:
