@@ -2,12 +2,16 @@
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_populora.sandbox import Limits, Status, modules, protocol, seccomp
+from trl_populora.sandbox.child import read_payload
 from trl_populora.sandbox.health import PROBES, level
 from trl_populora.sandbox.judge import Observation, combine, judge_run, largest_frame
 from trl_populora.sandbox.values import decode, encode
@@ -150,8 +154,12 @@ def test_runs_are_combined(runs, status):
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters()), st.lists(st.text(st.characters()), max_size=4), st.integers(0, 5))
 def test_payloads_arrive_as_they_were_sent(program, inputs, run):
-    payload = protocol.Payload(run, 65536, "f", program, inputs)
-    assert protocol.unpack_payload(protocol.pack_payload(payload)[protocol.LENGTH.size :]) == payload
+    payload = (run, run == 0, 65536, "f", program, tuple(inputs))
+    reader, writer = os.pipe()
+    os.write(writer, protocol.pack_payload(payload))
+    assert read_payload(reader) == payload
+    os.close(reader)
+    os.close(writer)
 
 
 @given(st.text(max_size=1000))
@@ -281,3 +289,30 @@ def test_levels(missing, expected):
 def test_one_open_door_means_level_c(hole):
     assert level(ALL, {**dict.fromkeys(PROBES, True), hole: False}) == "C"
     assert level(ALL, {}) == "C"
+
+
+# In a process of its own: a test runner's heap is filled once and then lived in by others.
+SETTLED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from trl_populora.sandbox import heap
+
+sizes = [*range(48, 513, 16), 600, 1000, 5000, 20000]
+junk = [bytes(size - 33) for size in sizes for _ in range(400)]
+del junk[::2]
+if sys.argv[2] == "settled":
+    filling = heap.settle()
+    assert sum(map(sys.getsizeof, filling)) < 8 << 20
+old = max(map(id, junk)), {id(block) >> 12 for block in junk}
+new = [id(bytes(size - 33)) for size in sizes]
+print(sum(each >> 12 in old[1] for each in new))
+"""
+
+
+def test_after_settling_new_objects_share_no_page_with_old_ones():
+    def shared(how):
+        command = [sys.executable, "-c", SETTLED, str(Path(__file__).parents[1]), how]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert shared("settled") <= 4
+    assert shared("as imports leave it") >= 20

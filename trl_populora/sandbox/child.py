@@ -7,21 +7,22 @@ file only has to be right for honest programs.
 
 from __future__ import annotations
 
+import marshal
 import opcode
 import os
-import sys
 import types
 
 from . import protocol
 from .entropy import Address
+from .protocol import OK, OK_IN_ORDER, Payload, answer
 from .soft import Guard
 from .values import NotPlainData, ValueTooLarge, decode, encode
 
 
-MODULE = "program"
-_exit, _read, _write = os._exit, os.read, os.write
+_exit, _read, _write, _Code = os._exit, os.read, os.write, types.CodeType
+_unpack, _length_of, _LENGTH_BYTES = marshal.loads, protocol.LENGTH.unpack, protocol.LENGTH.size
 # Made before, because by then there may be no memory left to make it.
-_OUT_OF_MEMORY = protocol.answer(protocol.MEMORY, ["the program ran out of memory"])
+_OUT_OF_MEMORY = answer(protocol.MEMORY, ["the program ran out of memory"])
 
 _ORDER_NAMES = frozenset(
     [
@@ -38,13 +39,13 @@ _ORDER_NAMES = frozenset(
         "repr",
     ]
 )
-_ORDER_CODES = [opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD", "SET_UPDATE") if name in opcode.opmap]
+_ORDER_CODES = frozenset(opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD", "SET_UPDATE") if name in opcode.opmap)
 
 
-def read_payload(fd: int) -> protocol.Payload:
+def read_payload(fd: int) -> Payload:
     """The program, its inputs and its limits, from the trainer."""
-    (size,) = protocol.LENGTH.unpack(_read_exactly(fd, protocol.LENGTH.size))
-    return protocol.unpack_payload(_read_exactly(fd, size))
+    (size,) = _length_of(_read_exactly(fd, _LENGTH_BYTES))
+    return _unpack(_read_exactly(fd, size))
 
 
 def _read_exactly(fd: int, size: int) -> bytes:
@@ -57,37 +58,33 @@ def _read_exactly(fd: int, size: int) -> bytes:
     return data
 
 
-def serve(fd: int, payload: protocol.Payload, guard: Guard) -> None:
-    """Run the payload's program, send one frame over `fd`, and end the process."""
-    send(fd, _outcome(payload, guard))
-
-
 def send(fd: int, frame: bytes) -> None:
     """Send the one frame and end the process without running anything else."""
-    view = memoryview(frame)
-    while view:
-        view = view[_write(fd, view) :]
+    sent = _write(fd, frame)
+    while sent < len(frame):
+        sent += _write(fd, memoryview(frame)[sent:])
     _exit(0)
 
 
-def _outcome(payload: protocol.Payload, guard: Guard) -> bytes:
+def outcome(payload: Payload, guard: Guard) -> bytes:
+    """Run the payload's program; the frame that says what came of it."""
     try:
         word, outputs = _run(payload, guard)
     except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
         return _failure(error, guard)
     if guard.finding:
-        return protocol.answer(*guard.finding)
-    return protocol.answer(word, outputs)
+        return answer(*guard.finding)
+    return answer(word, outputs)
 
 
 def _failure(error: BaseException, guard: Guard) -> bytes:
     if guard.finding:
-        return protocol.answer(*guard.finding)
+        return answer(*guard.finding)
     if isinstance(error, MemoryError):
         return _OUT_OF_MEMORY
     if isinstance(error, _BadOutput):
-        return protocol.answer(protocol.BAD_OUTPUT, [protocol.one_line(str(error))])
-    return protocol.answer(protocol.ERROR, [_describe(error)])
+        return answer(protocol.BAD_OUTPUT, [protocol.one_line(str(error))])
+    return answer(protocol.ERROR, [_describe(error)])
 
 
 def _describe(error: BaseException) -> str:
@@ -101,22 +98,19 @@ class _BadOutput(Exception):
     """An output that is not plain data, or too large."""
 
 
-def _run(payload: protocol.Payload, guard: Guard) -> tuple[str, list[str]]:
-    jitter = _disturb_heap(payload.run)
-    module = types.ModuleType(MODULE)
-    module.__dict__["__builtins__"] = guard.builtins
-    sys.modules[MODULE] = module
-    code = compile(payload.program, "<program>", "exec", dont_inherit=True)
-    word = protocol.OK_IN_ORDER if not payload.run and _order_matters(code) else protocol.OK
-    exec(code, module.__dict__)
-    function = module.__dict__.get(payload.function)
+def _run(payload: Payload, guard: Guard) -> tuple[str, list[str]]:
+    run, ask_about_sets, budget, name, program, inputs = payload
+    jitter = _disturb_heap(run) if run else None
+    code = compile(program, "<program>", "exec", dont_inherit=True)
+    word = OK_IN_ORDER if ask_about_sets and _order_matters(code) else OK
+    namespace = guard.namespace
+    exec(code, namespace)
+    function = namespace.get(name)
     if not callable(function):
-        raise NameError(f"the program defines no function {payload.function!r}")
-    inputs = payload.inputs
+        raise NameError(f"the program defines no function {name!r}")
     outputs: list[str] = [""] * len(inputs)
-    budget = payload.output_bytes
     # Every second run goes backwards: state that one call leaves for the next then shows as a difference.
-    for index in range(len(inputs))[:: -1 if payload.run % 2 else 1]:
+    for index in range(len(inputs))[:: -1 if run % 2 else 1]:
         result = function(*decode(inputs[index], max_bytes=1 << 30))
         outputs[index] = _encode_output(index, result, budget, guard)
         budget -= len(outputs[index])
@@ -137,14 +131,11 @@ def _encode_output(index: int, result: object, budget: int, guard: Guard) -> str
 
 def _disturb_heap(run: int) -> list:
     """Blocks of many sizes, different in each run, so that what hangs on the order of addresses shows."""
-    return [bytes(size) for size in range(0, 256, 16) for _ in range((size * 11 + run * 37) % 61)] if run else []
+    return [bytes(size) for size in range(0, 256, 16) for _ in range((size * 11 + run * 37) % 61)]
 
 
 def _order_matters(code: types.CodeType) -> bool:
     """Whether the program makes sets or asks for hashes or addresses, whose order no single repetition can settle."""
-    if not _ORDER_NAMES.isdisjoint(code.co_names) or any(each in code.co_code[::2] for each in _ORDER_CODES):
+    if not _ORDER_NAMES.isdisjoint(code.co_names) or not _ORDER_CODES.isdisjoint(code.co_code[::2]):
         return True
-    return any(
-        isinstance(each, frozenset) or (type(each) is types.CodeType and _order_matters(each))
-        for each in code.co_consts
-    )
+    return any(type(each) is frozenset or (type(each) is _Code and _order_matters(each)) for each in code.co_consts)

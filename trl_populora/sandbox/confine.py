@@ -6,12 +6,13 @@ facts. A program that only computes misses nothing: all modules are loaded befor
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
 import resource
 import struct
+from collections.abc import Callable
+from functools import partial
 
 from . import seccomp
 
@@ -192,12 +193,6 @@ def _drop_user() -> None:
         raise OSError(errno.EPERM, "still root")
 
 
-def give_back_heap() -> None:
-    """Return what imports have left free to the kernel: every page of the zygote is one more that a fork has to note."""
-    with contextlib.suppress(AttributeError):  # a C library other than glibc
-        _libc.malloc_trim(0)
-
-
 def _limit_resources() -> None:
     # Forked children inherit all of this.
     for name, limit in (("CORE", 0), ("FSIZE", 0), ("NOFILE", 16), ("MEMLOCK", 0), ("MSGQUEUE", 0)):
@@ -227,25 +222,25 @@ def _seccomp() -> None:
     seccomp.zygote_filter().install()
 
 
-class ChildWalls:
-    """What every child adds. Made ready in the zygote, because every page that a child touches is a page to copy."""
+def child_walls(layers: Layers) -> Callable[[int, int], None]:
+    """
+    What every child calls first, with its address space in bytes and its CPU seconds (the kernel then kills; a backstop
+    to the deadline): limits of the calling process, then the second filter.
 
-    def __init__(self, layers: Layers):
-        self._filter = seccomp.child_filter() if layers.get("seccomp") == "" else None
-        self._prctl = _libc["prctl"]
-        self._prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+    Made ready in the zygote, because every page that a child touches is a page to copy.
+    """
+    install = seccomp.child_filter().try_to_install if layers.get("seccomp") == "" else None
+    # In namespaces of its own the zygote is process number 1, with which the kernel ends all others.
+    alone = layers.get("namespaces") == ""
+    die_with_zygote = None if alone else partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, 9, 0, 0, 0)
 
-    def close_in(self, memory: int, cpu_seconds: int) -> None:
-        """
-        Limits of the calling process, then the second filter.
-
-        Args:
-            memory (`int`): Address space, bytes.
-            cpu_seconds (`int`): CPU time after which the kernel kills; a backstop to the deadline.
-        """
-        self._prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+    def close_in(memory: int, cpu_seconds: int) -> None:
+        if die_with_zygote is not None:
+            die_with_zygote()
         _setrlimit(_CPU, (cpu_seconds, cpu_seconds + 1))
         _setrlimit(_NPROC, (0, 0))
         _setrlimit(_AS, (memory, memory))
-        if self._filter is not None:
-            self._filter.install()
+        if install is not None and install():
+            raise OSError(errno.EPERM, "the kernel takes no second seccomp filter")
+
+    return close_in

@@ -70,9 +70,8 @@ class Pending:
     def open(self) -> socket.socket:
         """A fresh private pair for the next run; keeps our end and gives the child's."""
         job = self.job
-        payload = protocol.Payload(
-            len(self.runs), self.limits.output_bytes, job.function, job.program, list(job.inputs)
-        )
+        run, several = len(self.runs), job.runs > 1
+        payload = (run, several and not run, self.limits.output_bytes, job.function, job.program, job.inputs)
         self.forget_run()
         self.outgoing = memoryview(protocol.pack_payload(payload))
         self.socket, theirs = socket.socketpair()

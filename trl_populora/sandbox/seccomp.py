@@ -18,6 +18,7 @@ import ctypes
 import errno
 import os
 import struct
+from functools import partial
 
 
 # name: (x86_64, aarch64); None where the architecture has no such call.
@@ -89,7 +90,7 @@ _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
 
 class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
 class Filter:
@@ -98,11 +99,10 @@ class Filter:
     def __init__(self, instructions: list[tuple[int, int, int, int]]):
         code = b"".join(struct.pack("<HBBI", *each) for each in instructions)
         self.length = len(instructions)
-        self._buffer = ctypes.create_string_buffer(code, len(code))
-        self._program = _Program(self.length, ctypes.addressof(self._buffer))
-        self._pointer = ctypes.addressof(self._program)
-        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
-        self._prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+        program = ctypes.byref(_Program(self.length, code))
+        self._arguments = (_PR_SET_SECCOMP, _MODE_FILTER, program, 0, 0)
+        # Every child calls this, so it does without an error number: 0, or -1 where nothing has changed.
+        self.try_to_install = partial(ctypes.CDLL(None).prctl, *self._arguments)
 
     def install(self) -> None:
         """
@@ -111,7 +111,7 @@ class Filter:
         Raises:
             OSError: The kernel refuses; nothing has changed.
         """
-        if self._prctl(_PR_SET_SECCOMP, _MODE_FILTER, self._pointer, 0, 0):
+        if ctypes.CDLL(None, use_errno=True).prctl(*self._arguments):
             code = ctypes.get_errno()
             raise OSError(code, f"seccomp: {errno.errorcode.get(code, code)}")
 

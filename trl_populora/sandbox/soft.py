@@ -17,6 +17,9 @@ from typing import Any
 from . import entropy, modules, protocol
 
 
+MODULE = "program"
+
+
 class Refused(BaseException):
     """Ends a program that did what it must not; not an `Exception`, so that ordinary handlers let it pass."""
 
@@ -37,6 +40,9 @@ class Guard:
         self.builtins = dict(vars(builtins))
         if enabled:
             self._enable()
+        module = sys.modules[MODULE] = types.ModuleType(MODULE)
+        self.namespace = vars(module)
+        self.namespace["__builtins__"] = self.builtins
 
     def stop(self, word: str, reason: str) -> None:
         """Note the first finding, which the program cannot take back by catching the exception, and raise."""

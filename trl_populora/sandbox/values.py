@@ -50,6 +50,8 @@ class ValueTooLarge(ValueError):
 class _Encoder:
     """One encoding in progress: what is left of the budgets."""
 
+    __slots__ = ("bytes", "max_bytes", "max_depth", "max_nodes", "nodes")
+
     def __init__(self, max_bytes: int, max_nodes: int, max_depth: int):
         self.max_bytes, self.bytes = max_bytes, max_bytes
         self.max_nodes, self.nodes = max_nodes, max_nodes
@@ -106,7 +108,9 @@ class _Encoder:
         self.spend(6)
         depth += 1
         if kind in _SEQUENCES:
-            parts = [self.text(item, depth) for item in value]
+            parts = []
+            for item in value:
+                parts.append(self.text(item, depth))
             tag = _SEQUENCES[kind]
         elif kind in _SETS:
             parts = sorted(self.text(item, depth) for item in value)
@@ -174,10 +178,13 @@ def is_canonical(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_
 def _read(text: str, max_bytes: int, max_depth: int) -> Any:
     if not isinstance(text, str) or len(text) > max_bytes:
         raise ValueError(f"the text is not a string of at most {max_bytes} characters")
-    if text.count("[") > max_depth and _bracket_depth(text) > max_depth + 2:
+    if len(text) > max_depth and text.count("[") > max_depth and _bracket_depth(text) > max_depth + 2:
         raise ValueError(f"the text is nested deeper than {max_depth}")
     try:
-        return _build(_JSON.decode(text))
+        node, end = _read_json(text)
+        if end != len(text):
+            _refuse(text[end:])
+        return _build(node)
     except (RecursionError, TypeError, KeyError, IndexError, OverflowError) as error:
         raise ValueError(f"the text is not canonical: {type(error).__name__}") from None
 
@@ -211,7 +218,7 @@ def _small_int(digits: str) -> int:
     return int(digits) if len(digits) < 21 else _refuse(digits)
 
 
-_JSON = json.JSONDecoder(parse_int=_small_int, parse_constant=_refuse, object_pairs_hook=_refuse)
+_read_json = json.JSONDecoder(parse_int=_small_int, parse_constant=_refuse, object_pairs_hook=_refuse).raw_decode
 
 
 def _build(node: Any) -> Any:
@@ -254,7 +261,7 @@ def _build_dict(rest: list) -> dict:
 
 
 _BUILDERS = {
-    "l": lambda rest: [_build(node) for node in rest],
+    "l": lambda rest: list(map(_build, rest)),
     "t": lambda rest: tuple(_build(node) for node in rest),
     "s": lambda rest: _build_set(rest, set),
     "z": lambda rest: _build_set(rest, frozenset),

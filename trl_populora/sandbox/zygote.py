@@ -25,17 +25,41 @@ if __name__ == "__main__":
 import contextlib
 import gc
 import json
+import operator
 import os
-import resource
 import select
 import signal
 import socket
+import struct
 import time
+from collections.abc import Callable
 
-from . import child, confine, health, modules, protocol, soft
+from . import confine, health, heap, modules, soft
+from .child import outcome, read_payload, send
+from .protocol import (
+    BUSY,
+    DONE,
+    EVENT,
+    EXPIRED,
+    FAILED,
+    MAKE_ROOM,
+    OK,
+    ORDER,
+    PROBE,
+    READY,
+    SLOW,
+    START,
+    YIELD,
+    answer,
+    pack_payload,
+)
 
 
-_FD_BYTES = socket.CMSG_SPACE(4)
+# Found once: every object on the way to a function is one that both sides of a fork write to, and copy a page for.
+_close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, os.fork, os.wait4
+_ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
+_now, _FOREVER = time.monotonic, float("inf")
+_WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
 _DESCRIPTORS = 64  # none is above; `confine.py` allows 16
 _LONGEST_EXTENSION = 10.0  # times the wall limit, for a program that the busy host has not let run
 _FAIR_SHARE = 0.25  # of the wall limit: the CPU time below which a program that wants to run is not called endless
@@ -43,6 +67,7 @@ _PROBE_SECONDS = 0.012  # times the runnable tasks of the host: by then a proces
 # While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 100: programs that never end
 # then cost their zygote 3 % of a core whatever their number.
 _TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.097
+_WARM_UPS = 40  # CPython specialises code after 8 calls, part by part
 
 
 class Running:
@@ -51,7 +76,7 @@ class Running:
     def __init__(self, job: int, pid: int, wall: float, owed: float):
         self.job, self.pid, self.owed = job, pid, owed
         self.fair = max(owed, wall * _FAIR_SHARE)
-        self.started = time.monotonic()
+        self.started = _now()
         self.limit = self.deadline = self.started + wall
         self.last_deadline = self.started + wall * _LONGEST_EXTENSION
         self.yields_at: float | None = self.started + owed
@@ -90,7 +115,8 @@ class Zygote:
         guard (`soft.Guard`): The soft layer, ready to use in any child.
     """
 
-    walls: confine.ChildWalls  # what every child adds
+    close_in: Callable[[int, int], None]  # what every child adds to the walls
+    filling: list[object]  # what keeps the heap free of holes
 
     def __init__(self, control: socket.socket, guard: soft.Guard):
         self.control, self.guard = control, guard
@@ -107,7 +133,7 @@ class Zygote:
         self.poll.register(control, select.POLLIN)
         self.poll.register(self.wake_read, select.POLLIN)
         # Set up here, before the walls: `set_wakeup_fd` wants to stat the descriptor.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, operator.is_)  # anything that takes two arguments and is not Python code
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
 
     def loop(self) -> None:
@@ -130,55 +156,43 @@ class Zygote:
             os.kill(pid, signal.SIGKILL)
 
     def _send(self, kind: int, job: int, status: int = 0, cpu: float = 0.0, wall: float = 0.0, peak: int = 0) -> None:
-        self.control.send(protocol.EVENT.pack(kind, status, job, cpu, wall, peak))
+        self.control.send(EVENT.pack(kind, status, job, cpu, wall, peak))
 
     def _timeout(self) -> int | None:
         if not self.children:
             return None
-        moments = [each.deadline for each in self.children.values() if not each.expired]
-        moments += [each.yields_at for each in self.children.values() if each.yields_at is not None]
-        if self.busy and self.background:
-            moments.append(self.next_turn)
-        return max(0, int((min(moments) - time.monotonic()) * 1000) + 1) if moments else 1000
+        moment = self.next_turn if self.busy and self.background else _FOREVER
+        for each in self.children.values():
+            if not each.expired and each.deadline < moment:
+                moment = each.deadline
+            if each.yields_at is not None and each.yields_at < moment:
+                moment = each.yields_at
+        return max(0, int((moment - _now()) * 1000) + 1) if moment < _FOREVER else 1000
 
     def _accept(self) -> bool:
         """Follow one order; False at the end of the trainer."""
-        data, ancillary, _, _ = self.control.recvmsg(protocol.ORDER.size, _FD_BYTES)
+        data, ancillary, _, _ = self.control.recvmsg(_ORDER_BYTES, _FD_BYTES)
         if not data:
             return False
-        kind, job, wall, owed, memory = protocol.ORDER.unpack(data)
-        if kind in (protocol.START, protocol.PROBE):
-            fd = int.from_bytes(ancillary[0][2][:4], sys.byteorder)
-            pid = os.fork()
+        kind, job, wall, owed, memory = ORDER.unpack(data)
+        if kind in (START, PROBE):
+            (fd,) = _descriptor(ancillary[0][2][:4])
+            pid = _fork()
             if pid == 0:
-                self._become_child(fd, wall, memory, kind)
-            os.close(fd)
+                _become_child(fd, kind, wall, memory, self.close_in, self.guard)
+            _close(fd)
             self.children[pid] = Running(job, pid, wall, owed)
-        elif kind == protocol.YIELD:
+        elif kind == YIELD:
             self._yield_to_others(job)
-        elif kind == protocol.MAKE_ROOM:
+        elif kind == MAKE_ROOM:
             self.crowded = True
         else:
-            self._set_busy(kind == protocol.BUSY)
+            self._set_busy(kind == BUSY)
         return True
-
-    def _become_child(self, fd: int, wall: float, memory: int, kind: int) -> None:
-        try:
-            # The way back to the trainer is closed before the program is even read: nothing but its own socket is left.
-            os.closerange(3, fd)
-            os.closerange(fd + 1, _DESCRIPTORS)
-            signal.set_wakeup_fd(-1)
-            payload = child.read_payload(fd)
-            self.walls.close_in(memory, int(wall * _LONGEST_EXTENSION) + 2)
-            if kind == protocol.PROBE:
-                child.send(fd, protocol.answer(protocol.OK, ["true" if each else "false" for each in health.probe()]))
-            child.serve(fd, payload, self.guard)
-        finally:
-            os._exit(70)
 
     def _reap(self) -> None:
         while self.children:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            pid, status, usage = _wait4(-1, _WNOHANG)
             if pid == 0:
                 return
             running = self.children.pop(pid, None)
@@ -186,13 +200,13 @@ class Zygote:
                 continue
             if running in self.background:
                 self.background.remove(running)
-            kind = protocol.EXPIRED if running.expired else protocol.DONE
-            wall = time.monotonic() - running.started
+            kind = EXPIRED if running.expired else DONE
+            wall = _now() - running.started
             self._send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
 
     def _watch(self) -> None:
         """Kill what is past its deadline, and report what has had its owed CPU time."""
-        now = time.monotonic()
+        now = _now()
         for running in self.children.values():
             if running.expired:
                 continue
@@ -230,7 +244,7 @@ class Zygote:
             running.yields_at = now + max(missing, 0.001)
             return
         running.yields_at = None
-        self._send(protocol.SLOW, running.job)
+        self._send(SLOW, running.job)
 
     def _yield_to_others(self, job: int) -> None:
         for running in self.children.values():
@@ -246,7 +260,7 @@ class Zygote:
 
     def _take_turns(self) -> None:
         """Let one child of the background run for a moment, then the next."""
-        now = time.monotonic()
+        now = _now()
         if now < self.next_turn:
             return
         if self.turn_of is None:
@@ -261,6 +275,20 @@ class Zygote:
             self.next_turn = now + _PAUSE_SECONDS
 
 
+def _become_child(fd: int, kind: int, wall: float, memory: int, close_in: Callable, guard: soft.Guard) -> None:
+    try:
+        # The way back to the trainer is closed before the program is even read: nothing but its own socket is left.
+        _close_range(3, fd)
+        _close_range(fd + 1, _DESCRIPTORS)
+        payload = read_payload(fd)
+        close_in(memory, int(wall * _LONGEST_EXTENSION) + 2)
+        if kind == PROBE:
+            send(fd, answer(OK, ["true" if each else "false" for each in health.probe()]))
+        send(fd, outcome(payload, guard))
+    finally:
+        _exit(70)
+
+
 def _forget_surroundings() -> None:
     """Nothing of the trainer's environment, and no way to look for modules."""
     os.environ.clear()
@@ -272,11 +300,13 @@ def _forget_surroundings() -> None:
 
 
 def _warm_up(guard: soft.Guard) -> None:
-    """Run the parts every child runs, so that they are not first used in each of them."""
-    payload = protocol.Payload(0, 100, "f", "def f(x):\n    return [x, 1.5]\n", ['["t",1]'])
-    child._outcome(protocol.unpack_payload(protocol.pack_payload(payload)[protocol.LENGTH.size :]), guard)
-    del sys.modules[child.MODULE]
-    resource.getrlimit(resource.RLIMIT_CPU)
+    """Run what every child runs until the interpreter has settled on it; it would do so anew in each of them."""
+    frame = pack_payload((0, False, 100, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
+    reader, writer = os.pipe()
+    os.write(writer, frame)
+    outcome(read_payload(reader), guard)
+    os.close(reader)
+    os.close(writer)
 
 
 def main() -> None:
@@ -286,15 +316,14 @@ def main() -> None:
     try:
         zygote, layers = _prepare(control, options)
         report = json.dumps({"layers": layers}).encode()
-        control.send(protocol.EVENT.pack(protocol.READY, 0, 0, 0.0, 0.0, 0) + report)
-        gc.collect()
+        control.send(EVENT.pack(READY, 0, 0, 0.0, 0.0, 0) + report)
+        zygote.filling = heap.settle()
         gc.freeze()
-        confine.give_back_heap()
         zygote.loop()
         zygote.end()
     except Exception as error:  # noqa: BLE001 - whatever goes wrong must be told to the trainer, there is no other way
         report = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
-        control.send(protocol.EVENT.pack(protocol.FAILED, 0, 0, 0.0, 0.0, 0) + report)
+        control.send(EVENT.pack(FAILED, 0, 0, 0.0, 0.0, 0) + report)
     os._exit(0)
 
 
@@ -312,11 +341,13 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
     modules.preload_packages(options["packages"])
     soft.silence()
     guard = soft.Guard(options["soft"], options["full"])
+    for _ in range(_WARM_UPS):
+        _warm_up(guard)
+    guard = soft.Guard(options["soft"], options["full"])  # a fresh one: programs find nothing of the warm-up in theirs
     zygote = Zygote(control, guard)
-    _warm_up(guard)
     _forget_surroundings()
     confine.build_walls(layers, tuple(options["without"]))
-    zygote.walls = confine.ChildWalls(layers)
+    zygote.close_in = confine.child_walls(layers)
     return zygote, layers
 
 
