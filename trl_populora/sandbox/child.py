@@ -14,6 +14,7 @@ import types
 
 from . import protocol
 from .entropy import Address
+from .heap import block
 from .protocol import OK, OK_IN_ORDER, Payload, answer
 from .soft import Guard
 from .values import NotPlainData, ValueTooLarge, decode, encode
@@ -130,8 +131,9 @@ def _encode_output(index: int, result: object, budget: int, guard: Guard) -> str
 
 
 def _disturb_heap(run: int) -> list:
-    """Blocks of many sizes, different in each run, so that what hangs on the order of addresses shows."""
-    return [bytes(size) for size in range(0, 256, 16) for _ in range((size * 11 + run * 37) % 61)]
+    """Blocks of all sizes, their numbers different in each run also modulo 8, so that the order of addresses shows."""
+    small = [block(size) for size in range(16, 513, 16) for _ in range(run * 13 % (64 if size <= 128 else 8))]
+    return small + [bytes(size + run * 112) for size in range(600, 10000, 1000)]
 
 
 def _order_matters(code: types.CodeType) -> bool:

@@ -32,23 +32,23 @@ def settle() -> list[object]:
     left = _MOST_BYTES
     end = id(bytes(_FITS_NO_HOLE))
     for size in [*range(_LARGEST_HOLE, 1024, -1024), *range(1024, _LARGEST_SMALL, -16)]:
-        while left > 0 and id(block := _block(size)) < end:
-            filling.append(block)
+        while left > 0 and id(new := block(size)) < end:
+            filling.append(new)
             left -= size
     for size in range(16, _LARGEST_SMALL + 1, 16):
         # A pool that nobody has used is filled from its beginning, and is had only when no other has room.
         row = 0
         while left > 0 and row < _ROW:
-            block = _block(size)
-            place = id(block) % _POOL - _POOL_HEADER
+            new = block(size)
+            place = id(new) % _POOL - _POOL_HEADER
             row = row + 1 if place == row * size else int(place == 0)
-            filling.append(block)
+            filling.append(new)
             left -= size
         del filling[len(filling) - row :]
     return filling
 
 
-def _block(size: int) -> object:
+def block(size: int) -> object:
     """An object of so many bytes that nothing else holds."""
     if size == 16:
         return object()
