@@ -20,9 +20,9 @@ Factors = dict[str, Tensor]
 
 # Singular values below this fraction of the largest are rounding of the fp32 factors, not directions.
 RELATIVE_ZERO = 1e-7
-# Columns of A or rows of B that are widened to fp64 at a time. 64 by 2048 numbers of 8 bytes stay in a core's cache;
+# Columns of A or rows of B that are widened to fp64 at a time. 64 by 4096 numbers of 8 bytes stay in a core's cache;
 # whole copies of a 7 B model's adapters cost more than all arithmetic on them.
-BLOCK = 2048
+BLOCK = 4096
 _DOWN, _UP = "lora_A", "lora_B"
 
 
@@ -103,14 +103,19 @@ def _basis(gram: Tensor) -> tuple[Tensor, Tensor]:
     return roots.unsqueeze(-1) * vectors.mT, vectors * inverse.unsqueeze(-2)
 
 
-def _gram(parts: list[Tensor], rank_dim: int) -> Tensor:
-    """Inner products of the rank vectors of all parts (`[R, R]`, fp64); they lie along `rank_dim` of each part."""
-    width = parts[0].shape[1 - rank_dim]
-    gram = torch.zeros((), dtype=torch.float64, device=parts[0].device)
+def _gram(parts: list[Tensor]) -> Tensor:
+    """Inner products of the rows of all parts, `[r, width]` each (`[R, R]`, fp64)."""
+    rank, width = parts[0].shape
+    size = rank * len(parts), min(BLOCK, width)
+    options = {"dtype": torch.float64, "device": parts[0].device}
+    # Laid out like the parts, for which transposed ones would otherwise be read across.
+    wide = torch.empty(size, **options) if parts[0].is_contiguous() else torch.empty(size[::-1], **options).T
+    gram = torch.zeros(size[0], size[0], **options)
     for start in range(0, width, BLOCK):
-        blocks = [part.narrow(1 - rank_dim, start, min(BLOCK, width - start)).double() for part in parts]
-        wide = torch.cat(blocks, dim=rank_dim)
-        gram = gram + (wide @ wide.T if rank_dim == 0 else wide.T @ wide)
+        block = wide[:, : width - start]
+        for rows, part in zip(block.split(rank), parts, strict=True):
+            rows.copy_(part[:, start : start + BLOCK])
+        gram.addmm_(block, block.T)
     return gram
 
 
@@ -140,8 +145,8 @@ def on_cores(
     ratios = [scaling / scalings[0] for scaling in scalings]
     child = dict.fromkeys(parents[0])
     for rank, pairs in batches.items():
-        down_gram = torch.stack([_gram([p[down] for p in parents], rank_dim=0) for down, _ in pairs])
-        up_gram = torch.stack([_gram([p[up] for p in parents], rank_dim=1) for _, up in pairs])
+        down_gram = torch.stack([_gram([p[down] for p in parents]) for down, _ in pairs])
+        up_gram = torch.stack([_gram([p[up].T for p in parents]) for _, up in pairs])
         down_maps, up_maps = _recombine(down_gram, up_gram, ratios, combine, norm_of)
         for (down, up), down_map, up_map in zip(pairs, down_maps, up_maps, strict=True):
             of_down, of_up = down_map.split(rank, dim=1), up_map.split(rank, dim=0)

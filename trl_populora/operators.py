@@ -359,11 +359,12 @@ def svd_subspace(
     def join(cores: list[Tensor]) -> Tensor:
         rank = cores[0].shape[-1] // 2
         top = rank - min(round(strength * fraction * rank), rank)
-        parts = []
+        child = torch.zeros_like(cores[0])
         for core, block in zip(cores, (slice(0, top), slice(top, rank)), strict=True):
-            left, values, right = torch.linalg.svd(core)
-            parts.append((left[..., block] * values[..., None, block]) @ right[..., block, :])
-        return parts[0] + parts[1]
+            # Eigenvectors of C^T C are right singular vectors, at a third of the cost.
+            right = torch.linalg.eigh(core.mT @ core).eigenvectors.flip(-1)[..., block]
+            child += core @ right @ right.mT
+        return child
 
     return on_cores([better, worse], join, scalings, _norm_of(strength, keep_norm))
 
