@@ -31,6 +31,14 @@ def test_outputs_are_canonical_texts_in_the_order_of_the_inputs(sandbox):
     assert verdict.peak_bytes > 1 << 20
 
 
+def test_text_of_a_subclass_of_str_is_text(sandbox):
+    class Text(str):
+        __slots__ = ()
+
+    (verdict,) = sandbox.run([Job(Text(ADD), (Text(arguments(1)),), function=Text("f"))])
+    assert verdict.outputs == ("2",)
+
+
 def test_no_inputs_means_compile_and_look_for_f(sandbox):
     verdicts = sandbox.run([Job(ADD), Job("g = 1"), Job("def f(:"), Job("f = 3"), Job("1 / 0")])
     assert [verdict.status for verdict in verdicts] == ["ok", "error", "error", "error", "error"]

@@ -303,9 +303,9 @@ del junk[::2]
 if sys.argv[2] == "settled":
     filling = heap.settle()
     assert sum(map(sys.getsizeof, filling)) < 8 << 20
-old = max(map(id, junk)), {id(block) >> 12 for block in junk}
-new = [id(bytes(size - 33)) for size in sizes]
-print(sum(each >> 12 in old[1] for each in new))
+old = {id(block) >> 12 for block in junk}
+new = [id(bytes(size - 33)) >> 12 for size in sizes]
+print(sum(page in old for page in new))
 """
 
 

@@ -71,7 +71,9 @@ class Pending:
         """A fresh private pair for the next run; keeps our end and gives the child's."""
         job = self.job
         run, several = len(self.runs), job.runs > 1
-        payload = (run, several and not run, self.limits.output_bytes, job.function, job.program, job.inputs)
+        # A subclass of `str`, as numpy has one, is text like any other.
+        function, program, *inputs = map(str.__str__, (job.function, job.program, *job.inputs))
+        payload = (run, several and not run, self.limits.output_bytes, function, program, tuple(inputs))
         self.forget_run()
         self.outgoing = memoryview(protocol.pack_payload(payload))
         self.socket, theirs = socket.socketpair()

@@ -108,9 +108,7 @@ class _Encoder:
         self.spend(6)
         depth += 1
         if kind in _SEQUENCES:
-            parts = []
-            for item in value:
-                parts.append(self.text(item, depth))
+            parts = [self.text(item, depth) for item in value]
             tag = _SEQUENCES[kind]
         elif kind in _SETS:
             parts = sorted(self.text(item, depth) for item in value)
@@ -262,7 +260,7 @@ def _build_dict(rest: list) -> dict:
 
 _BUILDERS = {
     "l": lambda rest: list(map(_build, rest)),
-    "t": lambda rest: tuple(_build(node) for node in rest),
+    "t": lambda rest: tuple(map(_build, rest)),
     "s": lambda rest: _build_set(rest, set),
     "z": lambda rest: _build_set(rest, frozenset),
     "d": _build_dict,
