@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.populora_run import make_trainer
+from tests.without_vllm import without_vllm
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
@@ -32,6 +33,7 @@ def output(random_base, seed_tasks, tmp_path_factory):
 
 
 def test_a_run_is_trained_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", without_vllm()["PYTHONPATH"])
     options = ["--configs", "single_agent", "--seeds", "0", "--steps", "1", "--output", str(tmp_path)]
     for _ in range(2):
         monkeypatch.setattr(sys, "argv", ["arms_race.py", *options])

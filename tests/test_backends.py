@@ -19,6 +19,7 @@ import torch
 from tests import backend_worker, fsdp_worker
 from tests.backend_worker import EVENT, REPLACED, new_factors
 from tests.fixed_rows import SETTINGS
+from tests.without_vllm import without_vllm
 from trl_populora.factors import compare
 from trl_populora.operators import average
 
@@ -33,7 +34,7 @@ BACKENDS = {
 }
 
 
-def run_script(command: list[str], output: Path, seconds: int = 540) -> str:
+def run_script(command: list[str], output: Path, seconds: int = 540, vllm: bool = False) -> str:
     """Runs a command in the new directory `output`, returns what it printed, and raises with its log if it fails."""
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
@@ -44,9 +45,10 @@ def run_script(command: list[str], output: Path, seconds: int = 540) -> str:
     }
     # ACCELERATE_USE_CPU=true from outside would silently turn the DeepSpeed configurations into DDP.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    environment = inherited | variables if vllm else without_vllm(inherited | variables)
     output.mkdir()
     done = subprocess.run(
-        command, env=inherited | variables, capture_output=True, text=True, timeout=seconds, cwd=output, check=False
+        command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=output, check=False
     )
     if done.returncode:
         raise AssertionError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-20000:]}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.hub_server import HubServer
 from tests.populora_run import make_trainer
+from tests.without_vllm import without_vllm
 from trl_populora.adapters.weights import read_member
 from trl_populora.evaluate.contenders import find
 from trl_populora.hub import make_stage, push_archive, push_run
@@ -288,7 +288,7 @@ def test_the_command_pushes_population_and_archive_to_hf_endpoint(finished, tmp_
     def run(*arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, *arguments],
-            env=os.environ | environment | {"HF_HOME": str(tmp_path)},
+            env=without_vllm() | environment | {"HF_HOME": str(tmp_path)},
             capture_output=True,
             text=True,
             timeout=300,

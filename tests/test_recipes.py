@@ -23,6 +23,7 @@ from tests.models import save_base
 from tests.test_backends import launch as two_processes
 from tests.test_backends import run_script
 from tests.vllm_models import ENGINE_ENVIRONMENT
+from tests.without_vllm import without_vllm
 from trl_populora.__main__ import train
 from trl_populora.loading import tiny_base_path
 from trl_populora.records import read_lines
@@ -108,6 +109,7 @@ def launch(*arguments: str) -> str:
     process = subprocess.Popen(
         [*command, *arguments],
         cwd=ROOT,
+        env=without_vllm(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -213,7 +215,7 @@ def check_zero2(name: str, directory: Path, **overrides) -> None:
     pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
     arguments = arguments_of(name, directory / "run", **overrides)
     script = [str(ROOT / "tests" / "recipe_worker.py"), str(directory / "result.json"), *arguments]
-    run_script([*two_processes("cpu_zero2.yaml"), *script], directory / "log")
+    run_script([*two_processes("cpu_zero2.yaml"), *script], directory / "log", vllm="use_vllm" in overrides)
     assert json.loads((directory / "result.json").read_text()) == {"world": 2, "stage": 2}
     check_run(name, directory / "run")
 
@@ -244,7 +246,7 @@ class TestChecks:
 
     def test_a_teacher_alone(self, tmp_path):
         command = [sys.executable, "check_learning.py", "teacher", "--steps", "1", "--output", str(tmp_path)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = without_vllm({**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
         options = {"cwd": RECIPES, "env": environment, "capture_output": True, "text": True, "timeout": 500}
         done = subprocess.run(command, **options, check=False)
         assert done.returncode == 0, done.stderr[-5000:]
