@@ -15,7 +15,7 @@ import gc
 _POOL, _POOL_HEADER, _LARGEST_SMALL = 1 << 14, 48, 512
 _ROW = 4  # blocks
 _LARGEST_HOLE, _FITS_NO_HOLE = 1 << 16, 100_000  # the second is still below what malloc maps on its own
-_MOST_BYTES = 8 << 20  # to give up at, with an allocator that works otherwise; CPython 3.11 with glibc needs 0.4 MB
+_MOST_BYTES = 8 << 20  # to give up at, with an allocator that works otherwise; CPython 3.11 with glibc needs 0.6 MB
 
 
 def settle() -> list[object]:
