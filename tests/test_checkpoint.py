@@ -21,6 +21,7 @@ import torch
 from tests import backend_worker
 from tests.populora_run import cut_run, make_trainer, run, state_of
 from tests.test_backends import BACKENDS, launch, run_script
+from tests.without_vllm import without_vllm
 from trl_populora.checkpoint import WHOLE, find_flaw, newest
 
 
@@ -73,8 +74,9 @@ class TestExactResume:
 
 
 class TestKill:
-    def test_killed_at_random_moments(self, base, tmp_path):
+    def test_killed_at_random_moments(self, base, tmp_path, monkeypatch):
         """Saves take a good part of the time here, so that kills fall into them."""
+        monkeypatch.setenv("PYTHONPATH", without_vllm()["PYTHONPATH"])
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.populora_run", "trl_populora.populora_trainer"])
         settings = {"max_steps": 6, "save_steps": 1, "save_total_limit": 2}
