@@ -309,6 +309,31 @@ print(sum(page in old for page in new))
 """
 
 
+ENLARGED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from trl_populora.sandbox import text
+
+text.enlarge_pages()
+start, end = text._range_of_code(text._mappings())
+(code,) = [each for each in text._mappings() if each.start == start]
+print(code.rights, code.huge, end - start, sorted("what runs now"), sep=";")
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="tried on x86-64 only")
+def test_the_interpreter_lives_on_huge_pages_that_nobody_can_write_to():
+    command = [sys.executable, "-c", ENLARGED, str(Path(__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        assert "the kernel gives no huge pages" in done.stderr
+    else:
+        rights, huge, size, _ = done.stdout.split(";")
+        assert rights == "r-xp"
+        assert int(huge) == int(size) >= 1 << 21
+
+
 def test_after_settling_new_objects_share_no_page_with_old_ones():
     def shared(how):
         command = [sys.executable, "-c", SETTLED, str(Path(__file__).parents[1]), how]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_populora.sandbox import Job, Limits, Sandbox, SandboxClient
+from trl_populora.sandbox import Gold, Job, Limits, Sandbox, SandboxClient
 from trl_populora.sandbox.sharing import _pack
 from trl_populora.sandbox.values import encode
 
@@ -36,6 +36,8 @@ JOBS = [
     Job("def g(x): return x * 2", ONE, function="g"),
     Job(LOOP, ONE, limits=Limits(wall_seconds=0.2)),
     Job("def f(x): return 'x' * 1000", ONE, limits=Limits(output_bytes=100)),
+    Job("def f(x): return x", ONE * 3, gold=Gold(("1", "true", "3"), strict=True)),
+    Job("def f(x): return x", ONE * 3, gold=Gold(("1", "true", "1.01"), tolerance=0.1)),
 ]
 OTHER = f"""
 import json, sys
@@ -67,8 +69,9 @@ def test_two_processes_get_the_same_verdicts_from_one_pool(box):
         theirs, level, workers = json.loads(other.stdout.read())
     assert theirs == mine
     assert [each[0] for each in mine] == (
-        ["ok", "ok", "error", "policy", "ok", "error", "ok", "timeout", "bad_output"]
+        ["ok", "ok", "error", "policy", "ok", "error", "ok", "timeout", "bad_output", "ok", "ok"]
     )
+    assert [len(each[2]) for each in mine[-2:]] == [2, 3]
     assert (level, workers) == (box.level, box.workers)
     # All of what both have run ran in the sessions of this process's zygotes.
     assert other.wait(30) == 0

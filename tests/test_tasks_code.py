@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_populora.sandbox import Sandbox, Status, Verdict
+from trl_populora.sandbox import Gold, Sandbox, Status, Verdict
 from trl_populora.sandbox.values import decode, encode, equal
 from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Proposal, Reject, Task, resolve_kind
 from trl_populora.tasks.templates import fenced
@@ -421,6 +421,9 @@ def test_code_f_truth(program, verdict, sandbox):
 def test_code_f_runs_on_the_hidden_inputs_only():
     attempt = CodeF().parse_attempt(block("python", DOUBLE), HIDDEN_TASK)
     assert CodeF().trial(HIDDEN_TASK, attempt).inputs == HIDDEN_TASK.inputs[3:]
+    for kind in (CodeF(), CodeF(strict=True, tolerance=0.5)):
+        gold = kind.trial(HIDDEN_TASK, attempt).gold
+        assert gold == Gold(HIDDEN_TASK.outputs[3:], kind.strict, kind.tolerance)
 
 
 def test_a_missing_verdict_is_never_right():

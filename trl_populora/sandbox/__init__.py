@@ -8,7 +8,8 @@ Read in this order: `jobs.py` (what is asked and answered), `protocol.py` (the t
 `seccomp.py` (the walls), `zygote.py` and `child.py` (the inside), `judge.py` (the verdict), `supervisor.py`,
 `worker.py`, `pending.py` and `pool.py` (the outside), `runner.py` and `sharing.py` (one pool for several processes),
 `bubblewrap.py` (the hard mode), `health.py` (are the walls real?), `values.py` and `literals.py`
-(the only data that crosses), `soft.py`, `entropy.py` and `modules.py` (quality of data, not safety), `heap.py` (speed).
+(the only data that crosses), `soft.py`, `entropy.py` and `modules.py` (quality of data, not safety), `heap.py` and
+`text.py` (speed).
 
 What is covered, and by what:
 
@@ -16,7 +17,8 @@ What is covered, and by what:
   zygote passes it on and reads nothing.
 * *Golden answers* never leave the trainer. A child that forges its answer says no more than "f returned this".
 * *Status is observed*: exit status, signal, resource use and the clock come from the kernel through the zygote.
-* *Data only.* One frame of printable ASCII under a size limit, then end of file, then exit 0; else `tampered`. Nothing
+* *Data only.* One frame of printable ASCII under a size limit, then end of file, then exit 0; else `tampered`. Where
+  outputs are compared as they come, frames of one output each go before it; they can only end the program. Nothing
   from a child is unpickled or evaluated, and the program is never even parsed in the trainer.
 * *Files, network, processes, signals, other memory*: refused by seccomp alone, whatever else the host offers; where it
   can, the zygote also lives in namespaces of its own, in a deleted empty folder, as a user of its own, under Landlock.
@@ -37,10 +39,10 @@ Kubernetes, and the hard mode (`bwrap` around every zygote). Set a memory limit 
 side by side as far as half of the free memory lasts. The ranks of a node share one pool (`sharing.py`).
 """
 
-from .jobs import Job, Limits, Status, Verdict
+from .jobs import Gold, Job, Limits, Status, Verdict
 from .pool import Sandbox
 from .runner import Runner
 from .sharing import SandboxClient
 
 
-__all__ = ["Job", "Limits", "Runner", "Sandbox", "SandboxClient", "Status", "Verdict"]
+__all__ = ["Gold", "Job", "Limits", "Runner", "Sandbox", "SandboxClient", "Status", "Verdict"]

@@ -3,7 +3,7 @@
     trainer -> zygote   ORDER   control socket; START comes with the child's end of a private socket pair, no payload
     zygote  -> trainer  EVENT   control socket: what the kernel said about the child
     trainer -> child    frame   private pair: the program and its inputs
-    child   -> trainer  frame   private pair: one frame, then end of file
+    child   -> trainer  frame   private pair: one frame, then end of file; frames of single outputs before, if asked for
 
 A frame is a length of 4 bytes and as many bytes. The child's answer is ASCII lines: a status word, then one line per
 output or one line of reason: no object can come back, only text.
@@ -27,6 +27,7 @@ YIELD = 2  # a job that was reported SLOW goes to the background
 BUSY = 3  # other jobs wait: the background gets turns
 IDLE = 4  # no job waits: the background runs on
 MAKE_ROOM = 5  # a slow job finds no place in the background: one there that is past its limit has to end
+STOP = 6  # what the job has said settles it
 
 # EVENT kinds
 READY = 0  # the zygote is warm; a JSON report follows the header
@@ -39,11 +40,15 @@ FAILED = 4  # the zygote could not start; a JSON report follows the header
 OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second asks for more runs
 ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY = "error", "memory", "bad_output", "policy", "entropy"
 TIER = "tier"  # a module of the full tier is wanted
+SO_FAR = "so far"  # one output, with more to come
 MAX_REASON = 300  # characters
 
 
-Payload = tuple[int, bool, int, str, str, tuple[str, ...]]
-"""What a child is told: number of the run, whether to look out for sets, most output bytes, function, program, inputs."""
+Payload = tuple[int, bool, int, bool, str, str, tuple[str, ...]]
+"""
+What a child is told: number of the run, whether to look out for sets, most output bytes, whether to tell of each output
+at once, function, program, inputs.
+"""
 
 
 def pack_payload(payload: Payload) -> bytes:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from .jobs import Job, Limits, Status, Verdict
+from .jobs import Gold, Job, Limits, Status, Verdict
 from .protocol import LENGTH
 from .runner import Runner
 
@@ -56,12 +56,14 @@ def _read(stream: Any) -> list[Any] | None:
 
 
 def _pack_job(number: int, job: Job, limits: Limits) -> bytes:
-    return _pack([number, job.program, list(job.inputs), job.runs, list(vars(limits).values()), job.function])
+    gold = job.gold and list(vars(job.gold).values())
+    return _pack([number, job.program, list(job.inputs), job.runs, list(vars(limits).values()), job.function, gold])
 
 
 def _unpack_job(message: list[Any]) -> tuple[int, Job, Limits]:
-    number, program, inputs, runs, limits, function = message
-    return number, Job(program, tuple(inputs), runs, function=function), Limits(*limits)
+    number, program, inputs, runs, limits, function, gold = message
+    gold = gold and Gold(tuple(gold[0]), *gold[1:])
+    return number, Job(program, tuple(inputs), runs, function=function, gold=gold), Limits(*limits)
 
 
 def _pack_verdict(number: int, future: Future[Verdict]) -> bytes:

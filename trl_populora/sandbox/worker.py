@@ -73,7 +73,7 @@ class Worker:
         self.control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
 
     def tell(self, kind: int, job: int = 0) -> None:
-        """YIELD, BUSY or IDLE. A zygote that cannot be told is found out by its jobs."""
+        """All but START and PROBE. A zygote that cannot be told is found out by its jobs."""
         with contextlib.suppress(OSError):
             self.control.send(protocol.ORDER.pack(kind, job, 0.0, 0.0, 0))
 

@@ -34,7 +34,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from . import confine, health, heap, modules, soft
+from . import confine, health, heap, modules, soft, text
 from .child import outcome, read_payload, send
 from .protocol import (
     BUSY,
@@ -49,6 +49,7 @@ from .protocol import (
     READY,
     SLOW,
     START,
+    STOP,
     YIELD,
     answer,
     pack_payload,
@@ -184,6 +185,8 @@ class Zygote:
             self.children[pid] = Running(job, pid, wall, owed)
         elif kind == YIELD:
             self._yield_to_others(job)
+        elif kind == STOP:
+            self._stop(job)
         elif kind == MAKE_ROOM:
             self.crowded = True
         else:
@@ -253,6 +256,11 @@ class Zygote:
                 if self.busy:
                     os.kill(running.pid, signal.SIGSTOP)
 
+    def _stop(self, job: int) -> None:
+        for running in self.children.values():
+            if running.job == job:
+                os.kill(running.pid, signal.SIGKILL)
+
     def _set_busy(self, busy: bool) -> None:
         self.busy, self.turn_of = busy, None
         for running in self.background:
@@ -284,7 +292,7 @@ def _become_child(fd: int, kind: int, wall: float, memory: int, close_in: Callab
         close_in(memory, int(wall * _LONGEST_EXTENSION) + 2)
         if kind == PROBE:
             send(fd, answer(OK, ["true" if each else "false" for each in health.probe()]))
-        send(fd, outcome(payload, guard))
+        send(fd, outcome(payload, guard, fd))
     finally:
         _exit(70)
 
@@ -301,10 +309,10 @@ def _forget_surroundings() -> None:
 
 def _warm_up(guard: soft.Guard) -> None:
     """Run what every child runs until the interpreter has settled on it; it would do so anew in each of them."""
-    frame = pack_payload((0, False, 100, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
+    frame = pack_payload((0, False, 100, False, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
     reader, writer = os.pipe()
     os.write(writer, frame)
-    outcome(read_payload(reader), guard)
+    outcome(read_payload(reader), guard, writer)
     os.close(reader)
     os.close(writer)
 
@@ -337,6 +345,8 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
         layers["namespaces"] = "left out on request"
     else:
         confine.enter_namespaces(layers)
+    with contextlib.suppress(OSError):
+        text.enlarge_pages()
     modules.preload(full=options["full"], hostile=not options["soft"])
     modules.preload_packages(options["packages"])
     soft.silence()

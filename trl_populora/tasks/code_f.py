@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from trl_populora.sandbox import values
-from trl_populora.sandbox.jobs import Job, Status, Verdict
+from trl_populora.sandbox.jobs import Gold, Job, Status, Verdict
 
 from . import templates
 from .base import Attempt, Proposal, Reject, Task
@@ -120,7 +120,10 @@ class CodeF(CodeKind):
             return self.malformed(error)
 
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
-        return Job(attempt.answer, task.inputs[task.visible :]) if attempt.well_formed else None
+        if not attempt.well_formed:
+            return None
+        gold = Gold(task.outputs[task.visible :], self.strict, self.tolerance)
+        return Job(attempt.answer, task.inputs[task.visible :], gold=gold)
 
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:
