@@ -3,7 +3,8 @@
     python benchmarks/sandbox.py [--rounds 5] [--seconds 1.5] [--workers 2] [--soak 3000]
 
 Contenders take turns, round after round; a figure is the median over the rounds and a ratio is the median of the ratios
-within each round, so that a busy machine disturbs both sides alike. Peers:
+within each round, so that a busy machine disturbs both sides alike; a loss is against the clean rates just before and
+just after. Peers:
 
 * `python -I`: a fresh interpreter per program, as careful users do it by hand;
 * evalplus style: a `multiprocessing` fork per program with resource limits, disabled functions and a shared-memory verdict,
@@ -374,19 +375,19 @@ def main() -> None:
             print(f"{name:<32}{statistics.median(values):>9.0f}{min(values):>9.0f}{max(values):>9.0f}{ratio:>11.2f}")
 
         window = max(4.0, 4 * options.seconds)
-        clean, loops, bombs = [], [], []
-        for _ in range(max(1, options.rounds // 2)):
+        clean, bad = [rolling(many, window, None, 1.0)], {"loops": [], "bombs": []}
+        for _ in range(options.rounds):
+            bad["loops"].append(rolling(many, window, LOOP, 1.0))
+            bad["bombs"].append(rolling(many, window, BOMB, 10.0))
             clean.append(rolling(many, window, None, 1.0))
-            loops.append(rolling(many, window, LOOP, 1.0))
-            bombs.append(rolling(many, window, BOMB, 10.0))
         loss = {
-            name: statistics.median(1 - b / a for a, b in zip(clean, values, strict=True))
-            for name, values in (("loops", loops), ("bombs", bombs))
+            name: statistics.median(1 - 2 * b / (a + c) for a, b, c in zip(clean, values, clean[1:], strict=False))
+            for name, values in bad.items()
         }
         print(f"\n{'a full pool for ' + format(window, 'g') + ' s':<46}{'good/s':>9}{'loss':>9}")
         print(f"{'all programs good':<46}{statistics.median(clean):>9.0f}")
-        print(f"{'1 % endless loops, limit 1 s':<46}{statistics.median(loops):>9.0f}{loss['loops']:>9.1%}")
-        print(f"{'1 % memory bombs of 512 MB':<46}{statistics.median(bombs):>9.0f}{loss['bombs']:>9.1%}")
+        for name, title in (("loops", "1 % endless loops, limit 1 s"), ("bombs", "1 % memory bombs of 512 MB")):
+            print(f"{title:<46}{statistics.median(bad[name]):>9.0f}{loss[name]:>9.1%}")
         count = max(500, int(statistics.median(clean) * 5 / 100) * 100)
         whole = batch_seconds(many, count, LOOP, 1.0) / batch_seconds(many, count, None, 1.0)
         print(f"a batch of {count} with 1 % loops takes {whole:.2f} times as long, its last second included")
