@@ -1,5 +1,6 @@
 """The verdict from bytes and observations, the messages, and the tables behind the walls."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_populora.sandbox import Limits, Status, modules, protocol, seccomp
+from trl_populora.sandbox import Limits, Status, modules, protocol, seccomp, text
 from trl_populora.sandbox.child import read_payload
 from trl_populora.sandbox.health import PROBES, level
 from trl_populora.sandbox.judge import Observation, combine, judge_run, largest_frame
@@ -332,6 +333,23 @@ def test_the_interpreter_lives_on_huge_pages_that_nobody_can_write_to():
         rights, huge, size, _ = done.stdout.split(";")
         assert rights == "r-xp"
         assert int(huge) == int(size) >= 1 << 21
+
+
+# In megabytes from a border of huge pages: a mapping before the code, the code, and one after it.
+PLACES = [(-3, -1), (-1, 3), (3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "moved"),
+    [("r--p", "r--p", (-2, 4)), ("---p", "---p", (0, 2)), ("rw-p", "r--p", (0, 4)), ("r--p", "rw-p", (-2, 2))],
+)
+def test_only_what_can_be_read_and_not_written_is_moved(before, after, moved):
+    border = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value >> 21 << 21
+    mappings = [
+        text._Mapping(border + (start << 20), border + (end << 20), rights, "python", 0)
+        for (start, end), rights in zip(PLACES, (before, "r-xp", after), strict=True)
+    ]
+    assert tuple((address - border) / (1 << 20) for address in text._range_of_code(mappings)) == moved
 
 
 def test_after_settling_new_objects_share_no_page_with_old_ones():

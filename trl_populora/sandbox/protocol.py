@@ -40,7 +40,7 @@ FAILED = 4  # the zygote could not start; a JSON report follows the header
 OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second asks for more runs
 ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY = "error", "memory", "bad_output", "policy", "entropy"
 TIER = "tier"  # a module of the full tier is wanted
-SO_FAR = "so far"  # one output, with more to come
+SO_FAR = "so far"  # one output, before the answer
 MAX_REASON = 300  # characters
 
 

@@ -78,7 +78,12 @@ def _range_of_code(mappings: list[_Mapping]) -> tuple[int, int]:
 
 
 def _belong_together(one: _Mapping, other: _Mapping) -> bool:
-    return one.end == other.start and one.path == other.path != "" and "w" not in one.rights + other.rights
+    # Some linkers leave gaps between segments that not even we may read.
+    return (
+        one.end == other.start
+        and one.path == other.path != ""
+        and all(each.rights[:2] == "r-" for each in (one, other))
+    )
 
 
 def _reserve(size: int) -> int:
