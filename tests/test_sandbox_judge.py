@@ -355,6 +355,8 @@ def test_only_what_can_be_read_and_not_written_is_moved(before, after, moved):
         for (start, end), rights in zip(PLACES, (before, "r-xp", after), strict=True)
     ]
     assert tuple((address - border) / (1 << 20) for address in text._range_of_code(mappings)) == moved
+    with pytest.raises(OSError, match="does not say where"):
+        text._range_of_code(mappings[:1])
 
 
 def test_after_settling_new_objects_share_no_page_with_old_ones():

@@ -67,7 +67,10 @@ def enlarge_pages() -> None:
 def _range_of_code(mappings: list[_Mapping]) -> tuple[int, int]:
     """The code of the interpreter, rounded to huge pages within the read-only mappings of its file around it."""
     inside = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, _address).value or 0
-    here = first = last = next(i for i, each in enumerate(mappings) if each.start <= inside < each.end)
+    places = [i for i, each in enumerate(mappings) if each.start <= inside < each.end]
+    if not places:
+        raise OSError(errno.ENOTSUP, "the kernel does not say where the interpreter's code is")
+    here = first = last = places[0]
     while first > 0 and _belong_together(mappings[first - 1], mappings[first]):
         first -= 1
     while last + 1 < len(mappings) and _belong_together(mappings[last], mappings[last + 1]):
