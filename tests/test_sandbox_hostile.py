@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_populora.sandbox import Job, Limits, Sandbox
+from trl_populora.sandbox import Gold, Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode, equal
 
 from .sandbox_cases import PWNED, benign, determinism_and_state, forge_and_output, process_and_escape, time_and_memory
@@ -33,12 +33,13 @@ CANARY = Path("/tmp/sandbox_canary")
 FORBIDDEN = Path("/tmp/sandbox_pwned")
 
 
-def job(case, seconds=None):
+def job(case, seconds=None, hoped_for=None):
     return Job(
         case.program,
         tuple(encode(call) for call in case.calls),
-        runs=case.runs,
+        runs=1 if hoped_for else case.runs,
         limits=Limits(wall_seconds=seconds or case.seconds, memory_bytes=case.memory),
+        gold=Gold((hoped_for,) * len(case.calls)) if hoped_for else None,
     )
 
 
@@ -72,7 +73,7 @@ class Listener:
         return self.arrived
 
 
-def run_all(soft, cases, seconds=None):
+def run_all(soft, cases, seconds=None, hoped_for=None):
     """Verdicts by case name and what was found on the host afterwards."""
     os.environ["SANDBOX_SECRET"] = "SECRET"
     CANARY.mkdir(exist_ok=True)
@@ -80,7 +81,7 @@ def run_all(soft, cases, seconds=None):
     listener = Listener()
     with Sandbox(workers=2, soft=soft) as box:
         first = [each.process.pid for each in box._supervisor._workers()]
-        verdicts = box.run([job(case, seconds) for case in cases])
+        verdicts = box.run([job(case, seconds, hoped_for) for case in cases])
         (control,) = box.run([Job("def f(x): return x + 1", (encode((1,)),), runs=2)])
         sessions = {each.process.pid for each in box._supervisor._workers()} | set(first)
         report = box.report()
@@ -128,8 +129,21 @@ def test_verdict_is_the_expected_one(guarded, name):
         assert all(equal(decode(a), b) for a, b in zip(verdict.outputs, case.outputs, strict=True))
 
 
+NOTHING = {"files": False, "connections": 0, "leftovers": [], "respawns": 0, "control": False}
+
+
 def test_nothing_happened_outside(guarded):
-    assert guarded[1] == {"files": False, "connections": 0, "leftovers": [], "respawns": 0, "control": False}
+    assert guarded[1] == NOTHING
+
+
+def test_nothing_is_gained_where_outputs_are_compared():
+    cases = [case for case in CASES if case.group in ("process", "escape", "forge", "output")]
+    verdicts, effects = run_all(False, cases, seconds=0.3, hoped_for=encode(PWNED))
+    assert effects == NOTHING
+    for name, verdict in verdicts.items():
+        assert encode(PWNED) not in verdict.outputs, name
+        assert "SECRET" not in str(verdict), name
+    assert sum("is not the expected one" in verdict.reason for verdict in verdicts.values()) > 50
 
 
 @pytest.mark.parametrize("name", [name for name, case in BY_NAME.items() if case.group != "benign"])
@@ -140,4 +154,4 @@ def test_the_walls_hold_without_the_soft_layer(unguarded, name):
 
 
 def test_nothing_happened_outside_without_the_soft_layer(unguarded):
-    assert unguarded[1] == {"files": False, "connections": 0, "leftovers": [], "respawns": 0, "control": False}
+    assert unguarded[1] == NOTHING
