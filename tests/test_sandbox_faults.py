@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import pytest
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox import supervisor as supervisor_module
 from trl_populora.sandbox.values import encode
+from trl_populora.sandbox.worker import Worker
 
 from .sandbox_support import descriptors, sessions_alive, wait_until
 
@@ -64,6 +66,47 @@ def test_without_namespaces_a_program_ends_with_its_zygote():
         wait_until(lambda: len(sessions_alive({zygote})) == 2)
         os.kill(zygote, signal.SIGKILL)
         wait_until(lambda: not sessions_alive({zygote}), seconds=10)
+
+
+# Prints what is left of a program's process whose zygote was killed before the process had built its own walls.
+LATE = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from trl_populora.sandbox.confine import Layers, child_walls
+
+if os.fork() == 0:
+    close_in = child_walls(Layers(namespaces="none", seccomp="none"))
+    zygote = os.getpid()
+    if os.fork() == 0:
+        while sys.argv[2] == "killed" and os.getppid() == zygote:
+            time.sleep(0.01)
+        close_in(1 << 30, 10)
+        print("goes on", flush=True)
+        os._exit(0)
+    if sys.argv[2] == "killed":
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize(("zygote", "said"), [("killed", ""), ("alive", "goes on\n")])
+def test_a_program_does_not_begin_after_the_death_of_its_zygote(zygote, said):
+    command = [sys.executable, "-c", LATE, str(ROOT), zygote]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == said
+
+
+def test_what_a_dead_zygote_leaves_is_killed():
+    worker = object.__new__(Worker)
+    worker.control, theirs = socket.socketpair()
+    worker.process = subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & exit 0"], stderr=subprocess.PIPE, start_new_session=True
+    )
+    worker.errors = worker.process.stderr
+    os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    assert sessions_alive({worker.process.pid})
+    worker.kill()
+    theirs.close()
+    wait_until(lambda: not sessions_alive({worker.process.pid}))
 
 
 def test_a_stopped_zygote_is_replaced(monkeypatch):

@@ -233,10 +233,13 @@ def child_walls(layers: Layers) -> Callable[[int, int], None]:
     # In namespaces of its own the zygote is process number 1, with which the kernel ends all others.
     alone = layers.get("namespaces") == ""
     die_with_zygote = None if alone else partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, 9, 0, 0, 0)
+    zygote = os.getpid()
 
     def close_in(memory: int, cpu_seconds: int) -> None:
         if die_with_zygote is not None:
             die_with_zygote()
+            if os.getppid() != zygote:
+                os._exit(1)  # it was dead before
         _setrlimit(_CPU, (cpu_seconds, cpu_seconds + 1))
         _setrlimit(_NPROC, (0, 0))
         _setrlimit(_AS, (memory, memory))

@@ -105,9 +105,9 @@ class Worker:
             return ""
 
     def kill(self) -> None:
-        """End the zygote and, through the kernel, everything under it."""
+        """End the zygote and everything under it."""
         self.control.close()
-        if self.process.poll() is None:
+        if self.process.returncode is None:  # not waited for, so its number is still its own, even if it is dead
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
