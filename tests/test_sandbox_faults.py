@@ -99,7 +99,7 @@ def test_what_a_dead_zygote_leaves_is_killed():
     worker = object.__new__(Worker)
     worker.control, theirs = socket.socketpair()
     worker.process = subprocess.Popen(
-        ["sh", "-c", "sleep 1000 & exit 0"], stderr=subprocess.PIPE, start_new_session=True
+        ["sh", "-c", "sleep 60 & exit 0"], stderr=subprocess.PIPE, start_new_session=True
     )
     worker.errors = worker.process.stderr
     os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)

@@ -23,7 +23,8 @@ class Sandbox(Runner):
     Runs untrusted programs, each in a process of its own, and judges them from outside.
 
     Args:
-        workers (`int`, *optional*): Programs at a time. Defaults to the number of `cores`.
+        workers (`int`, *optional*): Programs that run at a time, on a core each; up to three times as many are under
+            way, being handed over or ending. Defaults to the number of `cores`.
         limits (`Limits`, *optional*): For jobs that bring none of their own.
         allow_weak (`bool`, *optional*, defaults to `False`): Run even where the kernel offers no confinement (level
             C).

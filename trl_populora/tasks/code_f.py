@@ -122,16 +122,18 @@ class CodeF(CodeKind):
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         if not attempt.well_formed:
             return None
-        gold = Gold(task.outputs[task.visible :], self.strict, self.tolerance)
-        return Job(attempt.answer, task.inputs[task.visible :], gold=gold)
+        return Job(attempt.answer, task.inputs[task.visible :], gold=self._gold(task))
 
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:
             return False
-        hidden = task.outputs[task.visible :]
-        return len(verdict.outputs) == len(hidden) and all(
-            self.same(returned, gold) for returned, gold in zip(verdict.outputs, hidden, strict=True)
+        gold = self._gold(task)
+        return len(verdict.outputs) == len(gold.outputs) and all(
+            gold.accepts(index, returned) for index, returned in enumerate(verdict.outputs)
         )
+
+    def _gold(self, task: Task) -> Gold:
+        return Gold(task.outputs[task.visible :], self.strict, self.tolerance)
 
     def _known_program(self, references: Sequence[Task]) -> str:
         if len(references) != 1:
