@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -218,6 +219,7 @@ def main(base: str, output: str, *scenarios: str) -> None:
         run = {"replace": replace, "evolve": evolve, "plain": plain, "unwritable": unwritable}[scenario]
         seen = run(base, f"{output}/{scenario}")
         torch.save(seen, f"{output}/{scenario}/rank_{os.environ['RANK']}.pt")
+    PartialState().destroy_process_group()  # else gloo's threads may abort the process at its end
 
 
 if __name__ == "__main__":

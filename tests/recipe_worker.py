@@ -1,7 +1,7 @@
 """A recipe as one process of a launcher: `recipe_worker.py RESULT ARGUMENTS`, the arguments of `train_populora.py`.
 
 Writes to `RESULT` what the launcher made of the process, because one that starts fewer processes, or no DeepSpeed, does
-so silently.
+so silently, and whether the processes are still connected at the end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from accelerate.state import AcceleratorState
 
 from tests.backend_worker import without_compiler
@@ -22,7 +23,8 @@ def main(result: str, arguments: list[str]) -> None:
     state = AcceleratorState()
     stage = state.deepspeed_plugin.zero_stage if state.deepspeed_plugin else None
     if state.is_main_process:
-        Path(result).write_text(json.dumps({"world": state.num_processes, "stage": stage}))
+        connected = torch.distributed.is_initialized()
+        Path(result).write_text(json.dumps({"world": state.num_processes, "stage": stage, "connected": connected}))
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def check_zero2(name: str, directory: Path, **overrides) -> None:
     arguments = arguments_of(name, directory / "run", **overrides)
     script = [str(ROOT / "tests" / "recipe_worker.py"), str(directory / "result.json"), *arguments]
     run_script([*two_processes("cpu_zero2.yaml"), *script], directory / "log", vllm="use_vllm" in overrides)
-    assert json.loads((directory / "result.json").read_text()) == {"world": 2, "stage": 2}
+    assert json.loads((directory / "result.json").read_text()) == {"world": 2, "stage": 2, "connected": False}
     check_run(name, directory / "run")
 
 
