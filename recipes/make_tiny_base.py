@@ -1,19 +1,19 @@
 """
 Makes the embedded tiny base: a 2.8M-parameter Qwen3 trained from scratch on executed synthetic programs.
 
-Full run (an hour on one quiet core is about 20M tokens, what the shipped weights have seen; then the scores):
+Full run (about an hour on two quiet cores, each with its own half of every batch; then the scores):
 
-    python recipes/make_tiny_base.py --minutes 60 --work runs/tiny_base --output runs/tiny_base/model
-    python recipes/tiny_scores.py --model runs/tiny_base/model --tasks 40 --card
+    torchrun --nproc_per_node 2 recipes/make_tiny_base.py --steps 5000 --work runs/tiny_base --output runs/tiny_base/model
+    python recipes/tiny_scores.py --model runs/tiny_base/model --tasks 60 --card
 
 Smoke run (under a minute; the weights are useless, every step of the way is taken):
 
     python recipes/make_tiny_base.py --smoke --work /tmp/tiny_base --output /tmp/tiny_base/model
 
 A run that was interrupted goes on with `--resume`. `--export-only` writes the model of the last checkpoint (its weight
-average) at any time, also while the training goes on. With `--steps` the run is a function of its seed; `--minutes`
-bounds it by the clock. `--seed-tasks FILE` writes the 256 seed tasks that ship beside the model; `tiny_scores.py`
-writes the figures and the model card. Leaves out on purpose: validation during training, several processes, GPUs.
+average) at any time, also while the training goes on. The run is a function of its seed, its steps and the number of
+processes. `tiny_scores.py` writes the figures and the model card, and the tasks that ship beside the model. Leaves out
+on purpose: validation during training, GPUs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pathlib import Path
 from queue import Full
 
 import torch
+import torch.distributed
 import torch.nn.functional as F
-from tiny_documents import Batch, Layout, batches
-from tiny_scores import write_seed_tasks
+from tiny_documents import Batch, Layout, Source
 from tiny_tokenizer import train_tokenizer
 from tokenizers import Tokenizer
 from transformers import AttentionInterface, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -134,14 +134,14 @@ def loss_sums(model: Qwen3ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torc
     return (losses * weights).sum(), weights.sum(), float(losses.detach()[answers].sum()), int(answers.sum())
 
 
-def produce(queue, seed: int, start: int, tokenizer_text: str, end_of_turn: int, pad: int, layout: Layout) -> None:
+def produce(queue, source: Source, start: int, tokenizer_text: str, end_of_turn: int, pad: int) -> None:
     """Writes batches into `queue`, in a process of its own and at low priority, so that training never waits."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.nice(5)
     queue.cancel_join_thread()
     parent = multiprocessing.parent_process()
-    for batch in batches(seed, start, Tokenizer.from_str(tokenizer_text), end_of_turn, pad, layout):
+    for batch in source.batches(start, Tokenizer.from_str(tokenizer_text), end_of_turn, pad):
         while parent is not None:
             try:
                 queue.put(batch, timeout=5)
@@ -157,7 +157,9 @@ def learning_rate_factor(step: int, done: float) -> float:
 
 
 def save_checkpoint(path: Path, model, average, optimizers, progress: Progress) -> None:
-    """Writes next to the target first, so an interruption never leaves a broken checkpoint."""
+    """Writes next to the target first, so an interruption never leaves a broken checkpoint; the main process does."""
+    if not is_main():
+        return
     state = {
         "model": model.state_dict(),
         "average": average,
@@ -181,16 +183,18 @@ def export(model: Qwen3ForCausalLM, weights: dict[str, torch.Tensor], tokenizer,
 
 def how_it_was_made(arguments: argparse.Namespace, progress: Progress) -> str:
     """The sentence of the model card; the options that shape the run, not where it writes."""
-    length = f"--minutes {arguments.minutes:g}" if arguments.minutes else f"--steps {arguments.steps}"
+    world = arguments.source.world
+    launcher = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
     return (
-        f"`python recipes/make_tiny_base.py --work DIR --output DIR {length} --muon-rate {arguments.muon_rate:g} --seed {arguments.seed}`: "
+        f"`{launcher} recipes/make_tiny_base.py --work DIR --output DIR --steps {arguments.steps} "
+        f"--muon-rate {arguments.muon_rate:g} --seed {arguments.seed}`: "
         f"{progress.step} steps, {progress.tokens / 1e6:.1f}M tokens ({progress.answer_tokens / 1e6:.1f}M of them "
-        f"answers), {progress.seconds / 60:.0f} minutes on one shared CPU core."
+        f"answers), {progress.seconds / 60:.0f} minutes on {world} shared CPU core(s)."
     )
 
 
 def train(arguments: argparse.Namespace, tokenizer, model: Qwen3ForCausalLM) -> Progress:
-    """Trains until `--steps` or `--minutes` are used up; leaves the final weights in the checkpoint's average too."""
+    """Trains until `--steps` are used up; leaves the final weights in the checkpoint's average too."""
     optimizers = new_optimizers(model, arguments.muon_rate, arguments.adam_rate)
     average = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
     progress = Progress()
@@ -206,12 +210,12 @@ def train(arguments: argparse.Namespace, tokenizer, model: Qwen3ForCausalLM) -> 
                 group["peak"] = peak  # the rates of the command line rule, also over a resumed run's
     queue = multiprocessing.get_context("spawn").Queue(maxsize=8)
     ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    source = (arguments.seed, progress.step, tokenizer.backend_tokenizer.to_str(), *ends, arguments.layout)
+    source = (arguments.source, progress.step, tokenizer.backend_tokenizer.to_str(), *ends)
     producer = multiprocessing.get_context("spawn").Process(target=produce, args=(queue, *source), daemon=True)
     producer.start()
     last, saved_at, shown = time.perf_counter(), progress.seconds, []
     try:
-        while (done := share_done(arguments, progress)) < 1:
+        while (done := progress.step / arguments.steps) < 1:
             factor = learning_rate_factor(progress.step, done)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
@@ -221,7 +225,8 @@ def train(arguments: argparse.Namespace, tokenizer, model: Qwen3ForCausalLM) -> 
             now = time.perf_counter()
             progress.seconds, last = progress.seconds + now - last, now
             if progress.step % arguments.log_every == 0:
-                report(shown, progress, factor, done)
+                if is_main():
+                    report(shown, progress, factor, done)
                 progress.losses.append(sum(shown) / len(shown))
                 shown.clear()
             if progress.seconds - saved_at > 60 * arguments.save_minutes:
@@ -234,29 +239,43 @@ def train(arguments: argparse.Namespace, tokenizer, model: Qwen3ForCausalLM) -> 
     return progress
 
 
-def share_done(arguments: argparse.Namespace, progress: Progress) -> float:
-    """Share of the run that is over, by the clock or by steps, whichever is further."""
-    by_clock = progress.seconds / (60 * arguments.minutes) if arguments.minutes else 0.0
-    by_steps = progress.step / arguments.steps if arguments.steps else 0.0
-    return max(by_clock, by_steps)
+def is_main() -> bool:
+    """Whether this process reports and saves; the weights of all are equal."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def summed(weights: list[torch.nn.Parameter], *counts: float) -> list[float]:
+    """Adds up gradients, in place, and counts over the processes; returns the counts."""
+    if not torch.distributed.is_initialized():
+        return list(counts)
+    flat = torch.cat([*(weight.grad.flatten() for weight in weights), torch.tensor(counts)])
+    torch.distributed.all_reduce(flat)
+    sizes = [weight.numel() for weight in weights]
+    *gradients, totals = flat.split([*sizes, len(counts)])
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad.copy_(gradient.view_as(weight))
+    return totals.tolist()
 
 
 def train_step(model, optimizers, parts: tuple[Batch, ...], progress: Progress) -> float:
     """One optimizer step over the parts of a batch; returns the mean loss of the answer tokens."""
-    weight_sum, plain, count = 0.0, 0.0, 0
+    weight_sum, plain, count, tokens = 0.0, 0.0, 0, 0
     for part in parts:
         loss, weights, part_plain, part_count = loss_sums(model, part)
         loss.backward()
         weight_sum += float(weights)
         plain, count = plain + part_plain, count + part_count
-        progress.tokens += int((part.documents >= 0).sum())
-    for weight in model.parameters():
+        tokens += int((part.documents >= 0).sum())
+    trained = list(model.parameters())
+    weight_sum, plain, count, tokens = summed(trained, weight_sum, plain, count, tokens)
+    for weight in trained:
         weight.grad /= weight_sum
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
     progress.step += 1
-    progress.answer_tokens += count
+    progress.tokens += int(tokens)
+    progress.answer_tokens += int(count)
     if not math.isfinite(plain):
         raise RuntimeError(f"the loss is {plain} at step {progress.step}; lower `--muon-rate` or `--adam-rate`.")
     return plain / count
@@ -282,8 +301,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="directory of tokenizer and checkpoint")
     parser.add_argument("--output", type=Path, help="model directory to write")
-    parser.add_argument("--minutes", type=float, default=0.0, help="length of the run by the clock")
-    parser.add_argument("--steps", type=int, default=0, help="length of the run in steps; reproducible")
+    parser.add_argument("--steps", type=int, default=0, help="length of the run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=192, help="a multiple of the head width, 64")
@@ -293,21 +311,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-minutes", type=float, default=3.0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --work")
     parser.add_argument("--export-only", action="store_true", help="write the checkpoint's weight average to --output")
-    parser.add_argument("--seed-tasks", type=Path, help="file to write the 256 seed tasks to")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, a few steps")
     arguments = parser.parse_args()
-    arguments.layout = Layout()
+    layout = Layout()
     if arguments.smoke:
         arguments.layers, arguments.width, arguments.steps, arguments.log_every = 2, 64, 4, 1
-        arguments.layout = Layout(4, 256, 1, 448)
+        layout = Layout(4, 256, 1, 448)
     if arguments.width % 64:
         parser.error(f"--width must be a multiple of 64, got {arguments.width}")
-    if not (arguments.minutes or arguments.steps or arguments.export_only):
-        parser.error("give --minutes or --steps")
-    if arguments.minutes < 0 or arguments.steps < 0:
-        parser.error(f"--minutes and --steps must not be negative, got {arguments.minutes} and {arguments.steps}")
+    if arguments.steps < 1 and not arguments.export_only:
+        parser.error(f"give --steps, at least 1, got {arguments.steps}")
     if (arguments.resume or arguments.export_only) and not (arguments.work / "checkpoint.pt").is_file():
         parser.error(f"there is no checkpoint in {arguments.work}")
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    arguments.source = Source(arguments.seed, arguments.steps, rank, world, layout)
     return arguments
 
 
@@ -317,13 +334,16 @@ def the_tokenizer(arguments: argparse.Namespace) -> PreTrainedTokenizerFast:
     if (arguments.resume or arguments.export_only) and saved.is_dir():
         return PreTrainedTokenizerFast.from_pretrained(saved)
     tokenizer = train_tokenizer(arguments.seed)
-    tokenizer.save_pretrained(saved, save_jinja_files=False)
+    if is_main():
+        tokenizer.save_pretrained(saved, save_jinja_files=False)
     return tokenizer
 
 
 def main() -> None:
     arguments = parse_arguments()
     arguments.work.mkdir(parents=True, exist_ok=True)
+    if arguments.source.world > 1:
+        torch.distributed.init_process_group("gloo")
     torch.manual_seed(arguments.seed)
     AttentionInterface.register("packed", packed_attention)
     tokenizer = the_tokenizer(arguments)
@@ -331,8 +351,8 @@ def main() -> None:
     model.set_attn_implementation("packed")
     if not arguments.export_only:
         train(arguments, tokenizer, model)
-    if arguments.seed_tasks:
-        write_seed_tasks(arguments.seed_tasks)
+    if not is_main():
+        return
     if arguments.output:
         state = torch.load(arguments.work / "checkpoint.pt", weights_only=True)
         export(model, state["average"], tokenizer, arguments.output)

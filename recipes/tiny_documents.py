@@ -3,7 +3,8 @@ The training text of the embedded tiny base: tasks of all kinds in the compact f
 
 A document is one prefix (say, a program to be run) with several branches (an input each, and its answer). A branch
 attends to the prefix and to itself only and counts its positions on from the prefix, so every branch is exactly the
-conversation that the model is shown later, while the prefix is computed once. Used by `make_tiny_base.py`, and for held-out tasks by the studies on that base.
+conversation that the model is shown later, while the prefix is computed once. Under one and the same prompt an answer
+is direct or, for code_o and code_i, sometimes worked (`tiny_traces.py`). Used by `make_tiny_base.py`, and for held-out tasks by the studies on that base.
 """
 
 from __future__ import annotations
@@ -14,24 +15,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from tiny_programs import TRAINED_LEVELS, Program, ProgramWriter, is_small, run
+import tiny_traces
+from tiny_programs import HELD_OUT, TRAINED_LEVELS, Program, ProgramWriter, is_small, run
 from tokenizers import Tokenizer
 
 
 INPUTS_PER_CODE_F = 6
 MAX_REFERENCES = 3
-PROPOSED_LEVEL_WEIGHTS = (0.10, 0.27, 0.33, 0.30)
-SOLVED_LEVEL_WEIGHTS = (0.24, 0.34, 0.25, 0.17)
+MAX_ANSWER_TOKENS = 250  # a worked answer that would be longer is not written
+PROPOSED_LEVEL_WEIGHTS = (0.06, 0.24, 0.34, 0.36)
+SOLVED_LEVEL_WEIGHTS = (0.14, 0.30, 0.30, 0.26)
 FIRST_LEVEL_WEIGHTS = (0.5, 0.3, 0.1, 0.1)
-WARM_UP_STEPS = 1500  # steps over which the solved levels move from the first weights to the final ones
+FIRST_LEVELS_UNTIL = (
+    0.25  # share of the run over which the solved levels move from the first weights to the final ones
+)
+
+# Worked answers are frequent until they are accurate, then rare, until they are sampled rarely.
+WORKED_OFTEN, WORKED_RARELY = 0.75, 0.17
+WORKED_OFTEN_UNTIL = 0.8  # share of the run
 
 # Share of the training tokens of each kind of document, and how many branches one has.
 TOKEN_SHARES = {
-    "solve code_o": 0.30,
-    "solve code_i": 0.26,
-    "solve code_f": 0.23,
-    "propose": 0.10,
-    "propose code_f": 0.11,
+    "solve code_o": 0.29,
+    "solve code_i": 0.34,
+    "solve code_f": 0.20,
+    "propose": 0.09,
+    "propose code_f": 0.08,
 }
 BRANCHES = {"solve code_o": 8, "solve code_i": 6, "solve code_f": 1, "propose": 2, "propose code_f": 1}
 
@@ -53,9 +62,14 @@ class Example:
     outputs: tuple
 
 
-def is_held_out(program: str) -> bool:
-    """Whether a program is kept for evaluation: one in sixteen, by a hash of its text, whatever the seed."""
-    return zlib.crc32(program.encode()) % 16 == 0
+def is_text_held_out(program: Program) -> bool:
+    """Whether the text is kept for evaluation: one program in sixteen, whatever the seed."""
+    return zlib.crc32(program.text.encode()) % HELD_OUT == 0
+
+
+def is_held_out(program: Program) -> bool:
+    """Whether no training document may be about a program: for its text, or for a combination of its operations."""
+    return is_text_held_out(program) or program.combination_held_out
 
 
 def fence(name: str, content: str) -> str:
@@ -72,25 +86,32 @@ class DialogueWriter:
 
     Args:
         rng (`random.Random`): The only source of randomness.
-        held_out (`bool`, *optional*, defaults to `False`): Whether to draw the programs kept for evaluation instead
-            of the ones for training.
+        held_out (`bool`, *optional*, defaults to `False`): Whether to draw programs kept for evaluation instead of
+            the ones for training: such with a held-out combination, on level 1 such with a held-out text.
+        worked (`float`, *optional*, defaults to `0.0`): Share of the code_o and code_i answers that are worked.
     """
 
-    def __init__(self, rng: random.Random, held_out: bool = False):
+    def __init__(self, rng: random.Random, held_out: bool = False, worked: float = 0.0):
         self.rng = rng
         self.held_out = held_out
+        self.worked = worked
         self.programs = ProgramWriter(rng)
 
     def example(self, level: int, inputs: int) -> Example:
         """A program of `level` with so many different inputs and their (small) outputs."""
         while True:
             program = self.programs.program(level)
-            if is_held_out(program.text) != self.held_out:
+            if not self._wanted(program, level):
                 continue
             given = self.programs.inputs(program.parameters, inputs)
             returned = run(program.text, given)
             if returned and all(map(is_small, returned)):
                 return Example(program, tuple(given), tuple(returned))
+
+    def _wanted(self, program: Program, level: int) -> bool:
+        if not self.held_out:
+            return not is_held_out(program)
+        return is_text_held_out(program) if level == 1 else program.combination_held_out
 
     def level(self, weights: tuple[float, ...]) -> int:
         (level,) = self.rng.choices(TRAINED_LEVELS, weights)
@@ -111,12 +132,19 @@ class DialogueWriter:
         return [ask(example, index) for index in range(count)]
 
     def deduction(self, example: Example, index: int = 0) -> Dialogue:
-        shown = fence("python", example.program.text) + "\n" + fence("input", arguments(example.inputs[index]))
-        return Dialogue(f"solve code_o\n{shown}\n", fence("output", repr(example.outputs[index])))
+        given, returned = example.inputs[index], example.outputs[index]
+        shown = fence("python", example.program.text) + "\n" + fence("input", arguments(given))
+        thinking = tiny_traces.forwards(example.program, given) if self._works() else ""
+        return Dialogue(f"solve code_o\n{shown}\n", thinking + fence("output", repr(returned)))
 
     def abduction(self, example: Example, index: int = 0) -> Dialogue:
-        shown = fence("python", example.program.text) + "\n" + fence("output", repr(example.outputs[index]))
-        return Dialogue(f"solve code_i\n{shown}\n", fence("input", arguments(example.inputs[index])))
+        given, returned = example.inputs[index], example.outputs[index]
+        shown = fence("python", example.program.text) + "\n" + fence("output", repr(returned))
+        thinking = tiny_traces.backwards(example.program, given) if self._works() else ""
+        return Dialogue(f"solve code_i\n{shown}\n", thinking + fence("input", arguments(given)))
+
+    def _works(self) -> bool:
+        return self.rng.random() < self.worked
 
     def varied_example(self, level: int) -> Example:
         """An example for code_f: enough inputs, outputs not all equal."""
@@ -198,7 +226,7 @@ class Document:
 def tokenise(dialogues: list[Dialogue], tokenizer: Tokenizer, end_of_turn: int, length: int) -> Document | None:
     """
     Merges dialogues into one document: their common prefix once, then as many branches as fit into `length` tokens;
-    `None` if not even one fits.
+    `None` if not even one fits. Answers that are too long are left out.
     """
     users = [f"<|im_start|>user\n{item.user}<|im_end|>\n<|im_start|>assistant\n" for item in dialogues]
     prompts = [encoding.ids for encoding in tokenizer.encode_batch(users)]
@@ -208,15 +236,17 @@ def tokenise(dialogues: list[Dialogue], tokenizer: Tokenizer, end_of_turn: int, 
     while all(len(ids) > shared + 1 and ids[shared] == prompts[0][shared] for ids in prompts):
         shared += 1
     document = Document(prompts[0][:shared], list(range(shared)), [0] * shared, [False] * shared)
-    for branch, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start=1):
+    branch = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
         own = prompt[shared:] + answer + [end_of_turn]
-        if len(document.tokens) + len(own) > length:
-            return document if branch > 1 else None
+        if len(answer) > MAX_ANSWER_TOKENS or len(document.tokens) + len(own) > length:
+            continue
+        branch += 1
         document.tokens += own
         document.positions += range(shared, shared + len(own))
         document.branches += [branch] * len(own)
         document.answers += [False] * (len(prompt) - shared) + [True] * (len(answer) + 1)
-    return document
+    return document if branch else None
 
 
 def pack(documents: list[Document], rows: int, length: int, pad: int) -> Batch:
@@ -243,34 +273,52 @@ def pack(documents: list[Document], rows: int, length: int, pad: int) -> Batch:
 class Layout:
     """How many rows of which length a training step has; proposals with references need the long one."""
 
-    short_rows: int = 12
-    short_length: int = 256
+    short_rows: int = 8
+    short_length: int = 384
     long_rows: int = 1
     long_length: int = 384
 
 
-def batches(
-    seed: int, start: int, tokenizer: Tokenizer, end_of_turn: int, pad: int, layout: Layout
-) -> Iterator[tuple[Batch, ...]]:
-    """The batches of the steps `start`, `start + 1`, ...: each depends on the seed and its step alone."""
-    step = start
-    while True:
-        writer = DialogueWriter(random.Random(f"{seed}:{step}"))
-        mix = min(1.0, step / WARM_UP_STEPS)
-        levels = tuple(a + mix * (b - a) for a, b in zip(FIRST_LEVEL_WEIGHTS, SOLVED_LEVEL_WEIGHTS, strict=True))
-        budget = 1.02 * (layout.short_rows * layout.short_length + layout.long_rows * layout.long_length)
-        short, long = [], []
-        for name, share in TOKEN_SHARES.items():
-            written = 0.0
-            while written < share * budget:
-                is_long = name == "propose"
-                length = layout.long_length if is_long else layout.short_length
-                document = tokenise(writer.document(name, levels), tokenizer, end_of_turn, length)
-                if document is not None:
-                    written += len(document.tokens)
-                    (long if is_long else short).append(document)
-        yield (
-            pack(short, layout.short_rows, layout.short_length, pad),
-            pack(long, layout.long_rows, layout.long_length, pad),
-        )
-        step += 1
+@dataclass(frozen=True)
+class Source:
+    """
+    Where the batches of one process come from: each depends on the seed, the process and its step alone.
+
+    Args:
+        seed (`int`): Of the run.
+        steps (`int`): Length of the run.
+        rank, world (`int`): This process and their number.
+        layout ([`Layout`]): Size of a batch.
+    """
+
+    seed: int
+    steps: int
+    rank: int = 0
+    world: int = 1
+    layout: Layout = Layout()
+
+    def batches(self, start: int, tokenizer: Tokenizer, end_of_turn: int, pad: int) -> Iterator[tuple[Batch, ...]]:
+        """The batches of the steps `start`, `start + 1`, ..."""
+        layout, step = self.layout, start
+        while True:
+            done = step / self.steps
+            worked = WORKED_OFTEN if done < WORKED_OFTEN_UNTIL else WORKED_RARELY
+            writer = DialogueWriter(random.Random(f"{self.seed}:{step * self.world + self.rank}"), worked=worked)
+            mix = min(1.0, done / FIRST_LEVELS_UNTIL)
+            levels = tuple(a + mix * (b - a) for a, b in zip(FIRST_LEVEL_WEIGHTS, SOLVED_LEVEL_WEIGHTS, strict=True))
+            budget = 1.07 * (layout.short_rows * layout.short_length + layout.long_rows * layout.long_length)
+            short, long = [], []
+            for name, share in TOKEN_SHARES.items():
+                written = 0.0
+                while written < share * budget:
+                    is_long = name == "propose"
+                    length = layout.long_length if is_long else layout.short_length
+                    document = tokenise(writer.document(name, levels), tokenizer, end_of_turn, length)
+                    if document is not None:
+                        written += len(document.tokens)
+                        (long if is_long else short).append(document)
+            yield (
+                pack(short, layout.short_rows, layout.short_length, pad),
+                pack(long, layout.long_rows, layout.long_length, pad),
+            )
+            step += 1

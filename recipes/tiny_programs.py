@@ -1,20 +1,23 @@
 """
 The programs the embedded tiny base is trained on: a narrow graded grammar whose programs are executed for truth.
 
-A program is a chain of one-line operations on integers, lists of digits and short strings; its level is the number of
-operations (1 to 4 for training, level 5 has six and is kept out of supervised training). Everything here is trusted
-text made by [`ProgramWriter`], so it is run with a plain `exec`: this is the one place where no sandbox is needed.
-Used by `make_tiny_base.py` and by the studies on that base.
+A program is a chain of operations on integers, lists of digits and short strings, one line each; its level is the
+number of operations (1 to 4 for training; levels 5 and 6 have six and eight and are kept out of supervised training).
+Everything here is trusted text made by [`ProgramWriter`], so it is run with a plain `exec`: this is the one place where
+no sandbox is needed. Used by `make_tiny_base.py` and by the studies on that base.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 
 TRAINED_LEVELS = (1, 2, 3, 4)
-OPERATIONS_AT_LEVEL = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6}
+OPERATIONS_AT_LEVEL = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
+HELD_OUT = 16  # one program in so many, and one pair of successive operations in so many, is kept for evaluation
 
 # Letters that no keyword or name of the grammar has next to each other: the tokenizer then never merges them, and a
 # string is spelt one letter per token.
@@ -37,7 +40,7 @@ class Operation:
             `{p}`, `{q}` (different letters).
         hint (`str`): What a message says about it; it names the operation and leaves its constants to the examples.
         weight (`float`): How often it is drawn.
-        statement (`bool`): Whether `text` is an `if` that changes `{v}` in place instead of an expression.
+        condition (`str`): Where it is not empty, `{v}` becomes `text` only if this holds.
         nonempty (`str`): `"needs"`: the operand must not be empty; `"keeps"`: a non-empty operand gives a non-empty
             result; `"loses"`: it may not.
     """
@@ -47,7 +50,7 @@ class Operation:
     text: str
     hint: str
     weight: float = 1.0
-    statement: bool = False
+    condition: str = ""
     nonempty: str = "keeps"
 
 
@@ -61,8 +64,8 @@ OPERATIONS = (
     Operation("int", "int", "{v} - {w}", "subtract the other number", 1.5),
     Operation("int", "int", "max({v}, {w})", "take the larger"),
     Operation("int", "int", "min({v}, {w})", "take the smaller"),
-    Operation("int", "int", "if {v} > {k}:\n        {v} = {v} - {j}", "lower it if it is large", 1.0, True),
-    Operation("int", "int", "if {v} < {k}:\n        {v} = {v} + {j}", "raise it if it is small", 1.0, True),
+    Operation("int", "int", "{v} - {j}", "lower it if it is large", condition="{v} > {k}"),
+    Operation("int", "int", "{v} + {j}", "raise it if it is small", condition="{v} < {k}"),
     Operation("list", "list", "{v}[::-1]", "reverse it"),
     Operation("list", "list", "sorted({v})", "sort it"),
     Operation("list", "list", "{v}[1:]", "drop the first", nonempty="loses"),
@@ -88,13 +91,68 @@ OPERATIONS = (
 
 
 @dataclass(frozen=True)
-class Program:
-    """A generated program: its `text`, parameter names, `level`, and the message that hints at its operations."""
+class Step:
+    """
+    One operation with its names and constants, a line of a program.
 
-    text: str
+    Args:
+        operation ([`Operation`]): What is done.
+        operand, other (`str`): The variables of `{v}` and `{w}`.
+        target (`str`): The variable that takes the result; empty where it is returned.
+        digits (`tuple[int, int]`), letters (`tuple[str, str]`): The constants.
+    """
+
+    operation: Operation
+    operand: str
+    other: str
+    target: str
+    digits: tuple[int, int]
+    letters: tuple[str, str]
+
+    def write(self, text: str, operand: str = "", other: str = "") -> str:
+        """`text` with this step's constants; the variables' names, or what is given instead of them."""
+        (k, j), (p, q) = self.digits, self.letters
+        return text.format(v=operand or self.operand, w=other or self.other, k=k, j=j, p=p, q=q)
+
+    @property
+    def source(self) -> str:
+        """The line, or lines, of the program."""
+        text = self.write(self.operation.text)
+        if self.operation.condition:
+            changed = f"    if {self.write(self.operation.condition)}:\n        {self.operand} = {text}"
+            return changed if self.target else f"{changed}\n    return {self.operand}"
+        return f"    {self.target} = {text}" if self.target else f"    return {text}"
+
+    def varied(self, rng: random.Random) -> Step:
+        """The same operation with other constants."""
+        return replace(self, digits=(rng.randint(1, 9), rng.randint(1, 9)), letters=tuple(rng.sample(LETTERS, 2)))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A generated program: parameter names and steps; `text` is its Python, `message` hints at its operations."""
+
     parameters: tuple[str, ...]
-    level: int
-    message: str
+    steps: tuple[Step, ...]
+
+    @property
+    def text(self) -> str:
+        return "\n".join([f"def f({', '.join(self.parameters)}):", *(step.source for step in self.steps)])
+
+    @property
+    def message(self) -> str:
+        return ", then ".join(step.operation.hint for step in self.steps)
+
+    @property
+    def combination_held_out(self) -> bool:
+        """Whether two successive operations are a pair that no program of the training text has."""
+        return any(is_pair_held_out(a.operation, b.operation) for a, b in pairwise(self.steps))
+
+
+def is_pair_held_out(first: Operation, second: Operation) -> bool:
+    """Whether no training program does `second` right after `first`: one pair in sixteen, whatever the seed."""
+    names = (f"{operation.condition} {operation.text}" for operation in (first, second))
+    return zlib.crc32(" / ".join(names).encode()) % HELD_OUT == 0
 
 
 def run(program: str, inputs: list[tuple]) -> list | None:
@@ -148,45 +206,33 @@ class ProgramWriter:
         """A program of exactly `level` that uses all its parameters and is not constant on random inputs."""
         while True:
             (parameters,) = self.rng.choices(SIGNATURES, SIGNATURE_WEIGHTS)
-            body, message, used = self._body(parameters, OPERATIONS_AT_LEVEL[level])
-            if not used.issuperset(parameters):
+            steps = self._steps(parameters, OPERATIONS_AT_LEVEL[level])
+            read = {parameters[0]} | {step.other for step in steps}
+            if not read.issuperset(parameters):
                 continue
-            text = f"def f({', '.join(parameters)}):\n{body}"
-            outputs = run(text, self.inputs(parameters, 6))
+            program = Program(parameters, tuple(steps))
+            outputs = run(program.text, self.inputs(parameters, 6))
             if outputs and all(map(is_small, outputs)) and len({repr(output) for output in outputs}) >= 3:
-                return Program(text, parameters, level, message)
+                return program
 
-    def _body(self, parameters: tuple[str, ...], operations: int) -> tuple[str, str, set[str]]:
-        """Indented lines, message, and the names that the lines read."""
+    def _steps(self, parameters: tuple[str, ...], operations: int) -> list[Step]:
         rng = self.rng
         types = {name: TYPE_OF[name] for name in parameters}
-        current, nonempty, previous = parameters[0], True, None
-        lines, hints, used = [], [], {current}
+        current, nonempty = parameters[0], True
+        steps: list[Step] = []
         for index in range(operations):
             last = index == operations - 1
             others = [name for name, type_ in types.items() if type_ == "int" and name != current]
+            previous = steps[-1].operation if steps else None
             operation = self._draw(types[current], bool(others), nonempty, previous, last)
-            other = rng.choice(others) if others else ""
-            if "{w}" in operation.text:
-                used.add(other)
-            letters = rng.sample(LETTERS, 2)
-            text = operation.text.format(
-                v=current, w=other, k=rng.randint(1, 9), j=rng.randint(1, 9), p=letters[0], q=letters[1]
-            )
-            hints.append(operation.hint)
+            other = rng.choice(others) if "{w}" in operation.text else ""
+            target = "" if last else current if operation.condition else self._target(current, operation, types)
+            step = Step(operation, current, other, target, (0, 0), ("", "")).varied(rng)
+            steps.append(step)
             nonempty = nonempty and operation.nonempty == "keeps"
-            previous = operation
-            if operation.statement:
-                lines.append(f"    {text}")
-                if last:
-                    lines.append(f"    return {current}")
-            elif last:
-                lines.append(f"    return {text}")
-            else:
-                current = self._target(current, operation, types)
-                types[current] = operation.target
-                lines.append(f"    {current} = {text}")
-        return "\n".join(lines), ", then ".join(hints), used
+            if not last:
+                current, types[target] = target, operation.target
+        return steps
 
     def _draw(self, source: str, others: bool, nonempty: bool, previous: Operation | None, last: bool) -> Operation:
         """An operation that fits the current value; reductions to an integer are kept for the end mostly."""

@@ -1,12 +1,14 @@
 """
 Scores a tiny base against its gate, with the package's own task kinds and sandbox, on held-out programs.
 
-    python recipes/tiny_scores.py --model trl_populora/assets/tiny --tasks 40
+    python recipes/tiny_scores.py --model trl_populora/assets/tiny --tasks 60
 
-takes about five minutes on one quiet core and prints the figures; `--card` writes the model card. Per level and
-kind: pass@1 and any of 8 at temperature 1, greedy, and the share of groups of 8 without spread. Per kind of proposal:
-validity, distinctness, and how the base solves its own valid proposals, which is what self-play starts from.
-Also home of the seed tasks, which are made of the same pieces.
+takes about ten minutes on one quiet core and prints the figures; `--card` writes the model card, with the headroom that
+`tiny_headroom.py` measured if `--headroom FILE` names its results. Per level and kind: pass@1 and any of 8 at
+temperature 1, the share of groups of 8 without spread, how many answers are worked, and how often an answer is right
+when it has to be worked or has to be direct (its first token is given). Per kind of proposal: validity, distinctness,
+and how the base solves its own valid proposals, which is what self-play starts from. Also home of the seed tasks and
+of the held-out tasks, which are made of the same pieces.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tiny_documents import (
     Example,
 )
 from tiny_programs import OPERATIONS_AT_LEVEL, TRAINED_LEVELS
+from tiny_traces import OPEN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_populora.sandbox import Sandbox, values
@@ -37,11 +40,15 @@ from trl_populora.tasks.base import Reject, Task, TaskKind
 from trl_populora.tasks.code_f import CodeF
 from trl_populora.tasks.code_i import CodeI
 from trl_populora.tasks.code_o import CodeO
+from trl_populora.tasks.fences import has_thinking
 
 
 SAMPLES = 8
+FORCED_SAMPLES = 4  # of answers that must be worked, and of such that must be direct
+OPENINGS = {"code_o": "```output\n", "code_i": "```input\n", "code_f": "```python\n"}  # of a direct answer
 REFERENCES = 2  # shown in proposal prompts, as in the quick start
-MAX_NEW_TOKENS = {"solve code_o": 48, "solve code_i": 48, "solve code_f": 128, "propose": 192}
+MAX_NEW_TOKENS = 256
+EVAL_LEVELS = (2, 3, 4, 5)
 
 
 def kinds() -> dict[str, TaskKind]:
@@ -68,10 +75,14 @@ def random_task(kind: str, level: int, writer: DialogueWriter) -> Task:
     return as_task(kind, writer.varied_example(level), writer.rng)
 
 
-def write_seed_tasks(path: Path, count: int = 256, seed: int = 0) -> None:
-    """Writes `count` different tasks, kinds and levels 1 to 4 in turn, each with its `level`."""
-    writer, archive, lines = DialogueWriter(random.Random(f"{seed}:seed tasks")), TaskArchive(), []
-    combinations = [(kind, level) for level in TRAINED_LEVELS for kind in kinds()]
+def write_tasks(path: Path, count: int, levels: Sequence[int], held_out: bool, seed: int = 0) -> None:
+    """
+    Writes `count` different tasks, kinds and levels in turn, each with its `level`: such as training may start from, or
+    such as nothing was trained on.
+    """
+    name = "held-out tasks" if held_out else "seed tasks"
+    writer, archive, lines = DialogueWriter(random.Random(f"{seed}:{name}"), held_out), TaskArchive(), []
+    combinations = [(kind, level) for level in levels for kind in kinds()]
     while len(lines) < count:
         kind, level = combinations[len(lines) % len(combinations)]
         task = random_task(kind, level, writer)
@@ -86,15 +97,18 @@ def write_seed_tasks(path: Path, count: int = 256, seed: int = 0) -> None:
 @dataclass(frozen=True)
 class Solved:
     """
-    Results on a list of tasks.
+    Results on a list of tasks; each array holds whether an answer is right.
 
     Args:
-        samples (`np.ndarray`): bool `[tasks, SAMPLES]`, right at temperature 1.
-        greedy (`np.ndarray`): bool `[tasks]`.
+        samples (`np.ndarray`): bool `[tasks, SAMPLES]`, at temperature 1.
+        thinking (`np.ndarray`): bool, likewise: whether the answer is worked.
+        worked, direct (`np.ndarray`): bool `[tasks, FORCED_SAMPLES]`, answers that had to be so.
     """
 
     samples: np.ndarray
-    greedy: np.ndarray
+    thinking: np.ndarray
+    worked: np.ndarray
+    direct: np.ndarray
 
     def figures(self) -> dict[str, float]:
         """The figures of the gate; a group without spread is all right or all wrong."""
@@ -102,9 +116,11 @@ class Solved:
         return {
             "pass@1": float(rate.mean()),
             "any of 8": float((rate > 0).mean()),
-            "greedy": float(self.greedy.mean()),
             "no spread": float(((rate == 0) | (rate == 1)).mean()),
             "none right": float((rate == 0).mean()),
+            "worked share": float(self.thinking.mean()),
+            "worked": float(self.worked.mean()),
+            "direct": float(self.direct.mean()),
         }
 
 
@@ -128,13 +144,13 @@ class Scorer:
         self.batch = batch
         torch.manual_seed(seed)
 
-    def complete(self, prompts: Sequence[list[dict[str, str]]], limit: int, sample: bool) -> list[str]:
-        """One completion per prompt, without its end of turn; similar lengths share a batch."""
+    def complete(self, prompts: Sequence[list[dict[str, str]]], opening: str = "") -> list[str]:
+        """One sampled completion per prompt, without its end of turn, each starting with `opening`."""
         texts = [
-            self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) + opening
             for prompt in prompts
         ]
-        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))  # similar lengths share a batch
         completions = [""] * len(texts)
         for start in range(0, len(order), self.batch):
             chosen = order[start : start + self.batch]
@@ -143,30 +159,36 @@ class Scorer:
                 output = self.model.generate(
                     input_ids=inputs["input_ids"],
                     attention_mask=inputs["attention_mask"],
-                    max_new_tokens=limit,
-                    do_sample=sample,
-                    temperature=1.0 if sample else None,
+                    max_new_tokens=MAX_NEW_TOKENS,
+                    do_sample=True,
+                    temperature=1.0,
                 )
             decoded = self.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             for index, text in zip(chosen, decoded, strict=True):
-                completions[index] = text
+                completions[index] = opening + text
         return completions
 
     def solve(self, kind: TaskKind, tasks: Sequence[Task]) -> Solved:
-        """`SAMPLES` attempts and a greedy one at each task."""
-        limit = MAX_NEW_TOKENS[f"solve {kind.name}"]
-        prompts = [kind.solving_prompt(task, "compact") for task in tasks]
-        sampled = self.complete([prompt for prompt in prompts for _ in range(SAMPLES)], limit, sample=True)
-        greedy = self.complete(prompts, limit, sample=False)
-        right = self.grade(kind, [task for task in tasks for _ in range(SAMPLES)] + list(tasks), sampled + greedy)
-        cut = len(tasks) * SAMPLES
-        return Solved(right[:cut].reshape(len(tasks), SAMPLES), right[cut:])
+        """`SAMPLES` attempts at each task as the model likes, and some in each of the two ways."""
+        texts = self.attempts(kind, tasks, SAMPLES)
+        right = self.grade(kind, tasks, texts, SAMPLES)
+        thinking = np.array([has_thinking(text) for text in texts], dtype=bool).reshape(right.shape)
+        forced = [
+            self.grade(kind, tasks, self.attempts(kind, tasks, FORCED_SAMPLES, opening), FORCED_SAMPLES)
+            for opening in (f"{OPEN}\n", OPENINGS[kind.name])
+        ]
+        return Solved(right, thinking, *forced)
 
-    def grade(self, kind: TaskKind, tasks: Sequence[Task], texts: Sequence[str]) -> np.ndarray:
-        attempts = [kind.parse_attempt(text, task) for text, task in zip(texts, tasks, strict=True)]
-        jobs = [kind.trial(task, attempt) for task, attempt in zip(tasks, attempts, strict=True)]
-        verdicts = self.run(jobs)
-        return np.array(list(map(kind.correct, tasks, attempts, verdicts)), dtype=bool)
+    def attempts(self, kind: TaskKind, tasks: Sequence[Task], samples: int, opening: str = "") -> list[str]:
+        prompts = [kind.solving_prompt(task, "compact") for task in tasks]
+        return self.complete([prompt for prompt in prompts for _ in range(samples)], opening)
+
+    def grade(self, kind: TaskKind, tasks: Sequence[Task], texts: Sequence[str], samples: int) -> np.ndarray:
+        """Which of each task's answers are right, bool `[tasks, samples]`."""
+        owners = [task for task in tasks for _ in range(samples)]
+        attempts = [kind.parse_attempt(text, task) for text, task in zip(texts, owners, strict=True)]
+        verdicts = self.run([kind.trial(task, attempt) for task, attempt in zip(owners, attempts, strict=True)])
+        return np.array(list(map(kind.correct, owners, attempts, verdicts)), dtype=bool).reshape(-1, samples)
 
     def run(self, jobs: Sequence) -> list:
         """Verdicts of the jobs that are not `None`; equal jobs run once."""
@@ -185,7 +207,7 @@ class Scorer:
             for _ in range(count)
         ]
         prompts = [kind.proposal_prompt(shown, "compact") for shown in references]
-        texts = self.complete(prompts, MAX_NEW_TOKENS["propose"], sample=True)
+        texts = self.complete(prompts)
         parsed = [kind.parse_proposal(text, shown) for text, shown in zip(texts, references, strict=True)]
         verdicts = self.run([None if isinstance(item, Reject) else kind.check(item) for item in parsed])
         return [
@@ -223,18 +245,29 @@ def score(directory: Path, tasks: int, seed: int = 0) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="model directory")
-    parser.add_argument("--tasks", type=int, default=40, help="per kind and level")
+    parser.add_argument("--model", type=Path, help="model directory")
+    parser.add_argument("--tasks", type=int, default=60, help="per kind and level")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--card", action="store_true", help="write the model card, `README.md`, into --model")
+    parser.add_argument("--headroom", type=Path, help="what tiny_headroom.py wrote, for the card")
+    parser.add_argument(
+        "--write-tasks", type=Path, help="directory for seed_tasks.jsonl and eval_tasks.jsonl; no scores"
+    )
     arguments = parser.parse_args()
+    if arguments.write_tasks:
+        write_tasks(arguments.write_tasks / "seed_tasks.jsonl", 256, TRAINED_LEVELS, held_out=False)
+        write_tasks(arguments.write_tasks / "eval_tasks.jsonl", 312, EVAL_LEVELS, held_out=True)
+        return
     torch.set_num_threads(1)  # at these sizes a second thread costs more than it brings
-    if not (arguments.model / "training.json").is_file():
-        parser.error(f"{arguments.model} was not written by make_tiny_base.py: it has no training.json")
+    if arguments.model is None or not (arguments.model / "training.json").is_file():
+        parser.error(f"--model {arguments.model} was not written by make_tiny_base.py: it has no training.json")
     figures = score(arguments.model, arguments.tasks, arguments.seed)
+    (arguments.model / "scores.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
     if arguments.card:
         made = json.loads((arguments.model / "training.json").read_text(encoding="utf-8"))["made"]
-        (arguments.model / "README.md").write_text(model_card(figures, arguments.tasks, made), encoding="utf-8")
+        headroom = json.loads(arguments.headroom.read_text(encoding="utf-8")) if arguments.headroom else None
+        card = model_card(figures, arguments.tasks, made, headroom)
+        (arguments.model / "README.md").write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":

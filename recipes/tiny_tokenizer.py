@@ -12,6 +12,7 @@ import random
 import re
 
 from tiny_documents import BRANCHES, DialogueWriter
+from tiny_traces import CLOSE, OPEN
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,6 +21,8 @@ VOCABULARY = 512
 END_OF_TURN, PADDING, START_OF_TURN = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
 SPECIAL_TOKENS = (PADDING, START_OF_TURN, END_OF_TURN)
 WHOLE_TOKENS = (
+    OPEN,
+    CLOSE,
     *(f"```{name}\n" for name in ("python", "input", "inputs", "output", "message", "examples")),
     *(f"solve {kind}\n" for kind in ("code_o", "code_i", "code_f")),
     *("propose code_o\n", "propose code_i\n", "propose code_f "),
@@ -38,11 +41,12 @@ PIECES = "|".join(
         r"\n +(?:return |if )?",
         r"def f\(",
         r"\):",
+        r": ",
         r"[0-9]",
         r"\[::-1\]|\[1:\]|\[0\]",
         r" for x in | if x > ",
         r"\.[a-z]+\(\)?",
-        r" (?:->|[-+*<>=]) ",
+        r" (?:->|[!=]=|[-+*<>=]) ",
         r", (?:then )?",
         r" ?[A-Za-z_]+\(?",
         r"\s+",
@@ -53,7 +57,7 @@ PIECES = "|".join(
 
 def train_tokenizer(seed: int, documents: int = 4000) -> PreTrainedTokenizerFast:
     """Trains the tokenizer on random documents, with the letters of string literals left out."""
-    writer = DialogueWriter(random.Random(f"{seed}:tokenizer"))
+    writer = DialogueWriter(random.Random(f"{seed}:tokenizer"), worked=0.5)
     names = list(BRANCHES)
     texts = []
     for index in range(documents):

@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+from trl_populora.sandbox.values import encode
 from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
 
 
@@ -75,6 +76,20 @@ SETTINGS = {
 }
 
 
+# One task of code, which a random base never solves, and nine that it solves by chance.
+HELD_OUT = [
+    {
+        "kind": "code_o",
+        "program": "def f(a):\n    return a - 1",
+        "inputs": [encode((7,))],
+        "outputs": ["6"],
+        "message": "",
+    },
+    *({"kind": "letters", "program": "", "inputs": [], "outputs": [], "message": word} for word in "abcdefghi"),
+]
+EVALUATED = {"evaluated": True, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_attempts": 3}
+
+
 def make_trainer(base: str, output_dir: str, settings: dict):
     """A trainer of the shared shape: 2T+2S, 24 rows a step, an evolution event every 3 steps."""
     import torch
@@ -87,8 +102,10 @@ def make_trainer(base: str, output_dir: str, settings: dict):
     torch.set_num_threads(1)
     tasks = Dataset.from_list(json.loads(Path(base, "tasks.json").read_text()))
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    args = PopuLoRAConfig(output_dir, **(SETTINGS | settings))
-    return PopuLoRATrainer(base, letters, args, train_dataset=tasks, peft_config=lora)
+    settings = SETTINGS | settings
+    held_out = Dataset.from_list(HELD_OUT) if settings.pop("evaluated", False) else None
+    args = PopuLoRAConfig(output_dir, **settings)
+    return PopuLoRATrainer(base, letters, args, train_dataset=tasks, eval_dataset=held_out, peft_config=lora)
 
 
 def run(base: str, output_dir: str, settings: dict, resume: bool = False) -> None:

@@ -23,11 +23,14 @@ class TrainArguments:
         seed_tasks (`str`, *optional*):
             Table of seed tasks: a JSON lines or parquet file, or the name of a dataset on the Hub. The 256 tasks of
             the package when unset.
+        eval_tasks (`str`, *optional*):
+            Table of held-out tasks, likewise; `tiny` is the one that ships for the embedded base.
         resume (`bool`, *optional*, defaults to `False`):
             Continue from the newest whole checkpoint in `output_dir`, or start afresh if there is none.
     """
 
     seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
+    eval_tasks: str | None = field(default=None, metadata={"help": "Held-out tasks, as seed_tasks; or 'tiny'."})
     resume: bool = field(default=False, metadata={"help": "Continue from the newest whole checkpoint in output_dir."})
 
 
@@ -98,6 +101,7 @@ GROUPS = {
     "Rewards and baselines": "teacher_reward_invalid",
     "Sandbox": "sandbox_workers",
     "Evolution": "evolve_every",
+    "Evaluation": "eval_attempts",
     "Generation": "vllm_engine_kwargs",
     "Records": "save_rollouts",
 }
@@ -128,23 +132,23 @@ def group_options(parser: argparse.ArgumentParser) -> None:
     parser._action_groups.append(parser._action_groups.pop(parser._action_groups.index(parser._optionals)))
 
 
-def run_training(recipe, args, model) -> None:
-    """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
+def build_trainer(recipe, args, model):
+    """The trainer that the arguments of a training command describe."""
     from peft import LoraConfig
 
-    from trl_populora.checkpoint import newest
+    from trl_populora.loading import TINY, tiny_eval_tasks
     from trl_populora.populora_trainer import PopuLoRATrainer
-    from trl_populora.report import plot_run, print_population
 
     args.model_init_kwargs = {
         "dtype": model.dtype,
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
     } | (args.model_init_kwargs or {})
-    trainer = PopuLoRATrainer(
-        model=model.model_name_or_path or "tiny",
+    return PopuLoRATrainer(
+        model=model.model_name_or_path or TINY,
         args=args,
-        train_dataset=read_seed_tasks(recipe.seed_tasks),
+        train_dataset=read_tasks(recipe.seed_tasks),
+        eval_dataset=read_tasks(tiny_eval_tasks() if recipe.eval_tasks == TINY else recipe.eval_tasks),
         peft_config=LoraConfig(
             r=model.lora_r,
             lora_alpha=model.lora_alpha,
@@ -152,6 +156,14 @@ def run_training(recipe, args, model) -> None:
             use_rslora=model.use_rslora,
         ),
     )
+
+
+def run_training(recipe, args, model) -> None:
+    """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
+    from trl_populora.checkpoint import newest
+    from trl_populora.report import plot_run, print_population
+
+    trainer = build_trainer(recipe, args, model)
     trainer.train(resume_from_checkpoint=newest(args.output_dir) if recipe.resume else None)
     trainer.save_state()
     trainer.save_model()
@@ -167,9 +179,9 @@ def run_training(recipe, args, model) -> None:
     trainer.accelerator.end_training()
 
 
-def read_seed_tasks(source: str | None):
+def read_tasks(source: str | None):
     """
-    The table of seed tasks, or `None` for the package's own.
+    A table of tasks from a file or the Hub, or `None` where none is named.
 
     Raises:
         `ValueError`: If there is no such file or dataset.
@@ -224,7 +236,7 @@ def crossplay(arguments: Sequence[str]) -> None:
     from trl_populora.tasks.archive import TaskArchive
 
     (options,) = _parse(CrossPlayArguments, "crossplay", arguments)
-    given = None if options.tasks is None else list(TaskArchive.from_dataset(read_seed_tasks(options.tasks)))
+    given = None if options.tasks is None else list(TaskArchive.from_dataset(read_tasks(options.tasks)))
     trainer, names = assemble(options.runs, options.out, seed=options.seed)
     try:
         teachers, students = ([member.name for member in trainer.population.role(r)] for r in ("teacher", "student"))

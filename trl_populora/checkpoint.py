@@ -53,6 +53,7 @@ class ResumableTrainer(GRPOTrainer):
 
     - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
     - `save_model`, `_save`: one ordinary PEFT directory per member, and `population.json`; no base weights are gathered.
+    - `_load_best_model`: the whole population of the checkpoint with the best `metric_for_best_model`.
     - `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then the state of the game
       (on every backend; DeepSpeed brings its members itself), then the loss that is not logged yet.
     - `train`: `resume_from_checkpoint=True` takes the newest checkpoint that is whole.
@@ -86,6 +87,7 @@ class ResumableTrainer(GRPOTrainer):
         self._aside = str(unfinished.parent)
         try:
             super()._save_checkpoint(model, trial)
+            self._name_best_checkpoint(root, target, unfinished)
             save_game(self, unfinished)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
@@ -105,9 +107,23 @@ class ResumableTrainer(GRPOTrainer):
             self._aside = None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            rotate_checkpoints(str(root), self.args.save_total_limit, use_mtime=True)
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(root), self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))  # the call from within, before it was whole, did nothing
+
+    def _name_best_checkpoint(self, root: Path, target: Path, unfinished: Path) -> None:
+        """Trainer looked for the best checkpoint where this one is being written, not where whole ones lie."""
+        best = root / f"{PREFIX}{self.state.best_global_step}"
+        self.state.best_model_checkpoint = str(best) if best == target or best.is_dir() else None
+        if self.args.should_save:
+            self.state.save_to_json(str(unfinished / "trainer_state.json"))
+
+    def _load_best_model(self):
+        best = self.state.best_model_checkpoint
+        logger.info("Taking the population of %s (%s).", best, self.state.best_metric)
+        load_members(self, best)
+        load_nouns(self, Path(best))
 
     def save_model(self, output_dir=None, _internal_call=False):
         # Not TRL's: under transformers 5.17 it calls `_save` on the main rank alone, but ZeRO and FSDP read together.
@@ -230,7 +246,7 @@ def game_state(trainer: PopuLoRATrainer) -> dict[str, Any]:
         "population": trainer.population.state_dict(),
         "matchmaker": trainer.matchmaker.state_dict(),
         "coverage": trainer.archive.coverage.state_dict(),
-    }
+    } | ({} if trainer.held_out is None else {"held_out": trainer.held_out.state_dict()})
 
 
 def _rank_state(trainer: PopuLoRATrainer) -> dict[str, Any]:
@@ -282,19 +298,27 @@ def load_game(trainer: PopuLoRATrainer, directory: str) -> None:
     """
     root = Path(directory)
     check_same_shape(trainer, root / "population.json", same_members=True)
-    state = read_json(root / "game.json")
-    nouns: dict[str, Any] = {"population": trainer.population, "matchmaker": trainer.matchmaker}
-    for field, noun in nouns.items():
-        try:
-            noun.load_state_dict(state[field])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{root / 'game.json'}: field `{field}` is missing or broken ({error!r}).") from error
+    state = load_nouns(trainer, root)
     if not isinstance(state.get("coverage"), dict):
         raise ValueError(f"{root / 'game.json'}: field `coverage` is missing or broken.")
     load_archive(trainer.archive, root / "archive.parquet", state["coverage"])
     _load_rank_state(trainer, root / f"rank_state_{trainer.args.process_index}.pt")
     if trainer.args.should_save:
         records.take_back(Path(trainer.args.output_dir), trainer.state.global_step, root / "lineage.jsonl")
+
+
+def load_nouns(trainer: PopuLoRATrainer, root: Path) -> dict[str, Any]:
+    """Ratings, matchmaker and held-out scores of a checkpoint; returns what its `game.json` holds."""
+    state = read_json(root / "game.json")
+    nouns: dict[str, Any] = {"population": trainer.population, "matchmaker": trainer.matchmaker}
+    if trainer.held_out is not None and "held_out" in state:  # a run may start to evaluate when it is resumed
+        nouns["held_out"] = trainer.held_out
+    for field, noun in nouns.items():
+        try:
+            noun.load_state_dict(state[field])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{root / 'game.json'}: field `{field}` is missing or broken ({error!r}).") from error
+    return state
 
 
 def _load_rank_state(trainer: PopuLoRATrainer, path: Path) -> None:

@@ -19,10 +19,11 @@ from peft import LoraConfig
 from tqdm import tqdm
 
 from trl_populora.checkpoint import write_member_file
+from trl_populora.held_out import attempt
 from trl_populora.hub import fetch
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.rollout import Game, grade, judge
+from trl_populora.rollout import Game, judge
 from trl_populora.saved_population import check_same_shape, read_json
 from trl_populora.tasks.base import Task
 
@@ -32,7 +33,7 @@ def solve_rates(game: Game, member: str, tasks: Sequence[Task], attempts: int = 
     Lets one member attempt every task, sampled as in training.
 
     Args:
-        game (`Game`): The trainer's `game`; only its `generate`, `kinds`, `sandbox` and `style` are used.
+        game (`Game`): The trainer's `game`.
         member (`str`): Name of the member.
         tasks (`Sequence[Task]`): What to solve.
         attempts (`int`, *optional*, defaults to `1`): Attempts per task.
@@ -41,18 +42,8 @@ def solve_rates(game: Game, member: str, tasks: Sequence[Task], attempts: int = 
     Returns:
         `list[float]`: Fraction of right attempts per task, in the order of the tasks.
     """
-    owners = [task for task in tasks for _ in range(attempts)]
-    answers = []
-    for start in range(0, len(owners), batch):
-        part = owners[start : start + batch]
-        prompts = [game.kinds[task.kind].solving_prompt(task, game.style) for task in part]
-        completions = game.generate(prompts, [member] * len(part))
-        answers += [
-            game.kinds[task.kind].parse_attempt(completion.text, task)
-            for task, completion in zip(part, completions, strict=True)
-        ]
-    right = grade(game, owners, answers)
-    return [sum(right[i : i + attempts]) / attempts for i in range(0, len(right), attempts)]
+    tried = attempt(game, [member], tasks, attempts, batch)[member]
+    return [fmean(outcome.correct for outcome in group) for group in tried]
 
 
 @dataclass

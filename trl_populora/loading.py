@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path
 
+from trl_populora.held_out import HeldOut
 from trl_populora.matchmaking import everyone_plays
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.rewards import make_student_reward, make_teacher_reward
-from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
+from trl_populora.rollout import Game
+from trl_populora.sandbox import Job, Limits, Runner, Sandbox, SandboxClient, Status
 from trl_populora.tasks import CodeF, load_seed_tasks, resolve_kind
-from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import TaskKind
+from trl_populora.tasks.archive import TaskArchive, read_task
+from trl_populora.tasks.base import Task, TaskKind
 from trl_populora.tasks.code import CodeKind
 
 
@@ -38,6 +40,11 @@ TINY = "tiny"
 def tiny_base_path() -> str:
     """Directory of the embedded tiny base model, made by `recipes/make_tiny_base.py`."""
     return str(files("trl_populora").joinpath("assets", "tiny"))
+
+
+def tiny_eval_tasks() -> str:
+    """File of the held-out tasks for the embedded base: combinations of operations that it was never trained on."""
+    return str(files("trl_populora").joinpath("assets", "eval_tasks.jsonl"))
 
 
 def resolve_model_path(model: str) -> str:
@@ -133,6 +140,94 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
     return archive
 
 
+def load_held_out(
+    eval_dataset: Any, kinds: Mapping[str, TaskKind], archive: TaskArchive | None, args: PopuLoRAConfig
+) -> HeldOut | None:
+    """
+    Builds the held-out tasks from one table or several; the training's archive may hold none of them.
+
+    Raises:
+        `TypeError`: If a table is not a `datasets.Dataset`.
+        `ValueError`: If evaluation is wanted without tasks, or a table is empty, holds prompts, a broken cell, a kind
+            that is not played, or a task of the archive.
+    """
+    if eval_dataset is None:
+        for name, wanted in {
+            "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
+            "eval_steps": args.eval_steps is not None,
+            "eval_on_start": args.eval_on_start,
+        }.items():
+            if wanted:
+                raise ValueError(
+                    f"`{name}={getattr(args, name)!s}` needs held-out tasks: pass `eval_dataset=` (on the command line "
+                    "`--eval_tasks`), a table with the columns of seed tasks, or leave it unset."
+                )
+        return None
+    named = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    tables = {
+        name: _held_out_table(f"eval_dataset[{name!r}]" if name else "eval_dataset", table, kinds)
+        for name, table in named.items()
+    }
+    if not tables:
+        raise ValueError("`eval_dataset` is an empty dict; name at least one table.")
+    batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM schedules rows by itself
+    held_out = HeldOut(tables, args.eval_attempts, batch, args.seed)
+    if shared := [task for task in archive or () if task in held_out]:
+        raise ValueError(
+            f"{len(shared)} of the {len(archive or ())} tasks to start from ask what `eval_dataset` holds out, so nothing "
+            f"would be learned from a high score. Take them out of `train_dataset`. The first is {shared[0].program!r:.200}."
+        )
+    return held_out
+
+
+def _held_out_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> list[Task]:
+    if not isinstance(table, Dataset):
+        raise TypeError(f"`{field}` must be a `datasets.Dataset` of tasks, got `{type(table).__name__}`.")
+    if "prompt" in table.column_names and "kind" not in table.column_names:
+        raise ValueError(
+            f"`{field}` holds prompts; held-out tasks are rows with `kind`, `program`, `inputs` and `outputs`, as seed "
+            "tasks are."
+        )
+    tasks = [read_task(row, f"`{field}`, row {number}") for number, row in enumerate(table)]
+    if not tasks:
+        raise ValueError(f"`{field}` is empty; give at least one task, or leave it unset.")
+    for number, task in enumerate(tasks):
+        if task.kind not in kinds:
+            raise ValueError(
+                f"`{field}`, row {number}: column `kind` is {task.kind!r}, this run plays {', '.join(kinds)}. Leave such "
+                "rows out, or add the kind to `task_kinds`."
+            )
+    return tasks
+
+
+def check_outputs(tables: Mapping[str, Sequence[Task]], game: Game) -> None:
+    """
+    Runs held-out tasks of the code kinds once. Collective: the ranks share the work.
+
+    Raises:
+        `ValueError`: If a program does not give the outputs that a row claims; names table, row and both values.
+    """
+    code = {name: kind for name, kind in game.kinds.items() if isinstance(kind, CodeKind)}
+    rows = [(name, number, task) for name, tasks in tables.items() for number, task in enumerate(tasks)]
+    mine = [row for row in rows if row[2].kind in code][game.rank :: game.world]
+    verdicts = game.sandbox.run([Job(task.program, task.inputs) for _, _, task in mine])
+    flaws = []
+    for (name, number, task), verdict in zip(mine, verdicts, strict=True):
+        where = f"`eval_dataset{f'[{name!r}]' if name else ''}`, row {number}"
+        if verdict.status is not Status.OK:
+            flaws.append(f"{where}: the program ends with `{verdict.status.value}`: {task.program!r:.200}.")
+            continue
+        for given, returned, claimed in zip(task.inputs, verdict.outputs, task.outputs, strict=True):
+            if not code[task.kind].same(returned, claimed):
+                flaws.append(
+                    f"{where}: column `outputs` holds {claimed!r:.80}, the program returns {returned!r:.80} for "
+                    f"{given!r:.80}."
+                )
+                break
+    if found := [flaw for part in game.gather(flaws) for flaw in part]:
+        raise ValueError(f"{len(found)} held-out task(s) are wrong. {found[0]}")
+
+
 def check_output_dir(path: str) -> None:
     """
     Raises:
@@ -214,7 +309,6 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
     if not isinstance(args, PopuLoRAConfig):
         raise TypeError(f"`args` must be a `PopuLoRAConfig` (it extends `GRPOConfig`), got `{type(args).__name__}`.")
     ways_out = {
-        "eval_dataset": "members are rated by their matches; evaluate a saved member as any PEFT adapter",
         "rollout_func": "the trainer plays its own rollouts; write a `TaskKind` to change what is played",
         "tools": "tasks are answered in one turn; write a `TaskKind` to change what is played",
         "environment_factory": "tasks are answered in one turn; write a `TaskKind` to change what is played",

@@ -29,13 +29,14 @@ A population of {teachers} teachers and {students} students, LoRA adapters of ra
 trl-populora on [TRL](https://github.com/huggingface/trl). Teachers write small
 Python tasks ({kinds}), students solve them, a sandbox decides what is true.
 
-The adapter at the root of this repository is **{best}**, the student with the highest TrueSkill mu - 3 sigma.
+The adapter at the root of this repository is **{best}**, the student with the highest {best_by}.
 
 ## Members
 
 {ratings}
 
-TrueSkill ratings from the matches of the run. `born` counts steps.
+`held out` is the solve rate on held-out tasks{held_out_base}; mu and sigma are TrueSkill ratings from the matches of the
+run; `born` counts steps.
 {plots}
 ## Load it
 
@@ -94,7 +95,14 @@ vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vll
 # vLLM knows these ranks only; a smaller adapter runs under the next one.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _LINEAGE_ROWS = 40
-PICTURES = ("ratings_teachers", "ratings_students", "solve_rate", "curriculum", "coverage")  # drawn when pushing
+PICTURES = (
+    "held_out",
+    "ratings_teachers",
+    "ratings_students",
+    "solve_rate",
+    "curriculum",
+    "coverage",
+)  # drawn when pushing
 
 
 def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, details: dict | None = None) -> None:
@@ -130,7 +138,9 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         step=population["step"],
         kinds=", ".join(population["task_kinds"]),
         best=population["best_student"],
+        best_by=population.get("best_student_by", "rating"),
         ratings=_ratings(members),
+        held_out_base=_held_out_base(population.get("held_out_base")),
         plots=_plots(root),
         repo=repo,
         lora=_lora(population["lora"]),
@@ -160,14 +170,19 @@ def _base_code(base: str) -> dict[str, str]:
 
 def _ratings(members: list[dict[str, Any]]) -> str:
     rows = [
-        "| member | mu | sigma | mu - 3 sigma | matches | born | made by | parents |",
+        "| member | held out | mu | sigma | matches | born | made by | parents |",
         "|---|---:|---:|---:|---:|---:|---|---|",
     ]
     for member in sorted(members, key=lambda m: (m["role"] != "teacher", -m["fitness"])):
-        numbers = f"{member['mu']:.2f} | {member['sigma']:.2f} | {member['fitness']:.2f} | {member['age']}"
+        held_out = "-" if member.get("held_out") is None else f"{member['held_out']:.3f}"
+        numbers = f"{held_out} | {member['mu']:.2f} | {member['sigma']:.2f} | {member['age']}"
         parents = ", ".join(member["parents"]) or "-"
         rows.append(f"| {member['name']} | {numbers} | {member['born']} | {member['operator']} | {parents} |")
     return "\n".join(rows)
+
+
+def _held_out_base(rate: float | None) -> str:
+    return "" if rate is None else f" (the base without an adapter: {rate:.3f})"
 
 
 def _plots(root: Path) -> str:

@@ -125,6 +125,12 @@ class PopuLoRAConfig(GRPOConfig):
             A child learns at its first parent's rate times one plus or minus this. Population-based training
             (Jaderberg et al., 2017) uses 0.2; 0 keeps one rate for all.
 
+        eval_attempts (`int`, *optional*, defaults to `4`):
+            Attempts of every student at every held-out task of `eval_dataset`, sampled as in training. `eval_strategy`,
+            `eval_steps` and `eval_on_start` say when; `per_device_eval_batch_size` rows are generated at once.
+        eval_teachers (`bool`, *optional*, defaults to `False`):
+            Teachers attempt the held-out tasks as well.
+
         vllm_engine_kwargs (`dict` or `str`, *optional*):
             Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`. TRL's own
             `vllm_*` settings hold too; the engine computes in the trainer's precision unless `dtype` is given.
@@ -144,6 +150,7 @@ class PopuLoRAConfig(GRPOConfig):
     if TYPE_CHECKING:  # fields of GRPOConfig that are set here, too
         generation_batch_size: int | None
         num_generations: int | None
+        num_generations_eval: int | None
         gradient_accumulation_steps: int
         ddp_find_unused_parameters: bool | None
 
@@ -212,6 +219,10 @@ class PopuLoRAConfig(GRPOConfig):
     retention_rows: int = field(default=16, metadata={"help": "Completions per rank that the gate looks at."})
     learning_rate_perturbation: float = field(default=0.0, metadata={"help": "PBT's factor on a child's rate."})
 
+    # Evaluation
+    eval_attempts: int = field(default=4, metadata={"help": "Attempts of a student at each held-out task."})
+    eval_teachers: bool = field(default=False, metadata={"help": "Teachers attempt held-out tasks, too."})
+
     # Generation
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Arguments of `LLM`."})
     vllm_adapter_dir: str | None = field(default=None, metadata={"help": "Directory that trainer and servers see."})
@@ -251,7 +262,14 @@ class PopuLoRAConfig(GRPOConfig):
             )
         if self.bf16 is None and not torch.accelerator.is_available():  # type: ignore[has-type]
             self.bf16 = False  # TRL's default, which a machine without accelerator refuses
+        if self.num_generations_eval not in (None, self.eval_attempts):
+            raise ValueError(
+                f"`num_generations_eval={self.num_generations_eval}` and `eval_attempts={self.eval_attempts}` are the same "
+                "thing here. Set only `eval_attempts`."
+            )
+        self.num_generations_eval = 1  # TRL would want it to divide the evaluation batch, which holds single rows here
         super().__post_init__()
+        self.num_generations_eval = self.eval_attempts
 
     @property
     def rows_per_step(self) -> int:
@@ -270,6 +288,7 @@ class PopuLoRAConfig(GRPOConfig):
             "archive_size": 1,
             "determinism_runs": 1,
             "evolve_every": 0,
+            "eval_attempts": 1,
             "evolve_burn_in": 0,
             "tournament_size": 1,
             "mutation_strength": 0,
@@ -348,11 +367,6 @@ class PopuLoRAConfig(GRPOConfig):
             raise ValueError(
                 f"`max_steps` must be positive, got {self.max_steps}: the population writes its own tasks, so there "
                 "is no dataset that an epoch could count."
-            )
-        if str(self.eval_strategy) not in ("no", "IntervalStrategy.NO"):
-            raise ValueError(
-                f"`eval_strategy={self.eval_strategy!r}` is not supported: members are rated by their matches. Leave "
-                "it at 'no'; score a saved member with `trl_populora.evaluation` or any PEFT evaluation."
             )
 
     def micro_batches(self, world: int) -> int:

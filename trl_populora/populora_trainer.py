@@ -13,16 +13,17 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
 from trl import GRPOTrainer
 
 from trl_populora import batching, loading, records
 from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.layers import add_members
-from trl_populora.adapters.routing import Router
+from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.advantages import compute_advantages, member_factors
 from trl_populora.evolution import EvolutionCallback
 from trl_populora.generation.checks import check_vllm
+from trl_populora.generation.sampling import seeded
 from trl_populora.hub import PublishingTrainer, warm_start
 from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
@@ -53,6 +54,7 @@ class PopuLoRATrainer(PublishingTrainer):
     - `_generate_and_score_completions`: adds each row's member, and replaces TRL's advantages by the population's.
     - `_prepare_inputs`: deals the rows into micro-batches of equal member segments with little padding.
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows.
+    - `evaluate`, `_evaluate`: members attempt held-out tasks; see [`~trl_populora.held_out.HeldOut`].
     - `create_optimizer`, `_clip_grad_norm`: one parameter group and one gradient norm per member.
     - checkpoints and uploads: see [`~trl_populora.checkpoint.ResumableTrainer`] and
       [`~trl_populora.hub.PublishingTrainer`].
@@ -69,6 +71,9 @@ class PopuLoRATrainer(PublishingTrainer):
         train_dataset ([`~datasets.Dataset`], *optional*):
             Table of seed tasks (columns `kind`, `program`, `inputs`, `outputs`; see
             [`~trl_populora.tasks.archive.TaskArchive`]). The 256 tasks of the package when `None`.
+        eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
+            Table of held-out tasks, or several by name, in the same format. Students attempt them when `eval_strategy`
+            says so and in [`evaluate`]; nobody trains on them.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer with a chat template; loaded with the base when `None`.
         callbacks (`list` of [`~transformers.TrainerCallback`], *optional*):
@@ -91,6 +96,8 @@ class PopuLoRATrainer(PublishingTrainer):
     args: PopuLoRAConfig
     optimizer: Any
     _buffered_inputs: Any
+    log_completions: bool
+    control: TrainerControl
 
     def __init__(
         self,
@@ -98,6 +105,7 @@ class PopuLoRATrainer(PublishingTrainer):
         reward_funcs: Any = None,
         args: PopuLoRAConfig | None = None,
         train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
         *,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: Any = None,
@@ -114,6 +122,7 @@ class PopuLoRATrainer(PublishingTrainer):
             check_vllm(loading.resolve_model_path(model) if isinstance(model, str) else model, args, lora_config)
         kinds = loading.make_kinds(args)
         archive = loading.load_archive(train_dataset, kinds, args)
+        held_out = loading.load_held_out(eval_dataset, kinds, archive, args)
 
         set_seed(args.seed)
         base = loading.load_base(model, args)
@@ -138,6 +147,7 @@ class PopuLoRATrainer(PublishingTrainer):
                 reward_funcs=loading.reward_functions(args, reward_funcs),
                 args=args,
                 train_dataset=loading.placeholder_dataset(args),
+                eval_dataset=None if held_out is None else loading.placeholder_dataset(args),
                 processing_class=tokenizer,
                 reward_processing_classes=None if extra_classes is None else [None, None, *extra_classes],
                 callbacks=callbacks,
@@ -150,8 +160,11 @@ class PopuLoRATrainer(PublishingTrainer):
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
         self.rollout_func = self._play
+        self.held_out = held_out
         self.game = self._make_game(kinds, archive, loading.prompt_style(args, base))
         self._closed = False
+        if held_out is not None:
+            loading.check_outputs(held_out.tables, self.game)
         self._rows: list[Row] = []
         self._idle: list[str] = []
         self._deepspeed_norms: dict[str, float] = {}
@@ -187,6 +200,7 @@ class PopuLoRATrainer(PublishingTrainer):
             style=style,
             seed=args.seed,
             iterations=args.num_iterations,
+            held_out=self.held_out or (),
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
         )
@@ -216,12 +230,76 @@ class PopuLoRATrainer(PublishingTrainer):
 
     def train(self, *args, **kwargs):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
-        if self._closed:
-            self.game.sandbox, self._closed = loading.make_sandbox(self.args), False
+        self._open()
         try:
             return super().train(*args, **kwargs)
         finally:
             self.close()
+
+    def _open(self) -> None:
+        if self._closed:
+            self.game.sandbox, self._closed = loading.make_sandbox(self.args), False
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """
+        Lets every student attempt every held-out task `eval_attempts` times, and teachers with `eval_teachers`.
+
+        Ratings, archive and the run's random numbers stay as they are. Collective.
+
+        Args:
+            eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*): Other tasks than the trainer's.
+            ignore_keys (`list[str]`, *optional*): Without meaning here.
+            metric_key_prefix (`str`, *optional*, defaults to `"eval"`): Starts every key, with the table's name if
+                there are several.
+
+        Returns:
+            `dict[str, float]`: `eval_solve_rate_mean`, `_best` and `_worst` over the students,
+            `eval_student_0/solve_rate` and `/thinking_rate`, `eval_code_o/solve_rate`, `eval_pass_at_4`, the base's as
+            `eval_base/solve_rate`, and `eval_runtime` in seconds. Trackers and `metrics.jsonl` write `eval/`.
+
+        Raises:
+            `ValueError`: If there are no tasks, or the given ones cannot be used.
+            `RuntimeError`: Before training under DeepSpeed, whose engine does not exist yet.
+        """
+        if self.is_deepspeed_enabled and self.model_wrapped is self.model:
+            raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
+        start, was_closed, was_training = time.perf_counter(), self._closed, self.model.training
+        self._open()
+        held_out = self.held_out
+        if eval_dataset is not None:
+            held_out = loading.load_held_out(eval_dataset, self.game.kinds, None, self.args)
+        if held_out is None:
+            raise ValueError("`evaluate` needs tasks: give `eval_dataset` to it or to the trainer.")
+        if held_out is not self.held_out:
+            loading.check_outputs(held_out.tables, self.game)
+        members = [*self.population] if self.args.eval_teachers else self.population.students
+        self.model.eval()
+        log_completions, self.log_completions = self.log_completions, False  # they are the training's
+        try:
+            metrics: dict[str, float] = {}
+            for name in held_out.tables:
+                prefix = f"{metric_key_prefix}_{name}_" if name else f"{metric_key_prefix}_"
+                figures = held_out.measure(self.game, members, name, not self.args.disable_tqdm)
+                metrics |= {prefix + key: value for key, value in figures.items()}
+            metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
+            self.log(metrics)
+        finally:
+            self.log_completions = log_completions
+            self.model.train(was_training)
+            if was_closed:
+                self.close()
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
+        if skip_scheduler and self.state.global_step:  # `eval_on_start` of a resumed run, whose start was long ago
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     # Phases 1 to 4
 
@@ -244,12 +322,15 @@ class PopuLoRATrainer(PublishingTrainer):
             "logprobs": logprobs,
         }
 
-    def _generate_rows(self, prompts: list[Messages], members: Sequence[str], seen: Any = None) -> list[Completion]:
+    def _generate_rows(
+        self, prompts: list[Messages], members: Sequence[str], seen: Any = None, seed: int | None = None
+    ) -> list[Completion]:
         """One completion per prompt, each sampled from its own member; vLLM tells `seen` of those that are early."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         if self.use_vllm:
-            self.vllm_generation.seen = seen
-        with self.router.rows_of([self.population[name].index for name in members]):
+            self.vllm_generation.seen, self.vllm_generation.seed = seen, seed
+        rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
+        with self.router.rows_of(rows), seeded(seed):
             completion_ids, logprobs = self._generate_single_turn(prompt_ids, None, {}, 1)
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         each_logprobs = [None] * len(texts) if logprobs is None else logprobs

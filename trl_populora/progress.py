@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from trl_populora.records import EVALUATED, PLAYED
+
 
 if TYPE_CHECKING:
     from trl_populora.populora_trainer import PopuLoRATrainer
@@ -23,8 +25,12 @@ class StepLine(ProgressCallback):
     """
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and "propose/valid_rate" in (logs or {}):
+        if not state.is_world_process_zero:
+            return
+        if PLAYED in (logs or {}):
             tqdm.write(step_line(state.global_step, state.max_steps, logs))
+        elif EVALUATED in (logs or {}):
+            tqdm.write("\n".join(evaluation_lines(state.global_step, state.max_steps, logs)))
 
 
 class BareStepLine(PrinterCallback):
@@ -52,6 +58,26 @@ def step_line(step: int, max_steps: int, logs: dict[str, Any]) -> str:
         parts.append(f"replaced {logs['evolve/replaced']:.0f}")
     parts.append("s: " + " ".join(f"{phase} {logs.get(f'time/{phase}') or 0.0:.1f}" for phase in PHASES))
     return " | ".join(parts)
+
+
+def evaluation_lines(step: int, max_steps: int, logs: dict[str, Any]) -> list[str]:
+    """Formats the metrics of one evaluation, a line per table of held-out tasks."""
+    lines = []
+    for key in logs:
+        prefix, found, rest = key.partition("solve_rate_mean")
+        if not found or rest:
+            continue
+        values = {
+            name: logs.get(f"{prefix}{name}") for name in ("solve_rate_mean", "solve_rate_best", "solve_rate_worst")
+        }
+        table = prefix.removeprefix("eval_").rstrip("_")
+        lines.append(
+            f"step {step:>{len(str(max_steps))}}/{max_steps} | held-out{f' {table}' if table else ''}: solved "
+            f"{_percent(values['solve_rate_mean'])} (best {_percent(values['solve_rate_best'])}, worst "
+            f"{_percent(values['solve_rate_worst'])}, base {_percent(logs.get(f'{prefix}base/solve_rate'))}) | thinking "
+            f"{_percent(logs.get(f'{prefix}thinking_rate'))} | s: {logs[EVALUATED]:.1f}"
+        )
+    return lines
 
 
 def use_step_line(trainer: PopuLoRATrainer) -> None:

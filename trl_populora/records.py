@@ -18,6 +18,8 @@ from trl_populora.saved_population import describe, write_json
 if TYPE_CHECKING:
     from trl_populora.populora_trainer import PopuLoRATrainer
 
+PLAYED, EVALUATED = "propose/valid_rate", "eval_runtime"  # which log is of a step, which of an evaluation
+SECONDS = ("step_time", "eval/runtime")
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
 
 
@@ -64,9 +66,11 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
     """
     Adds one line to `metrics.jsonl`, from which a run in progress can be looked at, and one to `times.jsonl`.
 
-    Seconds stand apart because they alone differ between two runs with the same seed.
+    Seconds stand apart because they alone differ between two runs with the same seed. Evaluations are lines of their
+    own, with the keys that trackers show.
     """
-    seconds = {key: value for key, value in entry.items() if key.startswith("time/") or key == "step_time"}
+    entry = {f"eval/{key[5:]}" if key.startswith("eval_") else key: value for key, value in entry.items()}
+    seconds = {key: value for key, value in entry.items() if key.startswith("time/") or key in SECONDS}
     metrics = {key: value for key, value in entry.items() if key not in seconds}
     for name, values in ((METRICS, metrics), (TIMES, {"step": entry["step"]} | seconds)):
         with Path(output_dir, name).open("a") as file:
@@ -131,6 +135,7 @@ class Records(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # The summary that ends `train()` repeats what was not logged yet; a run that is resumed will log it itself.
-        if state.is_world_process_zero and "propose/valid_rate" in (logs or {}) and "train_runtime" not in logs:
+        told = {PLAYED, EVALUATED} & set(logs or ())
+        if state.is_world_process_zero and told and "train_runtime" not in logs:
             append_metrics(args.output_dir, state.log_history[-1])
             write_json(Path(args.output_dir, "population.json"), describe(self.trainer))

@@ -12,9 +12,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_populora.records import read_lines
+from trl_populora.records import PLAYED, read_lines
 from trl_populora.report_page import page
-from trl_populora.report_plots import COLORS, DPI, PLOTS, STYLE, WIDTH, Plot, Run, draw, draw_payoff
+from trl_populora.report_plots import (
+    COLORS,
+    DPI,
+    PLOTS,
+    STYLE,
+    WIDTH,
+    Plot,
+    Run,
+    draw,
+    draw_payoff,
+    draw_thinking,
+    plot_held_out,
+)
 from trl_populora.saved_population import read_json, write_json
 
 
@@ -41,7 +53,13 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
     if not history:
         history = _read_state(root)
     times = {entry["step"]: entry for entry in _read_lines(root / "times.jsonl")}
-    by_step = {e["step"]: e | times.get(e["step"], {}) for e in history if "propose/valid_rate" in e}
+    by_step = {e["step"]: e | times.get(e["step"], {}) for e in history if PLAYED in e}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def load_evaluations(run: str | Path) -> list[dict[str, Any]]:
+    """Figures of each evaluation on held-out tasks, oldest first; none if the run has not evaluated."""
+    by_step = {e["step"]: e for e in _read_lines(Path(run, "metrics.jsonl")) if PLAYED not in e}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -85,7 +103,8 @@ def load_run(run: str | Path, name: str | None = None) -> Run:
     rows = [row for row in _read_rollouts(_rollouts(root), ROW_COLUMNS) if row["step"] < last]
     lineage = [event for event in _read_lines(root / "lineage.jsonl") if event["step"] <= last]
     population = read_json(root / "population.json") if (root / "population.json").exists() else {}
-    return Run(name or root.resolve().name, history, rows, lineage, population)
+    evaluations = [entry for entry in load_evaluations(root) if entry["step"] <= last]
+    return Run(name or root.resolve().name, history, rows, lineage, population, evaluations)
 
 
 def _rollouts(root: Path) -> list[Path]:
@@ -143,21 +162,24 @@ def draw_plots(records: Run, directory: Path, names: Sequence[str] | None = None
     """Draws a run's pictures, or those named, into `directory/<name>.png`; without rollouts some cannot be."""
     directory.mkdir(parents=True, exist_ok=True)
     wanted = [plot for plot in PLOTS if names is None or plot.name in names]
-    return [(plot, draw(plot, records, directory)) for plot in wanted if records.rows or not plot.needs_rows]
+    return [(plot, draw(plot, records, directory)) for plot in wanted if plot.can_be_drawn(records)]
 
 
-HEADER = ("member", "rating", "fitness", "matches", "born", "made by", "parents")
+HEADER = ("member", "rating", "held out", "matches", "born", "made by", "parents")
 
 
 def print_population(run: str | Path) -> None:
     """
-    Prints the members of a run with their ratings, best first in each role; as plain text without rich.
+    Prints the members of a run with their ratings and their solve rates on held-out tasks, best first in each role; as
+    plain text without rich.
 
     Raises:
         `ValueError`: If `population.json` is missing or broken.
     """
     population = read_json(Path(run, "population.json"))
     title = f"Population after {population['step']} steps on {population['base_model']}"
+    if (base := population.get("held_out_base")) is not None:
+        title += f", which solves {_percent(base)} of the held-out tasks"
     members = sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["fitness"]))
     roles = [[_cells(member) for member in members if member["role"] == role] for role in COLORS]
     try:
@@ -188,7 +210,7 @@ def _cells(member: dict[str, Any]) -> tuple[str, ...]:
     return (
         member["name"],
         f"{member['mu']:.1f} ± {member['sigma']:.1f}",
-        f"{member['fitness']:.1f}",
+        "-" if member.get("held_out") is None else _percent(member["held_out"]),
         str(member["age"]),
         f"step {member['born']}",
         member["operator"],
@@ -198,7 +220,7 @@ def _cells(member: dict[str, Any]) -> tuple[str, ...]:
 
 def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
     """
-    Draws ratings, solve rates, rewards and validity over the steps into one PNG.
+    Draws held-out and fresh tasks, thinking, rewards, ratings and kinds over the steps into one PNG.
 
     Args:
         run (`str` or `Path`): The run's `output_dir`.
@@ -212,14 +234,16 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    records = Run(Path(run).name, load_history(run))
+    records = Run(Path(run).name, load_history(run), evaluations=load_evaluations(run))
     if not records.history:
         raise ValueError(f"{run} has not logged a population step yet; try again after its first one.")
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
-    _draw_ratings(axes[0, 0], records)
-    _draw_solving(axes[0, 1], records)
-    _draw_rewards(axes[1, 0], records)
-    _draw_kinds(axes[1, 1], records)
+    figure, axes = plt.subplots(3, 2, figsize=(11, 10.2), sharex=True, layout="constrained")
+    plot_held_out(axes[0, 0], records)
+    draw_thinking(axes[0, 1], records)
+    _draw_solving(axes[1, 0], records)
+    _draw_rewards(axes[1, 1], records)
+    _draw_ratings(axes[2, 0], records)
+    _draw_kinds(axes[2, 1], records)
     for axis in axes.flat:
         for entry in records.history:
             if entry.get("evolve/replaced"):
@@ -228,7 +252,7 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
         axis.margins(x=0.01)
         # Below the axes, where it covers nothing.
         axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.02), frameon=False)
-    for axis in axes[1]:
+    for axis in axes[-1]:
         axis.set_xlabel("population step")
         axis.get_legend().set_bbox_to_anchor((0.5, -0.14))
     figure.suptitle(f"{records.name}: dotted lines mark evolution events", fontsize=10)

@@ -50,6 +50,7 @@ class Run:
         rows (`list[dict]`): Proposals and attempts (`step role member match kind valid correct archived solve_rate`).
         lineage (`list[dict]`): Births, oldest first.
         population (`dict`): `population.json`; empty while there is none.
+        evaluations (`list[dict]`): Figures on held-out tasks, oldest first.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Run:
     rows: list[dict[str, Any]] = field(default_factory=list)
     lineage: list[dict[str, Any]] = field(default_factory=list)
     population: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     def members(self, role: str) -> list[str]:
         """Names of a role's slots, in order."""
@@ -65,13 +67,51 @@ class Run:
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, where it was known."""
-        points = [(entry["step"], entry[key]) for entry in self.history if entry.get(key) is not None]
+        entries = self.evaluations if key.startswith("eval/") else self.history
+        points = [(entry["step"], entry[key]) for entry in entries if entry.get(key) is not None]
         return [step for step, _ in points], [value for _, value in points]
 
     @property
     def births(self) -> list[int]:
         """Steps at which somebody was replaced."""
         return sorted({event["step"] for event in self.lineage})
+
+
+def draw_held_out(figure: Figure, run: Run) -> None:
+    axis = figure.subplots()
+    plot_held_out(axis, run)
+    axis.set_title("")
+    _mark_births(axis, run)
+    _finish(figure, axis)
+
+
+def plot_held_out(axis: Axes, run: Run) -> None:
+    """Held-out solve rate of each student, their mean, and the base's as a line; says so where none was measured."""
+    for index, name in enumerate(run.members("student")):
+        axis.plot(*run.series(f"eval/{name}/solve_rate"), **_line(index), linewidth=1.2, marker=".", label=name)
+    steps, means = run.series("eval/solve_rate_mean")
+    _, base = run.series("eval/base/solve_rate")
+    if base:
+        axis.plot(steps, means, color=COLORS["student"], linewidth=2.6, marker="o", label="mean of the students")
+        axis.axhline(base[0], color=GREY, linestyle="--", linewidth=1.4, label="the base, untrained")
+    else:
+        axis.text(0.5, 0.5, "not evaluated (`eval_dataset`)", ha="center", va="center", transform=axis.transAxes)
+    axis.set(title="Held-out tasks", ylabel="attempts solved (fraction)")
+
+
+def draw_thinking(axis: Axes, run: Run) -> None:
+    """Share of the students' attempts that work the task out in `<think>` before they answer."""
+    axis.plot(*run.series("solve/thinking_rate"), color=COLORS["student"], linewidth=2, label="fresh tasks")
+    axis.plot(*run.series("eval/thinking_rate"), color="0.3", linestyle="--", marker="o", label="held-out tasks")
+    axis.set(title="Worked answers", ylabel="attempts that think first (fraction)", ylim=(-0.02, 1.02))
+
+
+def draw_worked(figure: Figure, run: Run) -> None:
+    axis = figure.subplots()
+    draw_thinking(axis, run)
+    axis.set_title("")
+    _mark_births(axis, run)
+    _finish(figure, axis)
 
 
 def draw_teacher_ratings(figure: Figure, run: Run) -> None:
@@ -309,9 +349,28 @@ class Plot:
     draw: Callable[[Figure, Run], None]
     height: float = 3.7
     needs_rows: bool = False
+    needs_evaluations: bool = False
+
+    def can_be_drawn(self, run: Run) -> bool:
+        """Whether the run has left what this picture shows."""
+        return bool((run.rows or not self.needs_rows) and (run.evaluations or not self.needs_evaluations))
 
 
 PLOTS = (
+    Plot(
+        "held_out",
+        "Held-out tasks",
+        "Share of attempts that each student solves at tasks nobody trains on; dashed the base without any adapter.",
+        draw_held_out,
+        4.1,
+        needs_evaluations=True,
+    ),
+    Plot(
+        "thinking",
+        "Worked answers",
+        "Share of the students' attempts that work the task out in `<think>` before they answer.",
+        draw_worked,
+    ),
     Plot(
         "ratings_teachers",
         "TrueSkill ratings of the teachers",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,7 @@ from trl_populora.population import Population
 from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
+from trl_populora.tasks.fences import has_thinking
 
 
 Messages = list[dict[str, str]]
@@ -78,8 +79,9 @@ class Game:
         population, matchmaker, archive: The nouns that carry over from step to step, identical on every rank.
         kinds (`Mapping[str, TaskKind]`): The run's task kinds, in rotation order.
         sandbox (`Runner`): Runs every program that a model wrote.
-        generate (`Callable`): `(prompts, members, seen=None) -> completions`, one completion per prompt, in order. An
-            engine that answers some rows before others may call `seen(row, text)` for them, from this thread.
+        generate (`Callable`): `(prompts, members, seen=None, seed=None) -> completions`, one completion per prompt, in
+            order. An engine that answers some rows before others may call `seen(row, text)` for them, from this thread.
+            With a `seed` the samples depend on it and the rows alone, and no other generator moves.
         gather (`Callable`): Collects one picklable object per rank into a list in rank order.
         proposals (`int`): Proposals per teacher over all ranks.
         attempts (`int`): Attempts per task, G.
@@ -88,6 +90,7 @@ class Game:
         style (`str`): Prompt style, `"chat"` or `"compact"`.
         seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
         iterations (`int`): Optimizer steps from one play to the next.
+        held_out (`Container[Task]`): Tasks that nobody may train on.
         rank, world (`int`): This process and their number.
     """
 
@@ -105,6 +108,7 @@ class Game:
     style: str
     seed: int
     iterations: int = 1
+    held_out: Container[Task] = ()
     rank: int = 0
     world: int = 1
     queued: dict[Job, Future[Verdict]] = field(default_factory=dict)
@@ -202,8 +206,12 @@ def _verify(
 ) -> list[Task | Reject]:
     """Phase 3: the sandbox decides which proposals are tasks; a task that anyone proposed before is a duplicate."""
     judged = judge(game, [row.kind for row in rows], [row.completion.text for row in rows], references, rng)
-    outcomes = [
-        replace(outcome, author=row.member, step=step) if isinstance(outcome, Task) else outcome
+    outcomes: list[Task | Reject] = [
+        outcome
+        if isinstance(outcome, Reject)
+        else Reject.HELD_OUT
+        if outcome in game.held_out
+        else replace(outcome, author=row.member, step=step)
         for row, outcome in zip(rows, judged, strict=True)
     ]
     for rank, part in enumerate(game.gather(outcomes)):
@@ -312,7 +320,9 @@ def _verdict(run: Future[Verdict] | None) -> Verdict | None:
 
 def _record(row: Row) -> dict[str, Any]:
     """What the other ranks need to know of a row."""
-    return {name: getattr(row, name) for name in (*Row.COLUMNS, "archived", "group")}
+    return {name: getattr(row, name) for name in (*Row.COLUMNS, "archived", "group")} | {
+        "thinking": has_thinking(row.completion.text)
+    }
 
 
 def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str, Any]]) -> None:
@@ -349,6 +359,7 @@ def step_metrics(game: Game, records: Sequence[dict[str, Any]], tasks: Sequence[
         "propose/valid_rate": _mean([r["valid"] for r in proposals]),
         "solve/rate": _mean([r["correct"] for r in fresh]),
         "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
+        "solve/thinking_rate": _mean([r["thinking"] for r in attempts]),
         "solve/well_formed": _mean([r["well_formed"] for r in attempts]),
         "solve/frac_none": _mean([r["solve_rate"] == 0 for r in valid]),
         "solve/frac_all": _mean([r["solve_rate"] == 1 for r in valid]),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl import GRPOConfig
 
+from trl_populora.held_out import best_student
 from trl_populora.populora_config import PopuLoRAConfig
 
 
@@ -30,6 +31,8 @@ _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
 def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
     """The population for people and other programs: the contents of `population.json`."""
+    rates = {} if trainer.held_out is None else trainer.held_out.rates
+    best, why = best_student(trainer.population, rates)
     members = [
         {
             "name": member.name,
@@ -37,6 +40,7 @@ def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
             "mu": member.mu,
             "sigma": member.sigma,
             "fitness": trainer.population.fitness(member),
+            "held_out": rates.get(member.identity),
             "age": member.age,
             "born": member.born,
             "version": member.version,
@@ -54,7 +58,9 @@ def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
         "lora": _lora_config(trainer),
         "task_kinds": list(trainer.game.kinds),
         "prompt_style": trainer.game.style,
-        "best_student": max(trainer.population.students, key=trainer.population.fitness).name,
+        "best_student": best,
+        "best_student_by": why,
+        "held_out_base": None if trainer.held_out is None else trainer.held_out.base_rate,
         "members": members,
         "settings": _settings(trainer.args),
     }

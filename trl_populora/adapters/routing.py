@@ -9,6 +9,7 @@ import torch
 
 
 BASE = -1  # the index of rows that only the frozen base model computes
+BASE_NAME = "base"  # what it is called where members are named
 
 
 class Route:

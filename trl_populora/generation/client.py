@@ -16,6 +16,9 @@ from trl.generation.vllm_client import VLLMClient
 from .routes import Ask, Published, distinct_asks, nobody
 
 
+REQUESTS_AT_A_TIME = 64  # seeded questions are requests of their own
+
+
 class VLLMServerError(RuntimeError):
     """A vLLM server does not answer, or refuses; the message names it and the checkpoint to resume from."""
 
@@ -123,9 +126,9 @@ class LoRAServer(VLLMClient):
             )
         raise VLLMServerError(self._failure(url, reasons))
 
-    def answer(self, route: Published, asks: Sequence[Ask], **params: Any) -> list[list[tuple]]:
+    def answer(self, route: Published, asks: Sequence[Ask], seed: int | None, **params: Any) -> list[list[tuple]]:
         """
-        Completions of asks that have the same route and the same number of rows.
+        Completions of asks that have the same route, the same number of rows and the same seed.
 
         Returns:
             `list[list[tuple]]`: Per ask and row `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`.
@@ -133,6 +136,7 @@ class LoRAServer(VLLMClient):
         member = copy.copy(self)
         member.model = route.name
         kwargs = (params.pop("generation_kwargs", None) or {}) | {"cache_salt": route.cache_salt}
+        kwargs |= {} if seed is None else {"seed": seed}
         samples = len(asks[0].rows)
         prompts = [list(ask.prompt) for ask in asks]
         output = VLLMClient.generate(member, prompts=prompts, generation_kwargs=kwargs, n=samples, **params)
@@ -154,7 +158,10 @@ class LoRAServers:
     Attributes:
         routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
         on_answer (`Callable`): Told the row and the completion's token ids of the next `generate`, batch by batch.
+        seed (`int`, *optional*): Of the samples of the next `generate`; the servers' own generators when `None`.
     """
+
+    seed: int | None = None
 
     def __init__(self, urls: Sequence[str], **settings: Any):
         self.servers = [LoRAServer(url, **settings) for url in urls]
@@ -193,12 +200,14 @@ class LoRAServers:
         batches: dict[tuple, list[Ask]] = {}
         for position, ask in enumerate(distinct_asks(prompts, self.routes)):
             server = self.servers[position % len(self.servers)]
-            batches.setdefault((server, ask.route, len(ask.rows)), []).append(ask)
+            seed = None if self.seed is None else ask.seed(self.seed)
+            batches.setdefault((server, ask.route, len(ask.rows), seed), []).append(ask)
 
         rows: list[Any] = [None] * len(prompts)
-        with ThreadPoolExecutor(max_workers=len(batches)) as pool:
+        with ThreadPoolExecutor(max_workers=min(len(batches), REQUESTS_AT_A_TIME)) as pool:
             sent = {
-                pool.submit(server.answer, route, asks, **params): asks for (server, route, _), asks in batches.items()
+                pool.submit(server.answer, route, asks, seed, **params): asks
+                for (server, route, _, seed), asks in batches.items()
             }
             for done in as_completed(sent):
                 for ask, answer in zip(sent[done], done.result(), strict=True):

@@ -24,7 +24,10 @@ class RoutedLLM(LLM):
     Attributes:
         routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
         on_answer (`Callable`): Told the row and the completion's token ids as the next `generate` goes on.
+        seed (`int`, *optional*): Of the samples of the next `generate`; the engine's own generator when `None`.
     """
+
+    seed: int | None = None
 
     def __init__(self, *, routed_arguments: dict[str, Any], **kwargs: Any):
         super().__init__(**(kwargs | routed_arguments))
@@ -53,6 +56,7 @@ class RoutedLLM(LLM):
             requests.append({"prompt_token_ids": list(ask.prompt), "cache_salt": ask.route.cache_salt})
             own = sampling_params.clone()
             own.n = len(ask.rows)
+            own.seed = None if self.seed is None else ask.seed(self.seed)
             own.detokenize = bool(own.stop)  # TRL reads token ids; the text is only needed to find stop strings
             params.append(own)
         adapters = [_request(ask.route) for ask in asks]

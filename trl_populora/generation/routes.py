@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,10 @@ class Ask:
     prompt: tuple[int, ...]
     route: Published
     rows: tuple[int, ...]
+
+    def seed(self, seed: int) -> int:
+        """Of this question's samples: different for every prompt and member, the same wherever it is answered."""
+        return (seed + zlib.crc32(f"{self.route.member} {self.prompt}".encode())) % 2**31
 
 
 def distinct_asks(prompts: Sequence[Sequence[int]], routes: Sequence[Published]) -> list[Ask]:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
+from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import get_last_checkpoint
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_populora.adapters import weights
-from trl_populora.adapters.routing import BASE, Router
+from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 
 from . import publishing
 from .checks import permitted_rank
@@ -56,9 +57,11 @@ class PopulationGeneration(VLLMGeneration):
     Attributes:
         seen (`Callable`, *optional*): Told the number and the text of each row of this rank that the next `generate`
             finishes before others, from the same thread. In server mode only the main process hears anything.
+        seed (`int`, *optional*): Of the samples of the next `generate`, whatever was sampled before.
     """
 
     seen: Callable[[int, str], None] | None = None
+    seed: int | None = None
     _llm_weights_sleeping: bool
 
     def __init__(
@@ -105,7 +108,7 @@ class PopulationGeneration(VLLMGeneration):
         return {
             "enable_lora": True,
             "max_loras": count,
-            "max_cpu_loras": 2 * count,
+            "max_cpu_loras": 2 * count + 1,  # two versions of each while they are published, and the base's
             "max_lora_rank": permitted_rank(config),
             # vLLM's own choice turns an fp32 base into bf16, and its log-probabilities drift from the trainer's.
             "dtype": computed_in.get(self.accelerator.mixed_precision, base_dtype),
@@ -137,7 +140,10 @@ class PopulationGeneration(VLLMGeneration):
         changed = [name for name, *moved in zip(self.members, *flags, strict=True) if any(moved)]
         if not changed:
             return
-        fresh = self._write(changed)
+        self._load(self._write(changed))
+
+    def _load(self, fresh: Sequence[Published]) -> None:
+        """Lets the backend read what was written, and forget the versions before."""
         self.accelerator.wait_for_everyone()
         if self.backend is not None:
             for adapter in fresh:
@@ -159,12 +165,19 @@ class PopulationGeneration(VLLMGeneration):
             self._count += 1
             name = f"{member}-{self._run}-{self._count}"
             fresh.append(Published(member, name, self._count, str(Path(shelf) / name)))
-            save = partial(weights.save_member, self.model, member)
+            save = self._save_base if member == BASE_NAME else partial(weights.save_member, self.model, member)
             if self._shelf is None:
                 save(Path(shelf), write=False)
             else:
                 self._shelf.put(name, save)
         return fresh
+
+    def _save_base(self, directory: Path, write: bool = True) -> None:
+        """Saves an adapter that adds nothing: the first member's, with zeros."""
+        weights.save_member(self.model, self.members[0], directory, write=write)
+        if write:
+            path = directory / "adapter_model.safetensors"
+            save_file({key: torch.zeros_like(value) for key, value in load_file(path).items()}, path)
 
     def _shelf_root(self) -> str:
         """This host's shelf, made by its first rank; server mode has one shelf in all, made by the main process."""
@@ -188,7 +201,7 @@ class PopulationGeneration(VLLMGeneration):
         Raises:
             `RuntimeError`: If no rows are routed, or not as many as there are prompts.
             `ValueError`: If `num_generations` is not 1: attempts at one task are rows of their own, and equal ones are
-                merged into one request here. Or if a row is routed to the base.
+                merged into one request here.
         """
         rows = self.router.rows
         if rows is None or len(rows) != len(prompts):
@@ -196,13 +209,16 @@ class PopulationGeneration(VLLMGeneration):
                 f"{len(prompts)} prompts are to be answered, but the router names "
                 f"{'no rows' if rows is None else f'{len(rows)} rows'}. Generate inside `with router.rows_of(rows):`."
             )
-        if BASE in rows:  # in a batch with adapters, vLLM's CPU kernels index slots with -1: the last adapter's
-            raise ValueError("A row is routed to the base (-1); vLLM generates for members alone.")
         if num_generations != 1:
             raise ValueError(f"`num_generations` must be 1, got {num_generations}: repeat the prompts and the rows.")
         all_rows = self._rows_of_group(list(rows))
+        # vLLM's CPU kernels take the index of the base, -1, for the last adapter: it goes as an adapter of zeros.
+        if BASE in all_rows and BASE_NAME not in self.published:
+            self._load(self._write([BASE_NAME]))
         if self.backend is not None:
-            self.backend.routes = [self.published[self.members[row]] for row in all_rows]
+            names = [BASE_NAME if row == BASE else self.members[row] for row in all_rows]
+            self.backend.routes = [self.published[name] for name in names]
+            self.backend.seed = self.seed
             self.backend.on_answer = partial(self._on_answer, self.seen, len(rows)) if self.seen else nobody
         return super().generate(prompts, images, num_generations, profiler)
 

@@ -44,6 +44,7 @@ class Reject(str, Enum):
     POLICY = "policy"
     TAMPERED = "tampered"
     DUPLICATE = "duplicate"
+    HELD_OUT = "held_out"
     DUPLICATE_INPUTS = "duplicate_inputs"
     CONSTANT_OUTPUT = "constant_output"
     LEAKED_PROGRAM = "leaked_program"

@@ -44,6 +44,11 @@ def strip_thinking(text: str) -> str:
     return answer
 
 
+def has_thinking(text: str) -> bool:
+    """Whether the text works something out inside `<think>...</think>` before it answers."""
+    return text.lstrip().startswith(_THINK_OPEN) or _BARE_CLOSE.search(text) is not None
+
+
 def read_blocks(text: str, names: Sequence[str]) -> list[str]:
     """
     Contents of the blocks called `names`, in that order, without their fences.

@@ -1,0 +1,223 @@
+"""Evaluation while training: what it says, that it changes nothing, and which tasks it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from transformers import EarlyStoppingCallback
+
+from tests.populora_run import EVALUATED, HELD_OUT, cut_run, make_trainer, state_of
+from tests.test_checkpoint import assert_equal, base  # noqa: F401 - `base` is a fixture
+from trl_populora.held_out import HeldOut, Tried, best_student, scores
+from trl_populora.population import Population
+from trl_populora.report import load_evaluations, load_history
+from trl_populora.sandbox.values import encode
+from trl_populora.tasks.base import Task
+
+
+def evaluations(trainer) -> list[dict]:
+    return [entry for entry in trainer.state.log_history if "eval_runtime" in entry]
+
+
+class TestScores:
+    def test_truth_table(self):
+        """Two students, two tasks of two kinds, two attempts each."""
+        tasks = [Task("code_o", "p", ("(1,)",), ("1",)), Task("code_i", "q", ("(1,)",), ("1",))]
+        yes, no, worked = Tried(True, False), Tried(False, False), Tried(True, True)
+        found = scores({"a": [[yes, worked], [no, no]], "b": [[no, worked], [worked, worked]]}, tasks)
+        assert found == {
+            "a/solve_rate": 0.5,
+            "a/thinking_rate": 0.25,
+            "b/solve_rate": 0.75,
+            "b/thinking_rate": 0.75,
+            "solve_rate_mean": 0.625,
+            "solve_rate_best": 0.75,
+            "solve_rate_worst": 0.5,
+            "thinking_rate": 0.5,
+            "code_o/solve_rate": 0.75,
+            "code_i/solve_rate": 0.5,
+            "pass_at_2": 0.75,
+        }
+
+    def test_best_student_is_by_held_out_rate_if_there_is_one(self):
+        population = Population(1, 2)
+        population["student_0"].mu = 40.0
+        assert best_student(population, {}) == ("student_0", "rating")
+        rates = {"student_0@0": 0.2, "student_1@0": 0.5}
+        assert best_student(population, rates) == ("student_1", "held-out solve rate")
+        population["student_1"].version = 1  # whoever had that rate is gone
+        assert best_student(population, rates) == ("student_0", "held-out solve rate")
+
+
+class TestWhileTraining:
+    def test_reaches_log_files_bar_and_card_and_names_the_best_student(self, base, tmp_path, capsys):  # noqa: F811
+        trainer = make_trainer(base, str(tmp_path), EVALUATED | {"max_steps": 4})
+        trainer.train()
+        trainer.save_model()
+        told = evaluations(trainer)
+        assert [entry["step"] for entry in told] == [0, 2, 4]
+        for entry in told:
+            rates = [entry[f"eval_student_{n}/solve_rate"] for n in (0, 1)]
+            assert entry["eval_solve_rate_mean"] == pytest.approx(sum(rates) / 2)
+            assert (entry["eval_solve_rate_best"], entry["eval_solve_rate_worst"]) == (max(rates), min(rates))
+            assert entry["eval_code_o/solve_rate"] == 0
+            assert 0 < entry["eval_letters/solve_rate"] < 1
+            assert entry["eval_pass_at_3"] >= entry["eval_solve_rate_mean"]
+            assert entry["eval_base/solve_rate"] == told[0]["eval_base/solve_rate"]
+            assert "eval_teacher_0/solve_rate" not in entry
+        written = load_evaluations(tmp_path)
+        assert [entry["step"] for entry in written] == [0, 2, 4]
+        assert written[-1]["eval/solve_rate_mean"] == told[-1]["eval_solve_rate_mean"]
+        assert len(load_history(tmp_path)) == 4
+        assert "0/4 | held-out: solved" in capsys.readouterr().out
+        saved = json.loads((tmp_path / "population.json").read_text())
+        rates = {m["name"]: m["held_out"] for m in saved["members"] if m["role"] == "student"}
+        assert saved["best_student"] == max(rates, key=rates.get)
+        assert saved["best_student_by"] == "held-out solve rate"
+        assert saved["held_out_base"] == told[0]["eval_base/solve_rate"]
+
+    def test_looking_changes_nothing(self, base, tmp_path):  # noqa: F811
+        """Weights, ratings, archive, matches and rollouts of a run with and without evaluation, bit for bit."""
+        settings = {"max_steps": 6, "evolve_every": 3, "save_strategy": "no"}
+        states = []
+        for name, evaluated in (("with", EVALUATED | {"eval_teachers": True}), ("without", {})):
+            trainer = make_trainer(base, str(tmp_path / name), settings | evaluated)
+            trainer.train()
+            state = state_of(trainer)
+            game = json.loads(state["game"])
+            game.pop("held_out", None)
+            states.append({key: state[key] for key in ("members", "archive", "lineage", "rollouts")} | {"game": game})
+        assert_equal(*states)
+
+    def test_a_cut_run_with_evaluation_equals_a_straight_one(self, base, tmp_path):  # noqa: F811
+        settings = EVALUATED | {"max_steps": 8}
+        straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
+        straight.train()
+        assert_equal(state_of(straight), state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=5)))
+
+    def test_a_task_that_is_held_out_never_enters_the_archive(self, base, tmp_path):  # noqa: F811
+        trainer = make_trainer(base, str(tmp_path), EVALUATED | {"max_steps": 1})
+        held_out = Task("code_i", "def f(x):\n    return x - 1", (encode((7,)),), ("6",))
+        assert held_out in trainer.game.held_out, "another kind, other names: the same question"
+        assert Task("code_o", "def f(a):\n    return a - 1", (encode((8,)),), ("7",)) not in trainer.game.held_out
+        trainer.close()
+
+
+class TestBestModel:
+    def test_the_best_checkpoint_is_kept_and_loaded_whole(self, base, tmp_path):  # noqa: F811
+        settings = {
+            "max_steps": 8,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "save_total_limit": 1,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "solve_rate_mean",
+        }
+        trainer = make_trainer(base, str(tmp_path), EVALUATED | settings)
+        trainer.train()
+        told = {entry["step"]: entry["eval_solve_rate_mean"] for entry in evaluations(trainer) if entry["step"]}
+        best = max(told, key=lambda step: (told[step], -step))
+        assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+        assert Path(trainer.state.best_model_checkpoint).is_dir()
+        rates = trainer.evaluate()
+        assert rates["eval_solve_rate_mean"] == pytest.approx(told[best])
+        saved = json.loads(Path(trainer.state.best_model_checkpoint, "population.json").read_text())
+        assert [m.mu for m in trainer.population] == [member["mu"] for member in saved["members"]]
+
+    def test_early_stopping_works(self, base, tmp_path):  # noqa: F811
+        settings = {"max_steps": 40, "save_strategy": "no", "metric_for_best_model": "solve_rate_mean"}
+        trainer = make_trainer(base, str(tmp_path), EVALUATED | settings | {"learning_rate": 0.0, "evolve_every": 0})
+        trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
+        trainer.train()
+        assert trainer.state.global_step == 6, "members that do not move score the same each time"
+
+
+class TestEvaluate:
+    def test_by_hand_before_and_after_training_on_other_tasks_too(self, base, tmp_path):  # noqa: F811
+        trainer = make_trainer(
+            base, str(tmp_path), {"evaluated": True, "max_steps": 1, "save_strategy": "no", "learning_rate": 0.0}
+        )
+        before = trainer.evaluate()
+        assert trainer.evaluate() | {"eval_runtime": 0} == before | {"eval_runtime": 0}
+        trainer.train()
+        letters, code = Dataset.from_list(HELD_OUT[1:]), Dataset.from_list(HELD_OUT[:1])
+        found = trainer.evaluate({"letters": letters, "code": code}, metric_key_prefix="test")
+        assert found["test_code_solve_rate_mean"] == 0
+        assert found["test_letters_solve_rate_mean"] > 0
+        assert trainer._closed
+
+    def test_without_tasks(self, base, tmp_path):  # noqa: F811
+        trainer = make_trainer(base, str(tmp_path), {"max_steps": 1})
+        with pytest.raises(ValueError, match="`evaluate` needs tasks: give `eval_dataset`"):
+            trainer.evaluate()
+        trainer.close()
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("rows", "message"),
+        [
+            ([{"prompt": "Hello"}], "`eval_dataset` holds prompts"),
+            ([HELD_OUT[0] | {"kind": "code_x"}], "`eval_dataset`, row 0: column `kind` is 'code_x', this run plays"),
+            (
+                [HELD_OUT[1], HELD_OUT[0] | {"outputs": ["8"]}],
+                "row 1: column `outputs` holds '8', the program returns",
+            ),
+            ([HELD_OUT[0] | {"program": "def f(a):\n    return a.b"}], "row 0: the program ends with `error`"),
+            ([HELD_OUT[0] | {"outputs": ["six"]}], "column `outputs` holds 'six', which is no canonical text"),
+        ],
+    )
+    def test_wrong_rows_are_named_before_training(self, make_args, random_base, lora, rows, message):
+        from trl_populora.populora_trainer import PopuLoRATrainer
+
+        args = make_args(task_kinds=["tests.populora_run:Letters", "code_o"], sandbox_allow_weak=True)
+        seeds = Dataset.from_list([HELD_OUT[1] | {"message": "zz"}])
+        with pytest.raises(ValueError, match=message):
+            PopuLoRATrainer(
+                random_base, args=args, train_dataset=seeds, eval_dataset=Dataset.from_list(rows), peft_config=lora
+            )
+
+    def test_empty_and_no_table(self, make_args, random_base, lora):
+        from trl_populora.populora_trainer import PopuLoRATrainer
+
+        empty = Dataset.from_dict({name: [] for name in HELD_OUT[0]})
+        for wrong, error, message in (
+            (empty, ValueError, "`eval_dataset` is empty"),
+            ({}, ValueError, "`eval_dataset` is an empty dict"),
+            ({"deep": [1]}, TypeError, r"`eval_dataset\['deep'\]` must be a `datasets.Dataset`"),
+        ):
+            with pytest.raises(error, match=message):
+                PopuLoRATrainer(random_base, args=make_args(), eval_dataset=wrong, peft_config=lora)
+
+    def test_seed_tasks_that_are_held_out(self, make_args, random_base, lora, seed_dataset):
+        from trl_populora.populora_trainer import PopuLoRATrainer
+
+        with pytest.raises(ValueError, match="12 of the 12 tasks to start from ask what `eval_dataset` holds out"):
+            PopuLoRATrainer(
+                random_base, args=make_args(), train_dataset=seed_dataset, eval_dataset=seed_dataset, peft_config=lora
+            )
+
+    @pytest.mark.parametrize(
+        "settings", [{"eval_strategy": "steps", "eval_steps": 2}, {"eval_steps": 2}, {"eval_on_start": True}]
+    )
+    def test_settings_without_tasks(self, make_args, random_base, lora, settings):
+        from trl_populora.populora_trainer import PopuLoRATrainer
+
+        with pytest.raises(ValueError, match="needs held-out tasks: pass `eval_dataset="):
+            PopuLoRATrainer(random_base, args=make_args(**settings), peft_config=lora)
+
+    def test_two_names_for_the_number_of_attempts(self, make_args):
+        with pytest.raises(ValueError, match="Set only `eval_attempts`"):
+            make_args(num_generations_eval=2, eval_attempts=4)
+        assert make_args(eval_attempts=3).num_generations_eval == 3
+
+
+def test_state_survives_and_is_plain():
+    tasks = [Task(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}) for row in HELD_OUT]
+    held_out = HeldOut({"": tasks}, 2, 8, 0, {"": {"base/solve_rate": 0.5}}, {"student_0@0": 0.25})
+    other = HeldOut({"": tasks}, 2, 8, 0)
+    other.load_state_dict(json.loads(json.dumps(held_out.state_dict())))
+    assert (other.base, other.rates, other.base_rate) == (held_out.base, held_out.rates, 0.5)

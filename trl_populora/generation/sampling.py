@@ -1,0 +1,21 @@
+"""Samples that depend on a seed of their own: what evaluation draws, the training never notices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Inside the block torch's generators start from `seed`, afterwards they are where they were; `None` does nothing."""
+    if seed is None:
+        yield
+        return
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices=devices, device_type="cuda" if accelerator is None else accelerator.type):
+        torch.manual_seed(seed)
+        yield
