@@ -26,9 +26,8 @@ from tiny_documents import DialogueWriter
 from tiny_programs import TRAINED_LEVELS
 from tiny_scores import random_task
 
+from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.evaluation import Payoff, assemble, cross_play, score_members
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report import write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task
@@ -73,14 +72,8 @@ def play(runs: list[Path], seed: int = 0) -> tuple[Payoff, float]:
         teachers, students = ([member.name for member in trainer.population.role(r)] for r in ("teacher", "student"))
         payoff = cross_play(trainer.game, teachers, students, proposals=9, attempts=3, seed=seed)
         payoff.given = score_members(trainer.game, students, tasks, attempts=3)
+        base = score_members(trainer.game, [BASE_NAME], tasks, attempts=3)[BASE_NAME]
         trainer.close()
-        tiny = {"teachers": 1, "students": 1, "proposals_per_teacher": 2, "attempts_per_task": 2}
-        args = PopuLoRAConfig(
-            directory, **tiny, per_device_train_batch_size=1, max_completion_length=200, use_cpu=True, bf16=False
-        )
-        untrained = PopuLoRATrainer("tiny", args=args)  # a fresh LoRA adapter adds nothing to the base
-        base = score_members(untrained.game, ["student_0"], tasks, attempts=3)["student_0"]
-        untrained.close()
     return payoff.renamed(names), base
 
 

@@ -107,7 +107,7 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
         attempts_per_task=8 if student else 4,
         references_per_proposal=2,
         per_device_train_batch_size=16,
-        max_completion_length=48 if student else 160,  # an answer, or a program with its input
+        max_completion_length=256 if student else 160,  # an answer, worked perhaps, or a program with its input
         max_steps=steps,
         learning_rate=learning_rate,
     )

@@ -99,7 +99,7 @@ def train_students(
         attempts_per_task=ATTEMPTS,
         references_per_proposal=0,
         per_device_train_batch_size=15 * count,
-        max_completion_length=24,  # an answer to these tasks is shorter; proposals are turned down anyway
+        max_completion_length=200,  # a worked answer to these tasks is shorter; proposals are turned down anyway
         max_steps=steps,
         learning_rate=1e-3,
         matchmaking="uniform",

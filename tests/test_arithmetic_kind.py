@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_populora.__main__ import read_seed_tasks
+from trl_populora.__main__ import read_tasks
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.tasks.base import Proposal, Reject, Task
 
@@ -72,7 +72,7 @@ class TestArithmetic:
         assert reachable((2, 3)) == {2, 3, 5, 1, -1, 6}
 
     def test_a_population_plays_it_without_any_change_to_the_package(self, random_base, make_args, lora, tmp_path):
-        seeds = read_seed_tasks(str(RECIPES / "arithmetic_seeds.jsonl"))
+        seeds = read_tasks(str(RECIPES / "arithmetic_seeds.jsonl"))
         args = make_args(task_kinds=["arithmetic_kind:Arithmetic"], max_steps=1)
         trainer = PopuLoRATrainer(random_base, args=args, train_dataset=seeds, peft_config=lora)
         trainer.train()

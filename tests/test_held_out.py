@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ from trl_populora.population import Population
 from trl_populora.report import load_evaluations, load_history
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks.base import Task
+
+
+ROOT = Path(__file__).parents[1]
 
 
 def evaluations(trainer) -> list[dict]:
@@ -221,3 +226,38 @@ def test_state_survives_and_is_plain():
     other = HeldOut({"": tasks}, 2, 8, 0)
     other.load_state_dict(json.loads(json.dumps(held_out.state_dict())))
     assert (other.base, other.rates, other.base_rate) == (held_out.base, held_out.rates, 0.5)
+
+
+def figures_of(*command: str) -> list[dict]:
+    """What `tests/held_out_worker.py` printed, without the seconds."""
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
+    return [{k: v for k, v in told.items() if k != "eval_runtime"} for told in json.loads(line[8:])]
+
+
+@pytest.mark.multiprocess
+def test_two_processes_and_one_give_the_same_figures(base, tmp_path):  # noqa: F811
+    worker = ("tests.held_out_worker", "ranks", base)
+    (alone,) = figures_of(*worker, str(tmp_path / "one"))
+    launcher = ("torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "-m")
+    (together,) = figures_of(*launcher, *worker, str(tmp_path / "two"))
+    assert (alone.pop("world"), together.pop("world")) == (1, 2)
+    assert together == alone
+    assert 0 < alone["eval_solve_rate_mean"] < 1
+    assert "eval_teacher_1/solve_rate" in alone
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_and_transformers_agree_within_noise_and_vllm_repeats_itself(tmp_path):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    transformers, first, second = figures_of("tests.held_out_worker", "vllm", str(tmp_path))
+    assert first == second
+    assert transformers["unmoved"]
+    assert first["unmoved"]
+    for key in ("base", "student_0", "student_1"):
+        one, other = (told[f"eval_{key}/solve_rate"] for told in (transformers, first))
+        # Two samples of 200 attempts each: four standard errors of their difference, widened by equal tasks.
+        assert abs(one - other) < 4 * (2 * 0.25 / 200) ** 0.5, (key, one, other)
+    assert first["eval_student_1/solve_rate"] < first["eval_student_0/solve_rate"]

@@ -267,11 +267,11 @@ class TestFailures:
 
 OPEN_DATASET = """
 from datasets import load_dataset
-from trl_populora.__main__ import read_seed_tasks
+from trl_populora.__main__ import read_tasks
 from trl_populora.tasks.archive import TaskArchive
 
 table = load_dataset("me/tasks", split="train")
-archive = TaskArchive.from_dataset(read_seed_tasks("me/tasks"))
+archive = TaskArchive.from_dataset(read_tasks("me/tasks"))
 print("rows", len(table), "tasks", len(archive), "rated", sum(rate is not None for rate in table["solve_rate"]))
 """
 

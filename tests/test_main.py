@@ -103,7 +103,7 @@ class TestPlainInstall:
         cli.main(["info", saved])
         title, header, *members = capsys.readouterr().out.splitlines()
         assert title == "Population after 7 steps on tiny"
-        assert header.split() == ["member", "rating", "fitness", "matches", "born", "made", "by", "parents"]
+        assert header.split() == ["member", "rating", "held", "out", "matches", "born", "made", "by", "parents"]
         assert [line.split()[0] for line in members] == ["teacher_0", "student_1", "student_0"]
         assert members[0].index("26.0 ± 8.0") == header.index("rating")
 
@@ -165,7 +165,7 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, ModelConfig))
     recipe, _, _ = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
     args = make_args()
-    archive = load_archive(cli.read_seed_tasks(recipe.seed_tasks), make_kinds(args), args)
+    archive = load_archive(cli.read_tasks(recipe.seed_tasks), make_kinds(args), args)
     assert list(archive) == list(earlier)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from trl_populora.held_out import HeldOut
 from trl_populora.sandbox import Job, Sandbox, Status, values
 from trl_populora.tasks.archive import load_seed_tasks
 from trl_populora.tasks.base import Proposal, Task
@@ -28,9 +29,11 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import make_tiny_base  # noqa: E402
-from tiny_documents import DialogueWriter, Layout, batches, is_held_out  # noqa: E402
+import tiny_scores  # noqa: E402
+from tiny_documents import DialogueWriter, Layout, Source, is_held_out  # noqa: E402
 from tiny_programs import OPERATIONS_AT_LEVEL, ProgramWriter, run  # noqa: E402
 from tiny_tokenizer import WHOLE_TOKENS, train_tokenizer  # noqa: E402
+from tiny_traces import CLOSE, OPEN, backwards, forwards  # noqa: E402
 
 
 ASSETS = Path(str(files("trl_populora") / "assets"))
@@ -57,12 +60,11 @@ def run_recipe(*options: object) -> subprocess.CompletedProcess:
 
 def test_smoke_run_writes_a_model_that_loads_and_resumes(tmp_path):
     options = ("--smoke", "--work", tmp_path, "--output", tmp_path / "model")
-    first = run_recipe(*options, "--seed-tasks", tmp_path / "seed_tasks.jsonl")
+    first = run_recipe(*options)
     assert first.returncode == 0, first.stderr
     assert "step     4" in first.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.float16
-    assert (tmp_path / "seed_tasks.jsonl").read_text() == (ASSETS / "seed_tasks.jsonl").read_text()
     resumed = run_recipe(*options, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert "step     5" not in resumed.stdout
@@ -74,9 +76,9 @@ def test_smoke_run_writes_a_model_that_loads_and_resumes(tmp_path):
     ("options", "message"),
     [
         (("--width", 100, "--steps", 1), "multiple of 64, got 100"),
-        ((), "give --minutes or --steps"),
+        ((), "give --steps, at least 1, got 0"),
         (("--export-only",), "no checkpoint in"),
-        (("--steps", -3), "must not be negative"),
+        (("--steps", -3), "give --steps, at least 1, got -3"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, monkeypatch, capsys, options, message):
@@ -176,7 +178,8 @@ def test_packed_loss_equals_the_dialogues_one_by_one(tokenizer, monkeypatch):
     mask = make_tiny_base.attention_mask
     monkeypatch.setattr(make_tiny_base, "attention_mask", lambda batch: mask(batch).float())
     ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    for batch in next(batches(0, 500, tokenizer.backend_tokenizer, *ends, Layout(2, 256, 1, 448))):
+    source = Source(seed=0, steps=1000, layout=Layout(2, 256, 1, 448))
+    for batch in next(source.batches(500, tokenizer.backend_tokenizer, *ends)):
         _, _, total, count = make_tiny_base.loss_sums(packed, batch)
         expected, answers = 0.0, 0
         for row in range(len(batch.tokens)):
@@ -197,8 +200,78 @@ def test_packed_loss_equals_the_dialogues_one_by_one(tokenizer, monkeypatch):
 
 def test_held_out_programs_are_never_written_for_training():
     training, evaluation = DialogueWriter(random.Random(0)), DialogueWriter(random.Random(0), held_out=True)
-    assert not any(is_held_out(training.example(1 + n % 4, 1).program.text) for n in range(100))
-    assert all(is_held_out(evaluation.example(1 + n % 4, 1).program.text) for n in range(100))
+    assert not any(is_held_out(training.example(1 + n % 4, 1).program) for n in range(100))
+    drawn = [evaluation.example(1 + n % 6, 1).program for n in range(100)]
+    assert all(map(is_held_out, drawn))
+    combined = [program for program in drawn if len(program.steps) > 1]
+    assert len(combined) > 60
+    assert all(program.combination_held_out for program in combined), "more than other constants"
+
+
+def test_two_processes_draw_different_documents_and_together_those_of_their_steps(tokenizer):
+    ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+    def tokens(rank: int, world: int, step: int) -> list:
+        source = Source(0, 100, rank, world, Layout(2, 256, 1, 448))
+        return [part.tokens.tolist() for part in next(source.batches(step, tokenizer.backend_tokenizer, *ends))]
+
+    assert tokens(0, 2, 3) == tokens(0, 2, 3) != tokens(1, 2, 3)
+
+
+class TestWorkedAnswers:
+    @pytest.mark.parametrize("level", OPERATIONS_AT_LEVEL)
+    def test_every_line_is_true(self, level):
+        """Forwards a line is an equation; backwards one, too, once the operand has the value that the line ends with."""
+        writer = DialogueWriter(random.Random(level))
+        for _ in range(30):
+            example = writer.example(level, 1)
+            program, given, returned = example.program, example.inputs[0], example.outputs[0]
+            opened, *lines, closed = forwards(program, given).splitlines()
+            assert (opened, closed) == (OPEN, CLOSE)
+            assert len(lines) == len(program.steps)
+            for line in lines:
+                condition, _, line = line.rpartition(": ") if line.startswith("if ") else ("", "", line)
+                *_, text, result = line.split(" = ")
+                took_place = not condition or eval(condition.removeprefix("if "))
+                assert eval(text if took_place else result) == eval(result)
+            assert eval(lines[-1].rpartition(" = ")[2]) == returned
+
+            opened, *lines, closed = backwards(program, given).splitlines()
+            assert (opened, closed) == (OPEN, CLOSE)
+            chosen, lines = lines[: len(given) - 1], lines[len(given) - 1 :]
+            assert [eval(line.partition(" = ")[2]) for line in chosen] == list(given[1:])
+            for line in lines:
+                text, _, operand = line.removeprefix("if ").rpartition(": ")
+                name, _, value = operand.partition(" = ")
+                condition, found, text = text.rpartition(": ") if line.startswith("if ") else ("", "", text)
+                names = {name: eval(value)}
+                if found and not eval(condition, names):
+                    assert eval(text.removeprefix("no ")) == names[name]
+                else:
+                    expression, _, result = text.rpartition(" = ")
+                    assert eval(expression, names) == eval(result)
+            assert eval(lines[-1].rpartition(" = ")[2]) == given[0]
+
+    def test_the_kinds_read_the_answer_behind_them(self):
+        writer = DialogueWriter(random.Random(5), worked=1.0)
+        for number in range(20):
+            example = writer.example(1 + number % 4, 1)
+            given, returned = values.encode(example.inputs[0]), values.encode(example.outputs[0])
+            for kind, ask, answer in ((CodeO(), writer.deduction, returned), (CodeI(), writer.abduction, given)):
+                dialogue = ask(example)
+                assert dialogue.assistant.startswith(OPEN)
+                task = Task(kind.name, example.program.text, (given,), (returned,))
+                attempt = kind.parse_attempt(dialogue.assistant, task)
+                assert (attempt.well_formed, attempt.answer) == (True, answer)
+
+    def test_are_frequent_first_and_rare_at_the_end(self, tokenizer):
+        opens = tokenizer.convert_tokens_to_ids(OPEN)
+        shares = []
+        for step in (600, 900):
+            ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+            parts = [next(Source(seed, 1000).batches(step, tokenizer.backend_tokenizer, *ends)) for seed in range(3)]
+            shares.append(sum((part.tokens == opens).sum() for pair in parts for part in pair))
+        assert shares[0] > 2 * shares[1] > 0
 
 
 def test_shipped_model_is_small_and_complete():
@@ -239,21 +312,33 @@ def test_shipped_model_answers_easy_seed_tasks(shipped):
     assert right / len(easy) >= 0.7
 
 
-def test_seed_tasks_are_graded_and_true():
-    tasks = load_seed_tasks()
-    levels = [json.loads(line)["level"] for line in (ASSETS / "seed_tasks.jsonl").open(encoding="utf-8")]
+@pytest.mark.parametrize(("name", "count", "cells"), [("seed_tasks", 256, 12), ("eval_tasks", 312, 12)])
+def test_shipped_tasks_are_graded_and_true(name, count, cells):
+    path = ASSETS / f"{name}.jsonl"
+    tasks = load_seed_tasks(path)
+    levels = [json.loads(line)["level"] for line in path.open(encoding="utf-8")]
     counts = Counter((task.kind, level) for task, level in zip(tasks, levels, strict=True))
-    assert len(tasks) == 256
-    assert len(counts) == 12
-    assert min(counts.values()) >= 21
-    assert len({task.task_id for task in tasks}) == 256
+    assert len(tasks) == len({task.task_id for task in tasks}) == count
+    assert len(counts) == cells
+    assert min(counts.values()) >= count // cells
     with Sandbox(allow_weak=True) as sandbox:
         verdicts = sandbox.run([Job(task.program, task.inputs, runs=2) for task in tasks])
     for task, verdict in zip(tasks, verdicts, strict=True):
         assert verdict.status is Status.OK
         assert verdict.outputs == task.outputs
-        assert not is_held_out(task.program)
         if task.kind == "code_f":
             assert (len(task.inputs), task.visible) == (6, 3)
             assert len(set(task.outputs)) > 1
             assert task.message
+
+
+def test_shipped_tasks_are_what_the_recipe_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tiny_scores.py", "--write-tasks", str(tmp_path)])
+    tiny_scores.main()
+    for name in ("seed_tasks.jsonl", "eval_tasks.jsonl"):
+        assert (tmp_path / name).read_bytes() == (ASSETS / name).read_bytes()
+
+
+def test_no_task_to_start_from_asks_what_is_held_out():
+    held_out = HeldOut({"": load_seed_tasks(ASSETS / "eval_tasks.jsonl")}, 1, None, 0)
+    assert not [task for task in load_seed_tasks() if task in held_out]

@@ -64,7 +64,7 @@ def test_the_way_out_of_a_bad_batch_works(make_args, overrides):
         ({"cull_fraction": 1.0}, "`cull_fraction` must be in"),
         ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5` is not supported.*couples members"),
         ({"max_steps": -1}, "`max_steps` must be positive"),
-        ({"eval_strategy": "steps", "eval_steps": 1}, "`eval_strategy"),
+        ({"eval_attempts": 0}, "`eval_attempts` must be at least 1, got 0"),
         ({"generation_batch_size": 12}, "`generation_batch_size=12`"),
         ({"num_generations": 4}, "Set only `attempts_per_task`"),
         ({"gradient_accumulation_steps": 2}, "must be 3 here"),

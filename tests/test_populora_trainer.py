@@ -358,7 +358,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="is not writable"):
             make_trainer(output_dir=str(tmp_path / "taken"))
 
-    @pytest.mark.parametrize("argument", ["eval_dataset", "tools", "rollout_func", "environment_factory"])
+    @pytest.mark.parametrize("argument", ["tools", "rollout_func", "environment_factory"])
     def test_arguments_that_a_population_cannot_use(self, random_base, make_args, argument):
         with pytest.raises(ValueError, match=f"`{argument}` is not supported: .*(evaluate|TaskKind)"):
             PopuLoRATrainer(random_base, args=make_args(), **{argument: [1]})

@@ -1,0 +1,76 @@
+"""Evaluation on given tasks in a process of its own, or several; prints what the main one was told.
+
+torchrun --nproc_per_node 2 -m tests.held_out_worker ranks <base> <directory>      # a random base
+python -m tests.held_out_worker vllm <directory>                                   # the embedded base
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+
+def ranks(base: str, directory: str) -> list[dict]:
+    """The first evaluation of a trainer."""
+    from tests.populora_run import EVALUATED, make_trainer
+
+    trainer = make_trainer(base, directory, EVALUATED | {"max_steps": 1, "eval_teachers": True})
+    figures = trainer.evaluate()
+    trainer.close()
+    return [figures | {"world": trainer.accelerator.num_processes}]
+
+
+def vllm(directory: str) -> list[dict]:
+    """An evaluation with transformers, then two with vLLM by a trainer whose students differ from the base."""
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from trl_populora.adapters.weights import read_member, write_member
+    from trl_populora.loading import tiny_eval_tasks
+    from trl_populora.populora_config import PopuLoRAConfig
+    from trl_populora.populora_trainer import PopuLoRATrainer
+    from trl_populora.tasks import load_seed_tasks
+
+    tasks = [task.to_record() for task in load_seed_tasks(tiny_eval_tasks()) if task.kind == "code_o"][:50]
+    told = []
+    for use_vllm in (False, True):
+        args = PopuLoRAConfig(
+            directory,
+            teachers=1,
+            students=2,
+            proposals_per_teacher=2,
+            attempts_per_task=2,
+            inputs_per_function=6,
+            per_device_train_batch_size=6,
+            per_device_eval_batch_size=64,
+            max_completion_length=160,
+            eval_attempts=4,
+            evolve_every=0,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+            model_init_kwargs={"dtype": "float32"},
+            use_vllm=use_vllm,
+            vllm_max_model_length=1024,
+            vllm_engine_kwargs={"enforce_eager": True},
+        )
+        lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+        trainer = PopuLoRATrainer("tiny", args=args, eval_dataset=Dataset.from_list(tasks), peft_config=lora)
+        worse = read_member(trainer.model, "student_1")
+        generator = torch.Generator().manual_seed(0)
+        worse = {key: value + 0.02 * torch.randn(value.shape, generator=generator) for key, value in worse.items()}
+        write_member(trainer.model, "student_1", worse)
+        for _ in range(1 + use_vllm):
+            before = torch.get_rng_state()
+            told.append(trainer.evaluate() | {"unmoved": bool(torch.equal(before, torch.get_rng_state()))})
+        trainer.close()
+    return told
+
+
+if __name__ == "__main__":
+    found = {"ranks": ranks, "vllm": vllm}[sys.argv[1]](*sys.argv[2:])
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print("FIGURES " + json.dumps(found), flush=True)
