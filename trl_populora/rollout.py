@@ -21,6 +21,7 @@ from trl_populora.population import Population
 from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
+from trl_populora.tasks.control import THINK_TAGS, screen
 
 
 Messages = list[dict[str, str]]
@@ -87,6 +88,7 @@ class Game:
         determinism_runs (`int`): Runs of a proposal under different hash seeds that must agree.
         style (`str`): Prompt style, `"chat"` or `"compact"`.
         seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
+        forbidden (`tuple[str, ...]`): Texts that no task may contain, see `tasks/control.py`.
         iterations (`int`): Optimizer steps from one play to the next.
         rank, world (`int`): This process and their number.
     """
@@ -104,6 +106,7 @@ class Game:
     determinism_runs: int
     style: str
     seed: int
+    forbidden: tuple[str, ...] = THINK_TAGS
     iterations: int = 1
     rank: int = 0
     world: int = 1
@@ -223,10 +226,7 @@ def judge(
 ) -> list[Task | Reject]:
     """What the proposals are, each on its own: a task, or the reason why not. Duplicates are not looked for."""
     begun = [_begin_check(game, *each) for each in zip(kinds, texts, references, strict=True)]
-    outcomes = [
-        proposal if isinstance(proposal, Reject) else game.kinds[kind].accept(proposal, _verdict(run), rng)
-        for kind, (proposal, run) in zip(kinds, begun, strict=True)
-    ]
+    outcomes = [_accept(game, kind, *each, rng) for kind, each in zip(kinds, begun, strict=True)]
     game.forget_queued()
     return outcomes
 
@@ -235,9 +235,18 @@ def _begin_check(
     game: Game, kind: str, text: str, shown: Sequence[Task]
 ) -> tuple[Proposal | Reject, Future[Verdict] | None]:
     """Reads a proposal and queues what the sandbox has to run for it."""
-    proposal = game.kinds[kind].parse_proposal(text, shown)
+    proposal = screen(game.kinds[kind].parse_proposal(text, shown), game.forbidden)
     job = game.kinds[kind].check(proposal) if isinstance(proposal, Proposal) else None
     return proposal, game.queue(job and replace(job, runs=game.determinism_runs))
+
+
+def _accept(
+    game: Game, kind: str, proposal: Proposal | Reject, run: Future[Verdict] | None, rng: random.Random
+) -> Task | Reject:
+    """What became of a proposal; its outputs are known only now."""
+    if isinstance(proposal, Reject):
+        return proposal
+    return screen(game.kinds[kind].accept(proposal, _verdict(run), rng), game.forbidden)
 
 
 def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:

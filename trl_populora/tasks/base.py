@@ -48,6 +48,7 @@ class Reject(str, Enum):
     DUPLICATE_INPUTS = "duplicate_inputs"
     CONSTANT_OUTPUT = "constant_output"
     LEAKED_PROGRAM = "leaked_program"
+    CONTROL_TOKEN = "control_token"
 
     # Plain `str(reject)` differs between Python versions for mixed-in enums; metric keys need the value everywhere.
     def __str__(self) -> str:
