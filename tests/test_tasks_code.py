@@ -261,6 +261,21 @@ def test_constant_outputs_are_rejected(sandbox):
     assert propose(CodeF(), sandbox, inputs_text(TEN), [nan]) is Reject.CONSTANT_OUTPUT
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_no_constant_meets_all_hidden_pairs(seed, sandbox):
+    """One output of ten differs; wherever the shuffle puts it, a program without it is wrong."""
+    known = Task("code_o", "def f(x):\n    return x == 3", (encode((1,)),), (encode(False),))
+    task = propose(CodeF(), sandbox, inputs_text("0123456789"), [known], seed)
+    assert sorted(task.outputs[5:]) == ["false"] * 4 + ["true"]
+    assert {(decode(i)[0] == 3, decode(o)) for i, o in zip(task.inputs, task.outputs, strict=True)} == {
+        (True,) * 2,
+        (False,) * 2,
+    }
+    for constant in (True, False):
+        answer = block("python", f"def f(x):\n    return {constant}")
+        assert grade(CodeF(), sandbox, task, answer) == "wrong"
+
+
 def test_code_f_says_what_it_needs():
     assert CodeF().reference_count(6) == 1
     assert [kind.reference_count(6) for kind in (CodeO(), CodeI())] == [6, 6]

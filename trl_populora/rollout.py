@@ -156,6 +156,7 @@ def play_step(game: Game, step: int) -> Played:
         proposals, references = _propose(game, matches, step, rng)
     with _timed(seconds, "verify"):
         fillers = _fillers(game, proposals, rng)
+        known = game.archive.programs
         outcomes = _verify(game, proposals, references, step, rng)
     with _timed(seconds, "solve"):
         tasks = [o if isinstance(o, Task) else filler for o, filler in zip(outcomes, fillers, strict=True)]
@@ -167,7 +168,7 @@ def play_step(game: Game, step: int) -> Played:
     game.matchmaker.update(game.population, _shares(matches, records))
     fresh = [task for part in game.gather(outcomes) for task in part if isinstance(task, Task)]
     _note_results(game, fresh, records)
-    return Played(rows, step_metrics(game, records, fresh), seconds)
+    return Played(rows, step_metrics(game, records, fresh, game.archive.programs - known), seconds)
 
 
 def _propose(
@@ -341,7 +342,9 @@ def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict
     return {match: sum(shares[match.index]) / len(shares[match.index]) for match in matches}
 
 
-def step_metrics(game: Game, records: Sequence[dict[str, Any]], tasks: Sequence[Task]) -> dict[str, float]:
+def step_metrics(
+    game: Game, records: Sequence[dict[str, Any]], tasks: Sequence[Task], new_programs: int
+) -> dict[str, float]:
     """
     Metrics of one step over all ranks; every key is present at every step, NaN where nothing was seen.
 
@@ -349,13 +352,16 @@ def step_metrics(game: Game, records: Sequence[dict[str, Any]], tasks: Sequence[
         game (`Game`): Names the kinds.
         records (`Sequence[dict]`): All ranks' rows, as their columns.
         tasks (`Sequence[Task]`): All ranks' valid tasks of this step.
+        new_programs (`int`): How many programs, constants apart, no earlier task had.
     """
     proposals = [r for r in records if r["role"] == "teacher"]
     valid = [r for r in proposals if r["valid"]]
     attempts = [r for r in records if r["role"] == "student"]
     fresh = [r for r in attempts if not r["archived"]]
+    written = sum(game.kinds[task.kind].writes_program for task in tasks)
     metrics = {
         "propose/valid_rate": _mean([r["valid"] for r in proposals]),
+        "propose/novel_rate": new_programs / written if written else float("nan"),
         "solve/rate": _mean([r["correct"] for r in fresh]),
         "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
         "solve/well_formed": _mean([r["well_formed"] for r in attempts]),

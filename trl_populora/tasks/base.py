@@ -193,6 +193,7 @@ class TaskKind(ABC):
 
     name: str
     reference_kinds: tuple[str, ...] = ()
+    writes_program = True  # whether a proposal brings its program; those that are about a known one are never new
 
     def reference_count(self, k: int) -> int:
         """How many archived tasks of `reference_kinds` the proposer is shown when `k` are configured."""
