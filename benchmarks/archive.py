@@ -53,10 +53,11 @@ def make_task(number: int) -> Task:
 
 
 def fill(archive: TaskArchive, number: int) -> None:
-    """As resuming does: keys and coverage are given. Every program counts as a structure of its own, the worst case."""
+    """As resuming does: keys and coverage are given. Every program has a structure and a form of its own, the worst case."""
     note = (0.0, 0.5, 7.0, 4.0, 11.0, 6.0)
     entries = ((make_task(n), hashlib.blake2b(str(n).encode(), digest_size=16).digest(), note) for n in range(number))
-    archive.restore(entries, {"counts": {f"{n:016x}": 1 for n in range(number)}, "sum": 0.0})
+    forms = [n * 0x9E3779B97F4A7C15 % 2**64 for n in range(number)]
+    archive.restore(entries, {"counts": {f"{n:016x}": 1 for n in range(number)}, "sum": 0.0, "forms": forms})
 
 
 def step_seconds(archive: TaskArchive, first: int, per_step: int, rng: random.Random) -> float:

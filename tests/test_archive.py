@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from dataclasses import replace
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks.archive import TaskArchive, load_seed_tasks
+from trl_populora.tasks.archive_table import load_archive, save_archive
 from trl_populora.tasks.base import Task
 
 
@@ -22,6 +24,9 @@ def make(number, kind="code_o", program="def f(x):\n    return x + {}"):
     return Task(
         kind, program.format(number), (encode((number,)),), (encode(2 * number),), author="teacher_0", step=number
     )
+
+
+EMPTY = {"counts": {}, "sum": 0.0}
 
 
 def test_adding_a_task_twice_changes_nothing():
@@ -41,6 +46,7 @@ def test_adding_a_task_twice_changes_nothing():
     ("change", "duplicate"),
     [
         ({"program": "def f(y):  # the same\n        return y + 1\n"}, True),
+        ({"program": "import re\n\ndef f(x):\n    pass\n    unused = [x]\n    return x + 1\n    x = 3"}, True),
         ({"outputs": (encode(7),)}, True),  # the program decides the output
         ({"program": "def f(x):\n    return x + 2"}, False),
         ({"inputs": (encode((2,)),)}, False),
@@ -61,6 +67,31 @@ def test_the_order_of_code_f_inputs_and_the_layout_of_its_hint_do_not_count():
     assert archive.add(task)
     assert not archive.add(replace(task, inputs=inputs[::-1], outputs=task.outputs[::-1], message=" a\n hint"))
     assert archive.add(replace(task, message="another"))
+
+
+def test_another_order_of_the_same_dictionary_makes_no_other_task():
+    archive = TaskArchive()
+    orders = [encode(({"b": 1, "a": 2},), ordered=True), encode(({"a": 2, "b": 1},), ordered=True)]
+    assert orders[0] != orders[1]
+    assert [archive.add(replace(make(1), inputs=(text,))) for text in orders] == [True, False]
+    assert all(archive.add(Task("mine", "24", (text,), ())) for text in ('["d"', '["d",'))
+
+
+def test_programs_are_counted_with_their_constants_apart_and_for_good():
+    archive = TaskArchive(cap=1)
+    programs = [
+        "def f(x):\n    return x + {}",
+        "def f(y):\n    pass\n    return y + {}",
+        "def f(x):\n    return x * {}",
+    ]
+    for number in (1, 2):
+        for program in programs:
+            archive.add(make(number, program=program))
+    archive.add(replace(make(1), kind="code_i"))
+    assert archive.programs == 2
+    again = TaskArchive()
+    again.load_state_dict(json.loads(json.dumps(archive.state_dict())))
+    assert again.programs == 2
 
 
 def test_texts_that_are_no_programs_are_compared_as_they_are():
@@ -133,6 +164,25 @@ def test_a_resumed_archive_goes_on_as_if_nothing_had_happened():
         assert straight.sample(["code_i", "code_o"], 3, one) == resumed.sample(["code_i", "code_o"], 3, two)
     assert resumed.state_dict() == straight.state_dict()
     assert resumed.metrics() == straight.metrics()
+
+
+def test_an_archive_of_version_0_1_is_read_and_its_duplicates_are_known(tmp_path):
+    """Its keys were others, dead code made another task, and nobody had counted programs."""
+    padded = replace(make(1), program="def f(x):\n    pass\n    return x + 1")
+    archive = TaskArchive()
+    archive.restore([(make(1), b"1" * 16, None), (padded, b"2" * 16, (0.0,) * 6), (make(2), b"3" * 16, None)], EMPTY)
+    path = tmp_path / "archive.parquet"
+    save_archive(archive, path)
+    coverage = archive.coverage.state_dict()
+    del coverage["forms"]
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({"populora_archive": "1"}), path)
+    read = TaskArchive()
+    load_archive(read, path, coverage)
+    assert list(read) == [make(1), make(2)]
+    assert not read.add(padded)
+    assert read.programs == 1
+    assert read.add(make(3))
 
 
 def test_loading_replaces_what_was_there_and_obeys_the_cap():

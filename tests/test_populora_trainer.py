@@ -145,7 +145,13 @@ class TestStep:
         assert steps[0] == steps[1] == steps[2]
         wanted = {"match/win_prob_mean", "propose/code_o/valid_rate", "verify/reject/format", "solve/rate"}
         wanted |= {"population/teacher/mu_mean", "member/student_0/mu", "member/student_0/grad_norm", "time/verify"}
-        wanted |= {"curriculum/ast_depth", "curriculum/coverage", "batch/padding", "rewards/letters/mean"}
+        wanted |= {
+            "curriculum/ast_depth",
+            "curriculum/coverage",
+            "propose/novel_rate",
+            "batch/padding",
+            "rewards/letters/mean",
+        }
         assert wanted <= steps[0]
 
 

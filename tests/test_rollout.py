@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -141,6 +142,24 @@ def test_a_duplicate_is_invalid_and_never_reaches_a_student(sandbox, seed_tasks)
     assert [row.reject_reason for row in rows] == ["", "duplicate", "duplicate", "duplicate"]
     again = [row for row in play_step(game, 1).rows if row.role == "teacher"]
     assert {row.reject_reason for row in again} == {"duplicate"}, "also in a later step"
+
+
+def test_only_programs_that_nobody_has_written_count_as_novel(sandbox, seed_tasks):
+    """Another input, other names and constants make a valid task, and dead code not even that."""
+    written = [
+        ("def f(a):\n    return [a, 5]", "1"),
+        ("def f(a):\n    return [a, 5]", "2"),
+        ("def f(b):\n    unused = 3\n    return [b, 7]", "1"),
+        ("def f(a):\n    pass\n    return [a, 5]", "1"),
+    ]
+    game = make_game(sandbox, seed_tasks, lambda i: proposal(*written[i]), lambda c, i: "")
+    played = play_step(game, 0)
+    assert [row.reject_reason for row in played.rows if row.role == "teacher"] == ["", "", "", "duplicate"]
+    assert played.metrics["propose/novel_rate"] == pytest.approx(1 / 3)
+    game.generate = make_game(sandbox, [], lambda i: proposal(written[1][0], str(i + 8)), lambda c, i: "").generate
+    assert play_step(game, 1).metrics["propose/novel_rate"] == 0.0
+    game.generate = make_game(sandbox, [], lambda i: "", lambda c, i: "").generate
+    assert math.isnan(play_step(game, 2).metrics["propose/novel_rate"])
 
 
 def test_a_program_that_gives_two_answers_is_invalid(sandbox, seed_tasks):

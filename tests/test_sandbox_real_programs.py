@@ -26,13 +26,15 @@ Of the first two inputs of the 256 rows of `azr_seed_3b_coder_code_f.jsonl`, all
 | 189, 227, 245 | ok | recorded as empty |
 """
 
+import contextlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from trl_populora.sandbox import Job, Limits, Sandbox
-from trl_populora.sandbox.literals import LiteralError, read_literal
+from trl_populora.sandbox.literals import LiteralError, read_arguments, read_literal
 from trl_populora.sandbox.values import decode, encode, equal
 
 
@@ -50,6 +52,9 @@ EXPLAINED = {
         "no recorded output": {12, 83, 189, 227, 245},
     },
 }
+
+CALL = re.compile(r"\s*f\(.*\)\s*$", re.DOTALL)
+REORDERED = {"azr_seed_3b_coder": 7, "azr_seed_3b_coder_code_f": 127}  # inputs with a dict whose keys are not sorted
 
 
 def calls(row):
@@ -69,20 +74,26 @@ def outcome(verdict, recorded):
     return "agree" if equal(decode(verdict.outputs[0]), known) else "differ"
 
 
-@pytest.mark.parametrize("name", EXPLAINED)
-def test_every_program_is_judged_and_agrees_or_is_explained(name):
+def read_rows(name):
     path = DATA / f"{name}.jsonl"
     if not path.exists():
         pytest.skip(
             f"{path.name}, 256 seed tasks of Absolute Zero Reasoner (github.com/LeapLabTHU/Absolute-Zero-Reasoner, "
             f"MIT, commit a82124e), is not in {DATA.relative_to(ROOT.parent)} beside the clone"
         )
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def by_python(snippet, given, runs=1):
+    """The call as Python itself makes it, its arguments an expression in the program's own text."""
+    return Job(f"{snippet}\ndef call_it():\n    return f({given})\n", (encode(()),), runs=runs, function="call_it")
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_every_program_is_judged_and_agrees_or_is_explained(name):
+    rows = read_rows(name)
     pairs = [(index, row["snippet"], *pair) for index, row in enumerate(rows) for pair in list(calls(row))[:2]]
-    jobs = [
-        Job(f"{snippet}\ndef call_it():\n    return f({given})\n", (encode(()),), runs=2, function="call_it")
-        for _, snippet, given, _ in pairs
-    ]
+    jobs = [by_python(snippet, given, runs=2) for _, snippet, given, _ in pairs]
     with Sandbox(workers=2, limits=Limits(wall_seconds=30)) as sandbox:
         verdicts = sandbox.run(jobs)
     found = {}
@@ -91,3 +102,27 @@ def test_every_program_is_judged_and_agrees_or_is_explained(name):
     agreed = found.pop("agree")
     assert found == EXPLAINED[name]
     assert len(agreed | set().union(*found.values())) == len(rows) == 256
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_inputs_as_tasks_keep_them_give_what_python_gives(name):
+    """All that are literals, dictionaries in the order written; those written as a call, which is read as its arguments."""
+    pairs = []
+    for row in read_rows(name):
+        for number, (given, _) in enumerate(calls(row)):
+            with contextlib.suppress(LiteralError):
+                arguments = read_arguments(given)
+                written = encode(arguments, ordered=True)
+                if number < 2 or written != encode(arguments):
+                    plain = given.strip().removeprefix("f(").removesuffix(")") if CALL.match(given) else given
+                    pairs.append((row["snippet"], plain, written))
+    with Sandbox(workers=2, limits=Limits(wall_seconds=30)) as sandbox:
+        pythons = sandbox.run([by_python(snippet, given) for snippet, given, _ in pairs])
+        ours = sandbox.run([Job(snippet, (written,)) for snippet, _, written in pairs])
+    disagreeing = [
+        pair
+        for pair, one, other in zip(pairs, pythons, ours, strict=True)
+        if (one.status, one.outputs) != (other.status, other.outputs)
+    ]
+    assert disagreeing == []
+    assert sum(encode(decode(written)) != written for _, _, written in pairs) == REORDERED[name]

@@ -61,6 +61,28 @@ def test_text_reads_back_to_the_same_text_and_an_equal_value(value):
     assert "\n" not in text
 
 
+def in_order(value):
+    """A text that tells two values apart also when only the order of a dict differs."""
+    return encode(value, ordered=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plain)
+def test_the_order_of_dicts_survives_text_and_literal(value):
+    assert in_order(decode(in_order(value))) == in_order(value)
+    assert in_order(read_literal(to_literal(value))) == in_order(value)
+    assert decode(encode(value)) is not None or value is None
+    assert encode(decode(in_order(value))) == encode(value), "outputs compare without it"
+
+
+def test_only_ordered_text_tells_the_order_of_a_dict():
+    one, other = {"b": 1, "a": {2: 0, 1: 0}}, {"a": {1: 0, 2: 0}, "b": 1}
+    assert encode(one) == encode(other) == '["d","a",["d",1,0,2,0],"b",1]'
+    assert encode((one,), ordered=True) == '["t",["d","b",1,"a",["d",2,0,1,0]]]'
+    assert to_literal(one) == "{'b': 1, 'a': {2: 0, 1: 0}}"
+    assert equal(one, other, strict=True)
+
+
 @settings(max_examples=150, deadline=None)
 @given(plain)
 def test_literals_read_back(value):

@@ -178,7 +178,7 @@ def test_a_valid_program_becomes_a_task_with_its_true_output(kind, sandbox):
         ("def f(x):\n    return object()", "3", Reject.BAD_OUTPUT),
         ("def f(x):\n    return f", "3", Reject.BAD_OUTPUT),
         ("def f(x):\n    return list({'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'})", "3", Reject.NONDETERMINISTIC),
-        ("import random\n\ndef f(x):\n    return random.random()", "3", Reject.NONDETERMINISTIC),
+        ("import random\n\ndef f(x):\n    return random.random()", "3", Reject.POLICY),
         ("def f(x):\n    while True:\n        pass", "3", Reject.TIMEOUT),
         ("def f(x):\n    return len(bytearray(8 << 30))", "3", Reject.MEMORY),
         ("import socket\n\ndef f(x):\n    return 1", "3", Reject.POLICY),
@@ -259,6 +259,21 @@ def test_constant_outputs_are_rejected(sandbox):
     assert propose(CodeF(), sandbox, inputs_text(TEN), [constant]) is Reject.CONSTANT_OUTPUT
     nan = Task("code_o", "def f(x):\n    return float('nan')", (encode((1,)),), (encode(1.0),))
     assert propose(CodeF(), sandbox, inputs_text(TEN), [nan]) is Reject.CONSTANT_OUTPUT
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_constant_meets_all_hidden_pairs(seed, sandbox):
+    """One output of ten differs; wherever the shuffle puts it, a program without it is wrong."""
+    known = Task("code_o", "def f(x):\n    return x == 3", (encode((1,)),), (encode(False),))
+    task = propose(CodeF(), sandbox, inputs_text("0123456789"), [known], seed)
+    assert sorted(task.outputs[5:]) == ["false"] * 4 + ["true"]
+    assert {(decode(i)[0] == 3, decode(o)) for i, o in zip(task.inputs, task.outputs, strict=True)} == {
+        (True,) * 2,
+        (False,) * 2,
+    }
+    for constant in (True, False):
+        answer = block("python", f"def f(x):\n    return {constant}")
+        assert grade(CodeF(), sandbox, task, answer) == "wrong"
 
 
 def test_code_f_says_what_it_needs():
@@ -472,9 +487,10 @@ def test_every_value_survives_as_an_output(value):
 @settings(deadline=None)
 @given(st.lists(PLAIN, max_size=3).map(tuple))
 def test_every_argument_tuple_survives_as_an_input(values):
-    attempt = CodeI().parse_attempt(CodeI().render_answer(encode(values)), SQUARE_TASK)
+    written = encode(values, ordered=True)
+    attempt = CodeI().parse_attempt(CodeI().render_answer(written), SQUARE_TASK)
     assert attempt.well_formed
-    assert attempt.answer == encode(values)
+    assert attempt.answer == written
 
 
 STATEMENTS = st.sampled_from(
@@ -493,7 +509,7 @@ STATEMENTS = st.sampled_from(
 @given(st.lists(STATEMENTS, max_size=6), st.lists(PLAIN, min_size=1, max_size=2).map(tuple))
 def test_a_rendered_proposal_is_read_back(statements, values):
     program = "\n    ".join(["def f(x, y=0):", *statements, "return x"])
-    proposal = Proposal("code_o", program, (encode(values),))
+    proposal = Proposal("code_o", program, (encode(values, ordered=True),))
     if len(CodeO().render_proposal(proposal).partition("```input\n")[2]) < 400:
         assert CodeO().parse_proposal(CodeO().render_proposal(proposal), []) == proposal
 
@@ -507,7 +523,7 @@ def test_a_rendered_proposal_is_read_back(statements, values):
 )
 def test_a_rendered_set_of_inputs_is_read_back_or_has_equal_inputs(given_values, message):
     kind, message = CodeF(inputs_per_task=3), message.strip()
-    proposal = Proposal("code_f", DOUBLE, tuple(encode((value,)) for value in given_values), message)
+    proposal = Proposal("code_f", DOUBLE, tuple(encode((value,), ordered=True) for value in given_values), message)
     parsed = kind.parse_proposal(kind.render_proposal(proposal), [DOUBLE_TASK])
     if parsed is Reject.DUPLICATE_INPUTS:
         assert any(equal(a, b) for i, a in enumerate(given_values) for b in given_values[:i])

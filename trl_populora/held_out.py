@@ -19,7 +19,8 @@ from trl_populora.population import Member, Population
 from trl_populora.rollout import Game, grade
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
-from trl_populora.tasks.programs import ProgramError, defines_function, normal_form, parse_bounded
+from trl_populora.tasks.forms import normal_forms
+from trl_populora.tasks.programs import ProgramError, defines_function, parse_bounded
 
 
 @dataclass(frozen=True)
@@ -207,4 +208,4 @@ def _question(task: Task) -> tuple:
         tree = None
     if tree is None or not defines_function(tree):
         return task.kind, task.program, task.inputs, task.message
-    return normal_form(tree), tuple(sorted(task.inputs))
+    return normal_forms(tree)[0], tuple(sorted(task.inputs))

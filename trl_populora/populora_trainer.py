@@ -33,6 +33,7 @@ from trl_populora.rollout import Completion, Game, Messages, Row, play_step
 from trl_populora.sandbox import Runner
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
+from trl_populora.tasks.control import control_texts
 
 
 # Rank 32 is the paper's; alpha = 2r and all linear layers are PEFT's and TRL's usual advice for LoRA with RL.
@@ -199,6 +200,7 @@ class PopuLoRATrainer(PublishingTrainer):
             determinism_runs=args.determinism_runs,
             style=style,
             seed=args.seed,
+            forbidden=control_texts(self.processing_class),
             iterations=args.num_iterations,
             held_out=self.held_out or (),
             rank=self.accelerator.process_index,

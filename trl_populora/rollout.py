@@ -21,6 +21,7 @@ from trl_populora.population import Population
 from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
+from trl_populora.tasks.control import THINK_TAGS, screen
 from trl_populora.tasks.fences import has_thinking
 
 
@@ -89,6 +90,7 @@ class Game:
         determinism_runs (`int`): Runs of a proposal under different hash seeds that must agree.
         style (`str`): Prompt style, `"chat"` or `"compact"`.
         seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
+        forbidden (`tuple[str, ...]`): Texts that no task may contain, see `tasks/control.py`.
         iterations (`int`): Optimizer steps from one play to the next.
         held_out (`Container[Task]`): Tasks that nobody may train on.
         rank, world (`int`): This process and their number.
@@ -107,6 +109,7 @@ class Game:
     determinism_runs: int
     style: str
     seed: int
+    forbidden: tuple[str, ...] = THINK_TAGS
     iterations: int = 1
     held_out: Container[Task] = ()
     rank: int = 0
@@ -157,6 +160,7 @@ def play_step(game: Game, step: int) -> Played:
         proposals, references = _propose(game, matches, step, rng)
     with _timed(seconds, "verify"):
         fillers = _fillers(game, proposals, rng)
+        known = game.archive.programs
         outcomes = _verify(game, proposals, references, step, rng)
     with _timed(seconds, "solve"):
         tasks = [o if isinstance(o, Task) else filler for o, filler in zip(outcomes, fillers, strict=True)]
@@ -168,7 +172,7 @@ def play_step(game: Game, step: int) -> Played:
     game.matchmaker.update(game.population, _shares(matches, records))
     fresh = [task for part in game.gather(outcomes) for task in part if isinstance(task, Task)]
     _note_results(game, fresh, records)
-    return Played(rows, step_metrics(game, records, fresh), seconds)
+    return Played(rows, step_metrics(game, records, fresh, game.archive.programs - known), seconds)
 
 
 def _propose(
@@ -231,10 +235,7 @@ def judge(
 ) -> list[Task | Reject]:
     """What the proposals are, each on its own: a task, or the reason why not. Duplicates are not looked for."""
     begun = [_begin_check(game, *each) for each in zip(kinds, texts, references, strict=True)]
-    outcomes = [
-        proposal if isinstance(proposal, Reject) else game.kinds[kind].accept(proposal, _verdict(run), rng)
-        for kind, (proposal, run) in zip(kinds, begun, strict=True)
-    ]
+    outcomes = [_accept(game, kind, *each, rng) for kind, each in zip(kinds, begun, strict=True)]
     game.forget_queued()
     return outcomes
 
@@ -243,9 +244,18 @@ def _begin_check(
     game: Game, kind: str, text: str, shown: Sequence[Task]
 ) -> tuple[Proposal | Reject, Future[Verdict] | None]:
     """Reads a proposal and queues what the sandbox has to run for it."""
-    proposal = game.kinds[kind].parse_proposal(text, shown)
+    proposal = screen(game.kinds[kind].parse_proposal(text, shown), game.forbidden)
     job = game.kinds[kind].check(proposal) if isinstance(proposal, Proposal) else None
     return proposal, game.queue(job and replace(job, runs=game.determinism_runs))
+
+
+def _accept(
+    game: Game, kind: str, proposal: Proposal | Reject, run: Future[Verdict] | None, rng: random.Random
+) -> Task | Reject:
+    """What became of a proposal; its outputs are known only now."""
+    if isinstance(proposal, Reject):
+        return proposal
+    return screen(game.kinds[kind].accept(proposal, _verdict(run), rng), game.forbidden)
 
 
 def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
@@ -342,7 +352,9 @@ def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict
     return {match: sum(shares[match.index]) / len(shares[match.index]) for match in matches}
 
 
-def step_metrics(game: Game, records: Sequence[dict[str, Any]], tasks: Sequence[Task]) -> dict[str, float]:
+def step_metrics(
+    game: Game, records: Sequence[dict[str, Any]], tasks: Sequence[Task], new_programs: int
+) -> dict[str, float]:
     """
     Metrics of one step over all ranks; every key is present at every step, NaN where nothing was seen.
 
@@ -350,13 +362,16 @@ def step_metrics(game: Game, records: Sequence[dict[str, Any]], tasks: Sequence[
         game (`Game`): Names the kinds.
         records (`Sequence[dict]`): All ranks' rows, as their columns.
         tasks (`Sequence[Task]`): All ranks' valid tasks of this step.
+        new_programs (`int`): How many programs, constants apart, no earlier task had.
     """
     proposals = [r for r in records if r["role"] == "teacher"]
     valid = [r for r in proposals if r["valid"]]
     attempts = [r for r in records if r["role"] == "student"]
     fresh = [r for r in attempts if not r["archived"]]
+    written = sum(game.kinds[task.kind].writes_program for task in tasks)
     metrics = {
         "propose/valid_rate": _mean([r["valid"] for r in proposals]),
+        "propose/novel_rate": new_programs / written if written else float("nan"),
         "solve/rate": _mean([r["correct"] for r in fresh]),
         "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
         "solve/thinking_rate": _mean([r["thinking"] for r in attempts]),

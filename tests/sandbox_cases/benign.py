@@ -121,17 +121,6 @@ benign(
     outputs=((2.5, 4),),
 )
 benign(
-    "seeded_random",
-    "import random\ndef f(s):\n    random.seed(s)\n    return [random.randint(1, 6) for _ in range(5)]",
-    calls=((42,),),
-    outputs=([6, 1, 1, 6, 3],),
-)
-benign(
-    "seeded_generator",
-    "from random import Random\ndef f(s):\n    r = Random(s)\n    a = list(range(5))\n    r.shuffle(a)\n    return a, r.choice('abc'), round(r.gauss(0, 1), 6), r.sample(range(50), 2)",
-    calls=((1,),),
-)
-benign(
     "dates",
     "from datetime import date, datetime, timedelta\ndef f(y):\n    d = date(y, 2, 28) + timedelta(days=1)\n    return [d.isoformat(), isinstance(d, date), datetime(y, 1, 2, 3).strftime('%d/%m'), repr(datetime(y, 1, 1)), str(datetime.strptime('2020-05-06', '%Y-%m-%d').date()), isinstance(datetime(y, 1, 1), date)]",
     calls=((2024,),),
@@ -162,14 +151,8 @@ benign(
     outputs=("aa bb\ncc",),
 )
 benign(
-    "hashlib",
-    "import hashlib\ndef f(s):\n    return hashlib.md5(s.encode()).hexdigest()[:6], hashlib.sha256(b'').hexdigest()[:6]",
-    calls=(("a",),),
-    outputs=(("0cc175", "e3b0c4"),),
-)
-benign(
     "base64",
-    "import base64, binascii\ndef f(s):\n    return base64.b64encode(s.encode()).decode(), binascii.hexlify(b'a').decode()",
+    "import base64\ndef f(s):\n    return base64.b64encode(s.encode()).decode(), b'a'.hex()",
     calls=(("hi",),),
     outputs=(("aGk=", "61"),),
 )
@@ -271,9 +254,20 @@ benign(
 )
 benign(
     "hash_of_numbers",
-    "def f(x):\n    return hash(x), hash((1, 2)) == hash((1, 2)), hash(2**61 - 1)",
+    "def f(x):\n    return hash(x), hash((1, 2)) == hash((1, 2)), {hash((1, 2)): 3}[hash((1, 2))], hash(2**61 - 1)",
     calls=((7,),),
-    outputs=((7, True, 0),),
+    outputs=((7, True, 3, 0),),
+)
+benign(
+    "own_generator",
+    "def f(seed):\n    return [seed := (seed * 1103515245 + 12345) % 2**31 for _ in range(2)]",
+    calls=((1,),),
+    outputs=([1103527590, 377401575],),
+)
+benign(
+    "hash_in_a_class",
+    "class P:\n    def __init__(s, a): s.a = a\n    def __hash__(s): return hash((s.a, 0.5)) % 8\n    def __eq__(s, o): return s.a == o.a\ndef f(x):\n    return len({P(x), P(x), P(x + 1)})",
+    outputs=(2,),
 )
 benign(
     "linked_list",
@@ -364,12 +358,6 @@ benign(
     outputs=([1, {"a": 2}],),
 )
 benign(
-    "uuid5",
-    "import uuid\ndef f(s):\n    return str(uuid.uuid5(uuid.NAMESPACE_DNS, s))",
-    calls=(("a.b",),),
-    outputs=("0e7af403-ee0d-594b-ab31-08b1c687f2fa",),
-)
-benign(
     "time_given",
     "import time\ndef f(t):\n    return time.gmtime(t).tm_year, time.strftime('%Y-%m-%d', time.gmtime(t))",
     calls=((86400,),),
@@ -378,8 +366,8 @@ benign(
 benign("short_sleep", "import time\ndef f(x):\n    time.sleep(0.01)\n    return x", outputs=(1,))
 benign(
     "sys_facts",
-    "import sys\ndef f(x):\n    return sys.maxsize > 2**32, sys.version_info >= (3, 10), sys.getsizeof([]) > 0",
-    outputs=((True, True, True),),
+    "import sys\ndef f(x):\n    return sys.maxsize > 2**32, sys.version_info >= (3, 10)",
+    outputs=((True, True),),
 )
 benign("no_arguments", "def f():\n    return 'none'", calls=((),), outputs=("none",))
 benign("star_arguments", "def f(*args):\n    return sum(args)", calls=((1, 2, 3),), outputs=(6,))

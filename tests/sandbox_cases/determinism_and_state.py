@@ -17,18 +17,20 @@ determinism("today", "from datetime import date\ndef f(x): return date.today().m
 determinism("utcnow", "from datetime import datetime\ndef f(x): return str(datetime.utcnow())")
 determinism("localtime", "import time\ndef f(x): return time.localtime().tm_year")
 determinism("strftime", "import time\ndef f(x): return time.strftime('%Y')")
-determinism("random", "import random\ndef f(x): return random.random()")
-determinism("random_coin", "import random\ndef f(x): return random.randint(0, 1)")
-determinism("random_rare", "import random\ndef f(x): return random.randint(0, 10**9) == 7")
-determinism("shuffle", "import random\ndef f(x):\n    a = list(range(5))\n    random.shuffle(a)\n    return a")
-determinism("choice", "from random import choice\ndef f(x): return choice([1, 2, 3])")
-determinism("sample", "import random\ndef f(x): return random.sample(range(100), 3)")
-determinism("random_instance", "import random\ndef f(x): return random.Random().random() < 2")
-determinism("random_seed_none", "import random\nrandom.seed()\ndef f(x): return random.random() < 2")
-determinism("system_random", "import random\ndef f(x): return random.SystemRandom().randint(0, 1)")
-determinism("uuid4", "import uuid\ndef f(x): return str(uuid.uuid4())")
-determinism("uuid1", "import uuid\ndef f(x): return uuid.uuid1().version")
-determinism("secrets", "import secrets\ndef f(x): return secrets.randbelow(2)")
+determinism("random", "import random\ndef f(x): return random.random()", "policy")
+determinism("random_coin", "import random\ndef f(x): return random.randint(0, 1)", "policy")
+determinism("random_rare", "import random\ndef f(x): return random.randint(0, 10**9) == 7", "policy")
+determinism(
+    "shuffle", "import random\ndef f(x):\n    a = list(range(5))\n    random.shuffle(a)\n    return a", "policy"
+)
+determinism("choice", "from random import choice\ndef f(x): return choice([1, 2, 3])", "policy")
+determinism("sample", "import random\ndef f(x): return random.sample(range(100), 3)", "policy")
+determinism("random_instance", "import random\ndef f(x): return random.Random().random() < 2", "policy")
+determinism("random_seed_none", "import random\nrandom.seed()\ndef f(x): return random.random() < 2", "policy")
+determinism("system_random", "import random\ndef f(x): return random.SystemRandom().randint(0, 1)", "policy")
+determinism("uuid4", "import uuid\ndef f(x): return str(uuid.uuid4())", "policy")
+determinism("uuid1", "import uuid\ndef f(x): return uuid.uuid1().version", "policy")
+determinism("secrets", "import secrets\ndef f(x): return secrets.randbelow(2)", "policy")
 determinism("hash_str", "def f(x): return hash('a')")
 determinism("hash_str_coin", "def f(x): return hash('a') % 2")
 determinism("hash_bytes", "def f(x): return hash(b'a') & 1")
@@ -36,6 +38,20 @@ determinism("hash_tuple", "def f(x): return hash((1, ('a',))) % 2")
 determinism("hash_object", "def f(x): return hash(object()) % 2")
 determinism("hash_function", "def f(x): return hash(f) % 3")
 determinism("hash_nan", "def f(x): return hash(float('nan')) % 2")
+determinism("hash_of_tuple_as_coin", "def f(x): return hash((x, 7)) % 4")
+determinism("hash_of_float_as_coin", "def f(x): return hash(x + 0.1) & 3")
+determinism("hash_of_tuple_returned", "def f(x): return hash((x, 7))")
+determinism(
+    "recursion_depth",
+    """
+def depth(n):
+    try:
+        return depth(n + 1)
+    except RecursionError:
+        return n
+def f(x): return depth(0) % 4
+""",
+)
 determinism("hash_in_builtin", "def f(x): return list(map(hash, ['a', 'b']))")
 determinism("hash_method", "def f(x): return 'a'.__hash__()")
 determinism("id", "def f(x): return id(x)")
@@ -87,6 +103,22 @@ determinism("hostname", "import platform\ndef f(x): return platform.node()", "po
 determinism("thread_name", "import threading\ndef f(x): return threading.get_ident() % 2", "policy")
 determinism("memory_size", "import resource\ndef f(x): return resource.getrusage(0).ru_maxrss", "policy")
 
+# Coins: the same in every run, and nobody can tell what it is.
+for _name, _expression in {
+    "md5": "__import__('hashlib').md5(b'%d' % x).digest()[0] % 4",
+    "crc32": "__import__('zlib').crc32(b'%d' % x) % 4",
+    "binascii": "__import__('binascii').crc_hqx(b'%d' % x, 0) % 4",
+    "hmac": "__import__('hmac').digest(b'k', b'%d' % x, 'sha1')[0] % 4",
+    "uuid5": "__import__('uuid').uuid5(__import__('uuid').NAMESPACE_DNS, str(x)).int % 4",
+    "seeded_random": "__import__('random').Random(x).randrange(4)",
+    "seeded_from": "__import__('random').seed(x) or __import__('random').random() < 0.5",
+    "secrets_compare": "__import__('secrets').compare_digest(b'a', b'a')",
+}.items():
+    determinism(f"coin_{_name}", f"def f(x): return {_expression}", "policy")
+determinism("coin_statistics", "import statistics\ndef f(x): return statistics.random.Random(x).randrange(4)", "error")
+determinism("coin_references", "import sys\ndef f(x): return sys.getrefcount(x) % 4", "error")
+determinism("coin_size", "import sys\ndef f(x): return sys.getsizeof([x] * x) % 4", "error")
+
 _MARK = "def f(x):\n    import builtins as b\n    return 1"
 state = Group("state", "ok", seconds=30.0)
 state("write_module", "import math\nmath.pi = 3\nmath.sqrt = lambda v: 42\ndef f(x): return math.pi", outputs=(3,))
@@ -109,8 +141,8 @@ state(
 state("read_builtins", "def f(x): return [sum([1]), 'leak' in __builtins__]", outputs=([1, False],))
 state("write_main", "import sys\nsys.leak = 'x'\nsys.argv.append('x')\ndef f(x): return 1", outputs=(1,))
 state("read_main", "import sys\ndef f(x): return [hasattr(sys, 'leak'), sys.argv]", outputs=([False, ["program"]],))
-state("write_random", "import random\nrandom.seed(5)\ndef f(x): return random.randint(0, 99)", outputs=(79,))
-state("read_random", "import random\ndef f(x): return random.randint(0, 99)", "nondeterministic")
+state("write_random", "import random\nrandom.seed(5)\ndef f(x): return random.randint(0, 99)", "policy")
+state("read_random", "import random\ndef f(x): return random.randint(0, 99)", "policy")
 state("write_limit", "import sys\nsys.setrecursionlimit(50)\ndef f(x): return sys.getrecursionlimit()", outputs=(50,))
 state("read_limit", "import sys\ndef f(x): return sys.getrecursionlimit() > 500", outputs=(True,))
 state(

@@ -221,7 +221,7 @@ escape(
     "importlib", "import importlib\ndef f(x):\n    return 'PWNED' if importlib.import_module('os').open('/', 0) else 0"
 )
 escape("builtins_import", "import builtins\ndef f(x):\n    return 'PWNED' if builtins.open('/etc/passwd') else 0")
-escape("via_random", "import random\ndef f(x):\n    return 'PWNED' if random._os.open('/', 0) >= 0 else 0", "error")
+escape("via_random", "import random\ndef f(x):\n    return 'PWNED' if random._os.open('/', 0) >= 0 else 0")
 escape(
     "via_modules", "import sys\ndef f(x):\n    return 'PWNED' if sys.modules['os'].open('/', 0) >= 0 else 0", "error"
 )

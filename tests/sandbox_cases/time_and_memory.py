@@ -146,6 +146,5 @@ memory(
     "zlib",
     "import zlib\ndef f(x):\n    d = zlib.compress(bytes(10**7))\n    for _ in range(3): d = zlib.compress(d)\n"
     "    o = zlib.decompressobj()\n    return len(zlib.decompress(zlib.compress(bytes(10**8)))) and 1",
-    "memory",
-    "ok",
+    "policy",
 )

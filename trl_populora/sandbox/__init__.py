@@ -25,7 +25,8 @@ What is covered, and by what:
   At start every zygote tries its walls from inside; `Sandbox.level` is what was seen to hold.
 * *Time and memory*: SIGKILL at a monotonic deadline, address-space and CPU limits, at most one process per program.
 * *Determinism*: runs under different hash seeds in separate zygotes, other heap layout and reversed inputs in the
-  second; clocks, unseeded randomness, string hashes and addresses are guarded.
+  second; clocks, hashes and addresses are guarded.
+* *Coins*: modules that exist to scramble (digests, checksums, random generators) cannot be imported, see `modules.py`.
 * *The end of the trainer*, also by SIGKILL: zygotes see their socket close, and with them goes every child.
 
 What is not covered: holes in the kernel or the processor (side channels included); a program that returns wrong

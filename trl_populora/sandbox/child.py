@@ -10,6 +10,7 @@ from __future__ import annotations
 import marshal
 import opcode
 import os
+import sys
 import types
 
 from . import protocol
@@ -106,6 +107,9 @@ class _BadOutput(Exception):
 def _run(payload: Payload, guard: Guard, fd: int) -> tuple[str, list[str]]:
     run, ask_about_sets, budget, tells, name, program, inputs = payload
     jitter = _disturb_heap(run) if run else None
+    if run:
+        # How deep the interpreter lets a program go is nothing that it may compute with.
+        sys.setrecursionlimit(sys.getrecursionlimit() + 37 * run)
     code = compile(program, "<program>", "exec", dont_inherit=True)
     word = OK_IN_ORDER if ask_about_sets and _order_matters(code) else OK
     namespace = guard.namespace
@@ -130,7 +134,7 @@ def _encode_output(index: int, result: object, budget: int, guard: Guard) -> str
         return encode(result, max_bytes=max(budget, 0))
     except NotPlainData as error:
         if issubclass(error.kind, Address):
-            guard.stop(protocol.ENTROPY, f"output {index} holds the address of an object")
+            guard.stop(protocol.ENTROPY, f"output {index} holds a hash, or the address of an object")
         raise _BadOutput(f"output {index}: {error}") from None
     except ValueTooLarge as error:
         raise _BadOutput(f"output {index}: {error}") from None

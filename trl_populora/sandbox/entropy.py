@@ -1,13 +1,12 @@
-"""Guards around everything that makes two runs of a program differ: clocks, randomness, hashes, addresses (phase 3).
+"""Guards around everything that makes two runs of a program differ: clocks, hashes, addresses (phase 3).
 
-`facades` are copies of `time`, `datetime`, `random`, `uuid` and `secrets` for the program's own imports; a seeded
-generator and arithmetic on given dates work as ever.
+`facades` are copies of modules for the program's own imports: `time` and `datetime`, where arithmetic on given dates
+works as ever, and those through which one that is not allowed (`modules.py`) could be reached.
 """
 
 from __future__ import annotations
 
 import datetime
-import random
 import sys
 import time
 import types
@@ -17,33 +16,8 @@ from typing import Any
 
 Stop = Callable[[str], None]
 
+_OPEN = ("statistics",)  # has the random module lying in it
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
-_DRAWS = [
-    "random",
-    "uniform",
-    "triangular",
-    "randint",
-    "choice",
-    "randrange",
-    "sample",
-    "shuffle",
-    "choices",
-    "normalvariate",
-    "lognormvariate",
-    "expovariate",
-    "vonmisesvariate",
-    "gammavariate",
-    "gauss",
-    "betavariate",
-    "binomialvariate",
-    "paretovariate",
-    "weibullvariate",
-    "getrandbits",
-    "randbytes",
-    "seed",
-    "getstate",
-    "setstate",
-]
 
 
 def _stopper(stop: Stop, name: str) -> Callable:
@@ -65,18 +39,9 @@ def _copy(module: types.ModuleType) -> Any:
 
 def facades(stop: Stop) -> dict[str, types.ModuleType]:
     """The guarded modules by name, as far as they are loaded."""
-    facade: Any
-    made: dict[str, Any] = {"time": _time(stop), "datetime": _datetime(stop), "random": _random(stop)}
-    if "uuid" in sys.modules:
-        made["uuid"] = facade = _copy(sys.modules["uuid"])
-        for name in ("uuid1", "uuid4", "uuid6", "uuid7", "uuid8", "getnode"):
-            setattr(facade, name, _stopper(stop, f"uuid.{name}()"))
-    if "secrets" in sys.modules:
-        made["secrets"] = facade = types.ModuleType("secrets")
-        for name in ("choice", "randbelow", "randbits", "token_bytes", "token_hex", "token_urlsafe", "SystemRandom"):
-            setattr(facade, name, _stopper(stop, f"secrets.{name}()"))
-        facade.compare_digest = sys.modules["secrets"].compare_digest
-    return made
+    return {"time": _time(stop), "datetime": _datetime(stop)} | {
+        name: _copy(sys.modules[name]) for name in _OPEN if name in sys.modules
+    }
 
 
 def _time(stop: Stop) -> types.ModuleType:
@@ -122,40 +87,6 @@ def _datetime(stop: Stop) -> types.ModuleType:
     return facade
 
 
-def _random(stop: Stop) -> types.ModuleType:
-    class Random(random.Random):
-        """A generator that draws only after it was seeded by the program."""
-
-        seeded = False
-
-        def seed(self, a: Any = None, version: int = 2) -> None:
-            self.seeded = a is not None
-            super().seed(0 if a is None else a, version)
-
-        def setstate(self, state: Any) -> None:
-            super().setstate(state)
-            self.seeded = True
-
-        def random(self) -> float:
-            if not self.seeded:
-                stop("unseeded randomness differs from run to run")
-            return super().random()
-
-        def getrandbits(self, k: int) -> int:
-            if not self.seeded:
-                stop("unseeded randomness differs from run to run")
-            return super().getrandbits(k)
-
-    facade = _copy(random)
-    facade.Random = Random
-    facade.SystemRandom = _stopper(stop, "random.SystemRandom()")
-    facade._inst = Random()
-    for name in _DRAWS:
-        if hasattr(facade._inst, name):
-            setattr(facade, name, getattr(facade._inst, name))
-    return facade
-
-
 # Types whose hash hangs on the process: on its hash seed, or on an address.
 _SEEDED = {
     kind.__hash__ for kind in (str, bytes, object, memoryview, type(None), type, type(len), type(lambda: 0), type(...))
@@ -173,7 +104,7 @@ def _stable_hash(value: Any) -> bool:
 
 
 class Address(int):
-    """What `id` gives: equal to itself, a fine key, and of no other use."""
+    """What `id` gives, and `hash` of all but integers: equal to itself, a fine key, and of no other use."""
 
     __slots__ = ()
 
@@ -233,16 +164,21 @@ def guarded_builtins(stop: Stop) -> dict[str, Callable]:
 
     def guarded_hash(value: object, /) -> int:
         # A class's own __hash__ may combine hashes as it likes; what counts is where the result goes.
-        if sys._getframe(1).f_code.co_name != "__hash__" and not _stable_hash(value):
-            stop(f"hash() of {type(value).__name__} differs from run to run")
+        if sys._getframe(1).f_code.co_name != "__hash__":
+            if not _stable_hash(value):
+                stop(f"hash() of {type(value).__name__} differs from run to run")
+            return GuardedAddress(real_hash(value)) if type(value) not in (int, bool) else real_hash(value)
         return real_hash(value)
 
     class GuardedAddress(Address):
         __slots__ = ()
         __hash__ = int.__hash__
 
+    def used(*_: object, **__: object) -> None:
+        stop("hash() and id() give nothing to compute with: it hangs on this Python or on this run")
+
     for name in _ADDRESS_USES:
-        setattr(GuardedAddress, f"__{name}__", _stopper(stop, "id() used as a number"))
+        setattr(GuardedAddress, f"__{name}__", used)
 
     def guarded_id(value: object, /) -> int:
         return GuardedAddress(real_id(value))

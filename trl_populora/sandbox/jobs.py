@@ -96,9 +96,9 @@ class Job:
 
     Args:
         program (`str`): Source text. Runs as a module of its own; never parsed in the trainer.
-        inputs (`tuple[str, ...]`): Canonical texts of argument *tuples* ([`encode`][trl_populora.sandbox.values]). All
-            are called in one process, one after the other, until the first failure. With none, the program is only
-            executed and `function` must exist.
+        inputs (`tuple[str, ...]`): Canonical texts of argument *tuples* ([`encode`][trl_populora.sandbox.values]), dicts
+            in the order that the program is to see. All are called in one process, one after the other, until the
+            first failure. With none, the program is only executed and `function` must exist.
         runs (`int`, *optional*, defaults to `1`): Independent runs under different hash seeds that must agree. From
             two on, programs whose code makes sets or uses `hash` or `id` get six, because a two-way choice by set order
             passes two runs half of the time.

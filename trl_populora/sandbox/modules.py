@@ -1,6 +1,8 @@
 """Which modules programs may import, and in which tier of zygote they are warm (phase 3).
 
-Loading more modules makes every fork dearer, so most programs run in zygotes that hold the light tier. A program that
+The line is drawn at what computes: modules whose results nobody can work out by thinking (digests, checksums, seeded
+generators) are left out, as Absolute Zero Reasoner leaves them out; a scrambler that a program writes itself is in plain
+sight and stays. Loading more modules makes every fork dearer, so most programs run in zygotes that hold the light tier. A program that
 imports more is sent to the full tier: by a scan of its text in the trainer, or, when the scan is fooled, by the child.
 """
 
@@ -32,7 +34,6 @@ LIGHT = [
     "math",
     "numbers",
     "operator",
-    "random",
     "re",
     "string",
     "sys",
@@ -45,7 +46,6 @@ FULL = [
     "array",
     "ast",
     "base64",
-    "binascii",
     "calendar",
     "colorsys",
     "csv",
@@ -54,21 +54,16 @@ FULL = [
     "difflib",
     "fractions",
     "graphlib",
-    "hashlib",
-    "hmac",
     "html",
     "ipaddress",
     "pprint",
-    "secrets",
     "statistics",
     "struct",
     "textwrap",
     "traceback",
     "urllib.parse",
-    "uuid",
     "warnings",
     "weakref",
-    "zlib",
 ]
 # Needed later by what is loaded above, when no file can be opened any more: a module that `strptime` imports by the
 # importing program's own `__import__`, and codecs.
@@ -85,9 +80,13 @@ CODECS = [
     "unicode_escape",
     "raw_unicode_escape",
 ]
-FULL_CODECS = ["utf-32-le", "utf-32-be", "cp437", "idna", "punycode", "rot13", "hex", "base64", "zlib"]
-# With the soft layer off, for tests of the walls: everything a hostile program could wish for.
+FULL_CODECS = ["utf-32-le", "utf-32-be", "cp437", "idna", "punycode", "rot13", "hex", "base64"]
+# What exists to scramble: a task that asks for a few bits of a digest is a coin, which pays its teacher as a hard task
+# would and teaches nothing. Programs of published benchmarks, which run without the soft layer, do use them.
+SCRAMBLING = ["binascii", "hashlib", "hmac", "random", "secrets", "uuid", "zlib"]
+# With the soft layer off, for benchmarks and tests of the walls: everything a hostile program could wish for.
 HOSTILE = [
+    *SCRAMBLING,
     "os",
     "posix",
     "socket",

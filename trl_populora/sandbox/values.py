@@ -14,8 +14,9 @@ answer can be stored, hashed and compared as a string, and reading it back never
 | list, tuple, set, frozenset | `["l",...]`, `["t",...]`, `["s",...]`, `["z",...]` |
 | dict | `["d",key,value,...]` |
 
-The members of sets and the pairs of dicts are sorted by their own text. This file is loaded by the trainer and by the
-sandbox's warm processes alike (phases 3 and 4), so it imports nothing beyond `json`.
+The members of sets are sorted by their own text. So are the pairs of dicts in an *output*; in an *input* they keep the
+order written, which the program can see (`encode(arguments, ordered=True)`). Both forms read back. This file is loaded
+by the trainer and by the sandbox's warm processes alike (phases 3 and 4), so it imports nothing beyond `json`.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class ValueTooLarge(ValueError):
 class _Encoder:
     """One encoding in progress: what is left of the budgets."""
 
-    __slots__ = ("bytes", "max_bytes", "max_depth", "max_nodes", "nodes")
+    __slots__ = ("bytes", "max_bytes", "max_depth", "max_nodes", "nodes", "ordered")
 
-    def __init__(self, max_bytes: int, max_nodes: int, max_depth: int):
+    def __init__(self, max_bytes: int, max_nodes: int, max_depth: int, ordered: bool):
         self.max_bytes, self.bytes = max_bytes, max_bytes
         self.max_nodes, self.nodes = max_nodes, max_nodes
-        self.max_depth = max_depth
+        self.max_depth, self.ordered = max_depth, ordered
 
     def spend(self, size: int) -> None:
         self.bytes -= size
@@ -114,8 +115,8 @@ class _Encoder:
             parts = sorted(self.text(item, depth) for item in value)
             tag = _SETS[kind]
         elif kind is dict:
-            pairs = sorted((self.text(key, depth), self.text(item, depth)) for key, item in value.items())
-            parts = [text for pair in pairs for text in pair]
+            pairs = [(self.text(key, depth), self.text(item, depth)) for key, item in value.items()]
+            parts = [text for pair in (pairs if self.ordered else sorted(pairs)) for text in pair]
             tag = "d"
         else:
             raise NotPlainData(kind)
@@ -127,12 +128,13 @@ def _float_text(value: float) -> str:
     return text if text[-1] not in "nf" else f'["f","{text}"]'
 
 
-def encode(value: Any, *, max_bytes: int = MAX_BYTES, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH) -> str:
+def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODES, max_depth=MAX_DEPTH) -> str:
     """
     Canonical text of plain data; pure ASCII without line breaks.
 
     Args:
         value (`object`): Plain data; anything else, a subclass included, is refused and never stored by its `repr`.
+        ordered (`bool`, *optional*, defaults to `False`): Whether dicts keep their order. If not, equal is equal text.
         max_bytes (`int`, *optional*, defaults to `65536`): Longest text, in bytes.
         max_nodes (`int`, *optional*, defaults to `20000`): Most scalars and containers.
         max_depth (`int`, *optional*, defaults to `64`): Most containers inside each other; also ends cyclic data.
@@ -141,7 +143,7 @@ def encode(value: Any, *, max_bytes: int = MAX_BYTES, max_nodes: int = MAX_NODES
         NotPlainData: The value holds something else than plain data.
         ValueTooLarge: A budget is exceeded. Nothing is ever cut.
     """
-    text = _Encoder(max_bytes, max_nodes, max_depth).text(value, 0)
+    text = _Encoder(max_bytes, max_nodes, max_depth, ordered).text(value, 0)
     if len(text) > max_bytes:
         raise ValueTooLarge(f"the value needs more than {max_bytes} bytes")
     return text
@@ -149,13 +151,13 @@ def encode(value: Any, *, max_bytes: int = MAX_BYTES, max_nodes: int = MAX_NODES
 
 def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
     """
-    The value behind a canonical text. Only text that [`encode`] could have written is read.
+    The value behind a canonical text, dicts in its order. Only text that [`encode`] could have written is read.
 
     Raises:
-        ValueError: `text` is not canonical: unknown tags, unsorted or repeated members, spaces, other number forms.
+        ValueError: `text` is not canonical: unknown tags, unsorted sets, repeated members, spaces, other number forms.
     """
     value = _read(text, max_bytes, max_depth)
-    if encode(value, max_bytes=max_bytes, max_nodes=max_bytes, max_depth=max_depth) != text:
+    if encode(value, ordered=True, max_bytes=max_bytes, max_nodes=max_bytes, max_depth=max_depth) != text:
         raise ValueError("the text is not in canonical form")
     return value
 
@@ -304,7 +306,7 @@ def equal(a: Any, b: Any, *, strict: bool = False, tolerance: float = 0.0) -> bo
     return a == b
 
 
-_ANY_SIZE = {"max_bytes": 1 << 40, "max_nodes": 1 << 40, "max_depth": 400}
+_ANY_SIZE: dict[str, Any] = {"max_bytes": 1 << 40, "max_nodes": 1 << 40, "max_depth": 400}
 _NUMBERS = (bool, int, float, complex)
 
 
@@ -365,7 +367,7 @@ def to_literal(value: Any) -> str:
     Plain data as a Python literal for prompts; [`read_literal`][trl_populora.sandbox.literals] reads it back.
 
     Values without a literal of their own become `nan`, `inf`, `set()`, `frozenset({1})` and `complex(nan, 1.0)`. Sets
-    and dicts are written in canonical order.
+    are written in canonical order, dicts in their own.
 
     Raises:
         NotPlainData: The value holds something else than plain data.
@@ -386,8 +388,7 @@ def to_literal(value: Any) -> str:
         text = "{" + ", ".join(map(to_literal, members)) + "}" if members else ""
         return text if kind is set and members else f"{kind.__name__}({text})"
     if kind is dict:
-        pairs = sorted(value.items(), key=lambda pair: (encode(pair[0], **_ANY_SIZE), encode(pair[1], **_ANY_SIZE)))
-        return "{" + ", ".join(f"{to_literal(key)}: {to_literal(item)}" for key, item in pairs) + "}"
+        return "{" + ", ".join(f"{to_literal(key)}: {to_literal(item)}" for key, item in value.items()) + "}"
     raise NotPlainData(kind)
 
 

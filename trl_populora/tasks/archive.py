@@ -20,7 +20,8 @@ from trl_populora.sandbox import values
 
 from .base import Task
 from .complexity import Coverage
-from .programs import ProgramError, defines_function, normal_form, parse_bounded
+from .forms import normal_forms
+from .programs import ProgramError, defines_function, parse_bounded
 
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ class TaskArchive:
     Verified tasks by kind, without duplicates.
 
     Two tasks are duplicates when kind, inputs and message agree and their programs differ at most in layout, comments,
-    docstrings and the names they bind (text that defines no `f` is compared as it is). An evicted task may come back.
+    docstrings, the names they bind and dead code ([`~forms.normal_forms`]; text that defines no `f` is compared as it
+    is). An evicted task may come back. The same program with another input is another task, because the input decides
+    what has to be worked out, and so is one with other constants: `programs` tells how many are new in more than that.
 
     Args:
         cap (`int`, *optional*, defaults to `16384`): Tasks kept per kind (Absolute Zero Reasoner's buffer size).
@@ -103,17 +106,23 @@ class TaskArchive:
 
     def add(self, task: Task) -> bool:
         """Adds a task; returns `False` and changes nothing if it is a duplicate."""
-        key, tree = _key(task)
+        key, form, tree = _key(task)
         if key in self._keys:
             return False
         self._push((task, key, None))
+        self.coverage.forms.add(form)
         if tree is not None:
             self.coverage.add(tree)
         return True
 
+    @property
+    def programs(self) -> int:
+        """Different programs among all tasks ever added, their constants apart."""
+        return len(self.coverage.forms)
+
     def note(self, task: Task, **facts: float) -> None:
         """Writes down how an archived task fared (see `NOTED`); a task that is not here any more is passed over."""
-        key = _key(task)[0]
+        key = key_of(task)
         if key in self._keys:
             note = tuple(facts.get(name) for name in NOTED)
             self._rings[task.kind].packed[self._keys[key]] = _pack(task, note)
@@ -124,14 +133,17 @@ class TaskArchive:
             yield from (ring.entry(position) for position in range(len(ring)))
 
     def restore(self, entries: Iterable[Entry], coverage: Mapping[str, Any]) -> None:
-        """Replaces the contents by saved entries (in order) and a saved state of `coverage`."""
+        """Replaces the contents by saved entries (in order, without duplicates) and a saved state of `coverage`."""
         self._rings, self._keys = {}, {}
         for entry in entries:
-            self._push(entry)
+            if entry[1] not in self._keys:
+                self._push(entry)
         self.coverage.load_state_dict(coverage)
+        if "forms" not in coverage:  # as runs of version 0.1 saved it
+            self.coverage.forms = {_key(task)[1] for task in self}
 
     def __contains__(self, task: object) -> bool:
-        return isinstance(task, Task) and _key(task)[0] in self._keys
+        return isinstance(task, Task) and key_of(task) in self._keys
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -190,7 +202,7 @@ class TaskArchive:
             for kind, records in state["tasks"].items()
             for row, record in enumerate(records)
         ]
-        self.restore(((task, _key(task)[0], None) for task in tasks), state["coverage"])
+        self.restore(((task, key_of(task), None) for task in tasks), state["coverage"])
 
     def to_dataset(self) -> Dataset:
         """
@@ -281,8 +293,16 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
     return tasks
 
 
-def _key(task: Task) -> tuple[bytes, ast.Module | None]:
-    """What makes a task a duplicate, as a short hash, and its program's tree (`None` if it defines no `f`)."""
+def key_of(task: Task) -> bytes:
+    """The hash by which duplicates are recognised."""
+    return _key(task)[0]
+
+
+def _key(task: Task) -> tuple[bytes, int, ast.Module | None]:
+    """
+    What makes a task a duplicate, as a short hash, the hash of its program's form with constants apart, and its
+    program's tree (`None` if it defines no `f`).
+    """
     try:
         tree = parse_bounded(task.program)
     except ProgramError:
@@ -290,8 +310,24 @@ def _key(task: Task) -> tuple[bytes, ast.Module | None]:
     # A user's own kind may keep any text as its program, and `24` or `a + b` is no program of ours though it parses.
     if tree is not None and not defines_function(tree):
         tree = None
-    program = task.program.strip() if tree is None else normal_form(tree)
+    program, form = (task.program.strip(),) * 2 if tree is None else normal_forms(tree)
+    inputs = [_unordered(text) for text in task.inputs]
     # The order of code_f's inputs is an accident of the shuffle.
-    inputs = sorted(task.inputs) if task.visible else list(task.inputs)
-    content = json.dumps([task.kind, program, inputs, " ".join(task.message.lower().split())])
-    return hashlib.blake2b(content.encode("ascii"), digest_size=16).digest(), tree
+    content = json.dumps(
+        [task.kind, program, sorted(inputs) if task.visible else inputs, " ".join(task.message.lower().split())]
+    )
+    return _hash(content, 16), int.from_bytes(_hash(json.dumps(form), 8), "big"), tree
+
+
+def _hash(text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode("ascii"), digest_size=size).digest()
+
+
+def _unordered(text: str) -> str:
+    """An input as it is compared: another order of the same dictionary makes no other task."""
+    if '["d"' not in text:
+        return text
+    try:
+        return values.encode(values.decode(text))
+    except ValueError:  # a user's own kind may keep any text
+        return text

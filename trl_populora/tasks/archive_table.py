@@ -10,14 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .archive import NOTED, Entry, TaskArchive
+from .archive import NOTED, Entry, TaskArchive, key_of
 from .base import Task
 
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_OTHER_KEYS = "1"  # differs in what makes a duplicate alone
 _VERSION_KEY = b"populora_archive"
 
 # Rows written and read at a time: bounds the memory of an archive of a million tasks.
@@ -87,7 +88,7 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
     with file:
         found = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode()
-        if found != str(SCHEMA_VERSION):
+        if found not in (_OTHER_KEYS, str(SCHEMA_VERSION)):
             raise ValueError(
                 f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
                 f"{SCHEMA_VERSION}. The tasks themselves can seed a new run: pass the table as `train_dataset`."
@@ -98,7 +99,10 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
             if (held := file.schema_arrow.field(field.name).type) != field.type:
                 raise ValueError(f"{path}: column `{field.name}` holds {held}, expected {field.type}.")
         try:
-            archive.restore(_entries(file, path), coverage)
+            entries = _entries(file, path)
+            if found == _OTHER_KEYS:
+                entries = ((task, key_of(task), note) for task, _, note in entries)
+            archive.restore(entries, coverage)
         except OSError as error:  # a damaged page
             raise ValueError(f"{path} is damaged ({error}).") from error
 

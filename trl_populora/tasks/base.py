@@ -4,8 +4,9 @@ A [`TaskKind`] is one class in one file. It writes both prompts, reads both answ
 and decides from the verdict; it holds no state and never runs anything itself. The rollout knows only this interface,
 so a user's own kind needs no change in the package: write the class and name it in `PopuLoRAConfig(task_kinds=[...])`.
 
-Values travel as canonical texts (`trl_populora.sandbox.values.encode`): an entry of `Task.inputs` is the text of one
-argument *tuple*, an entry of `Task.outputs` the text of one return value.
+Values travel as canonical texts: an entry of `Task.inputs` is the text of one argument *tuple*, dicts in the order
+written (`trl_populora.sandbox.values.encode(arguments, ordered=True)`), an entry of `Task.outputs` the text of one return
+value (`encode(value)`), because what a program takes in has an order that it may use, and what it gives back is compared.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Reject(str, Enum):
     DUPLICATE_INPUTS = "duplicate_inputs"
     CONSTANT_OUTPUT = "constant_output"
     LEAKED_PROGRAM = "leaked_program"
+    CONTROL_TOKEN = "control_token"
 
     # Plain `str(reject)` differs between Python versions for mixed-in enums; metric keys need the value everywhere.
     def __str__(self) -> str:
@@ -192,6 +194,7 @@ class TaskKind(ABC):
 
     name: str
     reference_kinds: tuple[str, ...] = ()
+    writes_program = True  # whether a proposal brings its program; those that are about a known one are never new
 
     def reference_count(self, k: int) -> int:
         """How many archived tasks of `reference_kinds` the proposer is shown when `k` are configured."""

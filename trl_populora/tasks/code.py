@@ -49,19 +49,19 @@ class CodeKind(TaskKind):
         return program
 
     def read_arguments(self, text: str, max_chars: int) -> str:
-        """Canonical text of an argument list; literals only."""
-        return self._read(literals.read_arguments, text, max_chars)
+        """Canonical text of an argument list, dicts in the order written; literals only."""
+        return self._read(literals.read_arguments, text, max_chars, ordered=True)
 
     def read_value(self, text: str, max_chars: int) -> str:
         """Canonical text of one literal."""
         return self._read(literals.read_literal, text, max_chars)
 
-    def _read(self, reader: Callable[[str], Any], text: str, max_chars: int) -> str:
+    def _read(self, reader: Callable[[str], Any], text: str, max_chars: int, ordered: bool = False) -> str:
         text = text.strip()
         if len(text) > max_chars:
             raise ProgramError(Reject.OVERSIZED, f"{len(text)} characters")
         try:
-            return values.encode(reader(text))
+            return values.encode(reader(text), ordered=ordered)
         except ValueError as error:  # LiteralError, and values over the encoder's budgets
             raise ProgramError(Reject.ARGUMENTS, str(error)) from error
 

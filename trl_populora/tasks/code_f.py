@@ -32,6 +32,7 @@ class CodeF(CodeKind):
 
     name = "code_f"
     reference_kinds = ("code_o", "code_i")
+    writes_program = False
     max_message_chars = 400  # one or two lines; as long as an output
     max_message_lines = 2
 
@@ -95,8 +96,9 @@ class CodeF(CodeKind):
             return Reject.CONSTANT_OUTPUT
         pairs = list(zip(proposal.inputs, outputs, strict=True))
         rng.shuffle(pairs)
-        inputs, outputs = zip(*pairs, strict=True)
         visible = len(pairs) // 2
+        _vary_hidden(pairs, visible)
+        inputs, outputs = zip(*pairs, strict=True)
         return Task(self.name, proposal.program, inputs, outputs, proposal.message, visible)
 
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
@@ -139,3 +141,14 @@ class CodeF(CodeKind):
         if len(references) != 1:
             raise ValueError(f"code_f proposes for exactly one known program, got {len(references)} references.")
         return references[0].program
+
+
+def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
+    """Swaps a pair into the hidden ones if these would all be met by one constant."""
+    last, *others = (values.decode(output) for _, output in pairs[: visible - 1 : -1])
+    if not others or not all(values.equal(last, other) for other in others):
+        return
+    for index in range(visible):
+        if not values.equal(last, values.decode(pairs[index][1])):
+            pairs[index], pairs[-1] = pairs[-1], pairs[index]
+            return

@@ -130,13 +130,14 @@ def _features(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]
 
 class Coverage:
     """
-    The structural signatures seen so far, with their counts; adding and reading are O(1).
+    The structural signatures seen so far, with their counts, and the normal forms; adding and reading are O(1).
 
     It remembers what an archive with a cap forgets: coverage never shrinks.
     """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
+        self.forms: set[int] = set()  # hashes of programs' normal forms, constants apart
         self.seen = 0
         self._sum = 0.0  # of count * log2(count): the entropy without a pass over all signatures
 
@@ -154,10 +155,10 @@ class Coverage:
         return {"curriculum/coverage": float(len(self.counts)), "curriculum/entropy": entropy}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": dict(self.counts), "sum": self._sum}
+        return {"counts": dict(self.counts), "sum": self._sum, "forms": sorted(self.forms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.counts = dict(state["counts"])
+        self.counts, self.forms = dict(state["counts"]), set(state.get("forms", ()))
         self.seen = sum(self.counts.values())
         # Restored rather than recomputed: the order of additions decides its last bits.
         self._sum = state["sum"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 # Some chat templates end the prompt with the opening tag, so that a completion holds the closing tag alone.
-_BARE_CLOSE = re.compile(r"^[ \t]*</think>", re.MULTILINE)
+_LINE_CLOSE = re.compile(r"^[ \t]*</think>", re.MULTILINE)
 _FENCE = "```"
 
 
@@ -24,29 +24,28 @@ class FormatError(ValueError):
 
 def strip_thinking(text: str) -> str:
     """
-    Drops a leading `<think>...</think>`; what follows the first closing tag is the answer.
+    Drops the thinking: what follows the last closing tag that begins a line is the answer.
+
+    Thinking about a text may quote the tag, so any before that is part of the thinking. Where none begins a line, the
+    first closing tag after a leading `<think>` ends it.
 
     Raises:
-        `FormatError`: If the thinking is never closed, or closed a second time.
+        `FormatError`: If the thinking is never closed.
     """
+    if closings := list(_LINE_CLOSE.finditer(text)):
+        return text[closings[-1].end() :]
     body = text.lstrip()
-    bare = _BARE_CLOSE.search(text)
-    if body.startswith(_THINK_OPEN):
-        _, found, answer = body.partition(_THINK_CLOSE)
-        if not found:
-            raise FormatError(f"the text opens {_THINK_OPEN} and never closes it")
-    elif bare:
-        answer = text[bare.end() :]
-    else:
+    if not body.startswith(_THINK_OPEN):
         return text
-    if _BARE_CLOSE.search(answer):
-        raise FormatError(f"{_THINK_CLOSE} stands in the answer")
+    _, found, answer = body.partition(_THINK_CLOSE)
+    if not found:
+        raise FormatError(f"the text opens {_THINK_OPEN} and never closes it")
     return answer
 
 
 def has_thinking(text: str) -> bool:
     """Whether the text works something out inside `<think>...</think>` before it answers."""
-    return text.lstrip().startswith(_THINK_OPEN) or _BARE_CLOSE.search(text) is not None
+    return text.lstrip().startswith(_THINK_OPEN) or _LINE_CLOSE.search(text) is not None
 
 
 def read_blocks(text: str, names: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads program text in the trainer's process without running it: bounded parsing, `f`, and normal forms.
+"""Reads program text in the trainer's process without running it: bounded parsing, `f`, and what gives a program away.
 
 `ast.parse` never executes anything, but it can be made to recurse until the interpreter dies or to backtrack for
 minutes. So the text is bounded first, by a linear scan: characters, bracket depth, and the operators and clauses that
@@ -123,63 +123,6 @@ def _check_depth(depth: int, chained: int) -> None:
             Reject.OVERSIZED,
             f"brackets {depth - 1} deep, at most {MAX_BRACKET_DEPTH}; {chained} tokens chained, at most {MAX_CHAIN}",
         )
-
-
-def normal_form(tree: ast.Module) -> str:
-    """
-    Text that is equal for programs that differ only in layout, comments, docstrings or the names they bind.
-
-    Used for duplicates only, never to change a program. Names that the program does not bind (builtins, modules),
-    attributes and keyword arguments stay as they are.
-    """
-    return _Normaliser(tree).text()
-
-
-_NAME_FIELDS = ("id", "arg", "name", "asname", "rest")
-
-
-class _Normaliser:
-    """One walk that writes node types, constants and numbered names; linear in the size of the tree."""
-
-    def __init__(self, tree: ast.Module):
-        self.tree = tree
-        self.bound = {name for node in ast.walk(tree) for name in bound_names(node)} - {FUNCTION}
-        self.numbers: dict[str, int] = {}
-
-    def text(self) -> str:
-        parts: list[str] = []
-        # An explicit stack: the tree may be deeper than Python's recursion limit leaves room for.
-        stack: list[object] = [self.tree]
-        while stack:
-            node = stack.pop()
-            if isinstance(node, str):
-                parts.append(node)
-            elif isinstance(node, ast.AST):
-                parts.append(type(node).__name__)
-                stack.append(")")
-                for name, value in reversed(list(ast.iter_fields(node))):
-                    stack.extend(reversed(self._field(node, name, value)))
-                stack.append("(")
-        return " ".join(parts)
-
-    def _field(self, node: ast.AST, name: str, value: object) -> list[object]:
-        if name in ("ctx", "type_comment", "type_ignores", "kind"):
-            return []
-        if isinstance(value, list):
-            if name == "body":
-                value = without_docstrings(value)
-            return ["[", *(self._name(item) if isinstance(item, str) else item for item in value), "]"]
-        if isinstance(value, ast.AST):
-            return [value]
-        if isinstance(value, str) and name in _NAME_FIELDS and not isinstance(node, ast.keyword):
-            return [self._name(value)]
-        # Decimal text of a huge integer is refused by Python itself; hexadecimal never is.
-        return [hex(value) if type(value) is int else repr(value)]
-
-    def _name(self, name: str) -> str:
-        if name not in self.bound:
-            return name
-        return f"${self.numbers.setdefault(name, len(self.numbers))}"
 
 
 BOUND_BY_DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)

@@ -28,7 +28,7 @@ _PROGRAM_RULES = """\
 Rules for the program:
 - It defines one top-level function `def f(...)`. Helper functions, classes and imports of the standard library's \
 computing modules are allowed.
-- It is deterministic: no randomness, time, files, network, environment or user input.
+- It is deterministic: no randomness, hashing, time, files, network, environment or user input.
 - It uses only its arguments, prints nothing, and finishes within a second.
 - Arguments and return value are plain data: None, bool, int, float, complex, str, bytes, list, tuple, set, \
 frozenset, dict."""

@@ -1,0 +1,50 @@
+"""Texts that are more than text to a model: a task that contains one would end a turn or a thought (phase 3).
+
+A program, hint, argument or output is put into prompts as it is, and a tokenizer reads `<|im_end|>` there as the token
+that ends a turn, whoever wrote it. Such proposals are rejected, of whatever kind, before anybody is shown them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trl_populora.sandbox import values
+
+from .base import Proposal, Reject, Task
+
+
+THINK_TAGS = ("<think>", "</think>")
+_SHORTEST = 3  # characters; some tokenizers declare a `!` or a blank special, which any program may contain
+
+
+def control_texts(tokenizer: Any) -> tuple[str, ...]:
+    """
+    The texts of a tokenizer's special tokens, and the tags of thinking.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Added tokens that are not special, as some have for common words, do not
+            count.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+    return (*THINK_TAGS, *sorted(text for text in special - set(THINK_TAGS) if len(text.strip()) >= _SHORTEST))
+
+
+def screen(found: Proposal | Task | Reject, forbidden: Sequence[str]) -> Any:
+    """`found` itself, or the rejection of a proposal or task that holds one of the texts `forbidden`."""
+    if isinstance(found, Reject) or not any(text in shown for shown in _shown(found) for text in forbidden):
+        return found
+    return Reject.CONTROL_TOKEN
+
+
+def _shown(found: Proposal | Task) -> Iterator[str]:
+    """What may come into a prompt, as it would stand there."""
+    yield found.program
+    yield found.message
+    for text in (*found.inputs, *(found.outputs if isinstance(found, Task) else ())):
+        yield text
+        try:
+            yield values.to_literal(values.decode(text))
+        except ValueError:  # a user's own kind may keep any text
+            continue
