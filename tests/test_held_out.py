@@ -13,7 +13,7 @@ from transformers import EarlyStoppingCallback
 
 from tests.populora_run import EVALUATED, HELD_OUT, cut_run, make_trainer, state_of
 from tests.test_checkpoint import assert_equal, base  # noqa: F401 - `base` is a fixture
-from trl_populora.held_out import HeldOut, Tried, best_student, scores
+from trl_populora.held_out import HeldOut, Tried, scores
 from trl_populora.population import Population
 from trl_populora.report import load_evaluations, load_history
 from trl_populora.sandbox.values import encode
@@ -50,11 +50,11 @@ class TestScores:
     def test_best_student_is_by_held_out_rate_if_there_is_one(self):
         population = Population(1, 2)
         population["student_0"].mu = 40.0
-        assert best_student(population, {}) == ("student_0", "rating")
+        assert population.best_student({}) == ("student_0", "rating")
         rates = {"student_0@0": 0.2, "student_1@0": 0.5}
-        assert best_student(population, rates) == ("student_1", "held-out solve rate")
+        assert population.best_student(rates) == ("student_1", "held-out solve rate")
         population["student_1"].version = 1  # whoever had that rate is gone
-        assert best_student(population, rates) == ("student_0", "held-out solve rate")
+        assert population.best_student(rates) == ("student_0", "held-out solve rate")
 
 
 class TestWhileTraining:

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from trl_populora.adapters.routing import BASE_NAME
-from trl_populora.population import Member, Population
+from trl_populora.population import Member
 from trl_populora.rollout import Game, grade
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
@@ -190,14 +190,6 @@ class HeldOut:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""
         self.base, self.rates = dict(state["base"]), dict(state["rates"])
-
-
-def best_student(population: Population, rates: Mapping[str, float]) -> tuple[str, str]:
-    """The best student's name, and by what: its held-out solve rate where it was measured, else its rating."""
-    measured = [student for student in population.students if student.identity in rates]
-    if measured:
-        return max(measured, key=lambda student: rates[student.identity]).name, "held-out solve rate"
-    return max(population.students, key=population.fitness).name, "rating"
 
 
 def _question(task: Task) -> tuple:

@@ -7,7 +7,7 @@ Holds plain numbers only (no tensors, no torch), so that every rank can keep its
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -169,6 +169,18 @@ class Population:
     def fitness(member: Member) -> float:
         """Conservative skill mu - 3 sigma: what the member is worth with near certainty."""
         return member.mu - 3 * member.sigma
+
+    def best_student(self, rates: Mapping[str, float]) -> tuple[str, str]:
+        """
+        The best student's name, and by what it is the best.
+
+        Args:
+            rates (`Mapping[str, float]`): Held-out solve rates by `name@version`; without any the rating decides.
+        """
+        measured = [student for student in self.students if student.identity in rates]
+        if measured:
+            return max(measured, key=lambda student: rates[student.identity]).name, "held-out solve rate"
+        return max(self.students, key=self.fitness).name, "rating"
 
     def replace(
         self,

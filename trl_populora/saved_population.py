@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from trl import GRPOConfig
 
-from trl_populora.held_out import best_student
 from trl_populora.populora_config import PopuLoRAConfig
 
 
@@ -32,7 +31,7 @@ _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
     """The population for people and other programs: the contents of `population.json`."""
     rates = {} if trainer.held_out is None else trainer.held_out.rates
-    best, why = best_student(trainer.population, rates)
+    best, why = trainer.population.best_student(rates)
     members = [
         {
             "name": member.name,
