@@ -29,7 +29,7 @@ A population of {teachers} teachers and {students} students, LoRA adapters of ra
 trl-populora on [TRL](https://github.com/huggingface/trl). Teachers write small
 Python tasks ({kinds}), students solve them, a sandbox decides what is true.
 
-The adapter at the root of this repository is **{best}**, the student with the highest TrueSkill mu - 3 sigma.
+The adapter at the root of this repository is **{best}**, the student with the highest TrueSkill mu.
 
 ## Members
 
@@ -163,8 +163,9 @@ def _ratings(members: list[dict[str, Any]]) -> str:
         "| member | mu | sigma | mu - 3 sigma | matches | born | made by | parents |",
         "|---|---:|---:|---:|---:|---:|---|---|",
     ]
-    for member in sorted(members, key=lambda m: (m["role"] != "teacher", -m["fitness"])):
-        numbers = f"{member['mu']:.2f} | {member['sigma']:.2f} | {member['fitness']:.2f} | {member['age']}"
+    for member in sorted(members, key=lambda m: (m["role"] != "teacher", -m["mu"])):
+        mu, sigma = member["mu"], member["sigma"]
+        numbers = f"{mu:.2f} | {sigma:.2f} | {mu - 3 * sigma:.2f} | {member['age']}"
         parents = ", ".join(member["parents"]) or "-"
         rows.append(f"| {member['name']} | {numbers} | {member['born']} | {member['operator']} | {parents} |")
     return "\n".join(rows)

@@ -146,7 +146,7 @@ def draw_plots(records: Run, directory: Path, names: Sequence[str] | None = None
     return [(plot, draw(plot, records, directory)) for plot in wanted if records.rows or not plot.needs_rows]
 
 
-HEADER = ("member", "rating", "fitness", "matches", "born", "made by", "parents")
+HEADER = ("member", "rating", "mu - 3 sigma", "matches", "born", "made by", "parents")
 
 
 def print_population(run: str | Path) -> None:
@@ -158,7 +158,7 @@ def print_population(run: str | Path) -> None:
     """
     population = read_json(Path(run, "population.json"))
     title = f"Population after {population['step']} steps on {population['base_model']}"
-    members = sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["fitness"]))
+    members = sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["mu"]))
     roles = [[_cells(member) for member in members if member["role"] == role] for role in COLORS]
     try:
         from rich.console import Console
@@ -188,7 +188,7 @@ def _cells(member: dict[str, Any]) -> tuple[str, ...]:
     return (
         member["name"],
         f"{member['mu']:.1f} ± {member['sigma']:.1f}",
-        f"{member['fitness']:.1f}",
+        f"{member['mu'] - 3 * member['sigma']:.1f}",
         str(member["age"]),
         f"step {member['born']}",
         member["operator"],
