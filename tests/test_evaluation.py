@@ -32,7 +32,7 @@ class TestCrossPlay:
     def test_every_student_meets_every_teachers_tasks(self, sandbox, seed_tasks):  # noqa: F811
         """teacher_0 writes the truth table's four; teacher_1 nothing valid; student_1 is always wrong."""
 
-        def generate(prompts, members, seen=None):
+        def generate(prompts, members, seen=None, seed=None):
             answers, counts = [], {}
             for prompt, member in zip(prompts, members, strict=True):
                 index = counts[prompt[0]["content"]] = counts.get(prompt[0]["content"], -1) + 1

@@ -74,10 +74,11 @@ class TestSelection:
         population["student_1"].age = 0
         assert names(cull(population.students, 0.5, burn_in=5)) == ["student_0"]
 
-    def test_doubt_lowers_fitness(self):
+    def test_doubt_is_no_weakness(self):
         population = rated(25, 24)
         population["student_0"].sigma = 8.0
-        assert names(cull(population.students, 0.5, burn_in=0)) == ["student_0"]
+        assert names(cull(population.students, 0.5, burn_in=0)) == ["student_1"]
+        assert tournament(population.students, 2, random.Random(0)).name == "student_0"
 
     def test_tournament_picks_the_fittest_drawn(self):
         population = rated(10, 20, 30, 40)
@@ -187,7 +188,7 @@ class TestSimulation:
             outcomes = {}
             for match in matchmaker.pair(population):
                 odds = norm.cdf((strength[match.student] - strength[match.teacher]) / (math.sqrt(2) * BETA))
-                outcomes[match] = float(rng.binomial(8, odds, size=6).mean() / 8)
+                outcomes[match] = list(rng.binomial(8, odds, size=6) / 8)
             matchmaker.update(population, outcomes)
             if not every or step % every:
                 continue
@@ -197,7 +198,8 @@ class TestSimulation:
                 rivals = [member for member in population.role(birth.role) if member is not slot]
                 log.append((birth, slot.age, population.fitness(slot), max(map(population.fitness, rivals))))
                 parents = [strength[parent] for parent in birth.parents]
-                population.replace(birth.slot, step=step, parents=birth.parents, operator=birth.operator)
+                mu, sigma = newborn_rating([population[parent] for parent in birth.parents], "parents")
+                population.replace(birth.slot, step=step, operator=birth.operator, mu=mu, sigma=sigma)
                 strength[birth.slot] = max(parents) + rng.normal(0, 1)
         return population, strength, log
 
@@ -284,6 +286,47 @@ def make_trainer(random_base, seed_tasks, tmp_path_factory):
         trainer.close()
 
 
+class TestSettings:
+    """From a field of the config to what it changes; nobody has to train for that."""
+
+    @staticmethod
+    def seasoned(make_trainer, **settings):
+        """2T+4S that have played, `student_3` the best."""
+        trainer = make_trainer(teachers=2, students=4, evolve_burn_in=5, **settings)
+        for index, member in enumerate(trainer.population):
+            member.mu, member.sigma, member.age = 30.0 + index, 1.5, 20
+        return trainer
+
+    def test_rating_reset(self, make_trainer):
+        """By default a newborn starts at its parents' mu; the whole event, as a run has it."""
+        for settings in ({}, {"rating_reset": "prior"}):
+            trainer = self.seasoned(make_trainer, **settings)
+            before = {member.name: member.mu for member in trainer.population}
+            events = trainer.evolution.evolve(20)
+            assert [event["role"] for event in events] == ["teacher", "student"]
+            for event in events:
+                child = trainer.population[event["child"].split("@")[0]]
+                expected = np.mean([before[parent.split("@")[0]] for parent in child.parents])
+                assert (child.mu, child.age) == (25.0 if settings else expected, 0)
+                assert (child.sigma == PRIOR_SIGMA) == bool(settings)
+
+    @pytest.mark.parametrize(("size", "fathers"), [(1, {"student_1", "student_2", "student_3"}), (3, {"student_3"})])
+    def test_tournament_size(self, make_trainer, size, fathers):
+        trainer = self.seasoned(make_trainer, tournament_size=size, crossover_rate=0.0)
+        plans = [plan_births(trainer.population, trainer.evolution.breeding, random.Random(i)) for i in range(30)]
+        assert {birth.parents[0] for births in plans for birth in births if birth.role == "student"} == fathers
+
+    def test_pfsp_kappa_and_floor(self, make_trainer):
+        for settings, weight in (({}, 0.0), ({"pfsp_floor": 0.3}, 0.3), ({"pfsp_kappa": 0.0}, 1.0)):
+            trainer = self.seasoned(make_trainer, **settings)
+            student, teacher = trainer.population["student_0"], trainer.population["teacher_0"]
+            student.mu = 1000.0  # hopeless odds have no weight of their own
+            assert trainer.matchmaker.weight(student, teacher) == pytest.approx(weight, abs=1e-9)
+            student.mu = teacher.mu
+            even = 0.25 ** settings.get("pfsp_kappa", 2.0) + settings.get("pfsp_floor", 0.0)
+            assert trainer.matchmaker.weight(student, teacher) == pytest.approx(even)
+
+
 class Births:
     """Takes note of every replacement on its way into the trainer: factors of parent, child, and slot after it."""
 
@@ -326,7 +369,9 @@ class TestCallback:
             assert event["replaced"]["age"] == 2
             assert (member.born, member.operator, member.age) == (2, event["operator"], 2)
             assert member.parents == tuple(parent["member"] for parent in event["parents"])
-            assert (event["mu"], event["sigma"]) == (PRIOR_MU, PRIOR_SIGMA)
+            assert event["mu"] == np.mean([parent["mu"] for parent in event["parents"]])
+            assert event["mu"] != PRIOR_MU
+            assert max(parent["sigma"] for parent in event["parents"]) < event["sigma"] < PRIOR_SIGMA
 
     def test_the_child_is_live_and_its_likeness_recorded(self, run):
         for event in lineage(run[0]):

@@ -97,6 +97,19 @@ class TestPushed:
         assert trainer.population["student_2"].sigma == pytest.approx(25 / 3), "the clone has to be found out"
         trainer.train()
 
+    def test_the_best_are_those_with_the_highest_mu_also_of_a_former_file(self, finished, base, tmp_path):
+        """Files of the former rating rule have mu - 3 sigma as `fitness`, and sigmas that make it another order."""
+        run = tmp_path / "former"
+        shutil.copytree(finished.args.output_dir, run)
+        saved = json.loads((run / "population.json").read_text())
+        for index, member in enumerate(saved["members"]):
+            member["mu"], member["sigma"] = 25.0 + index, 3.0 + index
+            member["fitness"] = member["mu"] - 3 * member["sigma"]
+        (run / "population.json").write_text(json.dumps(saved))
+        trainer = make_trainer(base, str(tmp_path / "on"), {"warm_start": str(run), "max_steps": 1})
+        ranked = sorted((m for m in saved["members"] if m["role"] == "student"), key=lambda m: -m["mu"])
+        assert [(m.mu, m.sigma) for m in trainer.population.students] == [(m["mu"], m["sigma"]) for m in ranked]
+
     def test_a_pushed_population_is_found_for_evaluation(self, hub, finished, base):
         push_run(finished.args.output_dir, "me/scored")
         found, contenders = find("me/scored", ["student_1"], ["me/scored"], None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +26,10 @@ MEMBER = {"mu": 25.0, "sigma": 8.0, "age": 3, "born": 0, "version": 0, "operator
 
 @pytest.fixture
 def saved(tmp_path):
+    # Older files have mu - 3 sigma as `fitness`, by which the students would come the other way round.
     members = [
-        MEMBER | {"name": name, "role": name[:7], "fitness": fitness, "mu": 25 + fitness}
-        for name, fitness in (("teacher_0", 1.0), ("student_0", -2.0), ("student_1", 3.0))
+        MEMBER | {"name": name, "role": name[:7], "mu": mu, "sigma": sigma, "fitness": mu - 3 * sigma}
+        for name, mu, sigma in (("teacher_0", 26.0, 8.0), ("student_0", 23.0, 2.0), ("student_1", 28.0, 8.0))
     ]
     state = {"format": 1, "step": 7, "base_model": "tiny", "members": members}
     Path(tmp_path, "population.json").write_text(json.dumps(state))
@@ -103,8 +105,10 @@ class TestPlainInstall:
         cli.main(["info", saved])
         title, header, *members = capsys.readouterr().out.splitlines()
         assert title == "Population after 7 steps on tiny"
-        assert header.split() == ["member", "rating", "held", "out", "matches", "born", "made", "by", "parents"]
+        columns = ["member", "rating", "mu - 3 sigma", "held out", "matches", "born", "made by", "parents"]
+        assert re.split(r"\s{2,}", header) == columns
         assert [line.split()[0] for line in members] == ["teacher_0", "student_1", "student_0"]
+        assert re.split(r"\s{2,}", members[0])[2] == "2.0"
         assert members[0].index("26.0 ± 8.0") == header.index("rating")
 
     def test_training_shows_the_population_and_names_the_extra(self, random_base, make_args, capsys, plain_install):

@@ -36,7 +36,7 @@ def make_game(sandbox, seed_tasks, teach, solve, kinds=None, teachers=1, student
     for task in seed_tasks:
         archive.add(task)
 
-    def generate(prompts, members, seen=None):
+    def generate(prompts, members, seen=None, seed=None):
         counts: dict[str, int] = {}
         completions = []
         for prompt, member in zip(prompts, members, strict=True):

@@ -131,7 +131,7 @@ def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Membe
     Args:
         members (`Sequence[Member]`): All members of the role.
         fraction (`float`): Share of them to replace, rounded down, but at least one; 0 replaces nobody.
-        burn_in (`int`): mu - 3 sigma makes every newborn the least fit; this is what protects it.
+        burn_in (`int`): A newborn's rating is its parents' or nobody's; this gives it time to earn its own.
     """
     if fraction <= 0:
         return []
@@ -186,8 +186,9 @@ def newborn_rating(parents: Sequence[Member], reset: str) -> tuple[float, float]
     """
     Rating `(mu, sigma)` to start with.
 
-    `"prior"` knows nothing of the child (25 / 8.333). `"parents"` takes their mean mu, and their mean variance plus
-    half the prior's sigma squared: the child is near its parents, but how near has to be seen.
+    `"prior"` knows nothing of the child (25 / 8.333): beside members long known, whose means part with the steps, that
+    is far off. `"parents"` takes their mean mu, and their mean variance plus half the prior's sigma squared: the child
+    is near its parents, but how near has to be seen.
     """
     if reset == "prior":
         return PRIOR_MU, PRIOR_SIGMA

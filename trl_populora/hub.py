@@ -319,7 +319,7 @@ def warm_start(trainer: PopuLoRATrainer, path_or_repo: str) -> None:
     root = fetch(path_or_repo)
     saved = check_same_shape(trainer, root / "population.json", same_members=False)
     for role in ("teacher", "student"):
-        ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["fitness"])
+        ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
         if not ranked:
             raise ValueError(f"{root / 'population.json'}: field `members` holds no {role}.")
         for slot, member in enumerate(trainer.population.role(role)):

@@ -2,42 +2,32 @@
 Phase 1 (match) and the rating half of phase 5: who meets whom, and what the meeting says about both.
 
 Pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019) over TrueSkill (Herbrich et al., 2006)
-win probabilities, as in PopuLoRA (arXiv 2605.16727). No torch.
+win probabilities, as in PopuLoRA (arXiv 2605.16727). Ratings follow the matches' scores; `benchmarks/ratings.py` compares
+that with wins and losses. No torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import fmean
 from typing import Any
 
 import numpy as np
-import trueskill
 from scipy.optimize import linear_sum_assignment
+from trueskill.mathematics import Gaussian
 
-from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Member, Population
+from trl_populora.population import PRIOR_SIGMA, Member, Population
 
 
-# beta and tau are TrueSkill's defaults for this prior: half of and a hundredth of its sigma. The draw margin only
-# shapes the two posteriors that are mixed: a draw itself is never an outcome here.
+# beta, by how much a performance varies, is TrueSkill's default for this prior. Members learn and change, so that what
+# an old match says fades: tau, the doubt added per step, is five times TrueSkill's default.
 BETA = PRIOR_SIGMA / 2
+TAU = PRIOR_SIGMA / 20
 
-
-def _normal_cdf(x: float) -> float:
-    return 0.5 * math.erfc(-x / math.sqrt(2))
-
-
-# The package's own erfc is a polynomial, off by up to 2e-6 rating points after a surprising win; these are exact.
-ENVIRONMENT = trueskill.TrueSkill(
-    mu=PRIOR_MU,
-    sigma=PRIOR_SIGMA,
-    beta=BETA,
-    tau=PRIOR_SIGMA / 100,
-    draw_probability=0.1,
-    backend=(_normal_cdf, NormalDist().pdf, NormalDist().inv_cdf),
-)
+# Standard deviation of the student's share of one proposal, given both skills.
+SHARE_SD = 0.25
 
 
 def everyone_plays(teachers: int, students: int) -> bool:
@@ -62,7 +52,7 @@ class Match:
 
 def student_share(valid: bool, solve_rate: float) -> float:
     """
-    Student's share of one proposal; the teacher's is the rest. A match's outcome is the mean over its proposals.
+    Student's share of one proposal; the teacher's is the rest. A match's score is the mean over its proposals.
 
     The same floor as the teacher's reward: nothing for an invalid proposal, and a task that nobody solved earns the
     teacher no reward, hence no victory either (both sides failed: a draw). PopuLoRA is not explicit about this rule.
@@ -84,34 +74,23 @@ def student_share(valid: bool, solve_rate: float) -> float:
 
 
 def win_probability(student: Member, teacher: Member) -> float:
-    """Probability that the student beats the teacher: Phi((mu_s - mu_t) / sqrt(2 beta^2 + sigma_s^2 + sigma_t^2))."""
+    """Probability that the student wins the match: Phi((mu_s - mu_t) / sqrt(2 beta^2 + sigma_s^2 + sigma_t^2))."""
     spread = math.sqrt(2 * BETA**2 + student.sigma**2 + teacher.sigma**2)
-    return _normal_cdf((student.mu - teacher.mu) / spread)
+    return 0.5 * math.erfc((teacher.mu - student.mu) / (spread * math.sqrt(2)))
 
 
-def rate(student: Member, teacher: Member, share: float) -> tuple[tuple[float, float], tuple[float, float]]:
+def points_per_share(proposals: int) -> float:
     """
-    New `(mu, sigma)` of the student and of the teacher after one game with a fractional outcome.
+    Rating points that one unit of share is worth in a match of so many proposals: 81.6 for 12, 57.7 for 6.
 
-    The posterior is the mixture of "student wins" (weight `share`) and "teacher wins" (the rest), moment-matched to
-    one Gaussian. TrueSkill's own `weights` do not encode a fraction (a weight of 0.1 moves mu *more* than a win), and
-    a game per task would collapse sigma within one step. An outcome near the prediction can leave the mixture wider
-    than it was, because of the draw margin and tau; a match cannot make a member stranger than a newborn, so sigma
-    stops at the prior's. Without that stop two equal members at 0.5 reach sigma 27 in 200 games.
+    It makes the noise of the mean share, `SHARE_SD / sqrt(proposals)`, that of a difference of two performances.
     """
-    of_student = ENVIRONMENT.create_rating(student.mu, student.sigma)
-    of_teacher = ENVIRONMENT.create_rating(teacher.mu, teacher.sigma)
-    student_if_won, teacher_if_lost = trueskill.rate_1vs1(of_student, of_teacher, env=ENVIRONMENT)
-    teacher_if_won, student_if_lost = trueskill.rate_1vs1(of_teacher, of_student, env=ENVIRONMENT)
-    return _mixture(student_if_won, student_if_lost, share), _mixture(teacher_if_lost, teacher_if_won, share)
+    return math.sqrt(2 * proposals) * BETA / SHARE_SD
 
 
-def _mixture(if_won: trueskill.Rating, if_lost: trueskill.Rating, share: float) -> tuple[float, float]:
-    mu = share * if_won.mu + (1 - share) * if_lost.mu
-    # Law of total variance: for two components the spread of the means is share (1 - share) gap^2.
-    within = share * if_won.sigma**2 + (1 - share) * if_lost.sigma**2
-    between = share * (1 - share) * (if_won.mu - if_lost.mu) ** 2
-    return mu, min(math.sqrt(within + between), PRIOR_SIGMA)
+def expected_share(student: Member, teacher: Member, proposals: int) -> float:
+    """Student's share of a match that the ratings foresee, in [0, 1]."""
+    return min(max(0.5 + (student.mu - teacher.mu) / points_per_share(proposals), 0.0), 1.0)
 
 
 def pfsp_weight(p: float, kappa: float, floor: float) -> float:
@@ -138,11 +117,12 @@ class Matchmaker:
     Args:
         strategy (`str`, *optional*, defaults to `"pfsp"`):
             `"pfsp"` or `"uniform"`.
-        kappa (`float`, *optional*, defaults to `1.0`):
-            Exponent on p (1 - p). 1 is PFSP's `var` weighting; it is nearly flat while sigma is large (0.695 of its
-            maximum at a gap of 10 and sigma 8.33), a larger value sharpens it.
-        floor (`float`, *optional*, defaults to `0.01`):
-            Added to every weight, so that no pair is ever excluded: 4 % of the weight of an even pair.
+        kappa (`float`, *optional*, defaults to `2.0`):
+            Exponent on p (1 - p). 1 is PFSP's `var` weighting, a larger value sharpens it. With 2 a gap of 10 has 0.48
+            of an even pair's weight between newborns (sigma 8.33), 0.05 between members long known (sigma 1.57).
+        floor (`float`, *optional*, defaults to `0.0`):
+            Added to every weight. Without it all pairs still meet, because of the noise; 0.01 outweighs every weight
+            from kappa 4 on.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the matchmaker's own generator. The same seed and ratings give the same matches on every rank.
 
@@ -150,7 +130,7 @@ class Matchmaker:
         ValueError: If `strategy` is unknown, or `kappa` or `floor` is negative.
     """
 
-    def __init__(self, strategy: str = "pfsp", kappa: float = 1.0, floor: float = 0.01, seed: int = 0):
+    def __init__(self, strategy: str = "pfsp", kappa: float = 2.0, floor: float = 0.0, seed: int = 0):
         if strategy not in STRATEGIES:
             raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
         for name, value in (("kappa", kappa), ("floor", floor)):
@@ -200,32 +180,47 @@ class Matchmaker:
         rows, columns = linear_sum_assignment(np.tile(scores, copies) - charge * levels, maximize=True)
         return [int(column) % num_students for _, column in sorted(zip(rows, columns, strict=True))]
 
-    def update(self, population: Population, outcomes: Mapping[Match, float]) -> None:
+    def update(self, population: Population, outcomes: Mapping[Match, Sequence[float]]) -> None:
         """
-        Rate every match of a step once, in order of `Match.index`, and age both sides by one.
+        Rate the matches of a step together, and age both sides by one per match.
+
+        A match tells by how many points the student led: the mean share less one half, times [`points_per_share`],
+        with the noise of two performances. Every message about a member uses its opponent's rating of before the
+        step, so neither the order of the matches nor the number of ranks matters. The model is Guo et al. (2012),
+        "Score-Based Bayesian Skill Learning". A win or a loss would say less than the score, and a game per task would
+        collapse sigma, as if all of a match's tasks were matches of their own.
 
         Args:
             population ([`Population`]):
                 Its ratings and ages are changed in place.
-            outcomes (`dict[Match, float]`):
-                Student's share of each match, in [0, 1]: the mean of [`student_share`] over the match's proposals.
+            outcomes (`dict[Match, Sequence[float]]`):
+                [`student_share`] of each proposal of each match, in [0, 1].
 
         Raises:
-            ValueError: If a share is outside [0, 1] or NaN. Nothing is changed then.
+            ValueError: If a match has no proposal, or a share is outside [0, 1] or NaN. Nothing is changed then.
         """
-        for match, share in outcomes.items():
-            if not 0.0 <= share <= 1.0:
-                raise ValueError(f"The student's share of {match} must be in [0, 1], got {share}.")
-        surprises = []
-        for match in sorted(outcomes, key=lambda match: match.index):
-            share, student, teacher = outcomes[match], population[match.student], population[match.teacher]
-            surprises.append(abs(share - win_probability(student, teacher)))
-            (student.mu, student.sigma), (teacher.mu, teacher.sigma) = rate(student, teacher, share)
-            student.age += 1
-            teacher.age += 1
-        if outcomes:
-            self._metrics["match/student_share_mean"] = float(np.mean(list(outcomes.values())))
-            self._metrics["match/rating_error"] = float(np.mean(surprises))
+        for match, shares in outcomes.items():
+            if not shares or not all(0.0 <= share <= 1.0 for share in shares):
+                raise ValueError(f"The student's shares of {match} must be at least one, in [0, 1], got {shares}.")
+        matches = sorted(outcomes, key=lambda match: match.index)
+        players = [population[name] for match in matches for name in (match.student, match.teacher)]
+        prior = {player.name: Gaussian(player.mu, math.hypot(player.sigma, TAU)) for player in players}
+        posterior, means, surprises = dict(prior), [], []
+        for match in matches:
+            share, proposals = fmean(outcomes[match]), len(outcomes[match])
+            foreseen = expected_share(population[match.student], population[match.teacher], proposals)
+            means.append(share)
+            surprises.append(abs(share - foreseen))
+            lead = points_per_share(proposals) * (share - 0.5)
+            for me, other, gap in ((match.student, match.teacher, lead), (match.teacher, match.student, -lead)):
+                noise = math.sqrt(prior[other].sigma ** 2 + 2 * BETA**2)
+                posterior[me] *= Gaussian(prior[other].mu + gap, noise)
+        for player in players:
+            player.mu, player.sigma = posterior[player.name].mu, posterior[player.name].sigma
+            player.age += 1
+        if matches:
+            self._metrics["match/student_share_mean"] = fmean(means)
+            self._metrics["match/rating_error"] = fmean(surprises)
 
     def state_dict(self) -> dict[str, Any]:
         """Generator and loads: plain data, ready for JSON."""
@@ -237,5 +232,8 @@ class Matchmaker:
         self._loads = dict(state["loads"])
 
     def metrics(self) -> dict[str, float]:
-        """Win probability (student's) over the last matches drawn, and outcome and surprise over the last rated."""
+        """
+        Win probability (student's) over the last matches drawn, and over the last rated the mean share and
+        `rating_error`, the mean distance between the shares and those that the ratings foresaw.
+        """
         return dict(self._metrics)

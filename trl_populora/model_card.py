@@ -170,12 +170,13 @@ def _base_code(base: str) -> dict[str, str]:
 
 def _ratings(members: list[dict[str, Any]]) -> str:
     rows = [
-        "| member | held out | mu | sigma | matches | born | made by | parents |",
-        "|---|---:|---:|---:|---:|---:|---|---|",
+        "| member | held out | mu | sigma | mu - 3 sigma | matches | born | made by | parents |",
+        "|---|---:|---:|---:|---:|---:|---:|---|---|",
     ]
-    for member in sorted(members, key=lambda m: (m["role"] != "teacher", -m["fitness"])):
+    for member in sorted(members, key=lambda m: (m["role"] != "teacher", -m["mu"])):
+        mu, sigma = member["mu"], member["sigma"]
         held_out = "-" if member.get("held_out") is None else f"{member['held_out']:.3f}"
-        numbers = f"{held_out} | {member['mu']:.2f} | {member['sigma']:.2f} | {member['age']}"
+        numbers = f"{held_out} | {mu:.2f} | {sigma:.2f} | {mu - 3 * sigma:.2f} | {member['age']}"
         parents = ", ".join(member["parents"]) or "-"
         rows.append(f"| {member['name']} | {numbers} | {member['born']} | {member['operator']} | {parents} |")
     return "\n".join(rows)

@@ -16,7 +16,7 @@ from typing import Any
 
 ROLES = ("teacher", "student")
 
-# TrueSkill's own prior (Herbrich et al., 2006), which PopuLoRA keeps: a newborn is anybody.
+# TrueSkill's own prior (Herbrich et al., 2006), which PopuLoRA keeps: a member of the first step is anybody.
 PRIOR_MU = 25.0
 PRIOR_SIGMA = 25.0 / 3
 
@@ -167,8 +167,11 @@ class Population:
 
     @staticmethod
     def fitness(member: Member) -> float:
-        """Conservative skill mu - 3 sigma: what the member is worth with near certainty."""
-        return member.mu - 3 * member.sigma
+        """
+        What selection goes by: mu. Sigma is no part of it, because it is mostly age: mu - 3 sigma makes the youngest
+        the weakest.
+        """
+        return member.mu
 
     def best_student(self, rates: Mapping[str, float]) -> tuple[str, str]:
         """

@@ -61,10 +61,10 @@ class PopuLoRAConfig(GRPOConfig):
 
         matchmaking (`str`, *optional*, defaults to `"pfsp"`):
             `"pfsp"` prefers near-balanced pairs by TrueSkill win probability p; `"uniform"` pairs at random.
-        pfsp_kappa (`float`, *optional*, defaults to `1.0`):
-            Exponent of the weight (p(1-p))^kappa (paper, second hand: 1).
-        pfsp_floor (`float`, *optional*, defaults to `0.01`):
-            Added to the weight, so that every pair can meet.
+        pfsp_kappa (`float`, *optional*, defaults to `2.0`):
+            Exponent of the weight (p(1-p))^kappa (paper, second hand: 1; 2 by `benchmarks/ratings.py`).
+        pfsp_floor (`float`, *optional*, defaults to `0.0`):
+            Added to the weight. Every pair can meet without it, and it flattens what `pfsp_kappa` sharpens.
 
         teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`):
             Reward of a proposal that does not parse, run or repeat (paper).
@@ -104,7 +104,7 @@ class PopuLoRAConfig(GRPOConfig):
         crossover_rate (`float`, *optional*, defaults to `0.5`):
             Probability that a child has two parents (paper, second hand).
         tournament_size (`int`, *optional*, defaults to `2`):
-            Survivors drawn per parent; the fittest becomes the parent.
+            Survivors drawn per parent; the one with the highest mu becomes the parent.
         mutations (`dict[str, float]` or `str`, *optional*):
             Weights of the mutation operators. The paper's four, evenly, when `None`.
         crossovers (`dict[str, float]` or `str`, *optional*):
@@ -113,8 +113,9 @@ class PopuLoRAConfig(GRPOConfig):
             Factor on the mutation operators' own strengths: 1 is each as published, 0.5 half as far from the parent.
         inherit_optimizer (`bool`, *optional*, defaults to `False`):
             Give a child the first parent's Adam moments instead of zeros.
-        rating_reset (`str`, *optional*, defaults to `"prior"`):
-            `"prior"`: the child starts at 25 / 8.333 (paper, second hand). `"parents"`: at its parents' mean mu.
+        rating_reset (`str`, *optional*, defaults to `"parents"`):
+            `"parents"`: the child starts at its parents' mean mu, since it is like them (`benchmarks/ratings.py`).
+            `"prior"`: at 25 / 8.333 (paper, second hand).
         retention_tolerance (`float`, *optional*):
             Switches the retention gate on: nats per token that a child may lose against its (better) parent on what
             its role got right in the last step. A child that loses more is bred again at half the strength, at last
@@ -184,8 +185,8 @@ class PopuLoRAConfig(GRPOConfig):
 
     # Matchmaking
     matchmaking: str = field(default="pfsp", metadata={"help": "'pfsp' or 'uniform'."})
-    pfsp_kappa: float = field(default=1.0, metadata={"help": "Exponent of the weight (p(1-p))^kappa."})
-    pfsp_floor: float = field(default=0.01, metadata={"help": "Added to the PFSP weight."})
+    pfsp_kappa: float = field(default=2.0, metadata={"help": "Exponent of the weight (p(1-p))^kappa."})
+    pfsp_floor: float = field(default=0.0, metadata={"help": "Added to the PFSP weight."})
 
     # Rewards and baselines
     teacher_reward_invalid: float = field(default=-1.0, metadata={"help": "Reward of an invalid proposal."})
@@ -214,7 +215,7 @@ class PopuLoRAConfig(GRPOConfig):
     crossovers: dict[str, Any] | str | None = field(default=None, metadata={"help": "Weights of crossover operators."})
     mutation_strength: float = field(default=1.0, metadata={"help": "Factor on the mutations' own strengths."})
     inherit_optimizer: bool = field(default=False, metadata={"help": "A child keeps its first parent's moments."})
-    rating_reset: str = field(default="prior", metadata={"help": "'prior' or 'parents'."})
+    rating_reset: str = field(default="parents", metadata={"help": "'parents' or 'prior'."})
     retention_tolerance: float | None = field(default=None, metadata={"help": "Nats a child may lose; None is off."})
     retention_rows: int = field(default=16, metadata={"help": "Completions per rank that the gate looks at."})
     learning_rate_perturbation: float = field(default=0.0, metadata={"help": "PBT's factor on a child's rate."})
@@ -333,7 +334,7 @@ class PopuLoRAConfig(GRPOConfig):
         """Refuse names that nothing in the package answers to, and loss options that couple members."""
         choices = {
             "matchmaking": ("pfsp", "uniform"),
-            "rating_reset": ("prior", "parents"),
+            "rating_reset": ("parents", "prior"),
             "teacher_baseline": BASELINES,
             "student_baseline": BASELINES,
             "loss_type": EXACT_LOSS_TYPES,

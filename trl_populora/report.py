@@ -165,7 +165,7 @@ def draw_plots(records: Run, directory: Path, names: Sequence[str] | None = None
     return [(plot, draw(plot, records, directory)) for plot in wanted if plot.can_be_drawn(records)]
 
 
-HEADER = ("member", "rating", "held out", "matches", "born", "made by", "parents")
+HEADER = ("member", "rating", "mu - 3 sigma", "held out", "matches", "born", "made by", "parents")
 
 
 def print_population(run: str | Path) -> None:
@@ -180,7 +180,7 @@ def print_population(run: str | Path) -> None:
     title = f"Population after {population['step']} steps on {population['base_model']}"
     if (base := population.get("held_out_base")) is not None:
         title += f", which solves {_percent(base)} of the held-out tasks"
-    members = sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["fitness"]))
+    members = sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["mu"]))
     roles = [[_cells(member) for member in members if member["role"] == role] for role in COLORS]
     try:
         from rich.console import Console
@@ -210,6 +210,7 @@ def _cells(member: dict[str, Any]) -> tuple[str, ...]:
     return (
         member["name"],
         f"{member['mu']:.1f} ± {member['sigma']:.1f}",
+        f"{member['mu'] - 3 * member['sigma']:.1f}",
         "-" if member.get("held_out") is None else _percent(member["held_out"]),
         str(member["age"]),
         f"step {member['born']}",

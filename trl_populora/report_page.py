@@ -107,12 +107,12 @@ def _members(run: Run) -> str:
     for role in ("teacher", "student"):
         for name in run.members(role):
             mu, sigma = last.get(f"member/{name}/mu"), last.get(f"member/{name}/sigma")
-            fitness = mu - 3 * sigma if mu is not None and sigma is not None else None
+            low = mu - 3 * sigma if mu is not None and sigma is not None else None
             born = max((e["step"] for e in run.lineage if e["child"].startswith(f"{name}@")), default=0)
-            cells = [_number(mu, ".2f"), _number(sigma, ".2f"), _number(fitness, ".2f"), str(born)]
+            cells = [_number(mu, ".2f"), _number(sigma, ".2f"), _number(low, ".2f"), str(born)]
             cells += [escape(str(known.get(name, {}).get(key, "-"))) for key in ("age", "operator")]
             parents = escape(", ".join(known.get(name, {}).get("parents", []))) or "-"
-            rows.append(((role == "student", -(fitness or 0.0)), name, role, [*cells, parents]))
+            rows.append(((role == "student", -(mu or 0.0)), name, role, [*cells, parents]))
     header = ("member", "mu", "sigma", "mu - 3 sigma", "born at step", "matches", "made by", "parents")
     body = [f'<td class="{role}">{escape(name)}</td>' + _cells(cells) for _, name, role, cells in sorted(rows)]
     return _table(header, body)
@@ -121,14 +121,14 @@ def _members(run: Run) -> str:
 def _births(run: Run) -> str:
     if not run.lineage:
         return '<p class="note">Nobody has been replaced yet.</p>'
-    header = ("step", "child", "in place of", "its fitness", "parents", "operator", "cosine to parents")
+    header = ("step", "child", "in place of", "its mu", "parents", "operator", "cosine to parents")
     body = []
     for event in run.lineage:
         replaced = event["replaced"]
         cells = [
             escape(event["child"]),
             escape(replaced["member"]),
-            _number(replaced["mu"] - 3 * replaced["sigma"], ".2f"),
+            _number(replaced["mu"], ".2f"),
             escape(", ".join(parent["member"] for parent in event["parents"])),
             escape(event["operator"]),
             ", ".join(_number(value, ".2f") for value in event.get("cosine", [])),

@@ -343,13 +343,13 @@ def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str,
         game.archive.note(task, match=result["match"], solve_rate=result["solve_rate"], **complexity)
 
 
-def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict[Match, float]:
-    """The student's share of each match: the mean over the teacher's proposals (archived tasks do not count)."""
+def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict[Match, list[float]]:
+    """The student's share of each of the teacher's proposals, per match (archived tasks do not count)."""
     shares: dict[int, list[float]] = {match.index: [] for match in matches}
     for record in records:
         if record["role"] == "teacher":
             shares[record["match"]].append(student_share(record["valid"], record["solve_rate"]))
-    return {match: sum(shares[match.index]) / len(shares[match.index]) for match in matches}
+    return {match: shares[match.index] for match in matches}
 
 
 def step_metrics(
