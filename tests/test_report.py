@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from matplotlib.figure import Figure
 
-from tests.populora_run import make_trainer
+from tests.populora_run import EVALUATED, make_trainer
 from trl_populora import __main__ as cli
 from trl_populora.report import _draw_rewards, load_history, load_run, load_samples, plot_run, write_report
 from trl_populora.report_plots import PLOTS, Run, _smooth, draw_rejects, draw_rewards
@@ -23,7 +23,8 @@ def finished(random_base, seed_tasks, tmp_path_factory):
     """A run of four steps with births after the second."""
     Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
     path = str(tmp_path_factory.mktemp("report") / "run")
-    trainer = make_trainer(random_base, path, {"max_steps": 4, "evolve_every": 2, "save_strategy": "no"})
+    settings = {"max_steps": 4, "evolve_every": 2, "save_strategy": "no"}
+    trainer = make_trainer(random_base, path, EVALUATED | settings)
     trainer.train()
     trainer.save_model()
     return Path(path)
