@@ -39,7 +39,7 @@ class Completion:
 
 @dataclass
 class Row:
-    """One training row. The fields up to `well_formed` are the columns that reward functions and records see."""
+    """One training row. The fields up to `chance` are the columns that reward functions and records see."""
 
     role: str
     member: str
@@ -51,6 +51,7 @@ class Row:
     solve_rate: float = float("nan")
     correct: bool = False
     well_formed: bool = False
+    chance: float = 0.0
     archived: bool = False
     prompt: Messages = field(default_factory=list)
     completion: Completion = Completion([], [], "")
@@ -67,6 +68,7 @@ class Row:
         "solve_rate",
         "correct",
         "well_formed",
+        "chance",
     )
 
 
@@ -301,7 +303,8 @@ def _grade_attempts(game: Game, proposals: Sequence[Row], tasks: Sequence[Task],
         for row in group:
             row.solve_rate = rho
         if proposal.valid:
-            proposal.solve_rate = rho
+            task = tasks[slot]
+            proposal.solve_rate, proposal.chance = rho, game.kinds[task.kind].chance(task)
 
 
 def grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list[bool]:
@@ -338,7 +341,9 @@ def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict
     shares: dict[int, list[float]] = {match.index: [] for match in matches}
     for record in records:
         if record["role"] == "teacher":
-            shares[record["match"]].append(student_share(record["valid"], record["solve_rate"]))
+            shares[record["match"]].append(
+                student_share(*(record[name] for name in ("valid", "solve_rate", "chance")))
+            )
     return {match: sum(shares[match.index]) / len(shares[match.index]) for match in matches}
 
 
@@ -366,6 +371,7 @@ def step_metrics(
         "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
         "solve/well_formed": _mean([r["well_formed"] for r in attempts]),
         "solve/frac_none": _mean([r["solve_rate"] == 0 for r in valid]),
+        "solve/frac_chance": _mean([0 < r["solve_rate"] <= r["chance"] for r in valid]),
         "solve/frac_all": _mean([r["solve_rate"] == 1 for r in valid]),
     }
     for kind in game.kinds:
