@@ -223,7 +223,7 @@ class TestRecords:
         assert columns["reward"] == pytest.approx(expected)
         proposals = [row for row in rows if row["role"] == "teacher"]
         assert all(row["valid"] != bool(row["reject_reason"]) for row in proposals), "every reject has a reason"
-        shares = [student_share(row["valid"], row["solve_rate"]) for row in proposals]
+        shares = [student_share(row["valid"], row["solve_rate"], row["chance"]) for row in proposals]
         logged = next(e for e in trainer.state.log_history if "match/student_share_mean" in e)
         assert logged["match/student_share_mean"] == pytest.approx(sum(shares) / len(shares))
 

@@ -33,6 +33,17 @@ def test_attempt(correct, well_formed, reward):
     assert student_reward(role=["student"], correct=[correct], well_formed=[well_formed]) == [reward]
 
 
+# What guessing gives, solve rate -> teacher's reward, student's share
+GUESSED = [(0.5, 0.0, 0.0, 0.5), (0.5, 0.25, 0.0, 0.5), (0.5, 0.5, 0.0, 0.5), (0.5, 0.625, 0.375, 0.625)]
+
+
+@pytest.mark.parametrize(("chance", "rho", "reward", "share"), [*GUESSED, (0.125, 0.25, 0.75, 0.25)])
+def test_what_is_met_by_guessing_counts_as_unsolved(chance, rho, reward, share):
+    assert teacher_reward(role=["teacher"], valid=[True], solve_rate=[rho], chance=[chance]) == [reward]
+    assert student_share(True, rho, chance) == share
+    assert student_share(False, NAN, chance) == 1.0
+
+
 def test_each_function_is_silent_about_the_other_role():
     columns = {
         "role": ["teacher", "student"],

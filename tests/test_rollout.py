@@ -182,6 +182,24 @@ def test_code_i_is_graded_by_running_the_answer(sandbox, seed_tasks):
     assert [row.well_formed for row in rows[:4]] == [True, True, True, False]
 
 
+def test_a_coin_earns_its_teacher_nothing(sandbox, seed_tasks):
+    """A student that guesses meets a predicate in half of its attempts; that is no more than a task nobody solves."""
+    coin = "def f(a):\n    return (a * 1103515245 + 12345 >> 16) % 2 == 0"
+    game = make_game(
+        sandbox,
+        seed_tasks,
+        lambda i: proposal(coin, str(i)),
+        lambda content, i: f"```output\n{i % 2 == 0}\n```",
+    )
+    played = play_step(game, 0)
+    rows = [row for row in played.rows if row.role == "teacher"]
+    assert [(row.solve_rate, row.chance) for row in rows] == [(0.5, 0.5)] * 4
+    assert teacher_reward(**columns(rows)) == [0.0] * 4
+    assert game.matchmaker.metrics()["match/student_share_mean"] == 0.5
+    assert played.metrics["solve/frac_chance"] == 1.0
+    assert played.metrics["solve/frac_none"] == 0.0
+
+
 def test_code_f_is_graded_on_hidden_pairs(sandbox, seed_tasks):
     inputs = "\n".join(str(n) for n in (1, 2, 3, 4))
     teach_text = f"```inputs\n{inputs}\n```\n```message\nwhat it does\n```"

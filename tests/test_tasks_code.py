@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -439,6 +440,24 @@ def test_code_f_runs_on_the_hidden_inputs_only():
     for kind in (CodeF(), CodeF(strict=True, tolerance=0.5)):
         gold = kind.trial(HIDDEN_TASK, attempt).gold
         assert gold == Gold(HIDDEN_TASK.outputs[3:], kind.strict, kind.tolerance)
+
+
+@pytest.mark.parametrize(
+    ("output", "chance"),
+    [
+        (True, 0.5),
+        ([True, False], 0.25),
+        ((False,), 0.5),
+        ([], 0.0),
+        (1, 0.0),
+        (None, 0.0),
+        ([True, 1], 0.0),
+        ("a", 0.0),
+    ],
+)
+def test_guessing_is_told_by_the_form_of_the_output_alone(output, chance):
+    task = replace(ADD_TASK, outputs=(encode(output),))
+    assert [kind.chance(task) for kind in KINDS] == [chance, chance, 0.0]
 
 
 def test_a_missing_verdict_is_never_right():

@@ -50,18 +50,21 @@ class Match:
     student: str
 
 
-def student_share(valid: bool, solve_rate: float) -> float:
+def student_share(valid: bool, solve_rate: float, chance: float = 0.0) -> float:
     """
     Student's share of one proposal; the teacher's is the rest. A match's score is the mean over its proposals.
 
-    The same floor as the teacher's reward: nothing for an invalid proposal, and a task that nobody solved earns the
-    teacher no reward, hence no victory either (both sides failed: a draw). PopuLoRA is not explicit about this rule.
+    The same floor as the teacher's reward: nothing for an invalid proposal, and a task that nobody solved, or no more
+    often than by guessing, earns the teacher no reward, hence no victory either (both sides failed: a draw). PopuLoRA is
+    not explicit about this rule.
 
     Args:
         valid (`bool`):
             Whether the proposal passed verification.
         solve_rate (`float`):
             Fraction rho of the attempts that solved it, in [0, 1]. Ignored when the proposal is invalid.
+        chance (`float`, *optional*, defaults to `0.0`):
+            What guessing gives.
 
     Raises:
         ValueError: If a valid proposal's `solve_rate` is outside [0, 1] or NaN.
@@ -70,7 +73,7 @@ def student_share(valid: bool, solve_rate: float) -> float:
         return 1.0
     if not 0.0 <= solve_rate <= 1.0:
         raise ValueError(f"`solve_rate` of a valid proposal must be in [0, 1], got {solve_rate}.")
-    return 0.5 if solve_rate == 0.0 else float(solve_rate)
+    return 0.5 if solve_rate <= chance else float(solve_rate)
 
 
 def win_probability(student: Member, teacher: Member) -> float:

@@ -3,6 +3,11 @@
 Both are ordinary TRL reward functions. Each scores the rows of its own role and returns `None` for the others, so TRL
 logs `rewards/teacher_reward/mean` and `rewards/student_reward/mean` side by side. Values: PopuLoRA (arXiv 2605.16727)
 for teachers, Absolute Zero Reasoner (arXiv 2505.03335) for students.
+
+A task that students meet no more often than by guessing counts as unsolved, for the teacher's reward and for the match
+alike. The line: a kind says what guessing gives where the answer's form alone tells (`TaskKind.chance`). For code_o and
+code_i that is 1/2 for an output `True` or `False` and 1/2 for each of a list or tuple of them. Nothing else is priced,
+because one output does not tell the range it comes from.
 """
 
 from __future__ import annotations
@@ -19,20 +24,24 @@ def make_teacher_reward(invalid: float = -1.0, unsolved: float = 0.0) -> RewardF
 
     Args:
         invalid (`float`, *optional*, defaults to `-1.0`): Reward of a rejected proposal.
-        unsolved (`float`, *optional*, defaults to `0.0`): Reward when no attempt is right. Otherwise 1 - solve rate.
+        unsolved (`float`, *optional*, defaults to `0.0`): Reward when no more attempts are right than by guessing.
+            Otherwise 1 - solve rate.
 
     Returns:
-        `Callable`: TRL reward function named `teacher_reward`; reads the columns `role`, `valid`, `solve_rate`.
+        `Callable`: TRL reward function named `teacher_reward`; reads the columns `role`, `valid`, `solve_rate` and
+            `chance` (0 for all rows where it is missing).
     """
 
-    def worth(valid: bool, solve_rate: float) -> float:
+    def worth(valid: bool, solve_rate: float, chance: float) -> float:
         if not valid:
             return invalid
-        return unsolved if solve_rate == 0.0 else 1.0 - solve_rate
+        return unsolved if solve_rate <= chance else 1.0 - solve_rate
 
-    def teacher_reward(role: list[str], valid: list[bool], solve_rate: list[float], **kwargs) -> list[float | None]:
-        rows = zip(role, valid, solve_rate, strict=True)
-        return [worth(is_valid, rho) if name == "teacher" else None for name, is_valid, rho in rows]
+    def teacher_reward(
+        role: list[str], valid: list[bool], solve_rate: list[float], chance: list[float] | None = None, **kwargs
+    ) -> list[float | None]:
+        rows = zip(role, valid, solve_rate, chance or [0.0] * len(role), strict=True)
+        return [worth(is_valid, rho, luck) if name == "teacher" else None for name, is_valid, rho, luck in rows]
 
     return teacher_reward
 

@@ -40,7 +40,7 @@ class Completion:
 
 @dataclass
 class Row:
-    """One training row. The fields up to `well_formed` are the columns that reward functions and records see."""
+    """One training row. The fields up to `chance` are the columns that reward functions and records see."""
 
     role: str
     member: str
@@ -52,6 +52,7 @@ class Row:
     solve_rate: float = float("nan")
     correct: bool = False
     well_formed: bool = False
+    chance: float = 0.0
     archived: bool = False
     prompt: Messages = field(default_factory=list)
     completion: Completion = Completion([], [], "")
@@ -68,6 +69,7 @@ class Row:
         "solve_rate",
         "correct",
         "well_formed",
+        "chance",
     )
 
 
@@ -309,7 +311,8 @@ def _grade_attempts(game: Game, proposals: Sequence[Row], tasks: Sequence[Task],
         for row in group:
             row.solve_rate = rho
         if proposal.valid:
-            proposal.solve_rate = rho
+            task = tasks[slot]
+            proposal.solve_rate, proposal.chance = rho, game.kinds[task.kind].chance(task)
 
 
 def grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list[bool]:
@@ -348,7 +351,8 @@ def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict
     shares: dict[int, list[float]] = {match.index: [] for match in matches}
     for record in records:
         if record["role"] == "teacher":
-            shares[record["match"]].append(student_share(record["valid"], record["solve_rate"]))
+            share = student_share(record["valid"], record["solve_rate"], record["chance"])
+            shares[record["match"]].append(share)
     return {match: shares[match.index] for match in matches}
 
 
@@ -377,6 +381,7 @@ def step_metrics(
         "solve/thinking_rate": _mean([r["thinking"] for r in attempts]),
         "solve/well_formed": _mean([r["well_formed"] for r in attempts]),
         "solve/frac_none": _mean([r["solve_rate"] == 0 for r in valid]),
+        "solve/frac_chance": _mean([0 < r["solve_rate"] <= r["chance"] for r in valid]),
         "solve/frac_all": _mean([r["solve_rate"] == 1 for r in valid]),
     }
     for kind in game.kinds:

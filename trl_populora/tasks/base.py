@@ -232,6 +232,13 @@ class TaskKind(ABC):
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         """Whether the attempt is right, given the verdict of its trial."""
 
+    def chance(self, task: Task) -> float:
+        """
+        The share of attempts that guessing would get right, from 0 to 1. A task that is solved no more often counts as
+        unsolved: it earns its teacher nothing.
+        """
+        return 0.0
+
     def complexity(self, task: Task) -> dict[str, float]:
         """What the curriculum metrics average over valid tasks; none by default."""
         return {}
