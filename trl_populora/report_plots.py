@@ -96,7 +96,7 @@ def plot_held_out(axis: Axes, run: Run) -> None:
         axis.axhline(base[0], color=GREY, linestyle="--", linewidth=1.4, label="the base, untrained")
     else:
         axis.text(0.5, 0.5, "not evaluated (`eval_dataset`)", ha="center", va="center", transform=axis.transAxes)
-    axis.set(title="Held-out tasks", ylabel="attempts solved (fraction)")
+    axis.set(title="Held-out tasks", ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
 
 
 def draw_thinking(axis: Axes, run: Run) -> None:
