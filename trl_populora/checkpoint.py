@@ -304,7 +304,10 @@ def load_game(trainer: PopuLoRATrainer, directory: str) -> None:
     load_archive(trainer.archive, root / "archive.parquet", state["coverage"])
     _load_rank_state(trainer, root / f"rank_state_{trainer.args.process_index}.pt")
     if trainer.args.should_save:
-        records.take_back(Path(trainer.args.output_dir), trainer.state.global_step, root / "lineage.jsonl")
+        output_dir = Path(trainer.args.output_dir)
+        if root.resolve().parent != output_dir.resolve():  # the records there are of a run that does not go on
+            records.set_aside(output_dir)
+        records.take_back(output_dir, trainer.state.global_step, root / "lineage.jsonl")
 
 
 def load_nouns(trainer: PopuLoRATrainer, root: Path) -> dict[str, Any]:
