@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from trl import ModelConfig, TrlParser
 
+import trl_populora
 from trl_populora import __main__ as cli
 from trl_populora.evaluation import Payoff
 from trl_populora.loading import load_archive, make_kinds
@@ -63,6 +64,30 @@ print(json.dumps(said))
     said = json.loads(done.stdout)
     assert said.keys() == set(cli.COMMANDS)
     assert all(text.startswith("usage: populora") for text in said.values()), said
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("info", "populora info RUN [--option value ...]"),
+        ("report", "populora report RUN [--option value ...]"),
+        ("push", "populora push RUN [--option value ...]"),
+        ("evaluate", "populora evaluate RUN [--option value ...]"),
+        ("crossplay", "populora crossplay RUN ... [--option value ...]"),
+    ],
+)
+def test_help_shows_what_is_given_by_position(command, usage, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: {usage}\n")
+    assert cli.COMMANDS[command].__doc__ in printed
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"populora {trl_populora.__version__}\n"
 
 
 def test_an_unknown_command_is_refused_with_the_choices(capsys):
