@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -163,6 +164,22 @@ class TestPlainInstall:
 def test_a_push_to_nowhere_is_refused(saved):
     with pytest.raises(SystemExit, match="^populora push: nothing to push to; give `--repo"):
         cli.main(["push", saved])
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyboardInterrupt(), "130"),
+        (OSError(errno.ENOSPC, "No space left on device"), "^populora train: disk full .* go on with `--resume`"),
+    ],
+)
+def test_the_end_of_a_run_from_outside_is_no_traceback(error, told, monkeypatch):
+    def run(arguments):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "train", run)
+    with pytest.raises(SystemExit, match=told):
+        cli.main(["train"])
 
 
 @pytest.mark.parametrize("command", ["info", "report"])

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import signal
 import sys
 import typing
 import warnings
@@ -300,6 +302,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"populora {command}: {error}") from error
     except ModuleNotFoundError as error:
         raise SystemExit(f"populora {command}: {_way_out(error)}") from error
+    except KeyboardInterrupt as stop:  # how a run goes on was said where it stopped
+        raise SystemExit(128 + signal.SIGINT) from stop
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        way_on = " Make room and go on with `--resume`." if command == "train" else ""
+        raise SystemExit(f"populora {command}: disk full ({error}).{way_on}") from error
 
 
 def _way_out(error: ModuleNotFoundError) -> str:
