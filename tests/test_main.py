@@ -166,6 +166,15 @@ def test_a_push_to_nowhere_is_refused(saved):
         cli.main(["push", saved])
 
 
+def test_training_without_a_recipe_is_no_training(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["train"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {cli.USAGE}\n")
+    assert "Give a recipe, `--config" in said
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -184,7 +193,7 @@ def test_the_end_of_a_run_from_outside_is_no_traceback(error, told, monkeypatch)
 
 @pytest.mark.parametrize("command", ["info", "report"])
 def test_what_the_user_can_mend_is_one_line(command, tmp_path):
-    with pytest.raises(SystemExit, match=rf"^populora {command}: .*(cannot be read|holds no metrics.jsonl)"):
+    with pytest.raises(SystemExit, match=rf"^populora {command}: .*holds no (population.json: no run|metrics.jsonl)"):
         cli.main([command, str(tmp_path)])
 
 

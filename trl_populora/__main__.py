@@ -92,6 +92,8 @@ def train(arguments: Sequence[str]) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((TrainArguments, PopuLoRAConfig, ModelConfig), prog="populora train", usage=USAGE)
     group_options(parser)
+    if not arguments:
+        parser.error("what to train? Give a recipe, `--config recipes/tiny/quickstart.yaml`, or options; see --help.")
     run_training(*parser.parse_args_and_config(list(arguments)))
 
 

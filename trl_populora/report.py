@@ -176,6 +176,8 @@ def print_population(run: str | Path) -> None:
     Raises:
         `ValueError`: If `population.json` is missing or broken.
     """
+    if not Path(run, "population.json").exists():
+        raise ValueError(f"{run} holds no population.json: no run has logged a step or an evaluation there.")
     population = read_json(Path(run, "population.json"))
     title = f"Population after {population['step']} steps on {population['base_model']}"
     if (base := population.get("held_out_base")) is not None:
