@@ -22,6 +22,7 @@ from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.advantages import compute_advantages, member_factors
+from trl_populora.alarms import Alarms
 from trl_populora.evolution import EvolutionCallback
 from trl_populora.generation.checks import check_vllm
 from trl_populora.generation.sampling import seeded
@@ -178,6 +179,7 @@ class PopuLoRATrainer(PublishingTrainer):
             self.add_callback(self.evolution)
         use_step_line(self)
         self.add_callback(records.Records(self))
+        self.add_callback(Alarms(self))
         if args.warm_start:
             warm_start(self, args.warm_start)
         if args.use_vllm:
