@@ -18,8 +18,8 @@ What it leaves out: evaluation on benchmarks, pushing to the Hub (`populora push
 
 import sys
 
-from trl_populora.__main__ import train
+from trl_populora.__main__ import main
 
 
 if __name__ == "__main__":
-    train(sys.argv[1:])
+    main(["train", *sys.argv[1:]])

@@ -165,6 +165,23 @@ class TestFullDisk:
         assert_equal(state_of(straight), state_of(resumed))
 
 
+def test_a_second_run_leaves_the_first_and_is_never_resumed_from_it(base, tmp_path):
+    settings = {"max_steps": 2, "save_steps": 1}
+    for seed in (1, 2):
+        make_trainer(base, str(tmp_path), settings | {"seed": seed}).train()
+        kept = {path.name: path.read_bytes() for path in tmp_path.glob("rollouts/*")}
+        if seed == 1:
+            first = kept
+    assert kept.keys() == first.keys()
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("_previous-1/rollouts/*")} == first
+    assert newest(str(tmp_path / "_previous-1")) == str(tmp_path / "_previous-1" / "checkpoint-2")
+    # Going on from the first, the second is what lies in the way.
+    trainer = make_trainer(base, str(tmp_path), settings | {"seed": 1, "max_steps": 3})
+    trainer.train(resume_from_checkpoint=str(tmp_path / "_previous-1" / "checkpoint-2"))
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("_previous-2/rollouts/*")} == kept
+    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-3")
+
+
 def test_what_a_killed_save_left_behind_is_in_nobodys_way(base, tmp_path):
     """Killed while it wrote checkpoint 20, or between the renames that put one in the place of another."""
     for leftover in ("_unfinished/checkpoint-20", "_unfinished/replaced", "checkpoint-1"):
@@ -194,7 +211,9 @@ def saved(base, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("saved") / "run")
     trainer = make_trainer(base, path, {"max_steps": 1, "save_steps": 1})
     trainer.train()
-    return trainer, Path(path, "checkpoint-1")
+    # A run that goes on from a checkpoint elsewhere moves aside what its own directory holds.
+    checkpoint = tmp_path_factory.mktemp("checkpoint") / "checkpoint-1"
+    return trainer, Path(shutil.copytree(Path(path, "checkpoint-1"), checkpoint))
 
 
 def rewrite(file: str, change):

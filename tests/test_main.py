@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from trl import ModelConfig, TrlParser
 
+import trl_populora
 from trl_populora import __main__ as cli
 from trl_populora.evaluation import Payoff
 from trl_populora.loading import load_archive, make_kinds
@@ -63,6 +65,30 @@ print(json.dumps(said))
     said = json.loads(done.stdout)
     assert said.keys() == set(cli.COMMANDS)
     assert all(text.startswith("usage: populora") for text in said.values()), said
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("info", "populora info RUN [--option value ...]"),
+        ("report", "populora report RUN [--option value ...]"),
+        ("push", "populora push RUN [--option value ...]"),
+        ("evaluate", "populora evaluate RUN [--option value ...]"),
+        ("crossplay", "populora crossplay RUN ... [--option value ...]"),
+    ],
+)
+def test_help_shows_what_is_given_by_position(command, usage, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: {usage}\n")
+    assert cli.COMMANDS[command].__doc__ in printed
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"populora {trl_populora.__version__}\n"
 
 
 def test_an_unknown_command_is_refused_with_the_choices(capsys):
@@ -140,9 +166,34 @@ def test_a_push_to_nowhere_is_refused(saved):
         cli.main(["push", saved])
 
 
+def test_training_without_a_recipe_is_no_training(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["train"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {cli.USAGE}\n")
+    assert "Give a recipe, `--config" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyboardInterrupt(), "130"),
+        (OSError(errno.ENOSPC, "No space left on device"), "^populora train: disk full .* go on with `--resume`"),
+    ],
+)
+def test_the_end_of_a_run_from_outside_is_no_traceback(error, told, monkeypatch):
+    def run(arguments):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "train", run)
+    with pytest.raises(SystemExit, match=told):
+        cli.main(["train"])
+
+
 @pytest.mark.parametrize("command", ["info", "report"])
 def test_what_the_user_can_mend_is_one_line(command, tmp_path):
-    with pytest.raises(SystemExit, match=rf"^populora {command}: .*(cannot be read|holds no metrics.jsonl)"):
+    with pytest.raises(SystemExit, match=rf"^populora {command}: .*holds no (population.json: no run|metrics.jsonl)"):
         cli.main([command, str(tmp_path)])
 
 

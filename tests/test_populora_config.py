@@ -43,13 +43,24 @@ def test_a_batch_larger_than_a_rank_has_rows_is_refused(make_args, monkeypatch):
         make_args(per_device_train_batch_size=24)
 
 
-@pytest.mark.parametrize("overrides", [{"per_device_train_batch_size": 7}, {"proposals_per_teacher": 5}])
-def test_the_way_out_of_a_bad_batch_works(make_args, overrides):
+@pytest.mark.parametrize("processes", ["1", "3"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"per_device_train_batch_size": 7},
+        {"proposals_per_teacher": 5},
+        {"proposals_per_teacher": 7, "per_device_train_batch_size": 11, "attempts_per_task": 5},
+        {"per_device_train_batch_size": 1000},
+    ],
+)
+def test_the_first_refusal_of_a_bad_batch_names_all_sizes_that_work(make_args, overrides, processes, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", processes)
     sizes = {"teachers": 3, "attempts_per_task": 4, "proposals_per_teacher": 4, **overrides}
     with pytest.raises(ValueError, match="works") as refusal:
         make_args(**sizes)
-    name, value = re.search(r"`(\w+)=(\d+)`[^`]*works", str(refusal.value)).groups()
-    make_args(**(sizes | {"per_device_train_batch_size": 1} | {name: int(value)}))
+    found = re.findall(r"`(\w+)=(\d+)`(?= with| works)", str(refusal.value))
+    monkeypatch.delenv("WORLD_SIZE")  # a whole config of three processes would wait for the other two
+    assert make_args(**(sizes | {name: int(value) for name, value in found})).micro_batches(int(processes)) > 0
 
 
 @pytest.mark.parametrize(

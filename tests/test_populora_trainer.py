@@ -137,6 +137,25 @@ class TestStep:
         with pytest.raises(RuntimeError, match="No route is set"):
             trainer.model(torch.tensor([[1, 2]]))
 
+    def test_a_members_own_model_is_there_for_generate(self, make_trainer):
+        trainer = make_trainer(max_steps=1)
+        trainer.train()
+        trainer.model.eval()
+        prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
+        with pytest.raises(RuntimeError, match=r"with trainer.member\('student_0'\)"):
+            trainer.model.generate(prompt)
+        with trainer.member("student_1"):
+            logits = trainer.model(prompt).logits
+            trainer.model.generate(prompt, num_beams=2, max_new_tokens=2)
+        with trainer.router.rows_of([trainer.population["student_1"].index] * 2):
+            assert torch.equal(logits, trainer.model(prompt).logits)
+        with trainer.member("base"):
+            assert not torch.equal(logits, trainer.model(prompt).logits)
+        with pytest.raises(KeyError, match="No member is called 'nobody'"):
+            trainer.member("nobody")
+        with pytest.raises(RuntimeError, match="`predict` has no meaning here"):
+            trainer.predict(None)
+
     def test_every_metric_exists_at_every_step(self, make_trainer):
         trainer = make_trainer(max_steps=3)
         trainer.train()

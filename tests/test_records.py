@@ -1,19 +1,72 @@
 """What a run writes down while it goes on; taking it back at a resume is tested in `test_checkpoint.py`."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from trl_populora.records import Records
+from trl_populora.checkpoint import newest
+from trl_populora.records import EVALUATED, Records, read_lines, set_aside
 
 
-@pytest.mark.parametrize(("step", "kept"), [(0, {"archive.parquet", "rollouts"}), (3, None)])
-def test_only_a_run_from_the_start_removes_an_earlier_runs_records(tmp_path, step, kept):
-    names = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]
-    (tmp_path / "rollouts").mkdir()
-    for name in names:
-        (tmp_path / name).write_text("{}\n")
-    state = SimpleNamespace(is_world_process_zero=True, global_step=step)
-    Records(None).on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None)
-    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    assert left == (kept or {*names, "rollouts"})
+OLD = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]
+OLD += ["checkpoint-7/whole.json", "members/student_0/adapter_model.safetensors", "population.json", "run.png"]
+FOREIGN = ["notes.md", "runs/today/events", "checkpoints/mine"]
+TRAINER = SimpleNamespace(accelerator=SimpleNamespace(wait_for_everyone=lambda: None))
+
+
+@pytest.fixture
+def used(tmp_path):
+    """A directory with an earlier run of seven steps, and files of somebody else."""
+    for name in (*OLD, *FOREIGN):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"step": 7, "files": {}}\n')
+    return tmp_path
+
+
+def files(root):
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def begin(root, step, main=True):
+    records = Records(TRAINER)
+    state = SimpleNamespace(is_world_process_zero=main, global_step=step)
+    records.on_train_begin(SimpleNamespace(output_dir=str(root)), state, None)
+    return records
+
+
+def test_a_run_from_the_start_moves_an_earlier_one_aside_whole(used, caplog):
+    begin(used, step=0)
+    assert files(used) == {*FOREIGN, *(f"_previous-1/{name}" for name in OLD)}
+    assert newest(str(used)) is None, "a later --resume would continue the earlier run"
+    (line,) = caplog.messages
+    assert f"{used} held an earlier run, which is in {used}/_previous-1 now" in line
+
+
+@pytest.mark.parametrize(("step", "main"), [(3, True), (0, False)], ids=["resumed", "another rank"])
+def test_nothing_moves_otherwise(used, step, main):
+    begin(used, step, main)
+    assert files(used) == {*OLD, *FOREIGN}
+
+
+def test_every_earlier_run_is_kept(used):
+    set_aside(used)
+    (used / "metrics.jsonl").write_text('{"step": 2}\n')
+    set_aside(used)
+    assert (used / "_previous-1" / "metrics.jsonl").exists()
+    assert (used / "_previous-2" / "metrics.jsonl").read_text() == '{"step": 2}\n'
+    assert set_aside(used) is None
+
+
+def test_an_evaluation_before_training_belongs_to_the_run(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/solve_rate_mean": 0.5}\n')
+    begin(tmp_path, step=0)
+    assert files(tmp_path) == {"metrics.jsonl"}
+
+
+def test_an_evaluation_does_not_write_into_another_runs_records(used):
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, log_history=[{EVALUATED: 1.0, "step": 0}])
+    Records(TRAINER).on_log(SimpleNamespace(output_dir=str(used)), state, None, logs={EVALUATED: 1.0})
+    assert [entry["step"] for entry in read_lines(used / "metrics.jsonl")] == [7]
+    assert json.loads((used / "population.json").read_text())["step"] == 7

@@ -10,12 +10,23 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from tests.populora_run import EVALUATED, make_trainer
 from trl_populora import __main__ as cli
-from trl_populora.report import _draw_rewards, load_history, load_run, load_samples, plot_run, write_report
-from trl_populora.report_plots import PLOTS, Run, _smooth, draw_rejects, draw_rewards
+from trl_populora.report import (
+    _draw_rewards,
+    load_history,
+    load_run,
+    load_samples,
+    payoff_size,
+    plot_run,
+    write_report,
+)
+from trl_populora.report_plots import PLOTS, STYLE, Run, _smooth, draw_payoff, draw_rejects, draw_rewards
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +128,23 @@ def test_rewards_of_any_size_are_in_the_picture(draw):
     draw(figure if draw is draw_rewards else figure.subplots(), run)
     low, high = figure.axes[0].get_ylim()
     assert low < -6 < 0 < high
+
+
+@pytest.mark.parametrize("name", ["", "quickstart/", "runs/quickstart/"])
+def test_nothing_of_a_cross_play_is_clipped(name):
+    """As `write_payoff` sizes it for two runs; longer names stand upright and leave less height to the colour bar."""
+    teachers, students = ([f"{name}{role}_{n}" for n in range(2)] for role in ("teacher", "student"))
+    with rc_context(STYLE):
+        figure = Figure(figsize=payoff_size(teachers, students), layout="constrained")
+        draw_payoff(figure, [[0.5, 0.25]] * 2, teachers, students)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+        boxes = {text.get_text(): text.get_window_extent(canvas.get_renderer()) for text in texts}
+    assert "solved (fraction)" in boxes
+    page = figure.bbox
+    outside = [t for t, b in boxes.items() if min(b.x0, b.y0) < 0 or b.x1 > page.x1 or b.y1 > page.y1]
+    assert outside == []
 
 
 def test_rejects_are_means_over_the_run():

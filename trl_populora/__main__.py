@@ -7,11 +7,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import signal
 import sys
+import typing
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+
+from trl_populora import __version__
 
 
 @dataclass
@@ -87,6 +92,8 @@ def train(arguments: Sequence[str]) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((TrainArguments, PopuLoRAConfig, ModelConfig), prog="populora train", usage=USAGE)
     group_options(parser)
+    if not arguments:
+        parser.error("what to train? Give a recipe, `--config recipes/tiny/quickstart.yaml`, or options; see --help.")
     run_training(*parser.parse_args_and_config(list(arguments)))
 
 
@@ -285,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="\n".join(["commands:"] + [f"  {name:<14} {run.__doc__}" for name, run in COMMANDS.items()]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"populora {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each has --help")
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
@@ -296,6 +304,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"populora {command}: {error}") from error
     except ModuleNotFoundError as error:
         raise SystemExit(f"populora {command}: {_way_out(error)}") from error
+    except KeyboardInterrupt as stop:  # how a run goes on was said where it stopped
+        raise SystemExit(128 + signal.SIGINT) from stop
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        way_on = " Make room and go on with `--resume`." if command == "train" else ""
+        raise SystemExit(f"populora {command}: disk full ({error}).{way_on}") from error
 
 
 def _way_out(error: ModuleNotFoundError) -> str:
@@ -309,10 +324,15 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
     """Options by name, as TRL's parser takes them (YAML with `--config`), and the first of them also by position."""
     from trl import TrlParser
 
+    first = fields(options)[0].name
+    many = typing.get_origin(typing.get_type_hints(options)[first]) is list
+    place = first.upper().removesuffix("S") + (" ..." if many else "")
     given = list(arguments)
     if given and not given[0].startswith("-"):
-        given[:0] = ["--" + fields(options)[0].name]
-    return TrlParser((options,), prog=f"populora {command}").parse_args_and_config(given)
+        given[:0] = ["--" + first]
+    usage = f"populora {command} {place} [--option value ...]"
+    parser = TrlParser((options,), prog=f"populora {command}", usage=usage, description=COMMANDS[command].__doc__)
+    return parser.parse_args_and_config(given)
 
 
 def _local(run: str) -> str:

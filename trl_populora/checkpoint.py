@@ -16,6 +16,7 @@ any moment leaves whole checkpoints and, at most, an unfinished one that nothing
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from trl import GRPOTrainer
 
 from trl_populora import records
 from trl_populora.adapters import weights
+from trl_populora.interrupts import StopAtSignals
 from trl_populora.rollout import Completion, Row
 from trl_populora.saved_population import FORMAT, check_same_shape, describe, read_json, write_json
 from trl_populora.tasks.archive_table import load_archive, save_archive
@@ -56,7 +58,7 @@ class ResumableTrainer(GRPOTrainer):
     - `_load_best_model`: the whole population of the checkpoint with the best `metric_for_best_model`.
     - `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then the state of the game
       (on every backend; DeepSpeed brings its members itself), then the loss that is not logged yet.
-    - `train`: `resume_from_checkpoint=True` takes the newest checkpoint that is whole.
+    - `train`: `resume_from_checkpoint=True` takes the newest checkpoint that is whole; Ctrl-C and SIGTERM leave one.
     """
 
     _aside: str | None = None
@@ -72,7 +74,8 @@ class ResumableTrainer(GRPOTrainer):
                 )
         elif resume_from_checkpoint and (flaw := find_flaw(resume_from_checkpoint)):
             raise ValueError(f"Cannot resume from {resume_from_checkpoint}: {flaw}.")
-        return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+        with StopAtSignals(self):
+            return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
 
     def _get_output_dir(self, trial=None):
         return self._aside or super()._get_output_dir(trial)
@@ -95,11 +98,12 @@ class ResumableTrainer(GRPOTrainer):
         # A full disk shows as any of these, by what was being written. Other ranks are not told: they may sit in any
         # collective of the engine's own save, which only the end of this process, and the launcher, can break.
         except (OSError, RuntimeError, SafetensorError) as error:
+            reason = f"disk full: {error!s:.300}" if is_disk_full(error, root) else f"{error!s:.300}"
             if self.args.should_save:
                 shutil.rmtree(unfinished.parent, ignore_errors=True)
             before = newest(str(root))
             raise RuntimeError(
-                f"{target} could not be saved ({error!s:.300}). "
+                f"{target} could not be saved ({reason}). "
                 + (f"The checkpoint before it, {before}, is whole: " if before else "There is no earlier checkpoint: ")
                 + f"make room or set another `output_dir`, then {'resume from it' if before else 'start again'}."
             ) from error
@@ -190,6 +194,12 @@ def find_flaw(checkpoint: str | Path) -> str | None:
         if path.stat().st_size != size:
             return f"the file {name} has {path.stat().st_size} bytes instead of {size}"
     return None
+
+
+def is_disk_full(error: BaseException, directory: Path) -> bool:
+    """Whether an error means so: torch and safetensors report a failed write without its reason."""
+    told = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
+    return told or shutil.disk_usage(directory).free < 2**16
 
 
 def _move_into_place(unfinished: Path, target: Path, world: int) -> None:
@@ -304,7 +314,10 @@ def load_game(trainer: PopuLoRATrainer, directory: str) -> None:
     load_archive(trainer.archive, root / "archive.parquet", state["coverage"])
     _load_rank_state(trainer, root / f"rank_state_{trainer.args.process_index}.pt")
     if trainer.args.should_save:
-        records.take_back(Path(trainer.args.output_dir), trainer.state.global_step, root / "lineage.jsonl")
+        output_dir = Path(trainer.args.output_dir)
+        if root.resolve().parent != output_dir.resolve():  # the records there are of a run that does not go on
+            records.set_aside(output_dir)
+        records.take_back(output_dir, trainer.state.global_step, root / "lineage.jsonl")
 
 
 def load_nouns(trainer: PopuLoRATrainer, root: Path) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def student_share(valid: bool, solve_rate: float, chance: float = 0.0) -> float:
 
     The same floor as the teacher's reward: nothing for an invalid proposal, and a task that nobody solved, or no more
     often than by guessing, earns the teacher no reward, hence no victory either (both sides failed: a draw). PopuLoRA is
-    not explicit about this rule.
+    not explicit about this rule. A teacher without valid tasks loses every match, so the ratings of its students rise
+    although they solved nothing: compare ratings only beside `propose/valid_rate`.
 
     Args:
         valid (`bool`):

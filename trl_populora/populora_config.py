@@ -6,6 +6,7 @@ matchmaking, rewards, sandbox, evolution); each default names its source.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -254,8 +255,7 @@ class PopuLoRAConfig(GRPOConfig):
             self.ddp_find_unused_parameters = False  # every member takes part in every backward
         self.generation_batch_size = rows
         wanted_accumulation = self.gradient_accumulation_steps
-        # `self.world_size` exists only once TrainingArguments has set up the devices; every launcher sets WORLD_SIZE.
-        self.gradient_accumulation_steps = self.micro_batches(int(os.environ.get("WORLD_SIZE", "1")))
+        self.gradient_accumulation_steps = self.micro_batches(_launched_processes())
         if wanted_accumulation not in (1, self.gradient_accumulation_steps):
             raise ValueError(
                 f"`gradient_accumulation_steps={wanted_accumulation}`: one population step is one optimizer step, so "
@@ -318,17 +318,22 @@ class PopuLoRAConfig(GRPOConfig):
             raise ValueError(f"`learning_rate_perturbation` must be in [0, 1), got {self.learning_rate_perturbation}.")
         proposals = self.teachers * self.proposals_per_teacher
         if proposals % self.attempts_per_task:
-            better = self._proposals_dividing(self.attempts_per_task)
             raise ValueError(
                 f"`teachers * proposals_per_teacher` = {self.teachers} * {self.proposals_per_teacher} = {proposals} "
                 f"must be a multiple of `attempts_per_task={self.attempts_per_task}`, because TRL's generation batch "
-                f"holds whole groups. `proposals_per_teacher={better}` works."
+                f"holds whole groups. {self._way_out(_launched_processes())}"
             )
 
-    def _proposals_dividing(self, attempts: int) -> int:
-        """Smallest `proposals_per_teacher` not below the wanted one with which whole groups fill the batch."""
-        wanted = self.proposals_per_teacher
-        return next(p for p in range(wanted, wanted + attempts + 1) if (self.teachers * p) % attempts == 0)
+    def _way_out(self, world: int) -> str:
+        """The sizes nearest to the wanted ones that satisfy everything that is asked of them."""
+        multiple = math.lcm(world, self.attempts_per_task // math.gcd(self.teachers, self.attempts_per_task))
+        proposals = -(-self.proposals_per_teacher // multiple) * multiple
+        local = self.teachers * proposals * (1 + self.attempts_per_task) // world
+        largest = min(self.per_device_train_batch_size, local)
+        per_device = next(size for size in range(largest, 0, -1) if local % size == 0)
+        sizes = {"proposals_per_teacher": proposals, "per_device_train_batch_size": per_device}
+        changed = [f"`{name}={size}`" for name, size in sizes.items() if getattr(self, name) != size]
+        return f"{' with '.join(changed)} works."
 
     def _check_choices(self):
         """Refuse names that nothing in the package answers to, and loss options that couple members."""
@@ -381,16 +386,17 @@ class PopuLoRAConfig(GRPOConfig):
         if self.proposals_per_teacher % world:
             raise ValueError(
                 f"`proposals_per_teacher={self.proposals_per_teacher}` must be a multiple of the {world} processes, "
-                f"so that each holds an equal share of every match. "
-                f"`proposals_per_teacher={-(-self.proposals_per_teacher // world) * world}` works."
+                f"so that each holds an equal share of every match. {self._way_out(world)}"
             )
         if rows % (per_device * world):
-            local = rows // world
-            fits = max(size for size in range(1, per_device + 1) if local % size == 0)
-            above = next((f" or {size}" for size in range(per_device, local + 1) if local % size == 0), "")
             raise ValueError(
                 f"One population step has {rows} rows (teachers * proposals_per_teacher * (1 + attempts_per_task)), "
                 f"which `per_device_train_batch_size={per_device}` times {world} process(es) does not divide. "
-                f"`per_device_train_batch_size={fits}`{above} works."
+                f"{self._way_out(world)}"
             )
         return rows // (per_device * world)
+
+
+def _launched_processes() -> int:
+    """`TrainingArguments.world_size` exists only once the devices are set up; every launcher sets WORLD_SIZE."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.advantages import compute_advantages, member_factors
+from trl_populora.alarms import Alarms
 from trl_populora.evolution import EvolutionCallback
 from trl_populora.generation.checks import check_vllm
 from trl_populora.generation.sampling import seeded
@@ -55,6 +57,7 @@ class PopuLoRATrainer(PublishingTrainer):
     - `_generate_and_score_completions`: adds each row's member, and replaces TRL's advantages by the population's.
     - `_prepare_inputs`: deals the rows into micro-batches of equal member segments with little padding.
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows.
+    - `predict`: refused; `member` gives a member's own model.
     - `evaluate`, `_evaluate`: members attempt held-out tasks; see [`~trl_populora.held_out.HeldOut`].
     - `create_optimizer`, `_clip_grad_norm`: one parameter group and one gradient norm per member.
     - checkpoints and uploads: see [`~trl_populora.checkpoint.ResumableTrainer`] and
@@ -176,6 +179,7 @@ class PopuLoRATrainer(PublishingTrainer):
             self.add_callback(self.evolution)
         use_step_line(self)
         self.add_callback(records.Records(self))
+        self.add_callback(Alarms(self))
         if args.warm_start:
             warm_start(self, args.warm_start)
         if args.use_vllm:
@@ -241,6 +245,21 @@ class PopuLoRATrainer(PublishingTrainer):
     def _open(self) -> None:
         if self._closed:
             self.game.sandbox, self._closed = loading.make_sandbox(self.args), False
+
+    def member(self, name: str) -> AbstractContextManager:
+        """
+        Context in which `trainer.model` is one member, or `"base"`: for `generate` and forwards of your own.
+
+        Raises:
+            `KeyError`: If there is no such member.
+        """
+        return self.router.only(BASE if name == BASE_NAME else self.population[name].index)
+
+    def predict(self, *args, **kwargs):
+        raise RuntimeError(
+            "`predict` has no meaning here: members solve tasks. `trainer.evaluate(tasks)` scores them; for texts use "
+            "`with trainer.member('student_0'): trainer.model.generate(...)`."
+        )
 
     def evaluate(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,18 @@ from trl_populora.saved_population import describe, write_json
 if TYPE_CHECKING:
     from trl_populora.populora_trainer import PopuLoRATrainer
 
+logger = logging.getLogger(__name__)
+
 PLAYED, EVALUATED = "propose/valid_rate", "eval_runtime"  # which log is of a step, which of an evaluation
 SECONDS = ("step_time", "eval/runtime")
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
+
+# What a run leaves in its directory; checkpoints come first, so that a move that is cut short leaves none to resume from.
+LEFT_BY_TRAINING = ("checkpoint-*", "_unfinished", "rollouts", LINEAGE, "members", "archive.parquet")
+LEFT_BY_TRAINING += ("adapter_model.safetensors", "adapter_config.json", "trainer_state.json")
+LEFT_BY_READERS = ("run.png", "report.html", "plots", "evaluation.md", "evaluation.json", "evaluation.png")
+LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, "population.json", *LEFT_BY_READERS)
+ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
 
 
 def write_rollouts(
@@ -101,12 +111,36 @@ def take_back(output_dir: Path, step: int, lineage: Path) -> None:
             path.unlink()
 
 
-def start_over(output_dir: str | Path) -> None:
-    """Removes what an earlier run has recorded in this directory; its members and checkpoints stay."""
-    for name in (METRICS, TIMES, LINEAGE):
-        Path(output_dir, name).unlink(missing_ok=True)
-    for path in Path(output_dir, "rollouts").glob("step_*.parquet"):
-        path.unlink()
+def holds_a_run(output_dir: str | Path) -> bool:
+    """Whether a run was trained here; the evaluation of members that have not trained yet is none."""
+    root = Path(output_dir)
+    trained = any(entry["step"] for entry in read_lines(root / METRICS))
+    return trained or any(True for name in LEFT_BY_TRAINING for _ in root.glob(name))
+
+
+def set_aside(output_dir: str | Path) -> Path | None:
+    """
+    Moves what an earlier run has left to `_previous-<n>/`, checkpoints included; files of other origin stay.
+
+    Returns:
+        `Path` or `None`: Where it is now; `None` if no run was trained here.
+    """
+    root = Path(output_dir)
+    if not holds_a_run(root):
+        return None
+    number = 1
+    while (root / ASIDE.format(number)).exists():
+        number += 1
+    target = root / ASIDE.format(number)
+    target.mkdir()
+    for path in [path for name in LEFT_BY_A_RUN for path in sorted(root.glob(name))]:
+        path.rename(target / path.name)
+    logger.warning(
+        "%s held an earlier run, which is in %s now; `--resume` (`resume_from_checkpoint=True`) would have continued it.",
+        root,
+        target,
+    )
+    return target
 
 
 def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -120,7 +154,7 @@ class Records(TrainerCallback):
     Keeps the run's files up to date while it goes on, for `populora info` and `populora report`.
 
     `metrics.jsonl` and `times.jsonl` get one line per log, together what the loggers of `report_to` get;
-    `population.json` tells the ratings.
+    `population.json` tells the ratings. A run from the start moves an earlier one aside.
 
     Args:
         trainer ([`PopuLoRATrainer`]): The trainer.
@@ -128,12 +162,17 @@ class Records(TrainerCallback):
 
     def __init__(self, trainer: PopuLoRATrainer):
         self.trainer = trainer
+        self.begun = False
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.begun = True
         if state.is_world_process_zero and not state.global_step:
-            start_over(args.output_dir)
+            set_aside(args.output_dir)
+        self.trainer.accelerator.wait_for_everyone()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        if not self.begun and holds_a_run(args.output_dir):
+            return  # an evaluation, and the directory is another run's
         # The summary that ends `train()` repeats what was not logged yet; a run that is resumed will log it itself.
         told = {PLAYED, EVALUATED} & set(logs or ())
         if state.is_world_process_zero and told and "train_runtime" not in logs:

@@ -176,6 +176,8 @@ def print_population(run: str | Path) -> None:
     Raises:
         `ValueError`: If `population.json` is missing or broken.
     """
+    if not Path(run, "population.json").exists():
+        raise ValueError(f"{run} holds no population.json: no run has logged a step or an evaluation there.")
     population = read_json(Path(run, "population.json"))
     title = f"Population after {population['step']} steps on {population['base_model']}"
     if (base := population.get("held_out_base")) is not None:
@@ -297,6 +299,12 @@ def _draw_kinds(axis: Axes, run: Run) -> None:
     axis.set(title="By kind of task", ylabel="fraction", ylim=(-0.02, 1.02))
 
 
+def payoff_size(teachers: Sequence[str], students: Sequence[str]) -> tuple[float, float]:
+    """Inches of a cross-play's picture: room for every cell, and for names, which stand upright when they are long."""
+    letters = 0.08 * max(map(len, (*teachers, *students)))
+    return max(WIDTH, 1.8 + letters + 0.55 * len(students)), max(3.7, 0.9 + letters + 0.5 * len(teachers))
+
+
 def write_payoff(payoff: Payoff, directory: str | Path) -> Path:
     """
     Prints a cross-play and writes it as `crossplay.json` (the fields of [`~trl_populora.evaluation.Payoff`] and the
@@ -317,8 +325,7 @@ def write_payoff(payoff: Payoff, directory: str | Path) -> Path:
 
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
-        size = 2.6 + 0.55 * len(payoff.students), 1.6 + 0.5 * len(payoff.teachers)
-        figure = Figure(figsize=(max(WIDTH, size[0]), max(3.7, size[1])), layout="constrained")
+        figure = Figure(figsize=payoff_size(payoff.teachers, payoff.students), layout="constrained")
         draw_payoff(figure, payoff.solved, payoff.teachers, payoff.students)
         figure.savefig(path.with_suffix(".png"), dpi=DPI, metadata={"Software": None})
     table = Table(title="Attempts solved at fresh tasks", caption="rows: teachers, columns: students")

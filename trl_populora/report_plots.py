@@ -276,7 +276,7 @@ def draw_payoff(
     axis.set_yticks(range(len(teachers)), teachers)
     axis.grid(False)
     axis.set(xlabel="student", ylabel="teacher")
-    figure.colorbar(image, ax=axis, label="attempts at fresh tasks solved (fraction)", shrink=0.9)
+    figure.colorbar(image, ax=axis, label="solved (fraction)", shrink=0.9)
 
 
 def draw_lineage(figure: Figure, run: Run) -> None:

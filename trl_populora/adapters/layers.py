@@ -104,10 +104,11 @@ class RoutedLinear(nn.Module, LoraLayer):
         return result + zero.to(result.dtype)
 
     def _checked_route(self, x: torch.Tensor) -> Route:
-        route = None if self.router is None else self.router.route
+        route = None if self.router is None else self.router.route_for(x.shape[0])
         if route is None:
             raise RuntimeError(
-                "No route is set for this forward, so it is not known which member computes which row. Call "
+                "No route is set for this forward, so it is not known which member computes which row. To use one "
+                "member's model, as in `trainer.model.generate`: `with trainer.member('student_0'):`. Otherwise call "
                 "`router.set(rows)` before a forward with a backward (and `router.clear()` after the backward), or "
                 "run the forward inside `with router.rows_of(rows):`; -1 is the base model."
             )

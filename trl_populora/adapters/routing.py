@@ -90,6 +90,7 @@ class Router:
 
     def __init__(self) -> None:
         self.route: Route | None = None
+        self._only: int | None = None
 
     def set(self, rows: Sequence[int] | torch.Tensor, factors: Sequence[float] | torch.Tensor | None = None) -> None:
         """Routes the coming forwards: `rows` and `factors` as in [`Route`], each of shape `[R]`."""
@@ -103,6 +104,21 @@ class Router:
     def rows(self) -> tuple[int, ...] | None:
         """Member index per row of the forward in progress, or `None` when no route is set."""
         return None if self.route is None else self.route.rows
+
+    def route_for(self, rows: int) -> Route | None:
+        """The route of a batch of so many rows: the one that is set, or the one member of `only`."""
+        if self.route is None and self._only is not None:
+            return Route([self._only] * rows)
+        return self.route
+
+    @contextmanager
+    def only(self, member: int) -> Iterator[Router]:
+        """Routes every row of the forwards inside the block to one member, however many rows there are."""
+        previous, self._only = self._only, member
+        try:
+            yield self
+        finally:
+            self._only = previous
 
     @contextmanager
     def rows_of(self, rows: Sequence[int] | torch.Tensor) -> Iterator[Router]:

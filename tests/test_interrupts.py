@@ -1,0 +1,69 @@
+"""Ctrl-C and SIGTERM end a run with its step, leave a checkpoint, and say how it goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from transformers import TrainerCallback
+
+from tests.populora_run import make_trainer
+from trl_populora.checkpoint import is_disk_full, newest
+
+
+@pytest.fixture(scope="module")
+def base(random_base, seed_tasks):
+    Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
+    return random_base
+
+
+class Send(TrainerCallback):
+    """Sends signals to this process in the middle of the second step."""
+
+    def __init__(self, *numbers):
+        self.numbers = numbers
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        for number in self.numbers if state.global_step == 1 else ():
+            os.kill(os.getpid(), number)
+
+
+def train(base, run, numbers, error, **settings):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    trainer = make_trainer(base, str(run), {"max_steps": 4, "save_steps": 3} | settings)
+    trainer.add_callback(Send(*numbers))
+    with pytest.raises(error) as stop:
+        trainer.train()
+    assert {number: signal.getsignal(number) for number in before} == before
+    return stop.value
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_leaves_a_checkpoint_and_says_how_to_continue(base, tmp_path, caplog, number, error):
+    stop = train(base, tmp_path, [number], error)
+    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    assert f"Stopped after step 2 of 4. {tmp_path}/checkpoint-2 is whole: `--resume`" in caplog.text
+    assert number == signal.SIGINT or stop.code == 143
+
+
+@pytest.mark.parametrize(
+    ("numbers", "settings"),
+    [([signal.SIGINT], {"save_strategy": "no"}), ([signal.SIGINT, signal.SIGINT], {})],
+    ids=["saving is off", "twice"],
+)
+def test_where_nothing_was_saved_it_is_said(base, tmp_path, caplog, numbers, settings):
+    train(base, tmp_path, numbers, KeyboardInterrupt, **settings)
+    assert newest(str(tmp_path)) is None
+    assert "There is no checkpoint (`save_steps`)" in caplog.text
+
+
+def test_a_full_disk_is_told_from_other_errors(tmp_path, monkeypatch):
+    assert is_disk_full(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
+    assert is_disk_full(RuntimeError("I/O error: No space left on device (os error 28)"), tmp_path)
+    assert not is_disk_full(OSError(errno.EACCES, "Permission denied"), tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0}))
+    assert is_disk_full(RuntimeError("PytorchStreamWriter failed writing file"), tmp_path)

@@ -1,0 +1,91 @@
+"""Ctrl-C and SIGTERM: a run ends with its step, saves a checkpoint if saving is on, and says how to continue."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+
+
+if TYPE_CHECKING:
+    from trl_populora.populora_trainer import PopuLoRATrainer
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+class StopAtSignals(TrainerCallback):
+    """
+    Context of `train()` in which the first Ctrl-C or SIGTERM ends the run after the step that it came in, on all ranks.
+
+    A second Ctrl-C ends it at once. Handlers that others have set stay, those of `enable_jit_checkpoint` among them,
+    which would end each rank where it happens to be.
+
+    Args:
+        trainer ([`PopuLoRATrainer`]): The trainer.
+
+    Raises:
+        KeyboardInterrupt: At the exit, after Ctrl-C.
+        SystemExit: Likewise, after SIGTERM, with the status that it would have had.
+    """
+
+    def __init__(self, trainer: PopuLoRATrainer):
+        self.trainer = trainer
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopAtSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number, default in DEFAULTS.items():
+                if signal.getsignal(number) == default:
+                    self._before[number] = signal.signal(number, self._receive)
+        self.trainer.add_callback(self)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self.trainer.remove_callback(self)
+        state = self.trainer.state
+        stopped = self.received is not None and error is None and state.global_step < state.max_steps
+        if (stopped or kind is KeyboardInterrupt) and self.trainer.is_world_process_zero():
+            logger.warning("Stopped after step %d of %d. %s", state.global_step, state.max_steps, self._way_on())
+        if stopped and self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        if stopped:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if self.received == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is None and self.trainer.is_world_process_zero():
+            saving = ", and a checkpoint" if self._saves() else ""
+            logger.warning("Stopping after this step%s; Ctrl-C (once more) stops at once.", saving)
+        self.received = number
+
+    def _saves(self) -> bool:
+        return self.trainer.args.save_strategy != "no"
+
+    def _way_on(self) -> str:
+        from trl_populora.checkpoint import newest
+
+        saved = newest(self.trainer.args.output_dir)
+        if saved is None:
+            return "There is no checkpoint (`save_steps`), so the run can only start again."
+        return f"{saved} is whole: `--resume`, or `train(resume_from_checkpoint=True)`, goes on from there."
+
+    def on_step_end(self, args, state, control, **kwargs):
+        received = [self.received]
+        if (
+            self.trainer.accelerator.num_processes > 1
+        ):  # a signal may reach one rank, or two of them in different steps
+            received = gather_object(received)
+        self.received = next((number for number in received if number is not None), None)
+        if self.received is not None:
+            control.should_training_stop = True
+            control.should_save = control.should_save or self._saves()
