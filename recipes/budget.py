@@ -16,9 +16,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from trl import ModelConfig, TrlParser
+from trl import TrlParser
 
 from trl_populora.__main__ import TrainArguments
+from trl_populora.model_options import MemberConfig
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.tasks import CodeO
 
@@ -185,9 +186,9 @@ def seconds(args: PopuLoRAConfig, shape: Shape, gpu: Gpu, engines: int, processe
     }
 
 
-def read_recipe(path: str, output_dir: str = "runs/budget") -> tuple[PopuLoRAConfig, ModelConfig]:
+def read_recipe(path: str, output_dir: str = "runs/budget") -> tuple[PopuLoRAConfig, MemberConfig]:
     """Settings of a recipe; no GPU is asked for."""
-    parser = TrlParser((TrainArguments, PopuLoRAConfig, ModelConfig))
+    parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig))
     no_gpu = ["--use_cpu", "true", "--bf16", "false", "--output_dir", output_dir]
     _, args, model = parser.parse_args_and_config(["--config", path, *no_gpu])
     return args, model

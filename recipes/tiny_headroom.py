@@ -24,11 +24,12 @@ import torch
 from tiny_card import gains_of
 from tiny_scores import FORCED_SAMPLES, Scorer
 from tiny_traces import OPEN
-from trl import ModelConfig, TrlParser
+from trl import TrlParser
 
 from trl_populora.__main__ import TrainArguments, build_trainer
 from trl_populora.checkpoint import newest
 from trl_populora.loading import tiny_base_path, tiny_eval_tasks
+from trl_populora.model_options import MemberConfig
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report import load_evaluations, plot_run
 from trl_populora.sandbox import Sandbox
@@ -53,7 +54,7 @@ def train(run: Path, seed: int, random_rewards: bool, options: list[str]) -> Non
     """Trains one run to its end, from its newest checkpoint if there is one."""
     given = ["--config", str(CONFIG), "--seed", str(seed), "--output_dir", str(run), "--save_strategy", "steps"]
     given += ["--save_steps", "20", "--save_total_limit", "1", *options]
-    parser = TrlParser((TrainArguments, PopuLoRAConfig, ModelConfig))
+    parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig))
     trainer = build_trainer(*parser.parse_args_and_config(given))
     if random_rewards:
         trainer.reward_funcs[1] = coin(seed)

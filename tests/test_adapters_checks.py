@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from peft import IA3Config, LoraConfig
+from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from tests.adapter_models import make_base, make_config
+from trl_populora.adapters.checks import check_is_base
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 
@@ -57,10 +59,44 @@ def test_names_that_clash_are_refused(names, message):
         add_members(make_base(), names, make_config(), Router(), seed=0)
 
 
-def test_a_model_that_already_has_adapters_is_refused():
-    model = add_members(make_base(), NAMES, make_config(), Router(), seed=0)
-    with pytest.raises(ValueError, match=r"already has the adapters \['student_0', 'teacher_0'\]"):
-        add_members(model, ["a_0"], make_config(), Router(), seed=0)
+def own_members():
+    return add_members(make_base(), NAMES, make_config(), Router(), seed=0)
+
+
+def with_stock_adapter():
+    return get_peft_model(make_base(), make_config())
+
+
+def after_add_adapter():
+    base = make_base()
+    base.add_adapter(make_config(target_modules=["q_proj"]), adapter_name="mine")
+    return base
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (own_members, r"\['student_0', 'teacher_0'\]"),
+        (with_stock_adapter, r"\['default'\]"),
+        (after_add_adapter, r"\['mine'\]"),
+    ],
+)
+def test_a_base_that_carries_adapters_is_refused(make, names):
+    with pytest.raises(ValueError, match=rf"already has the adapters {names}.*merge_and_unload.*warm_start"):
+        add_members(make(), ["a_0"], make_config(), Router(), seed=0)
+
+
+def test_a_base_loaded_from_the_directory_of_an_adapter_is_refused(tmp_path):
+    make_base().save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(Qwen2ForCausalLM.from_pretrained(tmp_path / "base"), make_config())
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"adapter'` is an adapter.*merge_and_unload.*warm_start"):
+        check_is_base(str(tmp_path / "adapter"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="already has the adapters"):
+        check_is_base(loaded)
+    check_is_base(str(tmp_path / "base"))
+    check_is_base(adapted.merge_and_unload())
 
 
 def test_a_quantised_base_is_refused():

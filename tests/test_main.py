@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from trl import ModelConfig, TrlParser
+from trl import TrlParser
 
 import trl_populora
 from trl_populora import __main__ as cli
 from trl_populora.evaluation import Payoff
 from trl_populora.loading import load_archive, make_kinds
+from trl_populora.model_options import MemberConfig, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report import write_payoff
 from trl_populora.tasks.archive import TaskArchive
@@ -139,7 +140,7 @@ class TestPlainInstall:
 
     def test_training_shows_the_population_and_names_the_extra(self, random_base, make_args, capsys, plain_install):
         args = make_args(max_steps=1)
-        cli.run_training(cli.TrainArguments(), args, ModelConfig(random_base, dtype="float32", lora_r=4))
+        cli.run_training(cli.TrainArguments(), args, MemberConfig(random_base, dtype="float32", lora_r=4))
         printed = capsys.readouterr().out
         assert "Population after 1 steps on" in printed
         assert printed.endswith(
@@ -198,7 +199,7 @@ def test_what_the_user_can_mend_is_one_line(command, tmp_path):
 
 
 def test_training_options_are_grouped_as_the_config_is(capsys):
-    parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, ModelConfig), prog="populora train", usage=cli.USAGE)
+    parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=cli.USAGE)
     cli.group_options(parser)
     text = parser.format_help()
     order = ["This command:", "--resume", "Population:", "--teachers", "--warm_start", "Tasks:", "--task_kinds"]
@@ -217,7 +218,7 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
     earlier.note(seed_tasks[0], solve_rate=0.5)
     save_archive(earlier, path)
     (tmp_path / "config.yaml").write_text(f"output_dir: {tmp_path}\nseed_tasks: {path}\nuse_cpu: true\nbf16: false\n")
-    parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, ModelConfig))
+    parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig))
     recipe, _, _ = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
     args = make_args()
     archive = load_archive(cli.read_tasks(recipe.seed_tasks), make_kinds(args), args)
@@ -227,7 +228,50 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
 def test_yaml_and_overrides_reach_the_config(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(f"output_dir: {tmp_path}\nteachers: 2\nstudents: 3\nuse_cpu: true\nbf16: false\nresume: true\n")
-    parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, ModelConfig))
+    parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig))
     cli.group_options(parser)
     recipe, args, _ = parser.parse_args_and_config(["--config", str(path), "--students", "4"])
     assert (args.teachers, args.students, recipe.resume) == (2, 4, True)
+
+
+MEMBER_OPTIONS = [
+    ("lora_r", 8, "r", 8),
+    ("lora_alpha", 12, "lora_alpha", 12),
+    ("lora_target_modules", ["q_proj", "v_proj"], "target_modules", {"q_proj", "v_proj"}),
+    ("use_rslora", True, "use_rslora", True),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "field", "expected"), MEMBER_OPTIONS)
+def test_a_model_option_that_is_honoured_reaches_the_adapters(random_base, make_args, option, value, field, expected):
+    members = build(random_base, make_args(), **{option: value}).model.peft_config
+    assert {name: getattr(config, field) for name, config in members.items()} == dict.fromkeys(members, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_peft": False}, "`use_peft=False` is not supported: every member is a LoRA adapter"),
+        ({"use_dora": True}, "`use_dora=True` is not supported"),
+        ({"lora_dropout": 0.05}, "`lora_dropout=0.05` is not supported"),
+        ({"lora_modules_to_save": ["lm_head"]}, "`modules_to_save=.'lm_head'.` is not supported"),
+        ({"lora_target_parameters": ["experts.w"]}, "`target_parameters=.'experts.w'.` is not supported"),
+        ({"lora_task_type": "SEQ_CLS"}, "`task_type` must be 'CAUSAL_LM'"),
+        ({"load_in_4bit": True}, "`load_in_4bit=True` is not supported: quantised layers"),
+        ({"load_in_8bit": True}, "`load_in_8bit=True` is not supported: quantised layers"),
+        ({"use_bnb_nested_quant": True}, "`use_bnb_nested_quant=True` is not supported"),
+        ({"bnb_4bit_quant_type": "fp4"}, "`bnb_4bit_quant_type='fp4'` is not supported"),
+    ],
+)
+def test_a_model_option_that_members_cannot_have_is_refused_by_name(random_base, make_args, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(random_base, make_args(), **options)
+
+
+def build(base, args, **options):
+    return cli.build_trainer(cli.TrainArguments(), args, MemberConfig(base, dtype="float32", **options))
+
+
+def test_the_adapters_of_a_command_line_without_model_options_are_on_all_linear_layers():
+    lora = member_lora(MemberConfig("base"))
+    assert (lora.r, lora.lora_alpha, lora.target_modules, lora.lora_dropout) == (16, 32, "all-linear", 0.0)

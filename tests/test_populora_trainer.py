@@ -374,6 +374,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"mute.*has no chat template.*processing_class"):
             make_trainer(model=str(tmp_path / "mute"))
 
+    def test_a_saved_population_as_base(self, make_trainer, tmp_path):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "population.json").write_text("{}")
+        (tmp_path / "run" / "adapter_config.json").write_text("{}")  # the best student's
+        with pytest.raises(ValueError, match=r"run'` is a saved population.*`warm_start='.*run'`"):
+            make_trainer(model=str(tmp_path / "run"), output_dir=str(tmp_path / "next"))
+
     def test_unknown_task_kind(self, make_trainer):
         with pytest.raises(ValueError, match=r"Unknown task kind 'code_x'.*code_o"):
             make_trainer(task_kinds=["code_x"])

@@ -84,13 +84,14 @@ class CrossPlayArguments:
 
 def train(arguments: Sequence[str]) -> None:
     """Trains a population."""
-    from trl import ModelConfig, TrlParser
+    from trl import TrlParser
 
+    from trl_populora.model_options import MemberConfig
     from trl_populora.populora_config import PopuLoRAConfig
 
     # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename in every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
-    parser = TrlParser((TrainArguments, PopuLoRAConfig, ModelConfig), prog="populora train", usage=USAGE)
+    parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
     group_options(parser)
     if not arguments:
         parser.error("what to train? Give a recipe, `--config recipes/tiny/quickstart.yaml`, or options; see --help.")
@@ -141,9 +142,8 @@ def group_options(parser: argparse.ArgumentParser) -> None:
 
 def build_trainer(recipe, args, model):
     """The trainer that the arguments of a training command describe."""
-    from peft import LoraConfig
-
     from trl_populora.loading import TINY, tiny_eval_tasks
+    from trl_populora.model_options import member_lora
     from trl_populora.populora_trainer import PopuLoRATrainer
 
     args.model_init_kwargs = {
@@ -156,12 +156,7 @@ def build_trainer(recipe, args, model):
         args=args,
         train_dataset=read_tasks(recipe.seed_tasks),
         eval_dataset=read_tasks(tiny_eval_tasks() if recipe.eval_tasks == TINY else recipe.eval_tasks),
-        peft_config=LoraConfig(
-            r=model.lora_r,
-            lora_alpha=model.lora_alpha,
-            target_modules=model.lora_target_modules or "all-linear",
-            use_rslora=model.use_rslora,
-        ),
+        peft_config=member_lora(model),
     )
 
 

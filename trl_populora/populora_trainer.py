@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 
 from trl_populora import batching, loading, records
 from trl_populora.adapters import optim, weights, zero
+from trl_populora.adapters.checks import check_is_base
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.advantages import compute_advantages, member_factors
@@ -121,6 +122,7 @@ class PopuLoRATrainer(PublishingTrainer):
         args = PopuLoRAConfig("populora") if args is None else args
         loading.refuse_unsupported(args, unsupported)
         loading.check_output_dir(args.output_dir)
+        check_is_base(model, (args.model_init_kwargs or {}).get("revision"))
         lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
         if args.use_vllm:
             check_vllm(loading.resolve_model_path(model) if isinstance(model, str) else model, args, lora_config)

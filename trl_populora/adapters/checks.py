@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from peft import LoraConfig, PeftModel
-from peft.tuners.tuners_utils import check_target_module_exists
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
+from transformers.utils import find_adapter_config_file
 
 
 # Names with a meaning of their own: TRL copies an adapter "default" to "ref" and takes "ref" as reference model.
@@ -29,16 +31,42 @@ _FIXED_OPTIONS = {
 }
 
 
-def check_member_names(names: Sequence[str], model: nn.Module) -> None:
+def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
+    """
+    Checks that a base brings no adapters: its layers would be wrapped again, and what the adapters learned ignored.
+
+    Args:
+        model (`str` or `nn.Module`): A path or Hub id, or a loaded model.
+        revision (`str`, *optional*): Of the Hub id.
+
+    Raises:
+        ValueError: If it has adapters, or names a saved population or adapter.
+    """
+    if not isinstance(model, str):
+        if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise ValueError(
+                f"The model already has the adapters {sorted(getattr(model, 'peft_config', None) or {})}, and the "
+                "population brings its own. Pass the base model alone: `PeftModel.from_pretrained(base, "
+                "adapter).merge_and_unload()` keeps what an adapter learned, `warm_start` goes on from a saved population."
+            )
+    elif (Path(model) / "population.json").is_file():
+        raise ValueError(
+            f"`model={model!r}` is a saved population, which is adapters without a base. Pass the base that it names "
+            f"(`populora info {model}`) and go on from its members with `warm_start={model!r}`."
+        )
+    elif find_adapter_config_file(model, revision=revision):
+        raise ValueError(
+            f"`model={model!r}` is an adapter, and the population brings its own. Pass its base; to keep what the "
+            "adapter learned, save `PeftModel.from_pretrained(base, adapter).merge_and_unload()` and pass that. A "
+            "whole saved population is gone on from with `warm_start`."
+        )
+
+
+def check_member_names(names: Sequence[str]) -> None:
     """
     Raises:
-        ValueError: If a name is repeated, reserved or not usable in a file name, or the model already has adapters.
+        ValueError: If a name is repeated, reserved or not usable in a file name.
     """
-    if isinstance(model, PeftModel):
-        raise ValueError(
-            f"The model already has the adapters {sorted(model.peft_config)}. Pass the base model "
-            "(`model.merge_and_unload()` keeps what an adapter learned), the population brings its own adapters."
-        )
     if not names:
         raise ValueError("`names` must hold at least one member name, got none.")
     for name in names:

@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
-from .checks import check_lora_config, check_member_names
+from .checks import check_is_base, check_lora_config, check_member_names
 from .routing import Route, Router
 
 
@@ -178,7 +178,8 @@ def add_members(
         ValueError: If the configuration or a name cannot be used; the message says what to do.
         TypeError: If `lora_config` is not a `LoraConfig`.
     """
-    check_member_names(names, model)
+    check_is_base(model)
+    check_member_names(names)
     check_lora_config(lora_config, model)
     config = copy.deepcopy(lora_config)
     config.task_type = "CAUSAL_LM"
