@@ -86,7 +86,8 @@ class PopuLoRAConfig(GRPOConfig):
         sandbox_workers (`int`, *optional*):
             Programs that a node runs at a time, for all of its ranks together; its usable cores when `None`.
         sandbox_seconds (`float`, *optional*, defaults to `1.0`):
-            Wall-clock limit of one program run, in seconds. Programs are small; AZR waits 10.
+            Wall-clock limit of one program run, in seconds. A proposal may use an eighth of it in CPU time, because its
+            attempts run at the same time and beside other work. Programs are small; AZR waits 10.
         sandbox_memory_mb (`int`, *optional*, defaults to `512`):
             Memory limit of one program run, in MiB.
         determinism_runs (`int`, *optional*, defaults to `2`):

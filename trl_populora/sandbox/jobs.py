@@ -105,6 +105,8 @@ class Job:
         limits (`Limits`, *optional*): Overrides the sandbox's own.
         function (`str`, *optional*, defaults to `"f"`): The function that is called.
         gold (`Gold`, *optional*): Ends the program at the first output that is another. For jobs of one run.
+        headroom (`float`, *optional*, defaults to `1.0`): How many times a run's CPU time must fit into `wall_seconds`.
+            Above 1 for programs that will run again, under another load: what is admitted once must not fail later.
     """
 
     program: str
@@ -113,6 +115,7 @@ class Job:
     limits: Limits | None = None
     function: str = "f"
     gold: Gold | None = None
+    headroom: float = 1.0
 
     def __post_init__(self):
         if not isinstance(self.program, str):
@@ -121,6 +124,8 @@ class Job:
             raise TypeError("`inputs` must be a tuple of canonical texts; use `trl_populora.sandbox.values.encode`")
         if not 1 <= self.runs <= 16:
             raise ValueError(f"`runs` must be between 1 and 16, got {self.runs!r}")
+        if not self.headroom >= 1:
+            raise ValueError(f"`headroom` must be at least 1, got {self.headroom!r}")
         if not self.function.isidentifier():
             raise ValueError(f"`function` must be an identifier, got {self.function!r}")
         if self.gold is not None and (self.runs > 1 or len(self.gold.outputs) != len(self.inputs)):

@@ -44,7 +44,7 @@ def largest_frame(limits: Limits, inputs: int) -> int:
 
 
 def judge_run(
-    data: bytes, inputs: int, limits: Limits, seen: Observation, full: bool = True
+    data: bytes, inputs: int, limits: Limits, seen: Observation, full: bool = True, headroom: float = 1.0
 ) -> tuple[Status | None, str, tuple[str, ...]]:
     """
     Status, reason and outputs of one run. Status None: the child asks for the full tier. Status ok with a reason: it
@@ -56,6 +56,7 @@ def judge_run(
         limits (`Limits`): The limits of the run.
         seen (`Observation`): What was observed from outside.
         full (`bool`, *optional*, defaults to `True`): Whether the child had the full tier already.
+        headroom (`float`, *optional*, defaults to `1.0`): As in [`Job`].
     """
     ended = _ending(seen, limits)
     if ended is not None:
@@ -79,6 +80,8 @@ def judge_run(
         return Status.TAMPERED, "the answer has the wrong form", ()
     if not all(is_canonical(text, max_bytes=limits.output_bytes) for text in rest):
         return Status.TAMPERED, "an output is not canonical data", ()
+    if seen.cpu_seconds * headroom > limits.wall_seconds:
+        return Status.TIMEOUT, f"used {seen.cpu_seconds:.2f} s of CPU time, more than 1/{headroom:g} of the limit", ()
     return Status.OK, "" if word == protocol.OK else protocol.OK_IN_ORDER, tuple(rest)
 
 

@@ -57,13 +57,14 @@ def _read(stream: Any) -> list[Any] | None:
 
 def _pack_job(number: int, job: Job, limits: Limits) -> bytes:
     gold = job.gold and list(vars(job.gold).values())
-    return _pack([number, job.program, list(job.inputs), job.runs, list(vars(limits).values()), job.function, gold])
+    limit_values = list(vars(limits).values())
+    return _pack([number, job.program, list(job.inputs), job.runs, limit_values, job.function, gold, job.headroom])
 
 
 def _unpack_job(message: list[Any]) -> tuple[int, Job, Limits]:
-    number, program, inputs, runs, limits, function, gold = message
+    number, program, inputs, runs, limits, function, gold, headroom = message
     gold = gold and Gold(tuple(gold[0]), *gold[1:])
-    return number, Job(program, tuple(inputs), runs, function=function, gold=gold), Limits(*limits)
+    return number, Job(program, tuple(inputs), runs, None, function, gold, headroom), Limits(*limits)
 
 
 def _pack_verdict(number: int, future: Future[Verdict]) -> bytes:

@@ -303,8 +303,9 @@ class Supervisor:
         pending.close()
 
     def _judge(self, pending: Pending) -> None:
+        job, data = pending.job, bytes(pending.data)
         status, reason, outputs = judge_run(
-            bytes(pending.data), len(pending.job.inputs), pending.limits, pending.event, pending.full
+            data, len(job.inputs), pending.limits, pending.event, pending.full, job.headroom
         )
         if pending.wrong:
             self._resolve(pending, ended_at_wrong(pending.told, pending.event))

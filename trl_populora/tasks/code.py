@@ -32,6 +32,7 @@ class CodeKind(TaskKind):
     max_value_chars = 400  # one input or output, as literals; AZR cuts outputs here and makes the cut text the gold
     max_answer_chars = 4000  # ten times the longest gold: longer answers are malformed, not merely wrong
     determinism_runs = 2  # paper: determinism is checked by running twice
+    cpu_headroom = 8.0  # a task uses an eighth of the limit; attempts get a quarter on a busy machine
 
     def __init__(self, strict: bool = False, tolerance: float = 0.0):
         self.strict, self.tolerance = strict, tolerance
@@ -66,7 +67,7 @@ class CodeKind(TaskKind):
             raise ProgramError(Reject.ARGUMENTS, str(error)) from error
 
     def check(self, proposal: Proposal) -> Job:
-        return Job(proposal.program, proposal.inputs, runs=self.determinism_runs)
+        return Job(proposal.program, proposal.inputs, runs=self.determinism_runs, headroom=self.cpu_headroom)
 
     def outputs_of(self, verdict: Verdict | None) -> tuple[str, ...] | Reject:
         """The verified outputs, or why there are none."""

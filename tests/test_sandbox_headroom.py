@@ -1,0 +1,46 @@
+"""A task is admitted only well inside the limit in CPU time, so that its attempts do not fail by load."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trl_populora.sandbox import Job, Limits, Sandbox
+from trl_populora.sandbox.protocol import LENGTH
+from trl_populora.sandbox.sharing import _pack_job, _unpack_job
+from trl_populora.sandbox.values import encode
+from trl_populora.tasks import CodeI, CodeO, Proposal
+
+
+ONE = (encode((1,)),)
+SLOW = "def f(x):\n    n = 0\n    for i in range({}): n += i & 3\n    return n"
+
+
+def cpu_seconds(program):
+    with Sandbox(workers=1, limits=Limits(wall_seconds=60)) as box:
+        return min(verdict.cpu_seconds for verdict in box.run([Job(program, ONE)] * 3))
+
+
+@pytest.mark.parametrize("kind", [CodeO(), CodeI()], ids=["code_o", "code_i"])
+def test_a_task_is_admitted_only_well_inside_the_limit(kind):
+    program = SLOW.format(1_000_000)
+    needed = cpu_seconds(program)
+    job = kind.check(Proposal(kind.name, program, ONE))
+    assert (job.runs, job.headroom) == (2, kind.cpu_headroom)
+    for times, status in ((30, "ok"), (3, "timeout")):
+        with Sandbox(workers=1, limits=Limits(wall_seconds=times * needed)) as box:
+            (checked,) = box.run([job])
+            (tried,) = box.run([Job(program, ONE)])
+        assert (checked.status, tried.status) == (status, "ok"), checked
+
+
+def test_a_shared_sandbox_is_told_the_headroom():
+    job = Job(SLOW, ONE, headroom=4.0)
+    message = json.loads(_pack_job(7, job, Limits())[LENGTH.size :])
+    assert _unpack_job(message) == (7, job, Limits())
+
+
+def test_headroom_below_one_is_refused():
+    with pytest.raises(ValueError, match="`headroom` must be at least 1, got 0.5"):
+        Job(SLOW, headroom=0.5)
