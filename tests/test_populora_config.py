@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.tasks import CodeO
 
 
 def test_batch_follows_from_the_population(make_args):
@@ -91,3 +92,9 @@ def test_the_first_refusal_of_a_bad_batch_names_all_sizes_that_work(make_args, o
 def test_refusal(make_args, overrides, message):
     with pytest.raises(ValueError, match=message):
         make_args(**overrides)
+
+
+@pytest.mark.parametrize("kinds", ["code_o", [CodeO()], [None]])
+def test_task_kinds_are_a_list_of_names(kinds, tmp_path):
+    with pytest.raises(TypeError, match=r"`task_kinds` must be a list of names, got .*package.module:Class"):
+        PopuLoRAConfig(output_dir=str(tmp_path), task_kinds=kinds)

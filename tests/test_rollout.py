@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import Population
 from trl_populora.rewards import student_reward, teacher_reward
 from trl_populora.rollout import Completion, Game, Row, play_step
-from trl_populora.sandbox import Limits, Sandbox
+from trl_populora.sandbox import Gold, Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.archive import TaskArchive
@@ -58,7 +59,6 @@ def make_game(sandbox, seed_tasks, teach, solve, kinds=None, teachers=1, student
         "proposals": proposals,
         "attempts": G,
         "references": 1,
-        "determinism_runs": 2,
         "style": "compact",
         "seed": 0,
     }
@@ -309,6 +309,43 @@ class TestRanks:
         rejects = [[row.reject_reason for row in played[0].rows if row.role == "teacher"] for played in results]
         assert rejects == [["", "duplicate", "duplicate", "duplicate"], ["duplicate"] * 4]
         assert len(games[0].archive) == len(seed_tasks) + 1
+
+
+class Own(CodeO):
+    """A kind of somebody's own, with one run of its own making and measures of its own."""
+
+    name = "own"
+    measures = ("letters",)
+
+    def check(self, proposal):
+        return Job(proposal.program, proposal.inputs, runs=1, gold=Gold(("11",)))
+
+    def complexity(self, task):
+        return {"letters": float(len(task.program))}
+
+
+def test_the_job_of_a_kind_is_run_as_it_is_and_its_measures_are_always_logged(sandbox, seed_tasks):
+    own = Own()
+    game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[0], solve_by_plan, kinds=(own,), proposals=1)
+    game.archive.add(replace(seed_tasks[0], kind="own"))
+    played = play_step(game, 0)
+    assert [row.valid for row in played.rows if row.role == "teacher"] == [True]
+    assert played.metrics["curriculum/letters"] > 0
+    assert math.isnan(play_step(game, 1).metrics["curriculum/letters"]), "a duplicate"
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"), [("parse_proposal", "text"), ("accept", None), ("correct", 0.5), ("correct", None)]
+)
+def test_a_wrong_answer_of_a_kind_names_kind_and_method(sandbox, seed_tasks, method, answer):
+    class Odd(CodeO):
+        name = "odd"
+
+    setattr(Odd, method, lambda *_: answer)
+    tasks = [replace(seed_tasks[0], kind="odd")]
+    game = make_game(sandbox, tasks, lambda i: PROPOSALS[0], solve_by_plan, kinds=(Odd(),), proposals=1)
+    with pytest.raises(TypeError, match=f"task kind 'odd': `{method}` must return .*, got {answer!r}"):
+        play_step(game, 0)
 
 
 @pytest.mark.parametrize("iterations", [1, 3])

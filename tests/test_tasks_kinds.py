@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -216,6 +217,7 @@ def test_the_seed_tasks_that_ship_are_true_distinct_and_solvable(sandbox):
 
 TORCH_FREE = """
 import sys
+from types import SimpleNamespace
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -270,3 +272,18 @@ def test_no_answer_kills_the_interpreter_even_on_a_small_stack():
     """In a process of its own: the failure that this guards against is a segmentation fault, not an exception."""
     done = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+class Careful(CodeO):
+    """A kind that wants more runs than the run's settings say."""
+
+    determinism_runs = 4
+
+
+def test_a_kind_takes_its_settings_itself_and_keeps_its_own():
+    settings = SimpleNamespace(determinism_runs=3, inputs_per_function=6)
+    kinds = [CodeO(), CodeF(), Careful(), Countdown()]
+    for kind in kinds:
+        kind.configure(settings)
+    assert [kind.determinism_runs for kind in kinds[:3]] == [3, 3, 4]
+    assert kinds[1].inputs_per_task == 6

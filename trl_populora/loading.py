@@ -26,7 +26,7 @@ from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.rewards import make_student_reward, make_teacher_reward
 from trl_populora.rollout import Game
 from trl_populora.sandbox import Job, Limits, Runner, Sandbox, SandboxClient, Status
-from trl_populora.tasks import CodeF, load_seed_tasks, resolve_kind
+from trl_populora.tasks import load_seed_tasks, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task, TaskKind
 from trl_populora.tasks.code import CodeKind
@@ -137,6 +137,12 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
             f"`train_dataset` holds no task of the kinds {', '.join(kinds)}; students need at least one to start "
             "with. Add seed tasks of these kinds, or change `task_kinds`."
         )
+    for kind in kinds.values():
+        if not kind.writes_program and not archive.sample(kind.reference_kinds, 1, random.Random(0)):
+            raise ValueError(
+                f"`train_dataset` holds no task of the kinds {', '.join(kind.reference_kinds)}, and {kind.name} proposes "
+                f"about their programs. Add such a task, or leave {kind.name} out of `task_kinds`."
+            )
     return archive
 
 
@@ -251,7 +257,9 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     Raises:
         `ValueError`: If a kind does not exist or two share a name.
     """
-    kinds = [CodeF(args.inputs_per_function) if name == "code_f" else resolve_kind(name) for name in args.task_kinds]
+    kinds = [resolve_kind(name) for name in args.task_kinds]
+    for kind in kinds:
+        kind.configure(args)
     if len({kind.name for kind in kinds}) < len(kinds):
         raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice; its share is the rotation's.")
     return {kind.name: kind for kind in kinds}

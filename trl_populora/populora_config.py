@@ -353,6 +353,11 @@ class PopuLoRAConfig(GRPOConfig):
                 )
         if self.prompt_style is not None and self.prompt_style not in PROMPT_STYLES:
             raise ValueError(f"`prompt_style` must be 'chat', 'compact' or unset, got {self.prompt_style!r}.")
+        if isinstance(self.task_kinds, str) or not all(isinstance(kind, str) for kind in self.task_kinds):
+            raise TypeError(
+                f"`task_kinds` must be a list of names, got {self.task_kinds!r}: for example `['code_o']`, or "
+                "`['package.module:Class']` for a kind of your own. An object could not be saved with the settings."
+            )
         if not self.task_kinds:
             raise ValueError("`task_kinds` is empty; name at least one, for example `['code_o']`.")
         for name, allowed_value, reason in [

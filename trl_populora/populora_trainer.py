@@ -203,7 +203,6 @@ class PopuLoRATrainer(PublishingTrainer):
             proposals=args.proposals_per_teacher,
             attempts=args.attempts_per_task,
             references=args.references_per_proposal,
-            determinism_runs=args.determinism_runs,
             style=style,
             seed=args.seed,
             forbidden=control_texts(self.processing_class),

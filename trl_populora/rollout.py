@@ -20,7 +20,7 @@ from trl_populora.matchmaking import Match, Matchmaker, student_share
 from trl_populora.population import Population
 from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
+from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind, checked
 from trl_populora.tasks.control import THINK_TAGS, screen
 from trl_populora.tasks.fences import has_thinking
 
@@ -89,7 +89,6 @@ class Game:
         proposals (`int`): Proposals per teacher over all ranks.
         attempts (`int`): Attempts per task, G.
         references (`int`): Archived tasks shown to a proposing teacher, K.
-        determinism_runs (`int`): Runs of a proposal under different hash seeds that must agree.
         style (`str`): Prompt style, `"chat"` or `"compact"`.
         seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
         forbidden (`tuple[str, ...]`): Texts that no task may contain, see `tasks/control.py`.
@@ -108,7 +107,6 @@ class Game:
     proposals: int
     attempts: int
     references: int
-    determinism_runs: int
     style: str
     seed: int
     forbidden: tuple[str, ...] = THINK_TAGS
@@ -246,9 +244,10 @@ def _begin_check(
     game: Game, kind: str, text: str, shown: Sequence[Task]
 ) -> tuple[Proposal | Reject, Future[Verdict] | None]:
     """Reads a proposal and queues what the sandbox has to run for it."""
-    proposal = screen(game.kinds[kind].parse_proposal(text, shown), game.forbidden)
+    parsed = checked(kind, "parse_proposal", game.kinds[kind].parse_proposal(text, shown), (Proposal, Reject))
+    proposal = screen(parsed, game.forbidden)
     job = game.kinds[kind].check(proposal) if isinstance(proposal, Proposal) else None
-    return proposal, game.queue(job and replace(job, runs=game.determinism_runs))
+    return proposal, game.queue(job)
 
 
 def _accept(
@@ -257,7 +256,8 @@ def _accept(
     """What became of a proposal; its outputs are known only now."""
     if isinstance(proposal, Reject):
         return proposal
-    return screen(game.kinds[kind].accept(proposal, _verdict(run), rng), game.forbidden)
+    outcome = game.kinds[kind].accept(proposal, _verdict(run), rng)
+    return screen(checked(kind, "accept", outcome, (Task, Reject)), game.forbidden)
 
 
 def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
@@ -320,7 +320,8 @@ def grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list
     distinct = {(task.task_id, task.kind, answer): task for task, answer in zip(tasks, answers, strict=True)}
     runs = [game.queue(game.kinds[kind].trial(task, answer)) for (_, kind, answer), task in distinct.items()]
     right = {
-        key: key[2].well_formed and game.kinds[key[1]].correct(task, key[2], _verdict(run))
+        key: key[2].well_formed
+        and checked(key[1], "correct", game.kinds[key[1]].correct(task, key[2], _verdict(run)), (bool,))
         for (key, task), run in zip(distinct.items(), runs, strict=True)
     }
     game.forget_queued()
@@ -390,7 +391,8 @@ def step_metrics(
     for reason in Reject:
         metrics[f"verify/reject/{reason.value}"] = float(sum(r["reject_reason"] == reason.value for r in proposals))
     complexities = [game.kinds[task.kind].complexity(task) for task in tasks]
-    for name in sorted({key for complexity in complexities for key in complexity} | set(CURRICULUM)):
+    declared = {name for kind in game.kinds.values() for name in kind.measures}
+    for name in sorted({key for complexity in complexities for key in complexity} | declared | set(CURRICULUM)):
         metrics[f"curriculum/{name}"] = _mean([c[name] for c in complexities if name in c])
     return metrics
 

@@ -42,7 +42,7 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
     Raises:
         `ValueError`: If nothing is found under `name`, or what is found is no [`TaskKind`].
     """
-    choices = f"one of {', '.join(TASK_KINDS)}, `package.module:Class`, or an instance of TaskKind"
+    choices = f"one of {', '.join(TASK_KINDS)}, `package.module:Class` for a class of your own"
     if isinstance(name, TaskKind):
         kind: Any = name
     elif isinstance(name, str) and name in TASK_KINDS:

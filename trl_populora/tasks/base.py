@@ -194,7 +194,11 @@ class TaskKind(ABC):
 
     name: str
     reference_kinds: tuple[str, ...] = ()
-    writes_program = True  # whether a proposal brings its program; those that are about a known one are never new
+    writes_program = True  # whether a proposal brings its program; if not, it needs a known one to be about
+    measures: tuple[str, ...] = ()  # the keys of `complexity`, so that they are logged in every step
+
+    def configure(self, settings: Any) -> None:  # noqa: B027 - most kinds of one's own need nothing
+        """Takes from the run's [`PopuLoRAConfig`] what this kind wants to know; nothing by default."""
 
     def reference_count(self, k: int) -> int:
         """How many archived tasks of `reference_kinds` the proposer is shown when `k` are configured."""
@@ -242,3 +246,11 @@ class TaskKind(ABC):
     def complexity(self, task: Task) -> dict[str, float]:
         """What the curriculum metrics average over valid tasks; none by default."""
         return {}
+
+
+def checked(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> Any:
+    """What a kind has answered, which may be a user's own."""
+    if not isinstance(value, wanted):
+        names = " or ".join(each.__name__ for each in wanted)
+        raise TypeError(f"task kind {kind!r}: `{method}` must return {names}, got {value!r:.80}")
+    return value

@@ -32,10 +32,16 @@ class CodeKind(TaskKind):
     max_value_chars = 400  # one input or output, as literals; AZR cuts outputs here and makes the cut text the gold
     max_answer_chars = 4000  # ten times the longest gold: longer answers are malformed, not merely wrong
     determinism_runs = 2  # paper: determinism is checked by running twice
+    measures = ("ast_depth", "cyclomatic", "lines", "variables")
     cpu_headroom = 8.0  # a task uses an eighth of the limit; attempts get a quarter on a busy machine
 
     def __init__(self, strict: bool = False, tolerance: float = 0.0):
         self.strict, self.tolerance = strict, tolerance
+
+    def configure(self, settings: Any) -> None:
+        """A class that has set `determinism_runs` for itself keeps it."""
+        if type(self).determinism_runs == CodeKind.determinism_runs:
+            self.determinism_runs = settings.determinism_runs
 
     def same(self, one: str, other: str) -> bool:
         """Whether two canonical texts are the same answer."""

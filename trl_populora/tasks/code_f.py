@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from trl_populora.sandbox import values
 from trl_populora.sandbox.jobs import Gold, Job, Status, Verdict
@@ -43,6 +44,10 @@ class CodeF(CodeKind):
             )
         super().__init__(strict, tolerance)
         self.inputs_per_task = inputs_per_task
+
+    def configure(self, settings: Any) -> None:
+        super().configure(settings)
+        self.inputs_per_task = settings.inputs_per_function
 
     def reference_count(self, k: int) -> int:
         """One: the program that the inputs are written for."""
