@@ -248,7 +248,15 @@ ROW = make(1).to_record()
         ({"kind": ["code_o"]}, "row 1: column `kind` must be a string, got list"),
         ({"inputs": "3"}, "row 1: column `inputs` must be a list of strings, got str '3'"),
         ({"inputs": [3]}, "row 1: column `inputs` must be a list of strings"),
-        ({"inputs": ["(3,)"]}, r"row 1: column `inputs` holds '\(3,\)', which is no canonical text"),
+        (
+            {"inputs": ["(3,)"]},
+            r"row 1: column `inputs` holds '\(3,\)', which is no canonical text; as one, it is '\[\"t\",3\]'",
+        ),
+        (
+            {"inputs": ["f(3)"]},
+            r"which is no canonical text; as one, it is '\[\"t\",3\]'. `trl_populora.tasks.make_task`",
+        ),
+        ({"outputs": ["os"]}, "row 1: column `outputs` holds 'os', which is no canonical text. `trl_populora.tasks"),
         ({"inputs": ["3"]}, "row 1: column `inputs` holds '3'; an input is the tuple of arguments"),
         ({"outputs": ["nan"]}, "row 1: column `outputs` holds 'nan', which is no canonical text"),
         ({"outputs": ["3", "4"]}, "row 1: column `outputs` must hold one value per input, got 2 for 1"),

@@ -11,6 +11,7 @@ from .base import STYLES, Attempt, Proposal, Reject, Task, TaskKind
 from .code_f import CodeF
 from .code_i import CodeI
 from .code_o import CodeO
+from .make import make_task
 
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "TaskArchive",
     "TaskKind",
     "load_seed_tasks",
+    "make_task",
     "resolve_kind",
 ]
 

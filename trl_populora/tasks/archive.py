@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_populora.sandbox import values
+from trl_populora.sandbox import literals, values
 
 from .base import Task
 from .complexity import Coverage
@@ -254,8 +254,8 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
         for text in texts:
             if not values.is_canonical(text):
                 raise ValueError(
-                    f"{where}: column `{column}` holds {text!r:.80}, which is no canonical text; write values with "
-                    "`trl_populora.sandbox.values.encode`."
+                    f"{where}: column `{column}` holds {text!r:.80}, which is no canonical text{_meant(text, column)}. "
+                    "`trl_populora.tasks.make_task` writes whole tasks."
                 )
             if column == "inputs" and not isinstance(values.decode(text), tuple):
                 raise ValueError(
@@ -263,6 +263,17 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
                     "`values.encode((3,))` for `f(3)`."
                 )
     return task
+
+
+def _meant(text: str, column: str) -> str:
+    """The canonical text of a Python literal in its place, if it is one; `(3,)`, `3` and `f(3)` mean the same input."""
+    try:
+        value = literals.read_arguments(text) if column == "inputs" else literals.read_literal(text)
+    except ValueError:
+        return ""
+    if column == "inputs" and len(value) == 1 and isinstance(value[0], tuple):
+        (value,) = value
+    return f"; as one, it is {values.encode(value, ordered=column == 'inputs')!r}"
 
 
 def load_seed_tasks(path: str | Path | None = None) -> list[Task]:

@@ -1,0 +1,35 @@
+"""Seeds are made of values, and the program says what is true about them."""
+
+from __future__ import annotations
+
+import pytest
+
+from trl_populora.sandbox import Sandbox
+from trl_populora.sandbox.values import encode
+from trl_populora.tasks import Task, TaskArchive, make_task
+
+
+KEYS = "def f(d, n):\n    return [*d][:n]"
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=1, allow_weak=True) as box:
+        yield box
+
+
+def test_a_task_is_made_of_values(sandbox):
+    task = make_task("code_o", KEYS, inputs=[({"b": 1, "a": 2}, 1)], sandbox=sandbox)
+    assert task == Task("code_o", KEYS, ('["t",["d","b",1,"a",2],1]',), (encode(["b"]),))
+    assert list(TaskArchive.from_dataset([task.to_record()])) == [task]
+    task = make_task("code_f", KEYS, [({}, 1), ({1: 1}, 1)], message="the first keys", visible=1, sandbox=sandbox)
+    assert (task.outputs, task.visible) == (('["l"]', '["l",1]'), 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("def f(x) return x", "SyntaxError"), ("def g(x): return x", "no function 'f'"), (KEYS, "missing 1 required")],
+)
+def test_what_does_not_run_makes_no_task(sandbox, program, reason):
+    with pytest.raises(ValueError, match=f"no task can be made of .*error .*{reason}"):
+        make_task("code_o", program, [(1,)], sandbox=sandbox)

@@ -1,0 +1,47 @@
+"""Makes a task from a program and its arguments as Python values: for seeds that a user writes (phase 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trl_populora.sandbox import Job, Runner, Sandbox, values
+
+from .base import Task
+
+
+def make_task(
+    kind: str,
+    program: str,
+    inputs: Sequence[Sequence[Any]],
+    *,
+    message: str = "",
+    visible: int = 0,
+    sandbox: Runner | None = None,
+) -> Task:
+    """
+    Runs a program and writes its inputs and outputs as canonical texts.
+
+        make_task("code_o", "def f(x):\\n    return x + 1", inputs=[(1,)])
+
+    Args:
+        kind (`str`): Name of the kind.
+        program (`str`): Source with a top-level `f`.
+        inputs (`Sequence`): One sequence of arguments per call, of plain data; one call, or several for code_f.
+        message (`str`, *optional*, defaults to `""`): Hint for the solver (code_f).
+        visible (`int`, *optional*, defaults to `0`): How many of the leading pairs the solver is shown (code_f).
+        sandbox (`Runner`, *optional*): Runs the program; one is started and closed again when not given.
+
+    Raises:
+        `ValueError`: If the program does not run, or gives two different answers.
+    """
+    texts = tuple(values.encode(tuple(arguments), ordered=True) for arguments in inputs)
+    job = Job(program, texts, runs=2)
+    if sandbox is None:
+        with Sandbox(workers=1) as own:
+            (verdict,) = own.run([job])
+    else:
+        (verdict,) = sandbox.run([job])
+    if not verdict.ok:
+        raise ValueError(f"no task can be made of {program!r:.200}: {verdict.status} ({verdict.reason})")
+    return Task(kind, program, texts, verdict.outputs, message, visible)
