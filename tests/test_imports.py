@@ -14,13 +14,13 @@ PACKAGE = Path(__file__).parent.parent / "trl_populora"
 
 # A room may import rooms of lower floors, and of its own floor only what is named in `NEIGHBOURS`.
 FLOORS = [
-    {"factors"},
+    {"factors", "model_options"},
     {"sandbox", "population", "operators"},
     {"tasks"},
     {"matchmaking", "rewards", "advantages", "adapters", "populora_config", "retention"},
     {"batching", "rollout", "generation", "saved_population", "report_plots"},
     {"held_out", "report_page", "records"},
-    {"evolution", "loading", "progress", "archive_card", "report"},
+    {"evolution", "loading", "progress", "archive_card", "report", "alarms", "interrupts"},
     {"checkpoint", "model_card"},
     {"hub"},
     {"populora_trainer", "evaluate"},

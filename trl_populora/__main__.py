@@ -14,9 +14,8 @@ import typing
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
-
-from trl_populora import __version__
 
 
 @dataclass
@@ -287,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="\n".join(["commands:"] + [f"  {name:<14} {run.__doc__}" for name, run in COMMANDS.items()]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"populora {__version__}")
+    parser.add_argument("--version", action="version", version=f"populora {version('trl-populora')}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each has --help")
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
@@ -28,14 +29,15 @@ class StopAtSignals(TrainerCallback):
 
     Args:
         trainer ([`PopuLoRATrainer`]): The trainer.
+        newest (`Callable`): Finds the newest whole checkpoint in a directory, or `None`.
 
     Raises:
         KeyboardInterrupt: At the exit, after Ctrl-C.
         SystemExit: Likewise, after SIGTERM, with the status that it would have had.
     """
 
-    def __init__(self, trainer: PopuLoRATrainer):
-        self.trainer = trainer
+    def __init__(self, trainer: PopuLoRATrainer, newest: Callable[[str], str | None]):
+        self.trainer, self.newest = trainer, newest
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -72,9 +74,7 @@ class StopAtSignals(TrainerCallback):
         return self.trainer.args.save_strategy != "no"
 
     def _way_on(self) -> str:
-        from trl_populora.checkpoint import newest
-
-        saved = newest(self.trainer.args.output_dir)
+        saved = self.newest(self.trainer.args.output_dir)
         if saved is None:
             return "There is no checkpoint (`save_steps`), so the run can only start again."
         return f"{saved} is whole: `--resume`, or `train(resume_from_checkpoint=True)`, goes on from there."

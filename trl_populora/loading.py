@@ -170,10 +170,7 @@ def load_held_out(
                 )
         return None
     named = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    tables = {
-        name: _held_out_table(f"eval_dataset[{name!r}]" if name else "eval_dataset", table, kinds)
-        for name, table in named.items()
-    }
+    tables = {name: _held_out_table(_field(name), table, kinds) for name, table in named.items()}
     if not tables:
         raise ValueError("`eval_dataset` is an empty dict; name at least one table.")
     batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM schedules rows by itself
@@ -206,20 +203,36 @@ def _held_out_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> li
     return tasks
 
 
+def given_tables(train_dataset: Dataset | None, held_out: HeldOut | None) -> dict[str, list[Task]]:
+    """What the user has claimed to be true: the tasks of both datasets under the names that messages give them."""
+    tables = {} if held_out is None else {_field(name): tasks for name, tasks in held_out.tables.items()}
+    if train_dataset is not None:
+        tables["train_dataset"] = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]
+    return tables
+
+
+def _field(name: str) -> str:
+    return f"eval_dataset[{name!r}]" if name else "eval_dataset"
+
+
 def check_outputs(tables: Mapping[str, Sequence[Task]], game: Game) -> None:
     """
-    Runs held-out tasks of the code kinds once. Collective: the ranks share the work.
+    Runs given tasks of the code kinds once, about a thousand a second. Collective: the ranks share the work.
+
+    Args:
+        tables (`Mapping[str, Sequence[Task]]`): By the name of the dataset; the order is that of its rows.
+        game (`Game`): Its kinds and sandbox.
 
     Raises:
-        `ValueError`: If a program does not give the outputs that a row claims; names table, row and both values.
+        `ValueError`: If a program does not give the outputs that a row claims; names dataset, row and both values.
     """
     code = {name: kind for name, kind in game.kinds.items() if isinstance(kind, CodeKind)}
-    rows = [(name, number, task) for name, tasks in tables.items() for number, task in enumerate(tasks)]
+    rows = [(field, number, task) for field, tasks in tables.items() for number, task in enumerate(tasks)]
     mine = [row for row in rows if row[2].kind in code][game.rank :: game.world]
     verdicts = game.sandbox.run([Job(task.program, task.inputs) for _, _, task in mine])
     flaws = []
-    for (name, number, task), verdict in zip(mine, verdicts, strict=True):
-        where = f"`eval_dataset{f'[{name!r}]' if name else ''}`, row {number}"
+    for (field, number, task), verdict in zip(mine, verdicts, strict=True):
+        where = f"`{field}`, row {number}"
         if verdict.status is not Status.OK:
             flaws.append(f"{where}: the program ends with `{verdict.status.value}`: {task.program!r:.200}.")
             continue
@@ -231,7 +244,10 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], game: Game) -> None:
                 )
                 break
     if found := [flaw for part in game.gather(flaws) for flaw in part]:
-        raise ValueError(f"{len(found)} held-out task(s) are wrong. {found[0]}")
+        raise ValueError(
+            f"{len(found)} of {len(rows)} given task(s) are wrong. {' '.join(found[:5])} `make_task(kind, program, inputs)` "
+            "writes true ones."
+        )
 
 
 def check_output_dir(path: str) -> None:

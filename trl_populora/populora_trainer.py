@@ -169,8 +169,7 @@ class PopuLoRATrainer(PublishingTrainer):
         self.held_out = held_out
         self.game = self._make_game(kinds, archive, loading.prompt_style(args, base))
         self._closed = False
-        if held_out is not None:
-            loading.check_outputs(held_out.tables, self.game)
+        loading.check_outputs(loading.given_tables(train_dataset, held_out), self.game)
         self._rows: list[Row] = []
         self._idle: list[str] = []
         self._deepspeed_norms: dict[str, float] = {}
@@ -298,7 +297,7 @@ class PopuLoRATrainer(PublishingTrainer):
         if held_out is None:
             raise ValueError("`evaluate` needs tasks: give `eval_dataset` to it or to the trainer.")
         if held_out is not self.held_out:
-            loading.check_outputs(held_out.tables, self.game)
+            loading.check_outputs(loading.given_tables(None, held_out), self.game)
         members = [*self.population] if self.args.eval_teachers else self.population.students
         self.model.eval()
         log_completions, self.log_completions = self.log_completions, False  # they are the training's
