@@ -26,8 +26,17 @@ SECONDS = ("step_time", "eval/runtime")
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
 
 # What a run leaves in its directory; checkpoints come first, so that a move that is cut short leaves none to resume from.
-LEFT_BY_TRAINING = ("checkpoint-*", "_unfinished", "rollouts", LINEAGE, "members", "archive.parquet")
-LEFT_BY_TRAINING += ("adapter_model.safetensors", "adapter_config.json", "trainer_state.json")
+LEFT_BY_TRAINING = (
+    "checkpoint-*",
+    "_unfinished",
+    "rollouts",
+    LINEAGE,
+    "members",
+    "archive.parquet",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "trainer_state.json",
+)
 LEFT_BY_READERS = ("run.png", "report.html", "plots", "evaluation.md", "evaluation.json", "evaluation.png")
 LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, "population.json", *LEFT_BY_READERS)
 ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
