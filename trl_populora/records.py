@@ -48,6 +48,8 @@ def write_rollouts(
     """
     Writes the rows of one step: every proposal with its verdict and every attempt, with reward and advantage.
 
+    `version` counts the replacements of the row's member, `opponent` is the other side of its match.
+
     Each rank writes its own file, `rollouts/step_00012.parquet` or `rollouts/step_00012-rank1.parquet`; together they
     open with `load_dataset("parquet", data_files="rollouts/*.parquet")`.
 
@@ -62,10 +64,14 @@ def write_rollouts(
         `Path`: The file written. It appears whole or not at all.
     """
     columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived")}
+    players = {(row.match, row.role): row.member for row in rows}
+    other = {"teacher": "student", "student": "teacher"}
     table = pa.table(
         {
             "step": [step] * len(rows),
             **columns,
+            "version": [game.population[row.member].version for row in rows],
+            "opponent": [players[row.match, other[row.role]] for row in rows],
             "reward": list(rewards),
             "advantage": list(advantages),
             "prompt": [row.prompt[-1]["content"] for row in rows],
@@ -144,11 +150,8 @@ def set_aside(output_dir: str | Path) -> Path | None:
     target.mkdir()
     for path in [path for name in LEFT_BY_A_RUN for path in sorted(root.glob(name))]:
         path.rename(target / path.name)
-    logger.warning(
-        "%s held an earlier run, which is in %s now; `--resume` (`resume_from_checkpoint=True`) would have continued it.",
-        root,
-        target,
-    )
+    way_on = "; `--resume` would have continued it" if any(target.glob("checkpoint-*")) else ""
+    logger.warning("%s held an earlier run, which is in %s now%s.", root, target, way_on)
     return target
 
 
