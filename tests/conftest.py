@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 
 
 # Before torch is imported: models here are too small for two threads, and OpenMP pools that share cores fight.
@@ -23,8 +25,33 @@ def _environment_is_given_back():
     os.environ.update(before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _processes_are_forgotten():
+    """Accelerate remembers for good how many processes the first trainer saw, and a later file's would wait for them."""
+    yield
+    forget_processes()
+
+
+def forget_processes() -> None:
+    """Makes Accelerate look anew; nothing to do where no test of the file has imported it."""
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
 def pytest_collection_modifyitems(items):
-    """The files with the longest tests first, so that two workers end together (`make test` deals out whole files)."""
+    """
+    The files with the longest tests first, so that two workers end together (`make test` deals out whole files).
+
+    `POPULORA_ORDER=7` shuffles the files with that seed instead: none may need another before or after it.
+    """
+    if seed := os.environ.get("POPULORA_ORDER"):
+        paths = sorted({item.path for item in items})
+        random.Random(seed).shuffle(paths)
+        items.sort(key=lambda item: paths.index(item.path))
+        return
     long = {item.path for item in items if any(map(item.get_closest_marker, ("vllm", "multiprocess", "slow")))}
     items.sort(key=lambda item: item.path not in long)
 

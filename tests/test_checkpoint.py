@@ -343,6 +343,39 @@ class TestDamage:
         trainer.close()
 
 
+class TestOtherSettings:
+    @pytest.mark.parametrize(
+        ("settings", "complaint"),
+        [
+            ({"learning_rate": 1e-3}, "cannot change `learning_rate` was 0.01, is 0.001. Resume with the saved"),
+            ({"seed": 7}, "`seed` was 42, is 7"),
+            ({"task_kinds": ["code_o"]}, r"`task_kinds` was \['tests.populora_run:Letters', 'code_o'\], is"),
+            (
+                {"proposals_per_teacher": 8, "learning_rate": 1.0},
+                "`proposals_per_teacher` was 4, is 8; `learning_rate`",
+            ),
+            ({"per_device_train_batch_size": 6}, "`per_device_train_batch_size` was 12, is 6"),
+        ],
+    )
+    def test_what_would_be_taken_by_halves_is_refused(self, base, saved, tmp_path, settings, complaint):
+        trainer = make_trainer(base, str(tmp_path), {"max_steps": 2} | settings)
+        with pytest.raises(ValueError, match=complaint):
+            trainer.train(resume_from_checkpoint=str(saved[1]))
+
+    def test_what_is_taken_is_said(self, base, saved, tmp_path, caplog):
+        trainer = make_trainer(base, str(tmp_path), {"max_steps": 2, "evolve_every": 2, "save_strategy": "no"})
+        trainer.train(resume_from_checkpoint=str(saved[1]))
+        (line,) = [line for line in caplog.messages if "other settings" in line]
+        assert line.endswith("which hold from here on: `evolve_every` was 3, is 2; `max_steps` was 1, is 2.")
+
+    def test_older_checkpoints_are_not_asked_for_what_they_lack(self, saved, tmp_path, caplog):
+        trainer, checkpoint = saved
+        copy = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint-1"))
+        rewrite("population.json", lambda state: state.pop("settings"))(copy)
+        trainer.train(resume_from_checkpoint=str(copy))
+        assert "other settings" not in caplog.text
+
+
 def test_the_archive_of_a_run_opens_as_a_dataset(saved, tmp_path):
     from datasets import load_dataset
 

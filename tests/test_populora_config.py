@@ -34,7 +34,7 @@ def test_bf16_is_off_where_nothing_can_do_it_unless_asked_for(tmp_path):
 
 def test_a_rank_count_that_does_not_divide_is_refused(make_args, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match=r"multiple of the 3 processes.*`proposals_per_teacher=6` works"):
+    with pytest.raises(ValueError, match=r"multiple of the 3 processes.*`proposals_per_teacher=6` with"):
         make_args(proposals_per_teacher=4)
 
 

@@ -3,10 +3,13 @@
 import json
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 
 from trl_populora.checkpoint import newest
-from trl_populora.records import EVALUATED, Records, read_lines, set_aside
+from trl_populora.population import Population
+from trl_populora.records import EVALUATED, Records, read_lines, set_aside, write_rollouts
+from trl_populora.rollout import Row
 
 
 OLD = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]
@@ -70,3 +73,21 @@ def test_an_evaluation_does_not_write_into_another_runs_records(used):
     Records(TRAINER).on_log(SimpleNamespace(output_dir=str(used)), state, None, logs={EVALUATED: 1.0})
     assert [entry["step"] for entry in read_lines(used / "metrics.jsonl")] == [7]
     assert json.loads((used / "population.json").read_text())["step"] == 7
+
+
+def test_rollouts_tell_a_member_from_its_successor_and_its_opponent(tmp_path):
+    population = Population(2, 1)
+    population.replace("student_0", step=3, parents=(), operator="written", mu=25.0, sigma=8.0)
+    rows = [
+        Row(role, member, "code_o", match, prompt=[{"content": "?"}])
+        for role, member, match in (
+            ("student", "student_0", 0),
+            ("student", "student_0", 1),
+            ("teacher", "teacher_0", 0),
+            ("teacher", "teacher_1", 1),
+        )
+    ]
+    game = SimpleNamespace(population=population, rank=0, world=1)
+    table = pq.read_table(write_rollouts(str(tmp_path), 4, game, rows, [0.0] * 4, [0.0] * 4)).to_pydict()
+    assert table["version"] == [1, 1, 0, 0]
+    assert table["opponent"] == ["teacher_0", "teacher_1", "student_0", "student_0"]

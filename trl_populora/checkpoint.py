@@ -35,7 +35,7 @@ from trl_populora import records
 from trl_populora.adapters import weights
 from trl_populora.interrupts import StopAtSignals
 from trl_populora.rollout import Completion, Row
-from trl_populora.saved_population import FORMAT, check_same_shape, describe, read_json, write_json
+from trl_populora.saved_population import FORMAT, check_same_shape, check_settings, describe, read_json, write_json
 from trl_populora.tasks.archive_table import load_archive, save_archive
 
 
@@ -307,7 +307,9 @@ def load_game(trainer: PopuLoRATrainer, directory: str) -> None:
         `ValueError`: If a file is missing, broken or of another population; the message names file and field.
     """
     root = Path(directory)
-    check_same_shape(trainer, root / "population.json", same_members=True)
+    saved = check_same_shape(trainer, root / "population.json", same_members=True)
+    same_processes = read_json(root / WHOLE)["processes"] == trainer.accelerator.num_processes
+    check_settings(trainer, root / "population.json", saved, same_processes)
     state = load_nouns(trainer, root)
     if not isinstance(state.get("coverage"), dict):
         raise ValueError(f"{root / 'game.json'}: field `coverage` is missing or broken.")

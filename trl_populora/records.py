@@ -26,8 +26,17 @@ SECONDS = ("step_time", "eval/runtime")
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
 
 # What a run leaves in its directory; checkpoints come first, so that a move that is cut short leaves none to resume from.
-LEFT_BY_TRAINING: tuple[str, ...] = ("checkpoint-*", "_unfinished", "rollouts", LINEAGE, "members", "archive.parquet")
-LEFT_BY_TRAINING += ("adapter_model.safetensors", "adapter_config.json", "trainer_state.json")
+LEFT_BY_TRAINING = (
+    "checkpoint-*",
+    "_unfinished",
+    "rollouts",
+    LINEAGE,
+    "members",
+    "archive.parquet",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "trainer_state.json",
+)
 LEFT_BY_READERS = ("run.png", "report.html", "plots", "evaluation.md", "evaluation.json", "evaluation.png")
 LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, "population.json", *LEFT_BY_READERS)
 ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
@@ -38,6 +47,8 @@ def write_rollouts(
 ) -> Path:
     """
     Writes the rows of one step: every proposal with its verdict and every attempt, with reward and advantage.
+
+    `version` counts the replacements of the row's member, `opponent` is the other side of its match.
 
     Each rank writes its own file, `rollouts/step_00012.parquet` or `rollouts/step_00012-rank1.parquet`; together they
     open with `load_dataset("parquet", data_files="rollouts/*.parquet")`.
@@ -53,10 +64,14 @@ def write_rollouts(
         `Path`: The file written. It appears whole or not at all.
     """
     columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived")}
+    players = {(row.match, row.role): row.member for row in rows}
+    other = {"teacher": "student", "student": "teacher"}
     table = pa.table(
         {
             "step": [step] * len(rows),
             **columns,
+            "version": [game.population[row.member].version for row in rows],
+            "opponent": [players[row.match, other[row.role]] for row in rows],
             "reward": list(rewards),
             "advantage": list(advantages),
             "prompt": [row.prompt[-1]["content"] for row in rows],
@@ -135,11 +150,8 @@ def set_aside(output_dir: str | Path) -> Path | None:
     target.mkdir()
     for path in [path for name in LEFT_BY_A_RUN for path in sorted(root.glob(name))]:
         path.rename(target / path.name)
-    logger.warning(
-        "%s held an earlier run, which is in %s now; `--resume` (`resume_from_checkpoint=True`) would have continued it.",
-        root,
-        target,
-    )
+    way_on = "; `--resume` would have continued it" if any(target.glob("checkpoint-*")) else ""
+    logger.warning("%s held an earlier run, which is in %s now%s.", root, target, way_on)
     return target
 
 

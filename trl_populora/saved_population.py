@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,10 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")  # a file without them is from bef
 # Numbers of the base's configuration that decide whether an adapter fits.
 _BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
+
+# Optimizer, schedule, generators and archive come from the checkpoint, and count of what is buffered, too.
+_DECIDED_BY_CHECKPOINT = ("learning_rate", "lr_scheduler_type", "seed", "task_kinds", "single_agent")
+_DECIDED_BY_BUFFER = ("proposals_per_teacher", "attempts_per_task", "num_iterations", "per_device_train_batch_size")
 
 
 def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
@@ -70,7 +75,7 @@ def _settings(args: PopuLoRAConfig) -> dict[str, Any]:
     inherited = {field.name for field in fields(GRPOConfig)}
     own = [field.name for field in fields(PopuLoRAConfig) if field.name not in inherited]
     shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "temperature", "seed"]
-    shared += ["max_completion_length"]
+    shared += ["max_completion_length", "num_iterations", "per_device_train_batch_size"]
     return {name: getattr(args, name) for name in (*own, *shared)}
 
 
@@ -129,6 +134,33 @@ def check_same_shape(trainer: PopuLoRATrainer, path: Path, same_members: bool) -
             "run with `warm_start` to change them."
         )
     return saved
+
+
+def check_settings(trainer: PopuLoRATrainer, path: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
+    """
+    Says which settings a resumed run changes, and refuses those that a checkpoint decides.
+
+    Args:
+        trainer ([`PopuLoRATrainer`]): The trainer that resumes.
+        path (`Path`): The checkpoint's `population.json`, for messages.
+        saved (`Mapping`): Its contents; settings that an older file lacks are not compared.
+        same_processes (`bool`): Whether as many processes resume as have saved.
+
+    Raises:
+        `ValueError`: If a setting differs that would be taken by halves; names all of them, with both values.
+    """
+    ours, theirs = json.loads(json.dumps(_settings(trainer.args))), saved.get("settings", {})
+    changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    fixed = (*_DECIDED_BY_CHECKPOINT, *(_DECIDED_BY_BUFFER if same_processes else ()))
+    refused = [f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed if name in fixed]
+    if refused:
+        raise ValueError(
+            f"{path}: a resumed run cannot change {'; '.join(refused)}. Resume with the saved values, or start a new run "
+            "with `warm_start` to change them."
+        )
+    if changed:
+        told = "; ".join(f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed)
+        logger.warning("Resuming %s with other settings, which hold from here on: %s.", path.parent, told)
 
 
 def best_adapter(root: Path) -> Path:
