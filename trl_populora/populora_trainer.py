@@ -119,10 +119,11 @@ class PopuLoRATrainer(PublishingTrainer):
         args = PopuLoRAConfig("populora") if args is None else args
         loading.refuse_unsupported(args, unsupported)
         loading.check_output_dir(args.output_dir)
-        check_is_base(model, (args.model_init_kwargs or {}).get("revision"))
+        source = loading.resolve_model_path(model) if isinstance(model, str) else model
+        check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
         lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
         if args.use_vllm:
-            check_vllm(loading.resolve_model_path(model) if isinstance(model, str) else model, args, lora_config)
+            check_vllm(source, args, lora_config)
         kinds = loading.make_kinds(args)
         archive = loading.load_archive(train_dataset, kinds, args)
         held_out = loading.load_held_out(eval_dataset, kinds, archive, args)
