@@ -376,6 +376,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"`{argument}` is not supported: .*(evaluate|TaskKind)"):
             PopuLoRATrainer(random_base, args=make_args(), **{argument: [1]})
 
+    @pytest.mark.parametrize("how", ["launcher", "arguments"])
+    def test_fsdp_of_the_first_version(self, random_base, make_args, monkeypatch, how):
+        args = make_args()
+        if how == "launcher":
+            monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        else:
+            monkeypatch.setattr(args, "fsdp_plugin_args", {"fsdp_version": 1})
+        with pytest.raises(ValueError, match=r"`fsdp_version=1` is not supported: .*fsdp2.yaml"):
+            PopuLoRATrainer(random_base, args=args)
+
     def test_stock_config(self, random_base, tmp_path):
         from trl import GRPOConfig
 

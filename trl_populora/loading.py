@@ -319,6 +319,12 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             raise TypeError(f"`PopuLoRATrainer` has no argument `{name}`.")
         if value is not None:
             raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
+    if _fsdp_version(args) == 1:
+        raise ValueError(
+            "`fsdp_version=1` is not supported: FSDP1 flattens members and base into common pieces, of which no member's "
+            "weights or gradient norm can be told. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
+            "`fsdp_config={'version': 2}`)."
+        )
     if args.deepspeed_plugin is not None and not everyone_plays(args.teachers, args.students):
         fits = max(s for s in range(1, args.students) if everyone_plays(args.teachers, s))
         raise ValueError(
@@ -326,6 +332,15 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             "steps would leave a student idle, and DeepSpeed cannot leave it out of the optimizer step: its momentum "
             f"would move it. `students={fits}` or `teachers={args.students}` works; so does DDP with these numbers."
         )
+
+
+def _fsdp_version(args: PopuLoRAConfig) -> int | None:
+    """1 or 2, as the arguments or else the launcher say; `None` without FSDP."""
+    if args.fsdp_plugin_args:
+        return int(args.fsdp_plugin_args["fsdp_version"])
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1", "yes"):
+        return int(os.environ.get("FSDP_VERSION", "1"))  # accelerate's default
+    return None
 
 
 def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
