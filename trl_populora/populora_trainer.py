@@ -25,6 +25,7 @@ from trl_populora.advantages import compute_advantages, member_factors
 from trl_populora.evolution import EvolutionCallback
 from trl_populora.generation.checks import check_vllm
 from trl_populora.generation.sampling import seeded
+from trl_populora.generation.stops import use_end_tokens
 from trl_populora.hub import PublishingTrainer, warm_start
 from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
@@ -160,6 +161,7 @@ class PopuLoRATrainer(PublishingTrainer):
         finally:
             args.__dict__.update(given)
         self.beta = args.beta
+        use_end_tokens(self)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
