@@ -154,6 +154,32 @@ class TestStep:
         }
         assert wanted <= steps[0]
 
+    def test_a_member_that_is_replaced_is_served_anew_within_its_step(self, make_trainer, monkeypatch):
+        """TRL publishes once per optimizer step, and a callback may have generated before."""
+        trainer = make_trainer()
+        published = []
+
+        class Served:
+            def sync_weights(self):
+                published.append(read_member(trainer.model, "student_0"))
+
+            def generate(self, prompts, images, num_generations, profiler):
+                return prompts, [[1] for _ in prompts], [[[0.0]] for _ in prompts], None
+
+            def close(self):
+                pass
+
+        trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = Served(), True, -1
+        ask = ([[{"role": "user", "content": "x"}]], ["student_0"])
+        trainer._generate_rows(*ask)
+        trainer._generate_rows(*ask)
+        assert len(published) == 1
+        child = {key: value + 1 for key, value in published[0].items()}
+        trainer.replace_member("student_0", child, step=0)
+        trainer._generate_rows(*ask)
+        assert len(published) == 2
+        assert same(published[1], child)
+
 
 class TestSingleAgent:
     @pytest.fixture

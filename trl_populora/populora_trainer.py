@@ -512,6 +512,7 @@ class PopuLoRATrainer(PublishingTrainer):
         """
         adapter = self.population.adapter(name)
         weights.write_member(self.model_wrapped, adapter, factors)
+        self._last_loaded_step = -1  # vLLM may have generated earlier in this step
         if self.optimizer is not None and optimizer_from is None:
             weights.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
         elif self.optimizer is not None and optimizer_from is not None:
