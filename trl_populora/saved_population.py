@@ -25,6 +25,16 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")  # a file without them is from bef
 
 # Numbers of the base's configuration that decide whether an adapter fits.
 _BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+# TRL's settings that decide what members say; cross-play samples with them, too.
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "generation_kwargs",
+    "chat_template_kwargs",
+)
 _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
 
@@ -69,9 +79,8 @@ def _settings(args: PopuLoRAConfig) -> dict[str, Any]:
     """What this package's own fields are set to, and the few of TRL's that a reader asks for first."""
     inherited = {field.name for field in fields(GRPOConfig)}
     own = [field.name for field in fields(PopuLoRAConfig) if field.name not in inherited]
-    shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "temperature", "seed"]
-    shared += ["max_completion_length"]
-    return {name: getattr(args, name) for name in (*own, *shared)}
+    shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "seed"]
+    return {name: getattr(args, name) for name in (*own, *shared, "max_completion_length", *SAMPLING)}
 
 
 def _base_config(trainer: PopuLoRATrainer) -> dict[str, Any]:
