@@ -154,6 +154,12 @@ class TestStep:
         }
         assert wanted <= steps[0]
 
+    def test_widths_are_multiples_where_the_hardware_wants_them(self, make_trainer):
+        trainer = make_trainer(max_steps=1, pad_to_multiple_of=16)
+        trainer.train()
+        widths = [b[key].shape[1] for b in trainer._buffered_inputs for key in ("prompt_ids", "completion_ids")]
+        assert not any(width % 16 for width in widths), widths
+
     def test_a_member_that_is_replaced_is_served_anew_within_its_step(self, make_trainer, monkeypatch):
         """TRL publishes once per optimizer step, and a callback may have generated before."""
         trainer = make_trainer()
@@ -233,6 +239,21 @@ class TestRewardFunctions:
         trainer = make_trainer(letters, reward_weights=[0.25])
         assert trainer.reward_weights.tolist() == [1.0, 1.0, 0.25]
         assert trainer.reward_func_names == ["teacher_reward", "student_reward", "letters"]
+
+    def test_a_single_processing_class_goes_to_the_users_only_function(
+        self, make_args, random_base, seed_dataset, lora
+    ):
+        given = AutoTokenizer.from_pretrained(random_base)
+        trainer = PopuLoRATrainer(
+            random_base,
+            letters,
+            make_args(),
+            train_dataset=seed_dataset,
+            peft_config=lora,
+            reward_processing_classes=given,
+        )
+        trainer.close()
+        assert trainer.reward_processing_classes == [None, None, given]
 
 
 class TestRecords:

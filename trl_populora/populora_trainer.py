@@ -139,7 +139,9 @@ class PopuLoRATrainer(PublishingTrainer):
         members = add_members(
             base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
         )
-        extra_classes = reward_processing_classes if isinstance(reward_processing_classes, list) else None
+        extra_classes = reward_processing_classes
+        if extra_classes is not None and not isinstance(extra_classes, list):
+            extra_classes = [extra_classes]
 
         # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of a
         # loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
@@ -409,7 +411,9 @@ class PopuLoRATrainer(PublishingTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is before:
             return inputs
-        self._buffered_inputs = batching.reorder(self._buffered_inputs, self.args.teachers)
+        self._buffered_inputs = batching.reorder(
+            self._buffered_inputs, self.args.teachers, self.pad_to_multiple_of or 1
+        )
         padding = torch.tensor([batching.padding_fraction(self._buffered_inputs)], device=self.accelerator.device)
         self._log_values({"batch/padding": self.accelerator.gather(padding).mean().item()})
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
