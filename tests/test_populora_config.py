@@ -55,6 +55,7 @@ def test_the_way_out_of_a_bad_batch_works(make_args, overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ({"proposals_per_teacher": 1}, "`proposals_per_teacher` must be at least 2, got 1"),
         ({"teachers": 0}, "`teachers` must be at least 1, got 0"),
         ({"attempts_per_task": 1}, "`attempts_per_task` must be at least 2"),
         ({"matchmaking": "elo"}, "`matchmaking` must be one of pfsp, uniform, got 'elo'"),

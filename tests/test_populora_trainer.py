@@ -154,6 +154,14 @@ class TestStep:
         }
         assert wanted <= steps[0]
 
+    def test_teachers_learn_when_they_propose_once_of_each_kind(self, make_trainer, caplog):
+        with caplog.at_level("WARNING", logger="trl_populora"):
+            trainer = make_trainer(proposals_per_teacher=3, per_device_train_batch_size=9, max_steps=1, students=2)
+        assert caplog.text.count("`proposals_per_teacher=3` is below 4 for each of the 3 `task_kinds`") == 1
+        trainer.train()
+        rows = [row for row in rollouts_of(trainer.args.output_dir) if row["role"] == "teacher"]
+        assert {row["member"] for row in rows if row["advantage"]} == {"teacher_0", "teacher_1"}
+
     def test_widths_are_multiples_where_the_hardware_wants_them(self, make_trainer):
         trainer = make_trainer(max_steps=1, pad_to_multiple_of=16)
         trainer.train()

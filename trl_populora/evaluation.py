@@ -190,10 +190,11 @@ def assemble(
     defaults |= {name: first[name] for name in SAMPLING if name in first}  # older files lack them
     # The batch is never played: the smallest that the arithmetic allows.
     batch = {"proposals_per_teacher": 2, "attempts_per_task": 2, "per_device_train_batch_size": 1, "evolve_every": 0}
+    given = {"teacher_baseline": "group"} | settings  # nor are advantages taken
     counts = {"teachers": len(entries["teacher"]), "students": len(entries["student"])}
     trainer = PopuLoRATrainer(
         saved[0]["base_model"],
-        args=PopuLoRAConfig(output_dir, **(defaults | batch | counts | settings)),
+        args=PopuLoRAConfig(output_dir, **(defaults | batch | counts | given)),
         train_dataset=tasks,
         peft_config=LoraConfig(**shape),
     )

@@ -254,6 +254,14 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     kinds = [CodeF(args.inputs_per_function) if name == "code_f" else resolve_kind(name) for name in args.task_kinds]
     if len({kind.name for kind in kinds}) < len(kinds):
         raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice; its share is the rotation's.")
+    if args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
+        logger.warning(
+            "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared with "
+            "its others of the same kind, and with all of its match where it is the only one of its kind: so few say "
+            "little.",
+            args.proposals_per_teacher,
+            len(kinds),
+        )
     return {kind.name: kind for kind in kinds}
 
 

@@ -282,7 +282,7 @@ class PopuLoRAConfig(GRPOConfig):
         for name, least in {
             "teachers": 1,
             "students": 1,
-            "proposals_per_teacher": 1,
+            "proposals_per_teacher": 2,  # a single one has no other to be compared with
             "attempts_per_task": 2,
             "references_per_proposal": 0,
             "inputs_per_function": 2,
