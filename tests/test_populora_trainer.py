@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import letters
 from trl_populora.adapters.weights import read_member
+from trl_populora.loading import load_tokenizer
 from trl_populora.matchmaking import student_share
 from trl_populora.population import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
@@ -453,6 +454,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match="[Nn]umber of reward weights"):
             PopuLoRATrainer(random_base, args=args)
         assert (args.beta, args.model_init_kwargs) == (0.5, {"attn_implementation": "eager"})
+
+
+def test_the_tokenizer_comes_from_where_the_base_does(make_args, random_base, monkeypatch):
+    base, load, seen = AutoModelForCausalLM.from_pretrained(random_base), AutoTokenizer.from_pretrained, {}
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **given: seen.update(given) or load(name))
+    load_tokenizer(base, None, make_args(model_init_kwargs={"revision": "v1"}, trust_remote_code=True))
+    assert (seen["revision"], seen["trust_remote_code"]) == ("v1", True)
 
 
 def test_an_interrupted_backward_leaves_no_route_behind(make_trainer):

@@ -73,7 +73,9 @@ def load_base(model: str | PreTrainedModel, args: PopuLoRAConfig) -> PreTrainedM
     return model
 
 
-def load_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, args: PopuLoRAConfig
+) -> PreTrainedTokenizerBase:
     """
     Loads the base's tokenizer unless one is given.
 
@@ -82,7 +84,13 @@ def load_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     """
     name = model.config.name_or_path
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", truncation_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(
+            name,
+            revision=(args.model_init_kwargs or {}).get("revision") or "main",
+            trust_remote_code=args.trust_remote_code,
+            padding_side="left",
+            truncation_side="left",
+        )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"The tokenizer of {name!r} has no chat template, and tasks are posed as conversations. Pass "

@@ -131,7 +131,7 @@ class PopuLoRATrainer(PublishingTrainer):
 
         set_seed(args.seed)
         base = loading.load_base(model, args)
-        tokenizer = loading.load_tokenizer(base, processing_class)
+        tokenizer = loading.load_tokenizer(base, processing_class, args)
         self.population = Population(args.teachers, args.students, args.single_agent)
         self.router = Router()
         self.base_name = model if isinstance(model, str) else base.config.name_or_path
