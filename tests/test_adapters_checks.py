@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2LMHeadModel,
+    GraniteMoeForCausalLM,
+    MixtralForCausalLM,
+    Qwen2ForCausalLM,
+)
 
 from tests.adapter_models import make_base, make_config
+from tests.models import random_model
 from trl_populora.adapters.checks import check_is_base
-from trl_populora.adapters.layers import add_members
+from trl_populora.adapters.layers import add_members, routed_layers
 from trl_populora.adapters.routing import Router
 
 
@@ -117,3 +126,36 @@ def test_the_callers_configuration_is_not_changed():
 def test_all_linear_leaves_the_output_head_alone():
     model = add_members(make_base(), NAMES, make_config(), Router(), seed=0)
     assert type(model.get_output_embeddings()) is nn.Linear
+
+
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 16, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "types"),
+    [
+        (GPT2LMHeadModel, {"n_embd": 16, "n_positions": 16}, "Conv1D"),
+        (MixtralForCausalLM, EXPERTS, "MixtralExperts, MixtralTopKRouter"),
+    ],
+)
+def test_a_base_whose_layers_peft_would_adapt_without_routes_is_refused(architecture, sizes, types):
+    base = random_model(architecture, vocab_size=32, **sizes)
+    with pytest.raises(ValueError, match=f"target layers of type `{types}`; only `nn.Linear` layers are routed"):
+        add_members(base, NAMES, make_config(), Router(), seed=0)
+
+
+def test_experts_may_stay_frozen_when_the_attention_is_named():
+    base = random_model(MixtralForCausalLM, vocab_size=32, **EXPERTS)
+    model = add_members(base, NAMES, make_config(target_modules=["q_proj", "o_proj"]), Router(), seed=0)
+    assert len(routed_layers(model)) == 4
+
+
+def test_a_base_of_which_members_adapt_a_small_part_is_told(caplog):
+    base = random_model(GraniteMoeForCausalLM, vocab_size=32, pad_token_id=0, **EXPERTS)
+    add_members(base, NAMES, make_config(), Router(), seed=0)
+    assert re.search(r"Members adapt \d+ % of the base's weights, embeddings apart", caplog.text)
+
+
+def test_a_base_of_linear_layers_is_told_nothing(caplog):
+    add_members(make_base(), NAMES, make_config(), Router(), seed=0)
+    assert not caplog.text

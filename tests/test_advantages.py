@@ -80,6 +80,18 @@ def test_equal_rewards_and_single_rows_give_zero(scale):
     assert compute_advantages(torch.zeros(0), empty, empty, empty, "group", scale).shape == (0,)
 
 
+@pytest.mark.parametrize("scale", ["member", "none"])
+def test_a_members_only_row_of_a_kind_is_compared_with_its_match(scale):
+    """Member 0 proposes each of three kinds once, member 1 two kinds once and one twice."""
+    members, groups = torch.tensor([0, 0, 0, 1, 1, 1, 1]), torch.tensor([5, 5, 5, 6, 6, 6, 6])
+    kinds, rewards = torch.tensor([0, 1, 2, 0, 1, 2, 2]), torch.tensor([0.0, 0.5, 1.0, 1.0, 1.0, 3.0, 1.0])
+    advantages = compute_advantages(rewards, members, kinds, groups, "member", scale)
+    centred = torch.tensor([-0.5, 0.0, 0.5, -0.5, -0.5, 1.0, -1.0])
+    stds = [rewards[:3].std(), rewards[3:].std(), rewards[5:].std()]
+    divisor = torch.stack([stds[i] for i in (0, 0, 0, 1, 1, 2, 2)]) + STD_EPSILON
+    torch.testing.assert_close(advantages, centred / (divisor if scale == "member" else 1))
+
+
 def test_unknown_choices_are_named():
     columns = (REWARDS, MEMBERS, KINDS, GROUPS)
     with pytest.raises(ValueError, match="`baseline` must be 'group' or 'member', got 'batch'"):

@@ -79,3 +79,15 @@ def test_a_row_without_prompt_padding_is_left_whole():
     batches = make_batches([0, 0], 2)
     batches[0]["prompt_mask"][:] = 1
     assert reorder(batches, 1)[0]["prompt_ids"].shape[1] == 12
+
+
+def test_widths_stay_multiples_where_they_are_wanted():
+    batches = make_batches(shuffled({0: 4, 1: 4, 2: 8, 3: 8}), 8)  # 12 prompt and 20 completion columns
+    dealt = reorder(batches, num_teachers=2, multiple=4)
+    for batch, tight in zip(dealt, reorder(batches, num_teachers=2), strict=True):
+        for column in ("prompt_ids", "completion_ids"):
+            used = tight[column].shape[1]
+            assert batch[column].shape[1] == -(-used // 4) * 4
+        assert batch["prompt_mask"].sum() == tight["prompt_mask"].sum()
+        assert batch["completion_mask"].sum() == tight["completion_mask"].sum()
+    assert any(batch["completion_ids"].shape[1] < 20 for batch in dealt)

@@ -81,6 +81,13 @@ class TestOptions:
         with pytest.raises(SystemExit, match="student_0 has rank 1024, vLLM serves up to 512"):
             cli.main(["evaluate", run])
 
+    @pytest.mark.parametrize("option", ["rank_pattern", "alpha_pattern"])
+    def test_an_adapter_that_vllm_would_scale_otherwise_is_refused(self, run, option):
+        path = Path(run, "members", "student_0", "adapter_config.json")
+        path.write_text(json.dumps(ADAPTER | {option: {"q_proj": 2}}))
+        with pytest.raises(SystemExit, match=f"student_0 was trained with `{option}`, and vLLM scales every module"):
+            cli.main(["evaluate", run])
+
     def test_settings_of_a_file_win_and_its_paths_are_its_own(self, tmp_path):
         (tmp_path / "data").mkdir()
         path = tmp_path / "own.yaml"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from trl import GRPOConfig
 
 from tests.populora_run import make_trainer
 from tests.test_rollout import PROPOSALS, make_game, sandbox, solve_by_plan  # noqa: F401 - `sandbox` is a fixture
@@ -88,6 +90,23 @@ class TestSavedPopulations:
             live = read_member(trainer.model, slot)
             assert saved.keys() == live.keys()
             assert all(torch.equal(saved[key], live[key]) for key in saved)
+
+    def test_contestants_sample_as_in_their_run(self, runs, tmp_path):
+        """A file from before all of it was saved leaves the rest at the defaults."""
+        sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
+        sampling |= {"generation_kwargs": {"stop_token_ids": [65]}, "chat_template_kwargs": {"enable_thinking": False}}
+        shutil.copytree(runs / "pair", tmp_path / "pair")
+        path = tmp_path / "pair" / "population.json"
+        saved = json.loads(path.read_text())
+        assert saved["settings"].keys() >= sampling.keys()
+        for kept in (sampling, {"temperature": 0.7}):
+            rest = {name: value for name, value in saved["settings"].items() if name not in sampling}
+            path.write_text(json.dumps(saved | {"settings": rest | kept}))
+            trainer, _ = assemble([str(tmp_path / "pair")], str(tmp_path / "out"))
+            trainer.close()
+            defaults = {name: getattr(GRPOConfig("x", use_cpu=True, bf16=False), name) for name in sampling}
+            assert {name: getattr(trainer.args, name) for name in sampling} == defaults | kept
+            assert (trainer.generation_config.temperature, 65 in trainer.eos_token_ids) == (0.7, kept is sampling)
 
     def test_the_command(self, runs, seed_tasks, tmp_path, capsys):
         tasks = tmp_path / "tasks.jsonl"

@@ -275,3 +275,20 @@ def build(base, args, **options):
 def test_the_adapters_of_a_command_line_without_model_options_are_on_all_linear_layers():
     lora = member_lora(MemberConfig("base"))
     assert (lora.r, lora.lora_alpha, lora.target_modules, lora.lora_dropout) == (16, 32, "all-linear", 0.0)
+
+
+@pytest.mark.parametrize(("given", "newest"), [("runs/a/checkpoint-2", False), (None, True), (None, False)])
+def test_training_goes_on_from_the_checkpoint_that_is_named(make_args, monkeypatch, given, newest):
+    class Trained(Exception):
+        pass
+
+    class Trainer:
+        def train(self, resume_from_checkpoint):
+            raise Trained(resume_from_checkpoint)
+
+    args = make_args(resume_from_checkpoint=given)
+    monkeypatch.setattr(cli, "build_trainer", lambda *_: Trainer())
+    monkeypatch.setattr("trl_populora.checkpoint.newest", lambda directory: f"{directory}/newest")
+    with pytest.raises(Trained) as done:
+        cli.run_training(cli.TrainArguments(resume=newest), args, MemberConfig("base"))
+    assert done.value.args == (given or (f"{args.output_dir}/newest" if newest else None),)

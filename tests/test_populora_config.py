@@ -67,6 +67,7 @@ def test_the_first_refusal_of_a_bad_batch_names_all_sizes_that_work(make_args, o
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ({"proposals_per_teacher": 1}, "`proposals_per_teacher` must be at least 2, got 1"),
         ({"teachers": 0}, "`teachers` must be at least 1, got 0"),
         ({"attempts_per_task": 1}, "`attempts_per_task` must be at least 2"),
         ({"matchmaking": "elo"}, "`matchmaking` must be one of pfsp, uniform, got 'elo'"),
@@ -75,6 +76,9 @@ def test_the_first_refusal_of_a_bad_batch_names_all_sizes_that_work(make_args, o
         ({"task_kinds": []}, "`task_kinds` is empty"),
         ({"cull_fraction": 1.0}, "`cull_fraction` must be in"),
         ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5` is not supported.*couples members"),
+        ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching=True` is not supp"),
+        ({"use_transformers_paged": True}, "`use_transformers_paged=True` is not supported: it reorders rows"),
+        ({"optim_target_modules": "all-linear"}, "`optim_target_modules='all-linear'` is not supported"),
         ({"max_steps": -1}, "`max_steps` must be positive"),
         ({"eval_attempts": 0}, "`eval_attempts` must be at least 1, got 0"),
         ({"generation_batch_size": 12}, "`generation_batch_size=12`"),

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import letters
 from trl_populora.adapters.weights import read_member
+from trl_populora.loading import load_tokenizer
 from trl_populora.matchmaking import student_share
 from trl_populora.population import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
@@ -173,6 +174,46 @@ class TestStep:
         }
         assert wanted <= steps[0]
 
+    def test_teachers_learn_when_they_propose_once_of_each_kind(self, make_trainer, caplog):
+        with caplog.at_level("WARNING", logger="trl_populora"):
+            trainer = make_trainer(proposals_per_teacher=3, per_device_train_batch_size=9, max_steps=1, students=2)
+        assert caplog.text.count("`proposals_per_teacher=3` is below 4 for each of the 3 `task_kinds`") == 1
+        trainer.train()
+        rows = [row for row in rollouts_of(trainer.args.output_dir) if row["role"] == "teacher"]
+        assert {row["member"] for row in rows if row["advantage"]} == {"teacher_0", "teacher_1"}
+
+    def test_widths_are_multiples_where_the_hardware_wants_them(self, make_trainer):
+        trainer = make_trainer(max_steps=1, pad_to_multiple_of=16)
+        trainer.train()
+        widths = [b[key].shape[1] for b in trainer._buffered_inputs for key in ("prompt_ids", "completion_ids")]
+        assert not any(width % 16 for width in widths), widths
+
+    def test_a_member_that_is_replaced_is_served_anew_within_its_step(self, make_trainer, monkeypatch):
+        """TRL publishes once per optimizer step, and a callback may have generated before."""
+        trainer = make_trainer()
+        published = []
+
+        class Served:
+            def sync_weights(self):
+                published.append(read_member(trainer.model, "student_0"))
+
+            def generate(self, prompts, images, num_generations, profiler):
+                return prompts, [[1] for _ in prompts], [[[0.0]] for _ in prompts], None
+
+            def close(self):
+                pass
+
+        trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = Served(), True, -1
+        ask = ([[{"role": "user", "content": "x"}]], ["student_0"])
+        trainer._generate_rows(*ask)
+        trainer._generate_rows(*ask)
+        assert len(published) == 1
+        child = {key: value + 1 for key, value in published[0].items()}
+        trainer.replace_member("student_0", child, step=0)
+        trainer._generate_rows(*ask)
+        assert len(published) == 2
+        assert same(published[1], child)
+
 
 class TestSingleAgent:
     @pytest.fixture
@@ -226,6 +267,21 @@ class TestRewardFunctions:
         trainer = make_trainer(letters, reward_weights=[0.25])
         assert trainer.reward_weights.tolist() == [1.0, 1.0, 0.25]
         assert trainer.reward_func_names == ["teacher_reward", "student_reward", "letters"]
+
+    def test_a_single_processing_class_goes_to_the_users_only_function(
+        self, make_args, random_base, seed_dataset, lora
+    ):
+        given = AutoTokenizer.from_pretrained(random_base)
+        trainer = PopuLoRATrainer(
+            random_base,
+            letters,
+            make_args(),
+            train_dataset=seed_dataset,
+            peft_config=lora,
+            reward_processing_classes=given,
+        )
+        trainer.close()
+        assert trainer.reward_processing_classes == [None, None, given]
 
 
 class TestRecords:
@@ -395,6 +451,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"`{argument}` is not supported: .*(evaluate|TaskKind)"):
             PopuLoRATrainer(random_base, args=make_args(), **{argument: [1]})
 
+    @pytest.mark.parametrize("how", ["launcher", "arguments"])
+    def test_fsdp_of_the_first_version(self, random_base, make_args, monkeypatch, how):
+        args = make_args()
+        if how == "launcher":
+            monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        else:
+            monkeypatch.setattr(args, "fsdp_plugin_args", {"fsdp_version": 1})
+        with pytest.raises(ValueError, match=r"`fsdp_version=1` is not supported: .*fsdp2.yaml"):
+            PopuLoRATrainer(random_base, args=args)
+
     def test_stock_config(self, random_base, tmp_path):
         from trl import GRPOConfig
 
@@ -407,6 +473,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match="[Nn]umber of reward weights"):
             PopuLoRATrainer(random_base, args=args)
         assert (args.beta, args.model_init_kwargs) == (0.5, {"attn_implementation": "eager"})
+
+
+def test_the_tokenizer_comes_from_where_the_base_does(make_args, random_base, monkeypatch):
+    base, load, seen = AutoModelForCausalLM.from_pretrained(random_base), AutoTokenizer.from_pretrained, {}
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **given: seen.update(given) or load(name))
+    load_tokenizer(base, None, make_args(model_init_kwargs={"revision": "v1"}, trust_remote_code=True))
+    assert (seen["revision"], seen["trust_remote_code"]) == ("v1", True)
 
 
 def test_an_interrupted_backward_leaves_no_route_behind(make_trainer):

@@ -165,7 +165,8 @@ def run_training(recipe, args, model) -> None:
     from trl_populora.report import plot_run, print_population
 
     trainer = build_trainer(recipe, args, model)
-    trainer.train(resume_from_checkpoint=newest(args.output_dir) if recipe.resume else None)
+    checkpoint = args.resume_from_checkpoint or (newest(args.output_dir) if recipe.resume else None)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_state()
     trainer.save_model()
     if trainer.is_world_process_zero():

@@ -45,7 +45,8 @@ def compute_advantages(
             What is subtracted. `"group"`: the mean over attempts at the same prompt (GRPO, arXiv 2402.03300), the
             default for students. `"member"`: the mean over the member's rows of the same kind, the default for
             teachers, whose prompts all differ (task-relative REINFORCE++ of Absolute Zero, arXiv 2505.03335, which
-            does it per kind and role; one member is one policy here).
+            does it per kind and role; one member is one policy here). A row that is its member's only one of its kind
+            would be its own mean and teach nothing: the group's takes its place.
         scale_rewards (`str`, *optional*, defaults to `"group"`):
             Over which rows the standard deviation is taken that advantages are divided by: `"group"`, `"member"` (and
             kind), or `"none"` to divide by nothing (Dr. GRPO, arXiv 2503.20783).
@@ -63,22 +64,28 @@ def compute_advantages(
     # On the CPU and in double precision: a sum on a GPU depends on the order in which rows arrive, and no member's
     # advantage may depend on another's rows by a single bit.
     rewards = rewards_R.detach().to(device="cpu", dtype=torch.float64)
-    ids = {"group": groups_R.cpu(), "member": torch.stack([members_R.cpu(), kinds_R.cpu()], dim=1)}
-    advantages = rewards - _moments(rewards, ids[baseline])[0]
+    of_group = _moments(rewards, groups_R.cpu())
+    of_member = _moments(rewards, torch.stack([members_R.cpu(), kinds_R.cpu()], dim=1))
+    alone = of_member[2] < 2
+    moments = {
+        "group": of_group,
+        "member": [torch.where(alone, *pair) for pair in zip(of_group, of_member, strict=True)],
+    }
+    advantages = rewards - moments[baseline][0]
     if scale_rewards != "none":
-        advantages = advantages / (_moments(rewards, ids[scale_rewards])[1] + STD_EPSILON)
+        advantages = advantages / (moments[scale_rewards][1] + STD_EPSILON)
     return advantages.nan_to_num(nan=0.0).to(device=rewards_R.device, dtype=rewards_R.dtype)
 
 
-def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation (n - 1; 0 for one row) over the rows with the same id, NaN left out; both `[R]`."""
+def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Mean, standard deviation (n - 1; 0 for one row) and number n of the rows with the same id, NaN left out; `[R]`."""
     _, slots_R = torch.unique(ids, dim=0, return_inverse=True)
     known_R = (~values_R.isnan()).to(values_R.dtype)
     filled_R = values_R.nan_to_num(nan=0.0)
     counts = _sums(known_R, slots_R)
     means = _sums(filled_R, slots_R) / counts.clamp(min=1)
     squares = _sums((filled_R - means[slots_R]).square() * known_R, slots_R)
-    return means[slots_R], (squares / (counts - 1).clamp(min=1)).sqrt()[slots_R]
+    return means[slots_R], (squares / (counts - 1).clamp(min=1)).sqrt()[slots_R], counts[slots_R]
 
 
 def _sums(values_R: torch.Tensor, slots_R: torch.Tensor) -> torch.Tensor:

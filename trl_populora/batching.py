@@ -62,13 +62,14 @@ def _deal_role(rows: Sequence[int], members: Sequence[int], lengths: Sequence[in
     return [row for start in starts for queue in queues for row in queue[start : start + segment]]
 
 
-def reorder(batches: Sequence[Batch], num_teachers: int) -> list[Batch]:
+def reorder(batches: Sequence[Batch], num_teachers: int, multiple: int = 1) -> list[Batch]:
     """
     Deals the rows of buffered micro-batches again (see [`deal`]) and trims their padding.
 
     Args:
         batches (`Sequence[dict]`): Micro-batches with the column `member`; each has the same number of rows.
         num_teachers (`int`): Members below this index are teachers.
+        multiple (`int`, *optional*, defaults to `1`): Widths of P and C stay multiples of it (`pad_to_multiple_of`).
 
     Returns:
         `list[dict]`: As many micro-batches with the same rows in another order.
@@ -81,16 +82,17 @@ def reorder(batches: Sequence[Batch], num_teachers: int) -> list[Batch]:
     size = len(batches[0]["member"])
     order = torch.tensor(deal(whole["member"].tolist(), lengths, num_teachers, size), device=whole["member"].device)
     return [
-        trim({key: value[part] if _is_column(value) else value for key, value in whole.items()})
+        trim({key: value[part] if _is_column(value) else value for key, value in whole.items()}, multiple)
         for part in order.split(size)
     ]
 
 
-def trim(batch: Batch) -> Batch:
-    """Cuts the columns that are padding in every row; at least one prompt and one completion token stay."""
-    left = int(batch["prompt_mask"].any(0).int().argmax())
+def trim(batch: Batch, multiple: int = 1) -> Batch:
+    """Cuts what is padding in every row, `multiple` columns at a time; one prompt and one completion token stay."""
+    left = int(batch["prompt_mask"].any(0).int().argmax()) // multiple * multiple
     used = batch["completion_mask"].any(0).nonzero()
     right = int(used.max()) + 1 if len(used) else 1
+    right = -(-right // multiple) * multiple
     cut = {key: batch[key][:, left:] for key in _PROMPT_COLUMNS}
     cut |= {key: batch[key][:, :right] for key in _COMPLETION_COLUMNS if key in batch and batch[key].shape[1] > 1}
     return batch | cut

@@ -295,6 +295,7 @@ def write_member_file(trainer: PopuLoRATrainer, name: str, path: Path) -> None:
     """
     try:
         weights.write_member(trainer.model_wrapped, name, load_file(path))
+        trainer._last_loaded_step = -1  # vLLM may have generated earlier in this step
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path} cannot be read into member {name!r} ({error}).") from error
 

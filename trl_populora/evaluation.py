@@ -24,7 +24,7 @@ from trl_populora.hub import fetch
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.rollout import Game, judge
-from trl_populora.saved_population import check_same_shape, read_json
+from trl_populora.saved_population import SAMPLING, check_same_shape, read_json
 from trl_populora.tasks.base import Task
 
 
@@ -153,7 +153,7 @@ def assemble(
 
     Args:
         runs (`Sequence[str]`): Directories (runs or their checkpoints) or Hub names of saved populations. They share
-            base and adapter shape; kinds, prompt style and lengths are the first one's.
+            base and adapter shape; kinds, prompt style, lengths and sampling are the first one's.
         output_dir (`str`): A directory for what a trainer needs to write.
         tasks ([`~datasets.Dataset`], *optional*): Tasks to draw references from; the package's own by default.
         settings: Further settings of [`PopuLoRAConfig`].
@@ -187,12 +187,14 @@ def assemble(
         "bf16": not on_cpu,
         "report_to": [],
     }
+    defaults |= {name: first[name] for name in SAMPLING if name in first}  # older files lack them
     # The batch is never played: the smallest that the arithmetic allows.
     batch = {"proposals_per_teacher": 2, "attempts_per_task": 2, "per_device_train_batch_size": 1, "evolve_every": 0}
+    given = {"teacher_baseline": "group"} | settings  # nor are advantages taken
     counts = {"teachers": len(entries["teacher"]), "students": len(entries["student"])}
     trainer = PopuLoRATrainer(
         saved[0]["base_model"],
-        args=PopuLoRAConfig(output_dir, **(defaults | batch | counts | settings)),
+        args=PopuLoRAConfig(output_dir, **(defaults | batch | counts | given)),
         train_dataset=tasks,
         peft_config=LoraConfig(**shape),
     )

@@ -73,7 +73,9 @@ def load_base(model: str | PreTrainedModel, args: PopuLoRAConfig) -> PreTrainedM
     return model
 
 
-def load_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, args: PopuLoRAConfig
+) -> PreTrainedTokenizerBase:
     """
     Loads the base's tokenizer unless one is given.
 
@@ -82,7 +84,13 @@ def load_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     """
     name = model.config.name_or_path
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", truncation_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(
+            name,
+            revision=(args.model_init_kwargs or {}).get("revision") or "main",
+            trust_remote_code=args.trust_remote_code,
+            padding_side="left",
+            truncation_side="left",
+        )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"The tokenizer of {name!r} has no chat template, and tasks are posed as conversations. Pass "
@@ -278,6 +286,14 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
         kind.configure(args)
     if len({kind.name for kind in kinds}) < len(kinds):
         raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice; its share is the rotation's.")
+    if args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
+        logger.warning(
+            "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared with "
+            "its others of the same kind, and with all of its match where it is the only one of its kind: so few say "
+            "little.",
+            args.proposals_per_teacher,
+            len(kinds),
+        )
     return {kind.name: kind for kind in kinds}
 
 
@@ -343,6 +359,12 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             raise TypeError(f"`PopuLoRATrainer` has no argument `{name}`.")
         if value is not None:
             raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
+    if _fsdp_version(args) == 1:
+        raise ValueError(
+            "`fsdp_version=1` is not supported: FSDP1 flattens members and base into common pieces, of which no member's "
+            "weights or gradient norm can be told. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
+            "`fsdp_config={'version': 2}`)."
+        )
     if args.deepspeed_plugin is not None and not everyone_plays(args.teachers, args.students):
         fits = max(s for s in range(1, args.students) if everyone_plays(args.teachers, s))
         raise ValueError(
@@ -350,6 +372,15 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             "steps would leave a student idle, and DeepSpeed cannot leave it out of the optimizer step: its momentum "
             f"would move it. `students={fits}` or `teachers={args.students}` works; so does DDP with these numbers."
         )
+
+
+def _fsdp_version(args: PopuLoRAConfig) -> int | None:
+    """1 or 2, as the arguments or else the launcher say; `None` without FSDP."""
+    if args.fsdp_plugin_args:
+        return int(args.fsdp_plugin_args["fsdp_version"])
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1", "yes"):
+        return int(os.environ.get("FSDP_VERSION", "1"))  # accelerate's default
+    return None
 
 
 def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:

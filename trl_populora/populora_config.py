@@ -283,7 +283,7 @@ class PopuLoRAConfig(GRPOConfig):
         for name, least in {
             "teachers": 1,
             "students": 1,
-            "proposals_per_teacher": 1,
+            "proposals_per_teacher": 2,  # a single one has no other to be compared with
             "attempts_per_task": 2,
             "references_per_proposal": 0,
             "inputs_per_function": 2,
@@ -366,6 +366,8 @@ class PopuLoRAConfig(GRPOConfig):
             ("use_adaptive_entropy", False, "the entropy bonus is averaged over all members' tokens"),
             ("multi_objective_aggregation", "sum_then_normalize", "it whitens over all members"),
             ("use_transformers_continuous_batching", False, "it reorders rows, and each row has its own adapter"),
+            ("use_transformers_paged", False, "it reorders rows, and each row has its own adapter"),
+            ("optim_target_modules", None, "such optimizers group parameters by module instead of by member"),
             ("sync_ref_model", False, "the reference is the frozen base"),
             ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
             ("off_policy_mask_threshold", None, "it thresholds on the sign of normalised advantages of one policy"),

@@ -27,6 +27,7 @@ from trl_populora.alarms import Alarms
 from trl_populora.evolution import EvolutionCallback
 from trl_populora.generation.checks import check_vllm
 from trl_populora.generation.sampling import seeded
+from trl_populora.generation.stops import use_end_tokens
 from trl_populora.hub import PublishingTrainer, warm_start
 from trl_populora.matchmaking import Matchmaker
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
@@ -122,17 +123,18 @@ class PopuLoRATrainer(PublishingTrainer):
         args = PopuLoRAConfig("populora") if args is None else args
         loading.refuse_unsupported(args, unsupported)
         loading.check_output_dir(args.output_dir)
-        check_is_base(model, (args.model_init_kwargs or {}).get("revision"))
+        source = loading.resolve_model_path(model) if isinstance(model, str) else model
+        check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
         lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
         if args.use_vllm:
-            check_vllm(loading.resolve_model_path(model) if isinstance(model, str) else model, args, lora_config)
+            check_vllm(source, args, lora_config)
         kinds = loading.make_kinds(args)
         archive = loading.load_archive(train_dataset, kinds, args)
         held_out = loading.load_held_out(eval_dataset, kinds, archive, args)
 
         set_seed(args.seed)
         base = loading.load_base(model, args)
-        tokenizer = loading.load_tokenizer(base, processing_class)
+        tokenizer = loading.load_tokenizer(base, processing_class, args)
         self.population = Population(args.teachers, args.students, args.single_agent)
         self.router = Router()
         self.base_name = model if isinstance(model, str) else base.config.name_or_path
@@ -140,7 +142,9 @@ class PopuLoRATrainer(PublishingTrainer):
         members = add_members(
             base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
         )
-        extra_classes = reward_processing_classes if isinstance(reward_processing_classes, list) else None
+        extra_classes = reward_processing_classes
+        if extra_classes is not None and not isinstance(extra_classes, list):
+            extra_classes = [extra_classes]
 
         # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of a
         # loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
@@ -162,6 +166,7 @@ class PopuLoRATrainer(PublishingTrainer):
         finally:
             args.__dict__.update(given)
         self.beta = args.beta
+        use_end_tokens(self)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
@@ -423,7 +428,9 @@ class PopuLoRATrainer(PublishingTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is before:
             return inputs
-        self._buffered_inputs = batching.reorder(self._buffered_inputs, self.args.teachers)
+        self._buffered_inputs = batching.reorder(
+            self._buffered_inputs, self.args.teachers, self.pad_to_multiple_of or 1
+        )
         padding = torch.tensor([batching.padding_fraction(self._buffered_inputs)], device=self.accelerator.device)
         self._log_values({"batch/padding": self.accelerator.gather(padding).mean().item()})
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
@@ -526,6 +533,7 @@ class PopuLoRATrainer(PublishingTrainer):
         """
         adapter = self.population.adapter(name)
         weights.write_member(self.model_wrapped, adapter, factors)
+        self._last_loaded_step = -1  # vLLM may have generated earlier in this step
         if self.optimizer is not None and optimizer_from is None:
             weights.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
         elif self.optimizer is not None and optimizer_from is not None:

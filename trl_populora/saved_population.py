@@ -26,6 +26,16 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")  # a file without them is from bef
 
 # Numbers of the base's configuration that decide whether an adapter fits.
 _BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+# TRL's settings that decide what members say; cross-play samples with them, too.
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "generation_kwargs",
+    "chat_template_kwargs",
+)
 _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
 # Optimizer, schedule, generators and archive come from the checkpoint, and count of what is buffered, too.
@@ -74,8 +84,8 @@ def _settings(args: PopuLoRAConfig) -> dict[str, Any]:
     """What this package's own fields are set to, and the few of TRL's that a reader asks for first."""
     inherited = {field.name for field in fields(GRPOConfig)}
     own = [field.name for field in fields(PopuLoRAConfig) if field.name not in inherited]
-    shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "temperature", "seed"]
-    shared += ["max_completion_length", "num_iterations", "per_device_train_batch_size"]
+    shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "seed", "max_completion_length"]
+    shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING]
     return {name: getattr(args, name) for name in (*own, *shared)}
 
 

@@ -8,6 +8,7 @@ base weight once, stacks the members' `A` and `B`, and applies them to the rows 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,9 @@ from torch import nn
 
 from .checks import check_is_base, check_lora_config, check_member_names
 from .routing import Route, Router
+
+
+logger = logging.getLogger(__name__)
 
 
 class RoutedLinear(nn.Module, LoraLayer):
@@ -115,7 +119,8 @@ class RoutedLinear(nn.Module, LoraLayer):
         if len(route.rows) != x.shape[0]:
             raise ValueError(
                 f"The route has {len(route.rows)} rows, the batch has {x.shape[0]}. Beam search and "
-                "`num_return_sequences` multiply rows: repeat the prompts and the route instead."
+                "`num_return_sequences` multiply rows: repeat the prompts and the route instead. Some mixtures of experts "
+                "call a layer with the tokens of all rows at once: leave that out of `target_modules`."
             )
         if route.present and route.present[-1] >= len(self.members):
             raise ValueError(f"The route names member {route.present[-1]}, there are {len(self.members)} members.")
@@ -198,7 +203,38 @@ def add_members(
     for layer in routed_layers(peft_model).values():
         layer.router, layer.members = router, tuple(names)
     peft_model.base_model.set_adapter(list(names))
+    _check_coverage(peft_model, all_linear=lora_config.target_modules == "all-linear")
     return peft_model
+
+
+def _check_coverage(model: PeftModel, all_linear: bool) -> None:
+    """Refuses layers that PEFT wrapped in its own; says so where the linear layers are a small part of the base."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    if stray := sorted({type(m.get_base_layer()).__name__ for m in layers if not isinstance(m, RoutedLinear)}):
+        raise ValueError(
+            f"The base has target layers of type `{', '.join(stray)}`; only `nn.Linear` layers are routed by row. Name "
+            "`target_modules` that are (of a mixture of experts, its attention: q_proj, k_proj, v_proj, o_proj), or choose "
+            "another base."
+        )
+    base = model.get_base_model()
+    shared = {id(e.weight) for e in (base.get_input_embeddings(), base.get_output_embeddings()) if e is not None}
+    matrices = {id(p): p for p in base.parameters() if p.ndim > 1 and id(p) not in shared}
+    for layer in layers:
+        for factor in (*layer.lora_A.parameters(), *layer.lora_B.parameters()):
+            matrices.pop(id(factor), None)
+    adapted = sum(_size(layer.get_base_layer().weight) for layer in layers)
+    share = adapted / max(1, sum(map(_size, matrices.values())))
+    if all_linear and share < 0.5:
+        logger.warning(
+            "Members adapt %.0f %% of the base's weights, embeddings apart. The others, as experts of a mixture often are, "
+            "are in no `nn.Linear` and stay frozen.",
+            100 * share,
+        )
+
+
+def _size(weight: torch.Tensor) -> int:
+    """Number of elements; ZeRO-3 keeps it aside."""
+    return int(getattr(weight, "ds_numel", weight.numel()))
 
 
 def routed_layers(model: nn.Module) -> dict[str, RoutedLinear]:

@@ -48,6 +48,11 @@ class Contender:
         """Rank of the adapter, 0 for the base."""
         return int(_adapter_config(self.adapter)["r"]) if self.adapter else 0
 
+    def patterns(self) -> list[str]:
+        """The options by which modules have ranks or alphas of their own."""
+        config = _adapter_config(self.adapter) if self.adapter else {}
+        return [f"`{name}`" for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
+
 
 def find(
     run: str, members: list[str] | None, compare: list[str] | None, base: str | None
@@ -76,6 +81,12 @@ def find(
     for contender in found:
         if (rank := contender.rank()) > VLLM_RANKS[-1]:
             raise ValueError(f"{contender.name} has rank {rank}, vLLM serves up to {VLLM_RANKS[-1]}.")
+        if patterns := contender.patterns():
+            raise ValueError(
+                f"{contender.name} was trained with {', '.join(patterns)}, and vLLM scales every module by `r` and "
+                "`lora_alpha` alone: it would answer as another adapter. Merge it into the base (`merge_and_unload()`) and "
+                "evaluate that with EvalScope."
+            )
     counts = Counter([*(each.name for each in found), *SUMMARY])
     if doubles := [name for name, count in counts.items() if count > 1]:
         raise ValueError(

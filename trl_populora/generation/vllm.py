@@ -27,6 +27,7 @@ from . import publishing
 from .checks import permitted_rank
 from .client import LoRAServers, VLLMServerError
 from .routes import Published, nobody
+from .stops import vllm_kwargs
 
 
 if TYPE_CHECKING:
@@ -317,8 +318,7 @@ def attach(trainer: PopuLoRATrainer) -> None:
         min_p=trainer.min_p,
         max_completion_length=trainer.max_completion_length,
         logprobs=0,  # the sampled token's, for the importance sampling correction
-        # The engine reads the base's own end token; the tokenizer of the run may end turns with another.
-        generation_kwargs={"stop_token_ids": list(trainer.eos_token_ids)} | (args.generation_kwargs or {}),
+        generation_kwargs=vllm_kwargs(trainer),
     )
     trainer.use_vllm = True
     trainer._last_loaded_step = -1
