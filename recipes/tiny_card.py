@@ -124,6 +124,6 @@ def model_card(figures: dict, tasks: int, made: str, headroom: dict[str, dict] |
         table(("kind", "level", *COLUMNS), solve_rows),
         "\n`no spread`: share of groups of 8 that are all right or all wrong; `none right`: all wrong; `worked`, `direct`: how\n"
         "often an answer is right that has to be so, its first token given. Made by\n"
-        f"`python recipes/tiny_scores.py --model trl_populora/assets/tiny --tasks {tasks} --card`.\n",
+        f"`python recipes/tiny_scores.py --model trl_populora/assets/tiny --tasks {tasks}`, then `--card --headroom FILE`.\n",
     )
     return "\n".join(sections)

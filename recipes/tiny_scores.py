@@ -3,8 +3,9 @@ Scores a tiny base against its gate, with the package's own task kinds and sandb
 
     python recipes/tiny_scores.py --model trl_populora/assets/tiny --tasks 60
 
-takes about ten minutes on one quiet core and prints the figures; `--card` writes the model card, with the headroom that
-`tiny_headroom.py` measured if `--headroom FILE` names its results. Per level and kind: pass@1 and any of 8 at
+takes about twelve minutes on one quiet core, prints the figures and writes them to `scores.json` beside the model.
+`--card` writes the model card from that file and, if `--headroom FILE` names them, the results of `tiny_headroom.py`;
+nothing is scored then. Per level and kind: pass@1 and any of 8 at
 temperature 1, the share of groups of 8 without spread, how many answers are worked, and how often an answer is right
 when it has to be worked or has to be direct (its first token is given). Per kind of proposal: validity, distinctness,
 and how the base solves its own valid proposals, which is what self-play starts from. Also home of the seed tasks and
@@ -248,7 +249,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="model directory")
     parser.add_argument("--tasks", type=int, default=60, help="per kind and level")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--card", action="store_true", help="write the model card, `README.md`, into --model")
+    parser.add_argument("--card", action="store_true", help="write the model card, `README.md`, from earlier scores")
     parser.add_argument("--headroom", type=Path, help="what tiny_headroom.py wrote, for the card")
     parser.add_argument(
         "--write-tasks", type=Path, help="directory for seed_tasks.jsonl and eval_tasks.jsonl; no scores"
@@ -261,13 +262,16 @@ def main() -> None:
     torch.set_num_threads(1)  # at these sizes a second thread costs more than it brings
     if arguments.model is None or not (arguments.model / "training.json").is_file():
         parser.error(f"--model {arguments.model} was not written by make_tiny_base.py: it has no training.json")
-    figures = score(arguments.model, arguments.tasks, arguments.seed)
-    (arguments.model / "scores.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
-    if arguments.card:
-        made = json.loads((arguments.model / "training.json").read_text(encoding="utf-8"))["made"]
-        headroom = json.loads(arguments.headroom.read_text(encoding="utf-8")) if arguments.headroom else None
-        card = model_card(figures, arguments.tasks, made, headroom)
-        (arguments.model / "README.md").write_text(card, encoding="utf-8")
+    scores = arguments.model / "scores.json"
+    if not arguments.card:
+        found = {"tasks": arguments.tasks, **score(arguments.model, arguments.tasks, arguments.seed)}
+        scores.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return
+    figures = json.loads(scores.read_text(encoding="utf-8"))
+    made = json.loads((arguments.model / "training.json").read_text(encoding="utf-8"))["made"]
+    headroom = json.loads(arguments.headroom.read_text(encoding="utf-8")) if arguments.headroom else None
+    card = model_card(figures, figures["tasks"], made, headroom)
+    (arguments.model / "README.md").write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":
