@@ -70,12 +70,13 @@ class TestPage:
         assert "<img src=x" not in page
 
     def test_a_run_in_progress(self, finished, tmp_path):
-        """Two of four steps logged, the third being written, rollouts one step ahead of the metrics, no members yet."""
+        """Two of four steps logged, an evaluation being written, rollouts one step ahead of the metrics, no members yet."""
         run = tmp_path / "run"
         shutil.copytree(finished, run, ignore=shutil.ignore_patterns("members", "population.json", "archive.parquet"))
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (run / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:50])
+        (run / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:50])
         found = load_run(run)
+        assert [entry["step"] for entry in found.evaluations] == [0]
         assert [entry["step"] for entry in found.history] == [1, 2]
         assert {row["step"] for row in found.rows} == {0, 1}
         assert "births: 2" in re.sub(r"\s+", " ", visible_text(write_report(run).read_text()))
