@@ -205,9 +205,14 @@ def plain(base: str, output: str) -> dict:
 
 def unwritable(base: str, output: str) -> dict:
     """A run that ends at its first checkpoint."""
+
+    class Block(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if args.should_save:
+                Path(output, UNFINISHED).touch()
+
     trainer = make_trainer(base, output, evolve_every=0, save_strategy="steps", save_steps=1)
-    if trainer.args.should_save:
-        Path(output, UNFINISHED).touch()
+    trainer.add_callback(Block())
     trainer.train()
     return {}
 
