@@ -142,9 +142,8 @@ class TestBestModel:
 
 class TestEvaluate:
     def test_by_hand_before_and_after_training_on_other_tasks_too(self, base, tmp_path):  # noqa: F811
-        trainer = make_trainer(
-            base, str(tmp_path), {"evaluated": True, "max_steps": 1, "save_strategy": "no", "learning_rate": 0.0}
-        )
+        settings = {"max_steps": 1, "save_strategy": "no", "learning_rate": 0.0, "eval_attempts": 40}
+        trainer = make_trainer(base, str(tmp_path), {"evaluated": True} | settings)
         before = trainer.evaluate()
         assert trainer.evaluate() | {"eval_runtime": 0} == before | {"eval_runtime": 0}
         trainer.train()
@@ -240,7 +239,7 @@ def figures_of(*command: str) -> list[dict]:
 def test_two_processes_and_one_give_the_same_figures(base, tmp_path):  # noqa: F811
     worker = ("tests.held_out_worker", "ranks", base)
     (alone,) = figures_of(*worker, str(tmp_path / "one"))
-    launcher = ("torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "-m")
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
     (together,) = figures_of(*launcher, *worker, str(tmp_path / "two"))
     assert (alone.pop("world"), together.pop("world")) == (1, 2)
     assert together == alone
