@@ -211,8 +211,6 @@ def test_unrouted_rows_are_refused(served):
         served.generation.generate([[1, 2]], None, 1)
     with served.router.rows_of([0, 1]), pytest.raises(RuntimeError, match="2 rows"):
         served.generation.generate([[1, 2]], None, 1)
-    with served.router.rows_of([0, -1]), pytest.raises(ValueError, match="routed to the base"):
-        served.generation.generate([[1, 2], [1, 2]], None, 1)
     with served.router.rows_of([0]), pytest.raises(ValueError, match="num_generations"):
         served.generation.generate([[1, 2]], None, 2)
 
@@ -228,6 +226,20 @@ def test_the_engine_does_not_grow_over_200_publishings(served):
     print(f"resident MiB after 1, 50, 100, 150, 200 publishings: {[round(sizes[i]) for i in (0, 49, 99, 149, 199)]}")
     assert sizes[199] - sizes[49] < 32
     assert len(served.generation.llm.llm_engine.list_loras()) == MEMBERS
+
+
+def test_rows_of_the_base_have_its_logprobs_and_seeded_samples_repeat(served):
+    served.publish_all(91)
+    rows, prompts = [-1, 0] * 3, some_prompts(6)
+    said = []
+    for seed in (7, 7, 8):
+        served.generation.seed = seed
+        completions, logprobs = served.generate(rows, prompts)
+        expected = logprobs_of(served.model, served.router, rows, prompts, completions)
+        assert largest_difference(logprobs, expected) < 1e-3
+        said.append(completions)
+    served.generation.seed = None
+    assert said[0] == said[1] != said[2]
 
 
 def test_members_of_a_pushed_population_answer_as_in_their_run(served, hub, seed_tasks, tmp_path):
