@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trl_populora.adapters.routing import Route
-from trl_populora.batching import deal, padding_fraction, reorder
+from trl_populora.batching import blank, deal, live_fraction, live_rows, padding_fraction, reorder
 
 
 def make_batches(members: list[int], size: int, seed: int = 0) -> list[dict]:
@@ -24,7 +24,7 @@ def make_batches(members: list[int], size: int, seed: int = 0) -> list[dict]:
         "completion_mask": (torch.arange(20) < completions[:, None]).long(),
         "old_per_token_logps": torch.arange(rows)[:, None].repeat(1, 20).float(),
         "importance_sampling_ratio": torch.arange(rows)[:, None].float(),
-        "advantages": torch.arange(rows).float(),
+        "advantages": torch.arange(rows).float(),  # 0 for the first row alone
         "member": torch.tensor(members),
         "num_items_in_batch": torch.tensor(99),
     }
@@ -91,3 +91,48 @@ def test_widths_stay_multiples_where_they_are_wanted():
         assert batch["prompt_mask"].sum() == tight["prompt_mask"].sum()
         assert batch["completion_mask"].sum() == tight["completion_mask"].sum()
     assert any(batch["completion_ids"].shape[1] < 20 for batch in dealt)
+
+
+def with_advantages(batches: list[dict], live: set[int]) -> list[dict]:
+    """The batches, with advantage 1 for the rows numbered in `live` and 0 for the others."""
+    return [
+        batch | {"advantages": torch.tensor([float(int(row) in live) for row in batch["completion_ids"][:, 0]])}
+        for batch in batches
+    ]
+
+
+def test_blank_rows_stand_last_and_widen_no_micro_batch():
+    members = shuffled({0: 8, 1: 8, 2: 32, 3: 32})
+    live = set(random.Random(3).sample(range(80), 21))
+    dealt = reorder(with_advantages(make_batches(members, 16), live), num_teachers=2, blanks=True)
+    flags = torch.cat([batch["prompt_mask"].any(1) & batch["completion_mask"].any(1) for batch in dealt])
+    numbers = torch.cat([batch["completion_ids"][:, 0] for batch in dealt]).tolist()
+    assert flags.sum() == 21
+    assert {number for number, flag in zip(numbers, flags, strict=True) if flag} == live
+    assert live_fraction(dealt) == pytest.approx(21 / 80)
+    filled = [batch["prompt_mask"].any(1) for batch in dealt]
+    assert filled[0].all(), "live rows fill the first micro-batch"
+    assert [int(f.sum()) for f in filled] == [16, 5, 0, 0, 0]
+    for batch in dealt[2:]:  # one prompt and one completion token, for the forward in which all processes meet
+        assert batch["prompt_mask"].shape[1] == batch["completion_mask"].shape[1] == 1
+    for batch in dealt[:2]:
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        assert Route(batch["member"][live_rows(mask)].tolist()).ordered
+
+
+def test_a_blank_row_has_the_ratio_of_an_unchanged_policy():
+    whole = with_advantages(make_batches([0, 1], 2), {1})[0]
+    blanked = blank(whole)
+    assert (blanked["old_per_token_logps"][0] == 0).all()
+    assert torch.equal(blanked["old_per_token_logps"][1], whole["old_per_token_logps"][1])
+    assert torch.equal(blanked["completion_ids"], whole["completion_ids"])
+
+
+def test_a_row_without_a_token_in_the_loss_is_blank():
+    batch = with_advantages(make_batches([0, 1], 2), {0, 1})[0]
+    batch["completion_mask"][1] = 0  # as `mask_truncated_completions` does
+    assert blank(batch)["prompt_mask"].any(1).tolist() == [True, False]
+
+
+def test_processes_meet_in_a_forward_even_if_all_rows_are_blank():
+    assert live_rows(torch.zeros(4, 7, dtype=torch.long)).tolist() == [0]

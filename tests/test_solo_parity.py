@@ -101,9 +101,11 @@ CHECKPOINTING = {
 }
 
 
-def joint_run(base: str, output_dir, lora, names: list[str], **options):
+def joint_run(base: str, output_dir, lora, names: list[str], all_rows: bool = False, **options):
     """Final factors per member, and the gradients of each step by member and key."""
     trainer = joint_trainer(base, output_dir, lora, **options)
+    if all_rows:
+        trainer.skips_blank_rows = False
     log = GradientLog({(n, key): p for n in names for key, p in member_parameters(trainer.model, n).items()})
     trainer.add_callback(log)
     trainer.train()
@@ -181,12 +183,50 @@ def test_zero_advantages_leave_a_member_bit_identical_and_the_base_too(
     assert all(torch.equal(parameters[path], value) for path, value in frozen.items())
 
 
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "cispo"])
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant"])
+def test_rows_without_advantage_cost_nothing_and_change_no_gradient(random_base, tmp_path, lora, loss, checkpointing):
+    names = sorted({row.member for row in rows_of_step(0)})
+    options = OPTIONS | LOSSES[loss] | CHECKPOINTING[checkpointing] | {"per_device_train_batch_size": 6}
+    members, steps = joint_run(random_base, tmp_path / "live", lora, names, **options)
+    expected, reference = joint_run(random_base, tmp_path / "all", lora, names, all_rows=True, **options)
+    for tolerance, seen, wanted in zip([1e-5, 1e-4, 1e-4], steps, reference, strict=True):
+        for key, gradient in wanted.items():
+            assert (seen[key] - gradient).norm() <= tolerance * gradient.norm(), key
+    for name in names:
+        for key, value in expected[name].items():
+            assert (members[name][key] - value).norm() / value.norm() < 1e-5
+
+
+def test_only_live_rows_are_computed(random_base, tmp_path, lora):
+    trainer = joint_trainer(random_base, tmp_path, lora, max_steps=1, per_device_train_batch_size=6)
+    computed = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: computed.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    trainer.train()
+    logged = next(entry for entry in trainer.state.log_history if "batch/live_rows" in entry)
+    live = round(logged["batch/live_rows"] * 48)
+    assert 0 < live < 40
+    empty = trainer.args.gradient_accumulation_steps - -(-live // 6)
+    assert sum(computed) == live + empty, "a micro-batch of blank rows computes one row of two tokens"
+
+
+def test_a_kl_term_reaches_every_row(random_base, tmp_path, lora):
+    trainer = joint_trainer(random_base, tmp_path, lora, beta=0.04, max_steps=1)
+    trainer.train()
+    assert [entry["batch/live_rows"] for entry in trainer.state.log_history if "batch/live_rows" in entry] == [1.0]
+
+
 @pytest.mark.parametrize("name", ["teacher_1", "student_1"])
 def test_the_rows_of_a_member_change_no_other_member_by_a_bit(random_base, tmp_path, lora, name):
-    """Rows of equal length: another length would change the others' padding, and with it the order of sums."""
+    """
+    Rows of equal length: another length would change the others' padding, and with it the order of sums. All rows are
+    computed, for the same reason: a row that becomes blank moves the others to other micro-batches.
+    """
     names = sorted({row.member for row in rows_of_step(0)})
-    one, _ = joint_run(random_base, tmp_path / "one", lora, names)
-    other, _ = joint_run(random_base, tmp_path / "other", lora, names, rows_of=other_rows_for(name))
+    one, _ = joint_run(random_base, tmp_path / "one", lora, names, all_rows=True)
+    other, _ = joint_run(random_base, tmp_path / "other", lora, names, all_rows=True, rows_of=other_rows_for(name))
     for member in names:
         same = [torch.equal(value, other[member][key]) for key, value in one[member].items()]
         assert all(same) if member != name else not any(same)

@@ -166,6 +166,7 @@ class PopuLoRATrainer(PublishingTrainer):
         finally:
             args.__dict__.update(given)
         self.beta = args.beta
+        self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
         use_end_tokens(self)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
@@ -429,10 +430,11 @@ class PopuLoRATrainer(PublishingTrainer):
         if self._buffered_inputs is before:
             return inputs
         self._buffered_inputs = batching.reorder(
-            self._buffered_inputs, self.args.teachers, self.pad_to_multiple_of or 1
+            self._buffered_inputs, self.args.teachers, self.pad_to_multiple_of or 1, self.skips_blank_rows
         )
-        padding = torch.tensor([batching.padding_fraction(self._buffered_inputs)], device=self.accelerator.device)
-        self._log_values({"batch/padding": self.accelerator.gather(padding).mean().item()})
+        shares = [batching.padding_fraction(self._buffered_inputs), batching.live_fraction(self._buffered_inputs)]
+        padding, live = self.accelerator.reduce(torch.tensor(shares, device=self.accelerator.device), "mean").tolist()
+        self._log_values({"batch/padding": padding, "batch/live_rows": live})
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     # Phase 5: the joint update
@@ -441,9 +443,14 @@ class PopuLoRATrainer(PublishingTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
         if self.router.route is not None:  # inside the loss, whose route must outlive the backward
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
+            rows = batching.live_rows(attention_mask)
+            mask = attention_mask[rows]
+            mask = mask if mask.any() else torch.ones_like(mask)  # attention to nothing is not a number
+            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
+                model, input_ids[rows], mask, logits_to_keep, batch_size, **kwargs
             )
+            size = len(attention_mask)
+            return _spread(logps, rows, size), _spread(entropies, rows, size), aux_loss
         members = torch.tensor([self.population[row.member].index for row in self._rows])
         parts = []
         for ids, mask, rows in zip(
@@ -455,7 +462,8 @@ class PopuLoRATrainer(PublishingTrainer):
         return torch.cat(logps), _joined(entropies, torch.cat), _joined(aux_losses, torch.stack)
 
     def _compute_loss(self, model, inputs):
-        self.router.set(inputs["member"], inputs["member_factor"])
+        rows = batching.live_rows(torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1))
+        self.router.set(inputs["member"][rows], inputs["member_factor"][rows])
         return super()._compute_loss(model, inputs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -551,6 +559,11 @@ def _numbered(names: Sequence[str]) -> list[int]:
     """Each name's number in order of first appearance."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(name, len(numbers)) for name in names]
+
+
+def _spread(values: torch.Tensor | None, rows: torch.Tensor, size: int) -> torch.Tensor | None:
+    """The values of some rows, `[len(rows), C]`, among `size` rows; the others get 0."""
+    return None if values is None else values.new_zeros(size, values.shape[1]).index_copy(0, rows, values)
 
 
 def _joined(parts: Sequence[torch.Tensor | None], join) -> torch.Tensor | None:
