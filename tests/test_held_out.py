@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import EarlyStoppingCallback
 
 from tests.populora_run import EVALUATED, HELD_OUT, cut_run, make_trainer, state_of
 from tests.test_checkpoint import assert_equal, base  # noqa: F401 - `base` is a fixture
+from trl_populora.adapters.weights import read_member
 from trl_populora.held_out import HeldOut, Tried, scores
 from trl_populora.population import Population
 from trl_populora.report import load_evaluations, load_history
@@ -64,12 +66,13 @@ class TestWhileTraining:
         trainer.save_model()
         told = evaluations(trainer)
         assert [entry["step"] for entry in told] == [0, 2, 4]
+        assert told[0]["eval_solve_rate_worst"] == told[0]["eval_solve_rate_best"] == told[0]["eval_base/solve_rate"]
         for entry in told:
             rates = [entry[f"eval_student_{n}/solve_rate"] for n in (0, 1)]
             assert entry["eval_solve_rate_mean"] == pytest.approx(sum(rates) / 2)
             assert (entry["eval_solve_rate_best"], entry["eval_solve_rate_worst"]) == (max(rates), min(rates))
             assert entry["eval_code_o/solve_rate"] == 0
-            assert 0 < entry["eval_letters/solve_rate"] < 1
+            assert 0 < entry["eval_letters/solve_rate"] < 1 or entry["step"] == 0
             assert entry["eval_pass_at_3"] >= entry["eval_solve_rate_mean"]
             assert entry["eval_base/solve_rate"] == told[0]["eval_base/solve_rate"]
             assert "eval_teacher_0/solve_rate" not in entry
@@ -146,6 +149,16 @@ class TestEvaluate:
         trainer = make_trainer(base, str(tmp_path), {"evaluated": True} | settings)
         before = trainer.evaluate()
         assert trainer.evaluate() | {"eval_runtime": 0} == before | {"eval_runtime": 0}
+        asked = []
+        generate = trainer.game.generate
+        trainer.game.generate = lambda prompts, members, **k: asked.extend(members) or generate(prompts, members, **k)
+        trainer.evaluate()
+        assert set(asked) == {"base"}, "before their first update members are the base, and share its attempts"
+        moved = {key: torch.full_like(value, 0.01) for key, value in read_member(trainer.model, "student_1").items()}
+        trainer.replace_member("student_1", moved, step=0)
+        trainer.evaluate()
+        assert set(asked) == {"base", "student_1"}
+        trainer.game.generate = generate
         trainer.train()
         letters, code = Dataset.from_list(HELD_OUT[1:]), Dataset.from_list(HELD_OUT[:1])
         found = trainer.evaluate({"letters": letters, "code": code}, metric_key_prefix="test")

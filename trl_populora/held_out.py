@@ -7,7 +7,7 @@ and ratings, archive and weights stay as they are, so a run with and without eva
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -145,7 +145,12 @@ class HeldOut:
         return isinstance(task, Task) and _question(task) in self._questions
 
     def measure(
-        self, game: Game, members: Sequence[Member], name: str = "", progress: bool = False
+        self,
+        game: Game,
+        members: Sequence[Member],
+        name: str = "",
+        progress: bool = False,
+        untrained: Container[str] = (),
     ) -> dict[str, float]:
         """
         Scores members on one table and, the first time, the base. Collective.
@@ -155,25 +160,33 @@ class HeldOut:
             members (`Sequence[Member]`): The students, and teachers if they are wanted, too.
             name (`str`, *optional*, defaults to `""`): Name of the table.
             progress (`bool`, *optional*, defaults to `False`): Whether to show a bar.
+            untrained (`Container[str]`, *optional*): Members that are still the base; they share its attempts.
 
         Returns:
             `dict[str, float]`: The figures of [`scores`] over the students; teachers' and the base's of their own.
         """
         tasks, bar = self.tables[name], f"evaluate {name}".strip() if progress else ""
 
-        def figures_of(names: Sequence[str]) -> dict[str, float]:
-            return scores(attempt(game, names, tasks, self.attempts, self.batch, self.seed, bar), tasks)
+        def tries_of(names: Sequence[str]) -> dict[str, list[list[Tried]]]:
+            return attempt(game, names, tasks, self.attempts, self.batch, self.seed, bar) if names else {}
 
-        students = [member for member in members if member.role == "student"]
-        figures = figures_of([student.name for student in students])
+        known = name in self.base
+        base = {} if known and not any(m.name in untrained for m in members) else tries_of([BASE_NAME])
+
+        def figures_of(role: str) -> dict[str, float]:
+            names = [member.name for member in members if member.role == role]
+            trained = tries_of([each for each in names if each not in untrained])
+            return scores({each: trained.get(each) or base[BASE_NAME] for each in names}, tasks) if names else {}
+
+        figures = figures_of("student")
         if name == next(iter(self.tables)):
-            self.rates = {student.identity: figures[f"{student.name}/solve_rate"] for student in students}
-        if teachers := [member.name for member in members if member.role == "teacher"]:
-            figures |= {key: rate for key, rate in figures_of(teachers).items() if key.partition("/")[0] in teachers}
-        if name not in self.base:
+            self.rates = {m.identity: figures[f"{m.name}/solve_rate"] for m in members if m.role == "student"}
+        teachers = [member.name for member in members if member.role == "teacher"]
+        figures |= {key: rate for key, rate in figures_of("teacher").items() if key.partition("/")[0] in teachers}
+        if not known:
             self.base[name] = {
                 key if key.startswith(f"{BASE_NAME}/") else f"{BASE_NAME}/{key}": value
-                for key, value in figures_of([BASE_NAME]).items()
+                for key, value in scores(base, tasks).items()
                 if key != "thinking_rate" and not key.startswith("solve_rate_")  # of one: said already
             }
         return figures | self.base[name]

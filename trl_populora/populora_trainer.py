@@ -305,13 +305,16 @@ class PopuLoRATrainer(PublishingTrainer):
         if held_out is not self.held_out:
             loading.check_outputs(loading.given_tables(None, held_out), self.game)
         members = [*self.population] if self.args.eval_teachers else self.population.students
+        untrained = {
+            m.name for m in members if weights.adds_nothing(self.model_wrapped, self.population.adapter(m.name))
+        }
         self.model.eval()
         log_completions, self.log_completions = self.log_completions, False  # they are the training's
         try:
             metrics: dict[str, float] = {}
             for name in held_out.tables:
                 prefix = f"{metric_key_prefix}_{name}_" if name else f"{metric_key_prefix}_"
-                figures = held_out.measure(self.game, members, name, not self.args.disable_tqdm)
+                figures = held_out.measure(self.game, members, name, not self.args.disable_tqdm, untrained)
                 metrics |= {prefix + key: value for key, value in figures.items()}
             metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
             self.log(metrics)

@@ -71,6 +71,11 @@ def read_member(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
     return {key: _full_tensor(parameter) for key, parameter in member_parameters(model, name).items()}
 
 
+def adds_nothing(model: nn.Module, name: str) -> bool:
+    """Whether a member still is the base: its `B` are zero, as they are before its first update. Collective."""
+    return not any(value.any() for key, value in read_member(model, name).items() if "lora_B" in key)
+
+
 def _full_tensor(parameter: nn.Parameter) -> torch.Tensor:
     if isinstance(parameter, DTensor):
         value = parameter.full_tensor()
