@@ -33,14 +33,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trl_populora.matchmaking import Matchmaker
-from trl_populora.population import Population
-from trl_populora.rollout import Completion, Game, play_step
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode
-from trl_populora.tasks import CodeI, CodeO, load_seed_tasks
-from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Proposal
 
 
 BODIES = [
@@ -279,57 +273,6 @@ def soak(sandbox: Sandbox, count: int) -> dict:
     return {"programs": count} | growth | {"respawns": sandbox.report()["respawns"], "per_s": round(rate, 1)}
 
 
-def verification_seconds(sandbox: Sandbox, streams: bool, generation: float = 3.0) -> float:
-    """
-    `time/verify` of a population step of the default size, 48 proposals and 384 attempts.
-
-    The players are scripted and take `generation` seconds for either role, row after row at an even pace, as an engine
-    would. One that streams tells of a row when it is there; the other tells of all rows at the end.
-    """
-    archive = TaskArchive(1000)
-    for task in load_seed_tasks():
-        archive.add(task)
-    kinds = {kind.name: kind for kind in (CodeI(), CodeO())}
-    said: dict[str, int] = {}
-
-    def say(prompt: list, member: str, row: int) -> str:
-        if member.startswith("teacher"):
-            proposed = Proposal("code_o", program(row).strip(), (encode((5 + row,)),))
-            return kinds["code_o"].render_proposal(proposed)
-        text = prompt[0]["content"]
-        said[text] = said.get(text, 4) + 1
-        fence = "input" if "solve code_i" in text else "output"
-        return f"```{fence}\n{said[text]}\n```"
-
-    def generate(prompts: list, members: list[str], seen: Callable[[int, str], None]) -> list[Completion]:
-        texts, start = [], time.perf_counter()
-        for row, (prompt, member) in enumerate(zip(prompts, members, strict=True)):
-            time.sleep(max(0.0, start + generation * (row + 1) / len(prompts) - time.perf_counter()))
-            texts.append(say(prompt, member, row))
-            if streams:
-                seen(row, texts[-1])
-        return [Completion([1], [2], text) for text in texts]
-
-    game = Game(
-        population=Population(4, 4),
-        matchmaker=Matchmaker(seed=0),
-        archive=archive,
-        kinds=kinds,
-        sandbox=sandbox,
-        generate=generate,
-        gather=lambda value: [value],
-        proposals=12,
-        attempts=8,
-        references=6,
-        determinism_runs=2,
-        style="compact",
-        seed=0,
-    )
-    played = play_step(game, 0)
-    assert played.metrics["propose/valid_rate"] == 1
-    return played.seconds["verify"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="0: only the growth check")
@@ -395,14 +338,6 @@ def main() -> None:
         evalplus_style(LOOP.format(n=0), [(5,)], 1.0)
         print(f"evalplus style spends {time.perf_counter() - start:.2f} s of a worker on each loop")
 
-        waits = [[verification_seconds(many, streams) for streams in (False, True)] for _ in range(3)]
-        at_end, streamed = (statistics.median(column) for column in zip(*waits, strict=True))
-        print(
-            "\nverification of a step of 48 proposals (two runs each) and 384 attempts, after 2 x 3 s of generation:"
-        )
-        print(
-            f"  {at_end:.2f} s where the engine tells of all rows at the end, {streamed:.2f} s where it streams them"
-        )
         late = kill_latency(one)
         growth = soak(many, options.soak)
         print(f"\nan endless loop is answered {late:.1f} ms after its limit")
@@ -415,8 +350,6 @@ def main() -> None:
             "kill_latency_ms": round(late, 2),
             "loss_with_1pct_loops": round(loss["loops"], 4),
             "loss_with_1pct_bombs": round(loss["bombs"], 4),
-            "verify_seconds": round(at_end, 3),
-            "verify_seconds_streamed": round(streamed, 3),
             "level": many.level,
             "growth": growth,
             "rates": {name: round(statistics.median(values), 1) for name, values in rates.items()},

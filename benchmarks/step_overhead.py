@@ -105,7 +105,7 @@ class FixedLengthTrainer(PopuLoRATrainer):
         self.spent[phase] += self.clock() - start
         return result
 
-    def _generate_rows(self, prompts, members, seen=None):
+    def _generate_rows(self, prompts, members):
         # Nothing is told early: a row's text is cut here first.
         return [replace(row, text=self._read(row.completion_ids)) for row in super()._generate_rows(prompts, members)]
 

@@ -121,7 +121,7 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
     figures["reward_first"] = statistics.fmean(rewards[:fifth])
     figures["reward_last"] = statistics.fmean(rewards[-fifth:])
     if student:
-        with make_sandbox(trainer.args) as trainer.game.sandbox:  # the run's own is closed by now
+        with make_sandbox(trainer.args) as trainer.game.referee.sandbox:  # the run's own is closed by now
             figures["held_out_after"] = mean_solve_rate(trainer, held_out)
     return figures
 

@@ -31,8 +31,8 @@ from trl_populora.adapters.weights import read_member
 from trl_populora.evolution import DEFAULT_CROSSOVERS, DEFAULT_MUTATIONS
 from trl_populora.factors import Factors, compare
 from trl_populora.operators import CROSSOVERS, MUTATIONS
+from trl_populora.played import Row
 from trl_populora.rewards import student_reward
-from trl_populora.rollout import Row
 from trl_populora.tasks import TaskArchive
 from trl_populora.tasks.base import Task
 
@@ -70,7 +70,7 @@ class Rewards(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         for name, rewards in self.of.items():
-            rows = [row for row in self.trainer._rows if row.member == name]
+            rows = [row for row in self.trainer.played.rows if row.member == name]
             columns = {column: [getattr(row, column) for row in rows] for column in Row.COLUMNS}
             rewards.append(statistics.fmean(student_reward(**columns)))
         regained = [updates_to_regain(rewards, self.target) is not None for rewards in self.of.values()]

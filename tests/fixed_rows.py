@@ -14,8 +14,9 @@ from peft import PeftModel
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from trl_populora.played import Played, Row
+from trl_populora.player import Completion
 from trl_populora.rewards import student_reward, teacher_reward
-from trl_populora.rollout import Completion, Row
 
 
 TEACHERS, STUDENTS, PROPOSALS, ATTEMPTS = 4, 4, 4, 2
@@ -70,11 +71,12 @@ def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
 
     def play(prompts: list, _) -> dict[str, list]:
-        mine = [row for row in rows_of(trainer.state.global_step) if int(row.group[-1]) % world == rank]
+        rows = rows_of(trainer.state.global_step)
+        shares = [[row for row in rows if int(row.group[-1]) % world == other] for other in range(world)]
+        mine = shares[rank]
         assert len(mine) == len(prompts)
-        trainer._rows = mine
-        columns = {name: [getattr(row, name) for row in mine] for name in Row.COLUMNS}
-        return columns | {
+        trainer.played = Played(mine, [row.record() for share in shares for row in share])
+        return trainer.played.columns | {
             "prompt_ids": [row.completion.prompt_ids for row in mine],
             "completion_ids": [row.completion.completion_ids for row in mine],
             "logprobs": None,

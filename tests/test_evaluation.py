@@ -16,7 +16,7 @@ from tests.test_rollout import PROPOSALS, make_game, sandbox, solve_by_plan  # n
 from trl_populora import __main__ as cli
 from trl_populora.adapters.weights import read_member
 from trl_populora.evaluation import Payoff, assemble, cross_play, score_members, solve_rates, told_apart
-from trl_populora.rollout import Completion
+from trl_populora.player import Completion
 
 
 def test_held_out_tasks_leave_no_trace(sandbox, seed_tasks):  # noqa: F811
@@ -34,7 +34,7 @@ class TestCrossPlay:
     def test_every_student_meets_every_teachers_tasks(self, sandbox, seed_tasks):  # noqa: F811
         """teacher_0 writes the truth table's four; teacher_1 nothing valid; student_1 is always wrong."""
 
-        def generate(prompts, members, seen=None, seed=None):
+        def generate(prompts, members, seed=None):
             answers, counts = [], {}
             for prompt, member in zip(prompts, members, strict=True):
                 index = counts[prompt[0]["content"]] = counts.get(prompt[0]["content"], -1) + 1

@@ -31,11 +31,12 @@ from trl_populora.evolution import (
 from trl_populora.factors import compare
 from trl_populora.matchmaking import BETA, Matchmaker
 from trl_populora.operators import CROSSOVERS, MUTATIONS
+from trl_populora.played import Played, Row
+from trl_populora.player import Completion
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.retention import known_solutions, mean_logp, retention_loss
-from trl_populora.rollout import Completion, Row
 
 
 def rated(*mus: float, age: int = 20, teachers: int = 1) -> Population:
@@ -425,7 +426,7 @@ def knowing(make_trainer):
     trainer.replace_member("student_1", {k: torch.randn(s) / s[-1] ** 0.5 for k, s in shapes.items()}, step=0)
     rows = [("teacher", "teacher_0", False), ("student", "student_0", True)]
     rows += [("student", "student_1", True), ("student", "student_1", False)]
-    trainer._rows = [
+    rows = [
         Row(
             role,
             member,
@@ -437,19 +438,20 @@ def knowing(make_trainer):
         )
         for n, (role, member, correct) in enumerate(rows)
     ]
+    trainer.played = Played(rows, [])
     return trainer
 
 
 class TestRetentionGate:
     def test_known_solutions_are_true_and_the_parents_own_come_first(self, knowing):
-        completions = [row.completion for row in knowing._rows]
-        assert known_solutions(knowing._rows, "student", "student_1", 16) == [completions[2], completions[1]]
-        assert known_solutions(knowing._rows, "student", "student_1", 1) == [completions[2]]
-        assert known_solutions(knowing._rows, "teacher", "teacher_1", 16) == [completions[0]]
+        completions = [row.completion for row in knowing.played.rows]
+        assert known_solutions(knowing.played.rows, "student", "student_1", 16) == [completions[2], completions[1]]
+        assert known_solutions(knowing.played.rows, "student", "student_1", 1) == [completions[2]]
+        assert known_solutions(knowing.played.rows, "teacher", "teacher_1", 16) == [completions[0]]
 
     @pytest.mark.parametrize("name", ["student_0", "student_1"])
     def test_mean_logp_is_the_members_own(self, knowing, name):
-        completions = known_solutions(knowing._rows, "student", "student_1", 16)
+        completions = known_solutions(knowing.played.rows, "student", "student_1", 16)
         # Unequal lengths, so that padding on both sides would show.
         longer = [5, *completions[1].prompt_ids]
         completions = [completions[0], Completion(longer, completions[1].completion_ids[:4], "")]
@@ -466,7 +468,7 @@ class TestRetentionGate:
     def test_loss_of_a_copy_a_stranger_and_without_solutions(self, knowing, monkeypatch):
         assert retention_loss(knowing, "student_1", "student_1", 16) == 0.0
         assert retention_loss(knowing, "student_0", "student_1", 16) > 0.1
-        monkeypatch.setattr(knowing, "_rows", [])
+        monkeypatch.setattr(knowing, "played", Played([], []))
         assert math.isnan(retention_loss(knowing, "student_0", "student_1", 16))
 
     @pytest.mark.parametrize(("strength", "outcome"), [(0.01, "kept"), (0.5, "milder"), (1e3, "cloned")])

@@ -109,8 +109,10 @@ class TestWhileTraining:
     def test_a_task_that_is_held_out_never_enters_the_archive(self, base, tmp_path):  # noqa: F811
         trainer = make_trainer(base, str(tmp_path), EVALUATED | {"max_steps": 1})
         held_out = Task("code_i", "def f(x):\n    return x - 1", (encode((7,)),), ("6",))
-        assert held_out in trainer.game.held_out, "another kind, other names: the same question"
-        assert Task("code_o", "def f(a):\n    return a - 1", (encode((8,)),), ("7",)) not in trainer.game.held_out
+        assert held_out in trainer.game.referee.held_out, "another kind, other names: the same question"
+        assert (
+            Task("code_o", "def f(a):\n    return a - 1", (encode((8,)),), ("7",)) not in trainer.game.referee.held_out
+        )
         trainer.close()
 
 
@@ -150,15 +152,17 @@ class TestEvaluate:
         before = trainer.evaluate()
         assert trainer.evaluate() | {"eval_runtime": 0} == before | {"eval_runtime": 0}
         asked = []
-        generate = trainer.game.generate
-        trainer.game.generate = lambda prompts, members, **k: asked.extend(members) or generate(prompts, members, **k)
+        generate = trainer.game.player.generate
+        trainer.game.player.generate = lambda prompts, members, **k: (
+            asked.extend(members) or generate(prompts, members, **k)
+        )
         trainer.evaluate()
         assert set(asked) == {"base"}, "before their first update members are the base, and share its attempts"
         moved = {key: torch.full_like(value, 0.01) for key, value in read_member(trainer.model, "student_1").items()}
         trainer.replace_member("student_1", moved, step=0)
         trainer.evaluate()
         assert set(asked) == {"base", "student_1"}
-        trainer.game.generate = generate
+        trainer.game.player.generate = generate
         trainer.train()
         letters, code = Dataset.from_list(HELD_OUT[1:]), Dataset.from_list(HELD_OUT[:1])
         found = trainer.evaluate({"letters": letters, "code": code}, metric_key_prefix="test")

@@ -104,7 +104,7 @@ class TestStep:
 
         class Watch(TrainerCallback):
             def on_step_end(self, args, state, control, **kwargs):
-                steps.append((members_of(trainer), {row.member for row in trainer._rows}))
+                steps.append((members_of(trainer), {row.member for row in trainer.played.rows}))
 
         trainer.add_callback(Watch())
         before = members_of(trainer)

@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from trl_populora.checkpoint import newest
+from trl_populora.played import Row
 from trl_populora.population import Population
 from trl_populora.records import EVALUATED, Records, read_lines, set_aside, write_rollouts
-from trl_populora.rollout import Row
 
 
 OLD = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]
@@ -87,7 +87,7 @@ def test_rollouts_tell_a_member_from_its_successor_and_its_opponent(tmp_path):
             ("teacher", "teacher_1", 1),
         )
     ]
-    game = SimpleNamespace(population=population, rank=0, world=1)
+    game = SimpleNamespace(population=population, player=SimpleNamespace(rank=0, world=1))
     table = pq.read_table(write_rollouts(str(tmp_path), 4, game, rows, [0.0] * 4, [0.0] * 4)).to_pydict()
     assert table["version"] == [1, 1, 0, 0]
     assert table["opponent"] == ["teacher_0", "teacher_1", "student_0", "student_0"]

@@ -9,9 +9,12 @@ from dataclasses import replace
 import pytest
 
 from trl_populora.matchmaking import Matchmaker
+from trl_populora.played import Row
+from trl_populora.player import Completion, Player
 from trl_populora.population import Population
+from trl_populora.referee import Referee
 from trl_populora.rewards import student_reward, teacher_reward
-from trl_populora.rollout import Completion, Game, Row, play_step
+from trl_populora.rollout import Game, play_step
 from trl_populora.sandbox import Gold, Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
 from trl_populora.tasks import CodeF, CodeI, CodeO
@@ -31,13 +34,25 @@ def proposal(program: str, arguments: str) -> str:
     return f"```python\n{program}\n```\n```input\n{arguments}\n```"
 
 
-def make_game(sandbox, seed_tasks, teach, solve, kinds=None, teachers=1, students=1, proposals=4, **settings) -> Game:
+def make_game(
+    sandbox,
+    seed_tasks,
+    teach,
+    solve,
+    kinds=None,
+    teachers=1,
+    students=1,
+    proposals=4,
+    generate=None,
+    ranks=None,
+    **settings,
+) -> Game:
     """A game whose teachers say `teach(i)` to their i-th prompt and whose students say `solve(prompt, i)`."""
     archive = TaskArchive()
     for task in seed_tasks:
         archive.add(task)
 
-    def generate(prompts, members, seen=None, seed=None):
+    def by_script(prompts, members, seed=None):
         counts: dict[str, int] = {}
         completions = []
         for prompt, member in zip(prompts, members, strict=True):
@@ -52,10 +67,8 @@ def make_game(sandbox, seed_tasks, teach, solve, kinds=None, teachers=1, student
         "population": Population(teachers, students),
         "matchmaker": Matchmaker(seed=0),
         "archive": archive,
-        "kinds": {kind.name: kind for kind in kinds or [CodeO()]},
-        "sandbox": sandbox,
-        "generate": generate,
-        "gather": lambda value: [value],
+        "referee": Referee({kind.name: kind for kind in kinds or [CodeO()]}, sandbox, **(rules or {})),
+        "player": Player(generate or by_script, **(ranks or {})),
         "proposals": proposals,
         "attempts": G,
         "references": 1,
@@ -156,9 +169,9 @@ def test_only_programs_that_nobody_has_written_count_as_novel(sandbox, seed_task
     played = play_step(game, 0)
     assert [row.reject_reason for row in played.rows if row.role == "teacher"] == ["", "", "", "duplicate"]
     assert played.metrics["propose/novel_rate"] == pytest.approx(1 / 3)
-    game.generate = make_game(sandbox, [], lambda i: proposal(written[1][0], str(i + 8)), lambda c, i: "").generate
+    game.player = make_game(sandbox, [], lambda i: proposal(written[1][0], str(i + 8)), lambda c, i: "").player
     assert play_step(game, 1).metrics["propose/novel_rate"] == 0.0
-    game.generate = make_game(sandbox, [], lambda i: "", lambda c, i: "").generate
+    game.player = make_game(sandbox, [], lambda i: "", lambda c, i: "").player
     assert math.isnan(play_step(game, 2).metrics["propose/novel_rate"])
 
 
@@ -216,36 +229,6 @@ def test_code_f_is_graded_on_hidden_pairs(sandbox, seed_tasks):
     assert "f(" in attempts[0].prompt[0]["content"]
 
 
-def test_what_is_seen_early_changes_nothing_but_when_it_runs(sandbox, seed_tasks):
-    """An engine that tells of every row, in any order, and of one that then turns out otherwise."""
-    queued: list[int] = []
-
-    def play(early: bool):
-        game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan, kinds=(CodeO(), CodeI()))
-        generate = game.generate
-
-        def streaming(prompts, members, seen):
-            completions = generate(prompts, members)
-            if early:
-                for number in reversed(range(len(completions))):
-                    seen(number, completions[number].text)
-                seen(0, PROPOSALS[3])
-                queued.append(len(game.queued))
-            return completions
-
-        game.generate = streaming
-        played = play_step(game, 0)
-        assert game.queued == {}
-        return played, game.archive.state_dict(), game.population.state_dict()
-
-    (late, *late_state), (soon, *soon_state) = play(False), play(True)
-    assert soon.rows == late.rows
-    assert str(soon.metrics) == str(late.metrics)
-    assert soon_state == late_state
-    assert queued[0] == 4, "the proposals ran before the generation was over"
-    assert soon.seconds.keys() == {"match", "propose", "verify", "solve"}
-
-
 class TestRanks:
     """Two ranks played one after the other; what one gathers, the other has said."""
 
@@ -272,9 +255,7 @@ class TestRanks:
                 solve_by_plan,
                 teachers=2,
                 students=2,
-                gather=gather_as(rank),
-                rank=rank,
-                world=world,
+                ranks={"gather": gather_as(rank), "rank": rank, "world": world},
             )
             for rank in range(world)
         ]

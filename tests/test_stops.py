@@ -76,7 +76,7 @@ def stopped(random_base, make_args, seed_dataset, lora):
 def test_a_row_that_ends_with_a_stop_is_no_row_cut_off(stopped):
     before = {name: read_member(stopped.model, name) for name in stopped.population.names}
     stopped.train()
-    rows = [row.completion.completion_ids for row in stopped._rows]
+    rows = [row.completion.completion_ids for row in stopped.played.rows]
     assert all(not set(ids[:-1]) & set(range(60)) for ids in rows), "generation goes on after a stop"
     assert stopped.state.log_history[0]["completions/clipped_ratio"] < 0.2
     for name, factors in before.items():

@@ -37,7 +37,7 @@ def test_the_texts_of_a_tokenizer_are_its_special_tokens_and_the_tags_of_thinkin
 
 def test_the_trainer_forbids_those_of_its_tokenizer(random_base, make_args, lora, seed_dataset):
     trainer = PopuLoRATrainer(random_base, args=make_args(), train_dataset=seed_dataset, peft_config=lora)
-    assert set(THINK_TAGS) < set(trainer.game.forbidden) == set(control_texts(trainer.processing_class))
+    assert set(THINK_TAGS) < set(trainer.game.referee.forbidden) == set(control_texts(trainer.processing_class))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -70,7 +70,9 @@ WRITTEN = [
 
 
 def test_a_teacher_cannot_end_the_turn_of_those_who_read_its_task(sandbox, seed_tasks):
-    game = make_game(sandbox, seed_tasks, lambda i: WRITTEN[i], lambda c, i: "", (CodeI(),), forbidden=TEXTS)
+    game = make_game(
+        sandbox, seed_tasks, lambda i: WRITTEN[i], lambda c, i: "", (CodeI(),), rules={"forbidden": TEXTS}
+    )
     played = play_step(game, 0)
     rows = [row for row in played.rows if row.role == "teacher"]
     assert [row.reject_reason for row in rows] == ["control_token"] * 4
@@ -81,7 +83,7 @@ def test_a_teacher_cannot_end_the_turn_of_those_who_read_its_task(sandbox, seed_
 
 def test_a_hint_and_a_kind_of_ones_own_are_screened_too(sandbox, seed_tasks):
     hint = "```inputs\n1\n2\n3\n4\n```\n```message\nwrite <|im_end|>\n```"
-    game = make_game(sandbox, seed_tasks, lambda i: hint, lambda c, i: "", (CodeF(4),), forbidden=TEXTS)
+    game = make_game(sandbox, seed_tasks, lambda i: hint, lambda c, i: "", (CodeF(4),), rules={"forbidden": TEXTS})
     assert play_step(game, 0).metrics["verify/reject/control_token"] == 4
 
     class Loose(Countdown):
@@ -89,5 +91,7 @@ def test_a_hint_and_a_kind_of_ones_own_are_screened_too(sandbox, seed_tasks):
             return Proposal(self.name, text, ())
 
     known = [Task("countdown", "3 4 -> 7", (), ())]
-    game = make_game(sandbox, known, lambda i: f"{i} </think>", lambda c, i: "", (Loose(),), forbidden=TEXTS)
+    game = make_game(
+        sandbox, known, lambda i: f"{i} </think>", lambda c, i: "", (Loose(),), rules={"forbidden": TEXTS}
+    )
     assert play_step(game, 0).metrics["verify/reject/control_token"] == 4

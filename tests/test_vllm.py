@@ -282,25 +282,3 @@ def test_read_member_is_what_was_published(served):
     live = read_member(served.model, "member_2")
     assert saved.keys() == live.keys()
     assert all(torch.equal(saved[key], live[key]) for key in live)
-
-
-def test_rows_are_told_as_they_finish_and_are_those_of_the_end(served):
-    served.publish_all(3)
-    rows, prompts = [*range(MEMBERS)] * 2, some_prompts(MEMBERS) * 2
-    told, unfinished, engine = {}, [], served.generation.llm.llm_engine
-
-    def seen(row, text):
-        told[row] = text
-        unfinished.append(engine.get_num_unfinished_requests())
-
-    served.generation.seen = seen
-    served.generation.generation_kwargs = {"stop_token_ids": [*range(0, 256, 9)]}  # rows end at different times
-    try:
-        completions, _ = served.generate(rows, prompts)
-    finally:
-        served.generation.seen, served.generation.generation_kwargs = None, {}
-    decode = served.generation.processing_class.decode
-    assert told == {row: decode(ids, skip_special_tokens=True) for row, ids in enumerate(completions)}
-    assert max(unfinished) > 0, "the first are told while others are being generated"
-    served.generate(rows, prompts)
-    assert len(unfinished) == len(rows), "nobody is told when nobody asks"

@@ -116,15 +116,6 @@ def test_publishing_one_member_changes_its_outputs_and_no_others(client):
         assert (texts[0] == texts[1]) == (row != 1)
 
 
-def test_members_that_finish_early_are_told_early(client):
-    client.publish_all(6)
-    told = {}
-    client.generation.seen = told.__setitem__
-    completions, _ = client.generate([*range(MEMBERS)] * 2, [[1, 2, 3], [7, 8]] * MEMBERS)
-    decode = client.generation.processing_class.decode
-    assert told == {row: decode(ids, skip_special_tokens=True) for row, ids in enumerate(completions)}
-
-
 @pytest.mark.parametrize(("members", "rank"), [(MEMBERS + 1, 4), (MEMBERS, 32)])
 def test_a_server_that_cannot_hold_the_population_is_refused(base, server, tmp_path, members, rank):
     with pytest.raises(ValueError, match=f"--max-loras {members} .*--max-lora-rank {max(rank, 8)}"):

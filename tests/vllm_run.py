@@ -41,7 +41,7 @@ def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
         return played
 
     def difference(name: str) -> float:
-        completions = [row.completion for row in trainer._rows if row.member == name]
+        completions = [row.completion for row in trainer.played.rows if row.member == name]
         prompts, texts = ([getattr(c, f"{part}_ids") for c in completions] for part in ("prompt", "completion"))
         rows = [trainer.population[name].index] * len(completions)
         sampled = [completion.logprobs for completion in completions]

@@ -6,11 +6,16 @@ rank keeps its own slice of the result. Shape key: `_R` rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
 import torch
 
 
 # Added to a standard deviation before dividing by it, as in TRL's GRPO.
 STD_EPSILON = 1e-4
+FLAT = 1e-6  # rewards that differ by less count as equal, as in TRL's GRPO
 
 # What TRL's `_compute_loss` divides the sum over rows by: the number of rows, or the number of completion tokens.
 LOSS_NORMALISERS = {
@@ -19,6 +24,51 @@ LOSS_NORMALISERS = {
     "dapo": "tokens",
     "cispo": "tokens",
 }
+
+
+def step_advantages(
+    records: Sequence[Mapping[str, Any]],
+    rewards_R: torch.Tensor,
+    members_R: torch.Tensor,
+    baselines: Mapping[str, str],
+    scale_rewards: str,
+) -> torch.Tensor:
+    """
+    Advantages of all rows of a step, each role under its own baseline.
+
+    Args:
+        records (`Sequence[Mapping]`): The rows' `role`, `kind` and `group`.
+        rewards_R (`torch.Tensor`): Their rewards.
+        members_R (`torch.Tensor`): Their member indices.
+        baselines (`Mapping[str, str]`): `baseline` of [`compute_advantages`] per role.
+        scale_rewards (`str`): `"group"` divides by the standard deviation over the rows of the role's baseline.
+
+    Returns:
+        `torch.Tensor`: Advantages of shape `[R]`.
+    """
+    kinds_R, groups_R = (_numbered([record[name] for record in records]) for name in ("kind", "group"))
+    advantages_R = torch.zeros_like(rewards_R)
+    for role, baseline in baselines.items():
+        others_R = torch.tensor([record["role"] != role for record in records], device=rewards_R.device)
+        own_R = rewards_R.masked_fill(others_R, float("nan"))
+        scale = baseline if scale_rewards == "group" else "none"
+        advantages_R += compute_advantages(own_R, members_R, kinds_R, groups_R, baseline, scale)
+    return advantages_R
+
+
+def flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> float:
+    """Share of the groups of attempts in which all were worth the same."""
+    groups: dict[str, list[float]] = {}
+    for record, reward in zip(records, rewards_R.tolist(), strict=True):
+        if record["role"] == "student":
+            groups.setdefault(record["group"], []).append(reward)
+    return fmean(max(group) - min(group) < FLAT for group in groups.values())
+
+
+def _numbered(names: Sequence[str]) -> torch.Tensor:
+    """Each name's number in order of first appearance."""
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
 
 
 def compute_advantages(

@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ from trl import GRPOTrainer
 from trl_populora import records
 from trl_populora.adapters import weights
 from trl_populora.interrupts import StopAtSignals
-from trl_populora.rollout import Completion, Row
+from trl_populora.played import Played
 from trl_populora.saved_population import FORMAT, check_same_shape, check_settings, describe, read_json, write_json
 from trl_populora.tasks.archive_table import load_archive, save_archive
 
@@ -265,8 +264,7 @@ def _rank_state(trainer: PopuLoRATrainer) -> dict[str, Any]:
     return {
         "step": trainer._step,
         "buffered": trainer._buffered_inputs if between else None,
-        "rows": [asdict(row) for row in trainer._rows] if between else [],
-        "idle": list(trainer._idle),
+        "played": trainer.played.state_dict() if between else None,
         "metrics": {name: list(map(float, values)) for name, values in trainer._metrics["train"].items()},
         "loss": float(trainer._tr_loss),
         "logged": trainer._globalstep_last_logged,
@@ -349,7 +347,8 @@ def _load_rank_state(trainer: PopuLoRATrainer, path: Path) -> None:
         )
         return
     state = torch.load(path, map_location=trainer.accelerator.device, weights_only=True)
-    trainer._step, trainer._buffered_inputs, trainer._idle = state["step"], state["buffered"], state["idle"]
-    trainer._rows = [Row(**row | {"completion": Completion(**row["completion"])}) for row in state["rows"]]
+    trainer._step, trainer._buffered_inputs = state["step"], state["buffered"]
+    if state["played"] is not None:
+        trainer.played = Played.from_state(state["played"])
     trainer._metrics["train"].update(state["metrics"])
     trainer._pending_loss = state["loss"], state["logged"]

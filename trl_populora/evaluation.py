@@ -23,7 +23,7 @@ from trl_populora.held_out import attempt
 from trl_populora.hub import fetch
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.rollout import Game, judge
+from trl_populora.rollout import Game
 from trl_populora.saved_population import SAMPLING, check_same_shape, read_json
 from trl_populora.tasks.base import Task
 
@@ -93,10 +93,10 @@ def score_members(game: Game, members: Sequence[str], tasks: Sequence[Task], att
     Raises:
         `ValueError`: If no task is of a kind that the game plays; others are left out.
     """
-    known = [task for task in tasks if task.kind in game.kinds]
+    known = [task for task in tasks if task.kind in game.referee.kinds]
     if not known:
         kinds = ", ".join(sorted({task.kind for task in tasks})) or "no kind"
-        raise ValueError(f"The given tasks are of {kinds}; these members play {', '.join(game.kinds)}.")
+        raise ValueError(f"The given tasks are of {kinds}; these members play {', '.join(game.referee.kinds)}.")
     bar = tqdm(members, desc="given tasks", unit="member")
     return {member: fmean(solve_rates(game, member, known, attempts)) for member in bar}
 
@@ -125,19 +125,22 @@ def cross_play(
         [`Payoff`]: Its matrix is `[T][S]`.
     """
     rng = random.Random(f"cross-play/{seed}")
-    names = list(game.kinds)
+    names = list(game.referee.kinds)
     kinds = [names[slot % len(names)] for slot in range(proposals)]
     references = [
-        game.archive.sample(game.kinds[k].reference_kinds, game.kinds[k].reference_count(game.references), rng)
+        game.archive.sample(
+            game.referee.kinds[k].reference_kinds, game.referee.kinds[k].reference_count(game.references), rng
+        )
         for k in kinds
     ]
     prompts = [
-        game.kinds[kind].proposal_prompt(shown, game.style) for kind, shown in zip(kinds, references, strict=True)
+        game.referee.kinds[kind].proposal_prompt(shown, game.style)
+        for kind, shown in zip(kinds, references, strict=True)
     ]
     payoff = Payoff(list(teachers), list(students))
     for teacher in tqdm(teachers, desc="cross-play", unit="teacher"):
-        texts = [completion.text for completion in game.generate(prompts, [teacher] * proposals)]
-        tasks = [task for task in judge(game, kinds, texts, references, rng) if isinstance(task, Task)]
+        texts = [completion.text for completion in game.player.generate(prompts, [teacher] * proposals)]
+        tasks = [task for task in game.referee.judge(kinds, texts, references, rng) if isinstance(task, Task)]
         payoff.valid.append(len(tasks) / proposals)
         payoff.solved.append(
             [fmean(solve_rates(game, student, tasks, attempts)) if tasks else math.nan for student in students]

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.population import Member
-from trl_populora.rollout import Game, grade
+from trl_populora.rollout import Game
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
 from trl_populora.tasks.forms import normal_forms
@@ -47,7 +47,7 @@ def attempt(
     sampled before, and what is sampled afterwards does not depend on the outcome.
 
     Args:
-        game (`Game`): Its `generate`, `gather`, `kinds`, `sandbox` and `style` are used.
+        game (`Game`): Its player, referee and prompt style are used.
         members (`Sequence[str]`): Names of members, or `base`.
         tasks (`Sequence[Task]`): What to solve.
         attempts (`int`): Attempts of each member at each task.
@@ -58,30 +58,31 @@ def attempt(
     Returns:
         `dict[str, list[list[Tried]]]`: Per member and task, in order, the attempts.
     """
-    prompts = {task: game.kinds[task.kind].solving_prompt(task, game.style) for task in tasks}
+    prompts = {task: game.referee.kinds[task.kind].solving_prompt(task, game.style) for task in tasks}
     # Prompts of like length share a batch, which spares padding; the sort is stable, so the order is always the same.
     ordered = sorted(range(len(tasks)), key=lambda index: len(prompts[tasks[index]][-1]["content"]))
     rows = [(member, index) for member in members for index in ordered for _ in range(attempts)]
-    batch = batch or -(-len(rows) // game.world)
+    batch = batch or -(-len(rows) // game.player.world)
     batches = [rows[start : start + batch] for start in range(0, len(rows), batch)]
-    rounds = -(-len(batches) // game.world)
+    rounds = -(-len(batches) // game.player.world)
     mine: list[tuple[str, int, Tried]] = []
-    for turn in tqdm(range(rounds), desc=describe, unit="batch", leave=False, disable=not describe or game.rank > 0):
-        number = turn * game.world + game.rank
+    for turn in tqdm(
+        range(rounds), desc=describe, unit="batch", leave=False, disable=not describe or game.player.rank > 0
+    ):
+        number = turn * game.player.world + game.player.rank
         # A rank without a batch left generates along, as sharded models need, and throws the rows away.
         part = batches[min(number, len(batches) - 1)]
-        completions = game.generate(
+        completions = game.player.generate(
             [prompts[tasks[index]] for _, index in part],
             [member for member, _ in part],
             seed=None if seed is None else seed + number,
         )
         if number < len(batches):
             owners, texts = [tasks[index] for _, index in part], [completion.text for completion in completions]
-            answers = [game.kinds[t.kind].parse_attempt(text, t) for t, text in zip(owners, texts, strict=True)]
-            for (member, index), text, right in zip(part, texts, grade(game, owners, answers), strict=True):
+            for (member, index), text, (_, right) in zip(part, texts, game.referee.grade(owners, texts), strict=True):
                 mine.append((member, index, Tried(right, has_thinking(text))))
     tried: dict[str, list[list[Tried]]] = {member: [[] for _ in tasks] for member in members}
-    for part in game.gather(mine):
+    for part in game.player.gather(mine):
         for member, index, outcome in part:
             tried[member][index].append(outcome)
     return tried

@@ -234,10 +234,10 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], game: Game) -> None:
     Raises:
         `ValueError`: If a program does not give the outputs that a row claims; names dataset, row and both values.
     """
-    code = {name: kind for name, kind in game.kinds.items() if isinstance(kind, CodeKind)}
+    code = {name: kind for name, kind in game.referee.kinds.items() if isinstance(kind, CodeKind)}
     rows = [(field, number, task) for field, tasks in tables.items() for number, task in enumerate(tasks)]
-    mine = [row for row in rows if row[2].kind in code][game.rank :: game.world]
-    verdicts = game.sandbox.run([Job(task.program, task.inputs) for _, _, task in mine])
+    mine = [row for row in rows if row[2].kind in code][game.player.rank :: game.player.world]
+    verdicts = game.referee.sandbox.run([Job(task.program, task.inputs) for _, _, task in mine])
     flaws = []
     for (field, number, task), verdict in zip(mine, verdicts, strict=True):
         where = f"`{field}`, row {number}"
@@ -251,7 +251,7 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], game: Game) -> None:
                     f"{given!r:.80}."
                 )
                 break
-    if found := [flaw for part in game.gather(flaws) for flaw in part]:
+    if found := [flaw for part in game.player.gather(flaws) for flaw in part]:
         raise ValueError(
             f"{len(found)} of {len(rows)} given task(s) are wrong. {' '.join(found[:5])} `make_task(kind, program, inputs)` "
             "writes true ones."

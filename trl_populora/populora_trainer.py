@@ -22,7 +22,7 @@ from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.checks import check_is_base
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
-from trl_populora.advantages import compute_advantages, member_factors
+from trl_populora.advantages import flat_fraction, member_factors, step_advantages
 from trl_populora.alarms import Alarms
 from trl_populora.evolution import EvolutionCallback
 from trl_populora.generation.checks import check_vllm
@@ -30,10 +30,13 @@ from trl_populora.generation.sampling import seeded
 from trl_populora.generation.stops import use_end_tokens
 from trl_populora.hub import PublishingTrainer, warm_start
 from trl_populora.matchmaking import Matchmaker
+from trl_populora.played import Played
+from trl_populora.player import Completion, Messages, Player
 from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.progress import PHASES, use_step_line
-from trl_populora.rollout import Completion, Game, Messages, Row, play_step
+from trl_populora.referee import Referee
+from trl_populora.rollout import Game, play_step
 from trl_populora.sandbox import Runner
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
@@ -176,8 +179,8 @@ class PopuLoRATrainer(PublishingTrainer):
         self.game = self._make_game(kinds, archive, loading.prompt_style(args, base))
         self._closed = False
         loading.check_outputs(loading.given_tables(train_dataset, held_out), self.game)
-        self._rows: list[Row] = []
-        self._idle: list[str] = []
+        self.played = Played([], [])
+        self._loss_rows: torch.Tensor | None = None  # of the micro-batch in the loss, those that are computed
         self._deepspeed_norms: dict[str, float] = {}
         self._clips_inside_deepspeed = False
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
@@ -201,20 +204,21 @@ class PopuLoRATrainer(PublishingTrainer):
             population=self.population,
             matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
             archive=archive,
-            kinds=kinds,
-            sandbox=loading.make_sandbox(args),
-            generate=self._generate_rows,
-            gather=self._gather,
+            referee=Referee(
+                kinds, loading.make_sandbox(args), control_texts(self.processing_class), self.held_out or ()
+            ),
+            player=Player(
+                self._generate_rows,
+                lambda value: gather_object([value]),
+                self.accelerator.process_index,
+                self.accelerator.num_processes,
+            ),
             proposals=args.proposals_per_teacher,
             attempts=args.attempts_per_task,
             references=args.references_per_proposal,
             style=style,
             seed=args.seed,
-            forbidden=control_texts(self.processing_class),
             iterations=args.num_iterations,
-            held_out=self.held_out or (),
-            rank=self.accelerator.process_index,
-            world=self.accelerator.num_processes,
         )
 
     @property
@@ -229,8 +233,8 @@ class PopuLoRATrainer(PublishingTrainer):
 
     @property
     def sandbox(self) -> Runner:
-        """Runs every program that a model wrote; one pool per node. Set `game.sandbox` to use another."""
-        return self.game.sandbox
+        """Runs every program that a model wrote; one pool per node. Set `game.referee.sandbox` to use another."""
+        return self.game.referee.sandbox
 
     def close(self) -> None:
         """Ends the sandbox's processes, unpublishes the adapters. Training ends so too; a second call does nothing."""
@@ -250,7 +254,7 @@ class PopuLoRATrainer(PublishingTrainer):
 
     def _open(self) -> None:
         if self._closed:
-            self.game.sandbox, self._closed = loading.make_sandbox(self.args), False
+            self.game.referee.sandbox, self._closed = loading.make_sandbox(self.args), False
 
     def member(self, name: str) -> AbstractContextManager:
         """
@@ -299,7 +303,7 @@ class PopuLoRATrainer(PublishingTrainer):
         self._open()
         held_out = self.held_out
         if eval_dataset is not None:
-            held_out = loading.load_held_out(eval_dataset, self.game.kinds, None, self.args)
+            held_out = loading.load_held_out(eval_dataset, self.game.referee.kinds, None, self.args)
         if held_out is None:
             raise ValueError("`evaluate` needs tasks: give `eval_dataset` to it or to the trainer.")
         if held_out is not self.held_out:
@@ -338,27 +342,25 @@ class PopuLoRATrainer(PublishingTrainer):
         played = play_step(self.game, self.state.global_step)
         if len(played.rows) != len(prompts):
             raise RuntimeError(f"The step played {len(played.rows)} rows, TRL expects {len(prompts)}.")
-        self._rows = played.rows
+        self.played = played
         for phase, spent in played.seconds.items():
             self._phase_seconds[phase] += spent
         metrics = played.metrics | self.matchmaker.metrics() | self.population.metrics() | self.archive.metrics()
         self._log_values(metrics)
-        columns = {name: [getattr(row, name) for row in self._rows] for name in Row.COLUMNS}
-        completions = [row.completion for row in self._rows]
-        logprobs = None if completions[0].logprobs is None else [c.logprobs for c in completions]
-        return columns | {
+        completions = [row.completion for row in played.rows]
+        return played.columns | {
             "prompt_ids": [c.prompt_ids for c in completions],
             "completion_ids": [c.completion_ids for c in completions],
-            "logprobs": logprobs,
+            "logprobs": None if completions[0].logprobs is None else [c.logprobs for c in completions],
         }
 
     def _generate_rows(
-        self, prompts: list[Messages], members: Sequence[str], seen: Any = None, seed: int | None = None
+        self, prompts: list[Messages], members: Sequence[str], seed: int | None = None
     ) -> list[Completion]:
-        """One completion per prompt, each sampled from its own member; vLLM tells `seen` of those that are early."""
+        """One completion per prompt, each sampled from its own member."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         if self.use_vllm:
-            self.vllm_generation.seen, self.vllm_generation.seed = seen, seed
+            self.vllm_generation.seed = seed
         rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
         with self.router.rows_of(rows), seeded(seed):
             completion_ids, logprobs = self._generate_single_turn(prompt_ids, None, {}, 1)
@@ -366,66 +368,40 @@ class PopuLoRATrainer(PublishingTrainer):
         each_logprobs = [None] * len(texts) if logprobs is None else logprobs
         return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, each_logprobs, strict=True)]
 
-    def _gather(self, value: Any) -> list[Any]:
-        """One object per rank, in rank order."""
-        return gather_object([value])
-
     # Phase 5: rewards, advantages, micro-batches
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # In place: TRL logs this very list, and reward functions should see what was asked, not the placeholder.
-        prompts[:] = [row.prompt for row in self._rows]
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._rewards_per_func = rewards
-        return rewards
+        prompts[:] = [row.prompt for row in self.played.rows]
+        self.played.rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self.played.rewards
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        device = output["advantages"].device
-        members = torch.tensor([self.population[row.member].index for row in self._rows], device=device)
-        all_members = self.accelerator.gather(members)
-        rewards = (self._rewards_per_func * self.reward_weights.to(device)).nansum(dim=1)
-        advantages = self._advantages(rewards, all_members)
+        played, device = self.played, output["advantages"].device
+        members = torch.tensor([self.population[record["member"]].index for record in played.records], device=device)
+        rewards = (played.rewards * self.reward_weights.to(device)).nansum(dim=1)
+        baselines = {"teacher": self.args.teacher_baseline, "student": self.args.student_baseline}
+        advantages = step_advantages(played.records, rewards, members, baselines, self.args.scale_rewards)
         tokens = self.accelerator.gather(output["completion_mask"].sum(1))
-        factors = member_factors(all_members, tokens, self.loss_type)
-        present = set(all_members.tolist())
-        self._idle = [name for index, name in enumerate(self.population.adapters) if index not in present]
+        factors = member_factors(members, tokens, self.loss_type)
+        # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
+        self._metrics["train"]["frac_reward_zero_std"][-1] = flat_fraction(played.records, rewards)
 
-        start = self.accelerator.process_index * len(members)
-        mine = slice(start, start + len(members))
-        output |= {"advantages": advantages[mine], "member": members, "member_factor": factors[mine]}
+        start = self.accelerator.process_index * len(played.rows)
+        mine = slice(start, start + len(played.rows))
+        output |= {"advantages": advantages[mine], "member": members[mine], "member_factor": factors[mine]}
         self._logs["advantages"].extend(advantages.tolist())  # a full deque: TRL's own advantages drop out
         if self.args.save_rollouts:
             records.write_rollouts(
                 self.args.output_dir,
                 self.state.global_step,
                 self.game,
-                self._rows,
+                played.rows,
                 rewards[mine].tolist(),
                 advantages[mine].tolist(),
             )
         return output
-
-    def _advantages(self, rewards: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-        """Advantages of all ranks' rows `[W * R]`, each role under its own baseline."""
-        rows = [(row.role, row.kind, row.group) for row in self._rows]
-        roles, kinds, groups = zip(*(row for part in self._gather(rows) for row in part), strict=True)
-        kind_ids, group_ids = (torch.tensor(_numbered(names)) for names in (kinds, groups))
-        advantages = torch.zeros_like(rewards)
-        for role, baseline in (("teacher", self.args.teacher_baseline), ("student", self.args.student_baseline)):
-            mask = torch.tensor([name == role for name in roles], device=rewards.device)
-            scale = baseline if self.args.scale_rewards == "group" else "none"
-            own = rewards.masked_fill(~mask, float("nan"))
-            advantages += compute_advantages(own, members, kind_ids, group_ids, baseline, scale)
-            if role == "student":
-                self._log_groups(own, group_ids)
-        return advantages
-
-    def _log_groups(self, rewards: torch.Tensor, groups: torch.Tensor) -> None:
-        """TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups."""
-        attempts = [rewards[groups == group] for group in groups[~rewards.isnan().cpu()].unique()]
-        flat = [bool(group.std() < 1e-6) for group in attempts]
-        self._metrics["train"]["frac_reward_zero_std"][-1] = sum(flat) / len(flat)
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
@@ -445,29 +421,31 @@ class PopuLoRATrainer(PublishingTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
-        if self.router.route is not None:  # inside the loss, whose route must outlive the backward
-            rows = batching.live_rows(attention_mask)
-            mask = attention_mask[rows]
-            mask = mask if mask.any() else torch.ones_like(mask)  # attention to nothing is not a number
-            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
-                model, input_ids[rows], mask, logits_to_keep, batch_size, **kwargs
-            )
-            size = len(attention_mask)
-            return _spread(logps, rows, size), _spread(entropies, rows, size), aux_loss
-        members = torch.tensor([self.population[row.member].index for row in self._rows])
-        parts = []
-        for ids, mask, rows in zip(
-            *(whole.split(batch_size) for whole in (input_ids, attention_mask, members)), strict=True
-        ):
-            with self.router.rows_of(rows):
-                parts.append(super()._get_per_token_logps_and_entropies(model, ids, mask, logits_to_keep, **kwargs))
-        logps, entropies, aux_losses = zip(*parts, strict=True)
-        return torch.cat(logps), _joined(entropies, torch.cat), _joined(aux_losses, torch.stack)
+        computed = super()._get_per_token_logps_and_entropies
+        if self._loss_rows is None:  # log-probabilities of the whole step, before its first update
+            members = torch.tensor([self.population[row.member].index for row in self.played.rows])
+            parts = []
+            for ids, mask, rows in zip(
+                *(whole.split(batch_size) for whole in (input_ids, attention_mask, members)), strict=True
+            ):
+                with self.router.rows_of(rows):
+                    parts.append(computed(model, ids, mask, logits_to_keep, **kwargs))
+            logps, entropies, aux_losses = zip(*parts, strict=True)
+            return torch.cat(logps), _joined(entropies, torch.cat), _joined(aux_losses, torch.stack)
+        rows, size = self._loss_rows, len(attention_mask)
+        mask = attention_mask[rows]
+        mask = mask if mask.any() else torch.ones_like(mask)  # attention to nothing is not a number
+        logps, entropies, aux_loss = computed(model, input_ids[rows], mask, logits_to_keep, batch_size, **kwargs)
+        return _spread(logps, rows, size), _spread(entropies, rows, size), aux_loss
 
     def _compute_loss(self, model, inputs):
         rows = batching.live_rows(torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1))
-        self.router.set(inputs["member"][rows], inputs["member_factor"][rows])
-        return super()._compute_loss(model, inputs)
+        self.router.set(inputs["member"][rows], inputs["member_factor"][rows])  # outlives the backward
+        self._loss_rows = rows
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._loss_rows = None
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.is_deepspeed_enabled and not self._clips_inside_deepspeed:
@@ -497,14 +475,15 @@ class PopuLoRATrainer(PublishingTrainer):
         return super().create_optimizer(model)
 
     def _clip_grad_norm(self, model):
+        idle = self.played.idle(self.population.adapters)
         if self.is_deepspeed_enabled:  # already clipped, between DeepSpeed's backward and its step
-            if self._idle:
-                optim.withhold_gradients(self.model, self._idle)
+            if idle:
+                optim.withhold_gradients(self.model, idle)
             norms = self._deepspeed_norms
         else:
             self.accelerator.unscale_gradients()
             norms = optim.clip_member_grad_norms(model, self.population.adapters, self.args.max_grad_norm)
-            optim.withhold_gradients(self.model, self._idle)
+            optim.withhold_gradients(self.model, idle)
         self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters})
         return torch.tensor(list(norms.values())).norm()
 
@@ -556,12 +535,6 @@ class PopuLoRATrainer(PublishingTrainer):
         """Adds to TRL's metrics of this step."""
         for name, value in values.items():
             self._metrics["train"][name].append(value)
-
-
-def _numbered(names: Sequence[str]) -> list[int]:
-    """Each name's number in order of first appearance."""
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(name, len(numbers)) for name in names]
 
 
 def _spread(values: torch.Tensor | None, rows: torch.Tensor, size: int) -> torch.Tensor | None:

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import TrainerCallback
 
-from trl_populora.rollout import Game, Row
+from trl_populora.played import Row
+from trl_populora.rollout import Game
 from trl_populora.saved_population import describe, write_json
 
 
@@ -79,7 +80,7 @@ def write_rollouts(
             "completion_tokens": [len(row.completion.completion_ids) for row in rows],
         }
     )
-    suffix = f"-rank{game.rank}" if game.world > 1 else ""
+    suffix = f"-rank{game.player.rank}" if game.player.world > 1 else ""
     path = Path(output_dir, "rollouts", f"step_{step:05d}{suffix}.parquet")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")

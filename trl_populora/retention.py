@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from trl import GRPOTrainer
 from trl.trainer.utils import pad
 
 
 if TYPE_CHECKING:
+    from trl_populora.played import Row
+    from trl_populora.player import Completion
     from trl_populora.populora_trainer import PopuLoRATrainer
-    from trl_populora.rollout import Completion, Row
 
 
 def known_solutions(rows: Sequence[Row], role: str, parent: str, limit: int) -> list[Completion]:
@@ -55,8 +57,8 @@ def mean_logp(trainer: PopuLoRATrainer, name: str, completions: Sequence[Complet
         answer_mask = _padded([torch.ones_like(answer) for answer in answers], 0)
         mask = torch.cat([_padded([torch.ones_like(prompt) for prompt in prompts], 0, "left"), answer_mask], dim=1)
         with trainer.router.rows_of([trainer.population[name].index] * len(chunk)):
-            logps, *_ = trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids.to(device), mask.to(device), answer_mask.shape[1]
+            logps, *_ = GRPOTrainer._get_per_token_logps_and_entropies(
+                trainer, trainer.model, ids.to(device), mask.to(device), answer_mask.shape[1]
             )
         answer_mask = answer_mask.to(device)
         total += torch.stack([(logps * answer_mask).sum(), answer_mask.sum()]).double()
@@ -84,7 +86,9 @@ def retention_loss(trainer: PopuLoRATrainer, child: str, parent: str, limit: int
         parent (`str`): The (better) parent.
         limit (`int`): Largest number of completions per rank.
     """
-    completions = known_solutions(trainer._rows, trainer.population[child].role, parent, limit)
+    completions = known_solutions(
+        trainer.played.rows if trainer.played else [], trainer.population[child].role, parent, limit
+    )
     completions = completions[: common_count(trainer, completions)]
     if not completions:
         return math.nan

@@ -70,7 +70,7 @@ def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
         "base_config": _base_config(trainer),
         "step": trainer.state.global_step,
         "lora": _lora_config(trainer),
-        "task_kinds": list(trainer.game.kinds),
+        "task_kinds": list(trainer.game.referee.kinds),
         "prompt_style": trainer.game.style,
         "best_student": best,
         "best_student_by": why,

@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from .routes import Ask, Published, distinct_asks, nobody
+from .routes import Ask, Published, distinct_asks
 
 
 REQUESTS_AT_A_TIME = 64  # seeded questions are requests of their own
@@ -157,7 +157,6 @@ class LoRAServers:
 
     Attributes:
         routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
-        on_answer (`Callable`): Told the row and the completion's token ids of the next `generate`, batch by batch.
         seed (`int`, *optional*): Of the samples of the next `generate`; the servers' own generators when `None`.
     """
 
@@ -166,7 +165,6 @@ class LoRAServers:
     def __init__(self, urls: Sequence[str], **settings: Any):
         self.servers = [LoRAServer(url, **settings) for url in urls]
         self.routes: Sequence[Published] = ()
-        self.on_answer: Callable[[int, Sequence[int]], None] = nobody
 
     @property
     def remote(self) -> bool:
@@ -213,7 +211,6 @@ class LoRAServers:
                 for ask, answer in zip(sent[done], done.result(), strict=True):
                     for row, completion in zip(ask.rows, answer, strict=True):
                         rows[row] = completion
-                        self.on_answer(row, completion[1])
         keys = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
         columns = [list(column) for column in zip(*rows, strict=True)]
         # Without log-probabilities a column holds `None` for every row; TRL's client returns one `None` for all.

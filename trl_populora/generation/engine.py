@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from .routes import Ask, Published, distinct_asks, nobody
+from .routes import Published, distinct_asks
 
 
 class RoutedLLM(LLM):
@@ -23,7 +22,6 @@ class RoutedLLM(LLM):
 
     Attributes:
         routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
-        on_answer (`Callable`): Told the row and the completion's token ids as the next `generate` goes on.
         seed (`int`, *optional*): Of the samples of the next `generate`; the engine's own generator when `None`.
     """
 
@@ -32,7 +30,6 @@ class RoutedLLM(LLM):
     def __init__(self, *, routed_arguments: dict[str, Any], **kwargs: Any):
         super().__init__(**(kwargs | routed_arguments))
         self.routes: Sequence[Published] = ()
-        self.on_answer: Callable[[int, Sequence[int]], None] = nobody
 
     def load(self, adapter: Published) -> None:
         """Loads a published adapter."""
@@ -60,35 +57,13 @@ class RoutedLLM(LLM):
             own.detokenize = bool(own.stop)  # TRL reads token ids; the text is only needed to find stop strings
             params.append(own)
         adapters = [_request(ask.route) for ask in asks]
-        with self._watched(asks):
-            answers = super().generate(requests, params, lora_request=adapters, **kwargs)
+        answers = super().generate(requests, params, lora_request=adapters, **kwargs)
         outputs: list[Any] = [None] * len(prompts)
         for ask, answer in zip(asks, answers, strict=True):
             for row, completion in zip(ask.rows, answer.outputs, strict=True):
                 outputs[row] = copy.copy(answer)
                 outputs[row].outputs = [completion]
         return outputs
-
-    @contextmanager
-    def _watched(self, asks: Sequence[Ask]) -> Iterator[None]:
-        """Tells `on_answer` of requests as the engine finishes them; vLLM's loop itself returns at the end only."""
-        rows = {(ask.prompt, ask.route.id): ask.rows for ask in asks}
-        step = self.llm_engine.step
-
-        def watched_step():
-            outputs = step()
-            for output in outputs:
-                if output.finished:
-                    asked = rows[tuple(output.prompt_token_ids), output.lora_request.lora_int_id]
-                    for row, completion in zip(asked, output.outputs, strict=False):
-                        self.on_answer(row, completion.token_ids)
-            return outputs
-
-        self.llm_engine.step = watched_step
-        try:
-            yield
-        finally:
-            del self.llm_engine.step
 
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
         """

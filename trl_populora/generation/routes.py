@@ -66,7 +66,3 @@ def distinct_asks(prompts: Sequence[Sequence[int]], routes: Sequence[Published])
     for row, (prompt, route) in enumerate(zip(prompts, routes, strict=True)):
         rows.setdefault((tuple(prompt), route), []).append(row)
     return [Ask(prompt, route, tuple(positions)) for (prompt, route), positions in rows.items()]
-
-
-def nobody(row: int, completion_ids: Sequence[int]) -> None:
-    """Hears of a row that is finished before others, and does nothing."""

@@ -26,7 +26,7 @@ from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from . import publishing
 from .checks import permitted_rank
 from .client import LoRAServers, VLLMServerError
-from .routes import Published, nobody
+from .routes import Published
 from .stops import vllm_kwargs
 
 
@@ -56,12 +56,9 @@ class PopulationGeneration(VLLMGeneration):
         **kwargs: Arguments of `VLLMGeneration`. `server_base_url` may list several URLs, separated by commas.
 
     Attributes:
-        seen (`Callable`, *optional*): Told the number and the text of each row of this rank that the next `generate`
-            finishes before others, from the same thread. In server mode only the main process hears anything.
         seed (`int`, *optional*): Of the samples of the next `generate`, whatever was sampled before.
     """
 
-    seen: Callable[[int, str], None] | None = None
     seed: int | None = None
     _llm_weights_sleeping: bool
 
@@ -220,17 +217,7 @@ class PopulationGeneration(VLLMGeneration):
             names = [BASE_NAME if row == BASE else self.members[row] for row in all_rows]
             self.backend.routes = [self.published[name] for name in names]
             self.backend.seed = self.seed
-            self.backend.on_answer = partial(self._on_answer, self.seen, len(rows)) if self.seen else nobody
         return super().generate(prompts, images, num_generations, profiler)
-
-    def _on_answer(
-        self, seen: Callable[[int, str], None], count: int, row: int, completion_ids: Sequence[int]
-    ) -> None:
-        """Passes on a row of this rank's `count`; the rows of a group lie in the order of its ranks."""
-        grouped = self.mode == "colocate" and self.tensor_parallel_size > 1
-        own = row - count * (torch.distributed.get_rank(group=self.tp_group) if grouped else 0)
-        if 0 <= own < count:
-            seen(own, self.processing_class.decode(completion_ids, skip_special_tokens=True))
 
     def _rows_of_group(self, rows: list[int]) -> list[int]:
         """Rows of all ranks whose prompts TRL gathers into one call, in the order in which it gathers them."""

@@ -1,0 +1,38 @@
+"""Who answers prompts: the one thing that a game, held-out evaluation and cross-play need of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion: token ids as the trainer needs them, and the text without the end-of-turn token."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    text: str
+    logprobs: list[float] | None = None
+
+
+@dataclass
+class Player:
+    """
+    Generates for members, on one process or on several that work together.
+
+    Args:
+        generate (`Callable`): `(prompts, members, seed=None) -> completions`, one completion per prompt, in order. With
+            a `seed` the samples depend on it and the rows alone, and no other generator moves. Collective.
+        gather (`Callable`): Collects one picklable object per rank into a list in rank order.
+        rank, world (`int`): This process and their number.
+    """
+
+    generate: Callable[..., list[Completion]]
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    rank: int = 0
+    world: int = 1

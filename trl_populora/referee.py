@@ -1,0 +1,82 @@
+"""What is a task and what is right (phases 3 and 4): task kinds and sandbox, without any model.
+
+Programs are run when a whole batch of completions is there. To start each the moment its completion ends was built and
+taken out again: it hid 0.3 s of a step of 16 s, and ran through six files and vLLM's engine loop.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trl_populora.sandbox import Job, Runner, Verdict
+from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind, checked
+from trl_populora.tasks.control import THINK_TAGS, screen
+
+
+@dataclass
+class Referee:
+    """
+    Judges proposals and grades attempts. A kind of a user's own that answers with a wrong type is named in the error.
+
+    Args:
+        kinds (`Mapping[str, TaskKind]`): The run's task kinds, in rotation order.
+        sandbox (`Runner`): Runs every program that a model wrote.
+        forbidden (`tuple[str, ...]`): Texts that no task may contain, see `tasks/control.py`.
+        held_out (`Container[Task]`): Tasks that nobody may train on.
+    """
+
+    kinds: Mapping[str, TaskKind]
+    sandbox: Runner
+    forbidden: tuple[str, ...] = THINK_TAGS
+    held_out: Container[Task] = ()
+
+    def judge(
+        self,
+        kinds: Sequence[str],
+        texts: Sequence[str],
+        references: Sequence[Sequence[Task]],
+        rng: random.Random,
+    ) -> list[Task | Reject]:
+        """What each proposal is: a task, or the reason why not. Duplicates are not looked for."""
+        proposals = [self._parse(*each) for each in zip(kinds, texts, references, strict=True)]
+        verdicts = self._run(
+            self.kinds[kind].check(proposal) if isinstance(proposal, Proposal) else None
+            for kind, proposal in zip(kinds, proposals, strict=True)
+        )
+        return [self._accept(*each, rng) for each in zip(kinds, proposals, verdicts, strict=True)]
+
+    def _parse(self, kind: str, text: str, shown: Sequence[Task]) -> Proposal | Reject:
+        parsed = self.kinds[kind].parse_proposal(text, shown)
+        return screen(checked(kind, "parse_proposal", parsed, (Proposal, Reject)), self.forbidden)
+
+    def _accept(
+        self, kind: str, proposal: Proposal | Reject, verdict: Verdict | None, rng: random.Random
+    ) -> Task | Reject:
+        """What became of a proposal; its outputs are known only now."""
+        if isinstance(proposal, Reject):
+            return proposal
+        accepted = self.kinds[kind].accept(proposal, verdict, rng)
+        outcome = screen(checked(kind, "accept", accepted, (Task, Reject)), self.forbidden)
+        return Reject.HELD_OUT if outcome in self.held_out else outcome
+
+    def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[tuple[Attempt, bool]]:
+        """Each answer as it was read, and whether it is right; equal answers to one task run once."""
+        attempts = [self.kinds[t.kind].parse_attempt(text, t) for t, text in zip(tasks, texts, strict=True)]
+        keys = [(task.task_id, task.kind, attempt) for task, attempt in zip(tasks, attempts, strict=True)]
+        distinct = dict(zip(keys, tasks, strict=True))
+        verdicts = self._run(self.kinds[task.kind].trial(task, key[2]) for key, task in distinct.items())
+        right = {
+            key: key[2].well_formed
+            and checked(task.kind, "correct", self.kinds[task.kind].correct(task, key[2], verdict), (bool,))
+            for (key, task), verdict in zip(distinct.items(), verdicts, strict=True)
+        }
+        return [(attempt, right[key]) for attempt, key in zip(attempts, keys, strict=True)]
+
+    def _run(self, jobs: Iterable[Job | None]) -> list[Verdict | None]:
+        """Verdicts of the jobs, `None` where there is nothing to run; equal jobs run once."""
+        jobs = list(jobs)
+        distinct = list(dict.fromkeys(job for job in jobs if job is not None))
+        verdicts = dict(zip(distinct, self.sandbox.run(distinct), strict=True))
+        return [None if job is None else verdicts[job] for job in jobs]
