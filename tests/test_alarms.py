@@ -17,8 +17,8 @@ WELL |= {"verify/reject/format": 3.0, "verify/reject/timeout": 1.0}
 def play(logs, args=ARGS, context=1024, begin=0):
     """Logs these steps one after the other."""
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=context))
-    alarms = Alarms(SimpleNamespace(model=model))
-    alarms.on_train_begin(args, SimpleNamespace(is_world_process_zero=True, global_step=begin), None)
+    alarms = Alarms()
+    alarms.on_train_begin(args, SimpleNamespace(is_world_process_zero=True, global_step=begin), None, model=model)
     for step, entry in enumerate(logs, begin + 1):
         state = SimpleNamespace(is_world_process_zero=True, global_step=step)
         alarms.on_log(args, state, None, logs=WELL | entry)

@@ -15,7 +15,6 @@ from trl_populora.records import EVALUATED, Records, read_lines, set_aside, writ
 OLD = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]
 OLD += ["checkpoint-7/whole.json", "members/student_0/adapter_model.safetensors", "population.json", "run.png"]
 FOREIGN = ["notes.md", "runs/today/events", "checkpoints/mine"]
-TRAINER = SimpleNamespace(accelerator=SimpleNamespace(wait_for_everyone=lambda: None))
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def files(root):
 
 
 def begin(root, step, main=True):
-    records = Records(TRAINER)
+    records = Records(dict)
     state = SimpleNamespace(is_world_process_zero=main, global_step=step)
     records.on_train_begin(SimpleNamespace(output_dir=str(root)), state, None)
     return records
@@ -70,7 +69,7 @@ def test_an_evaluation_before_training_belongs_to_the_run(tmp_path):
 
 def test_an_evaluation_does_not_write_into_another_runs_records(used):
     state = SimpleNamespace(is_world_process_zero=True, global_step=0, log_history=[{EVALUATED: 1.0, "step": 0}])
-    Records(TRAINER).on_log(SimpleNamespace(output_dir=str(used)), state, None, logs={EVALUATED: 1.0})
+    Records(dict).on_log(SimpleNamespace(output_dir=str(used)), state, None, logs={EVALUATED: 1.0})
     assert [entry["step"] for entry in read_lines(used / "metrics.jsonl")] == [7]
     assert json.loads((used / "population.json").read_text())["step"] == 7
 

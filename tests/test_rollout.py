@@ -45,6 +45,7 @@ def make_game(
     proposals=4,
     generate=None,
     ranks=None,
+    rules=None,
     **settings,
 ) -> Game:
     """A game whose teachers say `teach(i)` to their i-th prompt and whose students say `solve(prompt, i)`."""

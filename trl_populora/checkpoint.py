@@ -73,7 +73,7 @@ class ResumableTrainer(GRPOTrainer):
                 )
         elif resume_from_checkpoint and (flaw := find_flaw(resume_from_checkpoint)):
             raise ValueError(f"Cannot resume from {resume_from_checkpoint}: {flaw}.")
-        with StopAtSignals(self, newest):
+        with StopAtSignals(self.callback_handler, self.args, newest):
             return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
 
     def _get_output_dir(self, trial=None):

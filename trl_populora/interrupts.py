@@ -6,14 +6,12 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
-
-if TYPE_CHECKING:
-    from trl_populora.populora_trainer import PopuLoRATrainer
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +26,8 @@ class StopAtSignals(TrainerCallback):
     which would end each rank where it happens to be.
 
     Args:
-        trainer ([`PopuLoRATrainer`]): The trainer.
+        callbacks (`CallbackHandler`): The trainer's; this is one of them while it lasts.
+        args (`TrainingArguments`): Where and whether the run saves.
         newest (`Callable`): Finds the newest whole checkpoint in a directory, or `None`.
 
     Raises:
@@ -36,8 +35,9 @@ class StopAtSignals(TrainerCallback):
         SystemExit: Likewise, after SIGTERM, with the status that it would have had.
     """
 
-    def __init__(self, trainer: PopuLoRATrainer, newest: Callable[[str], str | None]):
-        self.trainer, self.newest = trainer, newest
+    def __init__(self, callbacks: CallbackHandler, args: TrainingArguments, newest: Callable[[str], str | None]):
+        self.callbacks, self.args, self.newest = callbacks, args, newest
+        self.state = TrainerState()
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -46,16 +46,16 @@ class StopAtSignals(TrainerCallback):
             for number, default in DEFAULTS.items():
                 if signal.getsignal(number) == default:
                     self._before[number] = signal.signal(number, self._receive)
-        self.trainer.add_callback(self)
+        self.callbacks.add_callback(self)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self.trainer.remove_callback(self)
-        state = self.trainer.state
+        self.callbacks.remove_callback(self)
+        state = self.state
         stopped = self.received is not None and error is None and state.global_step < state.max_steps
-        if (stopped or kind is KeyboardInterrupt) and self.trainer.is_world_process_zero():
+        if (stopped or kind is KeyboardInterrupt) and self.args.process_index == 0:
             logger.warning("Stopped after step %d of %d. %s", state.global_step, state.max_steps, self._way_on())
         if stopped and self.received == signal.SIGINT:
             raise KeyboardInterrupt
@@ -65,26 +65,25 @@ class StopAtSignals(TrainerCallback):
     def _receive(self, number: int, frame: Any) -> None:
         if self.received == number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.received is None and self.trainer.is_world_process_zero():
+        if self.received is None and self.args.process_index == 0:
             saving = ", and a checkpoint" if self._saves() else ""
             logger.warning("Stopping after this step%s; Ctrl-C (once more) stops at once.", saving)
         self.received = number
 
     def _saves(self) -> bool:
-        return self.trainer.args.save_strategy != "no"
+        return self.args.save_strategy != "no"
 
     def _way_on(self) -> str:
-        saved = self.newest(self.trainer.args.output_dir)
+        saved = self.newest(self.args.output_dir)
         if saved is None:
             return "There is no checkpoint (`save_steps`), so the run can only start again."
         return f"{saved} is whole: `--resume`, or `train(resume_from_checkpoint=True)`, goes on from there."
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.state = state
+
     def on_step_end(self, args, state, control, **kwargs):
-        received = [self.received]
-        if (
-            self.trainer.accelerator.num_processes > 1
-        ):  # a signal may reach one rank, or two of them in different steps
-            received = gather_object(received)
+        received = gather_object([self.received])  # a signal may reach one rank, or two of them in different steps
         self.received = next((number for number in received if number is not None), None)
         if self.received is not None:
             control.should_training_stop = True

@@ -38,6 +38,7 @@ from trl_populora.progress import PHASES, use_step_line
 from trl_populora.referee import Referee
 from trl_populora.rollout import Game, play_step
 from trl_populora.sandbox import Runner
+from trl_populora.saved_population import describe
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
 from trl_populora.tasks.control import control_texts
@@ -187,9 +188,9 @@ class PopuLoRATrainer(PublishingTrainer):
         self.evolution = EvolutionCallback(self) if args.evolve_every else None
         if self.evolution is not None:
             self.add_callback(self.evolution)
-        use_step_line(self)
-        self.add_callback(records.Records(self))
-        self.add_callback(Alarms(self))
+        use_step_line(self.callback_handler)
+        self.add_callback(records.Records(self.describe))
+        self.add_callback(Alarms())
         if args.warm_start:
             warm_start(self, args.warm_start)
         if args.use_vllm:
@@ -264,6 +265,10 @@ class PopuLoRATrainer(PublishingTrainer):
             `KeyError`: If there is no such member.
         """
         return self.router.only(BASE if name == BASE_NAME else self.population[name].index)
+
+    def describe(self) -> dict[str, Any]:
+        """The population for people and other programs: the contents of `population.json`."""
+        return describe(self)
 
     def predict(self, *args, **kwargs):
         raise RuntimeError(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.auto import tqdm
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 from trl_populora.records import EVALUATED, PLAYED
 
-
-if TYPE_CHECKING:
-    from trl_populora.populora_trainer import PopuLoRATrainer
 
 PHASES = ("match", "propose", "verify", "solve", "update")
 
@@ -80,11 +77,11 @@ def evaluation_lines(step: int, max_steps: int, logs: dict[str, Any]) -> list[st
     return lines
 
 
-def use_step_line(trainer: PopuLoRATrainer) -> None:
+def use_step_line(callbacks: CallbackHandler) -> None:
     """Puts the line in the place of the trainer's own printer of metrics, unless there is none."""
     for printer, line in ((ProgressCallback, StepLine), (PrinterCallback, BareStepLine)):
-        if trainer.pop_callback(printer) is not None:
-            trainer.add_callback(line)
+        if callbacks.pop_callback(printer) is not None:
+            callbacks.add_callback(line)
 
 
 def _known(value: float | None) -> bool:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from accelerate import PartialState
 from transformers import TrainerCallback
 
 from trl_populora.played import Row
 from trl_populora.rollout import Game
-from trl_populora.saved_population import describe, write_json
+from trl_populora.saved_population import write_json
 
-
-if TYPE_CHECKING:
-    from trl_populora.populora_trainer import PopuLoRATrainer
 
 logger = logging.getLogger(__name__)
 
@@ -170,18 +168,18 @@ class Records(TrainerCallback):
     `population.json` tells the ratings. A run from the start moves an earlier one aside.
 
     Args:
-        trainer ([`PopuLoRATrainer`]): The trainer.
+        describe (`Callable`): Returns what `population.json` is to hold now.
     """
 
-    def __init__(self, trainer: PopuLoRATrainer):
-        self.trainer = trainer
+    def __init__(self, describe: Callable[[], dict[str, Any]]):
+        self.describe = describe
         self.begun = False
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begun = True
         if state.is_world_process_zero and not state.global_step:
             set_aside(args.output_dir)
-        self.trainer.accelerator.wait_for_everyone()
+        PartialState().wait_for_everyone()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not self.begun and holds_a_run(args.output_dir):
@@ -190,4 +188,4 @@ class Records(TrainerCallback):
         told = {PLAYED, EVALUATED} & set(logs or ())
         if state.is_world_process_zero and told and "train_runtime" not in logs:
             append_metrics(args.output_dir, state.log_history[-1])
-            write_json(Path(args.output_dir, "population.json"), describe(self.trainer))
+            write_json(Path(args.output_dir, "population.json"), self.describe())
