@@ -18,6 +18,7 @@ from typing import Any
 
 from trl_populora.matchmaking import Match, Matchmaker, student_share
 from trl_populora.population import Population
+from trl_populora.rewards import guessed
 from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind, checked
@@ -303,29 +304,39 @@ def _grade_attempts(game: Game, proposals: Sequence[Row], tasks: Sequence[Task],
     answers = [
         game.kinds[task.kind].parse_attempt(row.completion.text, task) for task, row in zip(owners, rows, strict=True)
     ]
-    for row, answer, is_right in zip(rows, answers, grade(game, owners, answers), strict=True):
+    graded = _grade(game, owners, answers)
+    for row, answer, (is_right, _) in zip(rows, answers, graded, strict=True):
         row.well_formed, row.correct, row.reject_reason = answer.well_formed, is_right, answer.reason
     for slot, proposal in enumerate(proposals):
-        group = rows[slot * game.attempts : (slot + 1) * game.attempts]
+        tries = slice(slot * game.attempts, (slot + 1) * game.attempts)
+        group = rows[tries]
         rho = sum(row.correct for row in group) / game.attempts
         for row in group:
             row.solve_rate = rho
         if proposal.valid:
             task = tasks[slot]
-            proposal.solve_rate, proposal.chance = rho, game.kinds[task.kind].chance(task)
+            luck = guessed(said for is_right, said in graded[tries] if said and not is_right) / game.attempts
+            proposal.solve_rate, proposal.chance = rho, max(luck, game.kinds[task.kind].chance(task))
 
 
 def grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list[bool]:
     """Which answers are right; equal answers to one task run once."""
+    return [is_right for is_right, _ in _grade(game, tasks, answers)]
+
+
+def _grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list[tuple[bool, str]]:
+    """Whether each answer is right, and what it comes to."""
     distinct = {(task.task_id, task.kind, answer): task for task, answer in zip(tasks, answers, strict=True)}
     runs = [game.queue(game.kinds[kind].trial(task, answer)) for (_, kind, answer), task in distinct.items()]
-    right = {
-        key: key[2].well_formed
-        and checked(key[1], "correct", game.kinds[key[1]].correct(task, key[2], _verdict(run)), (bool,))
-        for (key, task), run in zip(distinct.items(), runs, strict=True)
-    }
+    graded: dict[tuple, tuple[bool, str]] = dict.fromkeys(distinct, (False, ""))
+    for (key, task), run in zip(distinct.items(), runs, strict=True):
+        _, name, answer = key
+        if answer.well_formed:
+            kind, verdict = game.kinds[name], _verdict(run)
+            is_right = checked(name, "correct", kind.correct(task, answer, verdict), (bool,))
+            graded[key] = is_right, checked(name, "said", kind.said(task, answer, verdict), (str,))
     game.forget_queued()
-    return [right[task.task_id, task.kind, answer] for task, answer in zip(tasks, answers, strict=True)]
+    return [graded[task.task_id, task.kind, answer] for task, answer in zip(tasks, answers, strict=True)]
 
 
 def _verdict(run: Future[Verdict] | None) -> Verdict | None:
