@@ -72,14 +72,16 @@ class RoutedLLM(LLM):
     @contextmanager
     def _watched(self, asks: Sequence[Ask]) -> Iterator[None]:
         """Tells `on_answer` of requests as the engine finishes them; vLLM's loop itself returns at the end only."""
-        rows = {(ask.prompt, ask.route.id): ask.rows for ask in asks}
+        rows: dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]] = {}
+        for ask in asks:  # greedy ones may ask the same; their answers are the same as well
+            rows.setdefault((ask.prompt, ask.route.id), []).append(ask.rows)
         step = self.llm_engine.step
 
         def watched_step():
             outputs = step()
             for output in outputs:
                 if output.finished:
-                    asked = rows[tuple(output.prompt_token_ids), output.lora_request.lora_int_id]
+                    asked = rows[tuple(output.prompt_token_ids), output.lora_request.lora_int_id].pop()
                     for row, completion in zip(asked, output.outputs, strict=False):
                         self.on_answer(row, completion.token_ids)
             return outputs
