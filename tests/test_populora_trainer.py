@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import letters
 from trl_populora.adapters.weights import read_member
+from trl_populora.evolution import Birth, EvolutionCallback
 from trl_populora.loading import load_tokenizer
 from trl_populora.matchmaking import student_share
 from trl_populora.population import Population
@@ -234,6 +236,16 @@ class TestSingleAgent:
         assert not same(updates[0], updates[1]), "the proposals count"
         assert not same(updates[0], updates[2]), "the attempts count"
         assert {row["member"] for row in rollouts_of(str(tmp_path / "0"))} == {"teacher_0", "student_0"}
+
+    def test_its_adapter_is_what_breeds(self, make_trainer, settings):
+        trainer = make_trainer(**settings, learning_rate_perturbation=0.2, retention_tolerance=100.0)
+        trainer.train()
+        before = read_member(trainer.model, "agent")
+        birth = Birth("student_0", "student", ("teacher_0",), "full_gaussian", 1.0, seed=3)
+        event = EvolutionCallback(trainer)._give_birth(birth, 2, random.Random(0))
+        assert event["child"] == "student_0@1"
+        assert event["learning_rate_factor"] in (0.8, 1.2)
+        assert not same(before, read_member(trainer.model, "agent"))
 
     def test_is_saved_once_and_starts_other_runs(self, make_trainer, settings, tmp_path):
         trainer = make_trainer(**settings, output_dir=str(tmp_path / "agent"))

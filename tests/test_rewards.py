@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trl_populora.matchmaking import student_share
-from trl_populora.rewards import make_student_reward, make_teacher_reward, student_reward, teacher_reward
+from trl_populora.rewards import guessed, make_student_reward, make_teacher_reward, student_reward, teacher_reward
 
 
 NAN = float("nan")
@@ -35,6 +35,15 @@ def test_attempt(correct, well_formed, reward):
 
 # What guessing gives, solve rate -> teacher's reward, student's share
 GUESSED = [(0.5, 0.0, 0.0, 0.5), (0.5, 0.25, 0.0, 0.5), (0.5, 0.5, 0.0, 0.5), (0.5, 0.625, 0.375, 0.625)]
+
+
+@pytest.mark.parametrize(
+    ("mistakes", "right"),
+    [("", 0), ("aaaaaa", 0), ("abcdefg", 0), ("aab", 0), ("aabb", 1), ("aaabb", 1), ("aaabbb", 2), ("aabbcc", 1)],
+)
+def test_fewer_right_answers_than_two_mistakes_each_are_guesses(mistakes, right):
+    """One mistake that all make is no guess, however frequent."""
+    assert guessed(mistakes) == right
 
 
 @pytest.mark.parametrize(("chance", "rho", "reward", "share"), [*GUESSED, (0.125, 0.25, 0.75, 0.25)])

@@ -16,6 +16,7 @@ import pytest
 
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox import supervisor as supervisor_module
+from trl_populora.sandbox.supervisor import LONGEST_EXTENSION
 from trl_populora.sandbox.values import encode
 from trl_populora.sandbox.worker import Worker
 
@@ -214,15 +215,20 @@ def test_inputs_that_are_not_canonical_are_errors_of_the_job():
 
 
 def test_a_loop_dies_soon_after_its_limit():
-    # Loops and sleeps alike; the lateness includes everything between the trainer and the kernel.
-    lateness = []
+    # The lateness includes everything between the trainer and the kernel.
     with Sandbox(workers=1, limits=Limits(wall_seconds=0.3)) as box:
-        for program in (LOOP, "import time\ndef f(x): time.sleep(99)") * 3:
-            (verdict,) = box.run([Job(program, ONE)])
-            assert verdict.status == "timeout"
-            lateness.append(verdict.wall_seconds - 0.3)
-    # The middle one, with room for a busy machine; `benchmarks/sandbox.py` measures it on a quiet one.
-    assert sorted(lateness)[2] < 0.25
+        verdicts = [box.run([Job(LOOP, ONE)])[0] for _ in range(5)]
+    assert {verdict.status for verdict in verdicts} == {"timeout"}
+    # What it used, whatever else the machine did; `benchmarks/sandbox.py` measures the clock on a quiet one.
+    assert sorted(verdict.cpu_seconds for verdict in verdicts)[2] < 0.33
+
+
+@pytest.mark.parametrize("body", ["time.sleep(99)", "while True: time.sleep(0.01)"])
+def test_a_program_that_sleeps_is_ended_by_the_clock(body):
+    with Sandbox(workers=1, limits=Limits(wall_seconds=0.1), soft=False) as box:
+        (verdict,) = box.run([Job(f"import time\ndef f(x):\n    {body}", ONE)])
+    assert verdict.reason == "still running after 0.1 s"
+    assert verdict.cpu_seconds < 0.1 < verdict.wall_seconds < 0.1 * LONGEST_EXTENSION + 2
 
 
 def test_slow_programs_do_not_hold_up_the_others():
@@ -235,9 +241,9 @@ def test_slow_programs_do_not_hold_up_the_others():
 
 
 def test_an_honest_slow_program_among_endless_ones_is_not_called_endless():
-    # It needs about a fifteenth of its limit in CPU time; ten loops and a hundred quick programs want the cores as well.
+    # It needs about a sixth of its limit in CPU time; ten loops and a hundred quick programs want the cores as well.
     slow = "def f(x):\n    n = 0\n    for i in range(2_000_000): n += i & 3\n    return n"
-    limits = Limits(wall_seconds=3.0, memory_bytes=64 << 20)
+    limits = Limits(wall_seconds=1.0, memory_bytes=64 << 20)
     with Sandbox(workers=2, limits=limits) as box:
         loops = [box.submit(Job(f"{LOOP}\n# {i}", ONE)) for i in range(10)]
         honest = [box.submit(Job(f"{slow}\n# {i}", ONE)) for i in range(3)]
@@ -247,13 +253,21 @@ def test_an_honest_slow_program_among_endless_ones_is_not_called_endless():
         assert {future.result().status for future in loops if future.done()} <= {"timeout"}
 
 
-def test_where_memory_is_short_nobody_outstays_its_limit():
-    """One place in the background: the first loop in it must not sit there ten times its limit while others wait."""
-    with Sandbox(workers=1, limits=Limits(wall_seconds=0.3)) as box:
+def test_where_memory_is_short_slow_programs_wait_and_have_all_their_time():
+    """One place in the background: the others that are slow begin anew when it is free, and quick ones do not wait."""
+    slow = "def f(x):\n    n = 0\n    for i in range(1_000_000): n += i & 3\n    return n"
+    with Sandbox(workers=1, limits=Limits(wall_seconds=0.5)) as box:
         box._supervisor.room_in_background = 0
-        first, *others = box.run([Job(f"{LOOP}\n# {i}", ONE) for i in range(20)])
-    assert {verdict.status for verdict in (first, *others)} == {"timeout"}
-    assert first.wall_seconds < 1.5
+        loops = [box.submit(Job(f"{LOOP}\n# {i}", ONE)) for i in range(3)]
+        honest = [box.submit(Job(f"{slow}\n# {i}", ONE, runs=2)) for i in range(3)]
+        quick = [box.submit(Job(f"def f(x): return x + {i}", ONE)) for i in range(20)]
+        assert all(future.result(60).ok for future in quick)
+        assert not any(future.done() for future in loops[1:])
+        assert [future.result(60).outputs for future in honest] == [("1500000",)] * 3
+        ended = [future.result(60) for future in loops]
+    assert {verdict.status for verdict in ended} == {"timeout"}
+    assert min(verdict.cpu_seconds for verdict in ended) >= 0.5
+    assert "of CPU time, more than 0.5 s" in ended[0].reason
 
 
 def test_low_memory_is_reported_and_other_jobs_go_on():

@@ -28,7 +28,7 @@ def test_a_task_is_admitted_only_well_inside_the_limit(kind):
     needed = cpu_seconds(program)
     job = kind.check(Proposal(kind.name, program, ONE))
     assert (job.runs, job.headroom) == (2, kind.cpu_headroom)
-    for times, status in ((30, "ok"), (5, "timeout")):
+    for times, status in ((6, "ok"), (1.5, "timeout")):
         with Sandbox(workers=1, limits=Limits(wall_seconds=times * needed)) as box:
             (checked,) = box.run([job])
             (tried,) = box.run([Job(program, ONE)])

@@ -6,7 +6,7 @@ A checkpoint holds what the HF `Trainer` writes (optimizer, scheduler, generator
     population.json       base model, adapter shape, members with ratings and parents; for readers
     lineage.jsonl         every replacement so far
     archive.parquet       the task archive
-    game.json             state of population, matchmaker, and of the archive's coverage
+    game.json             state of population, matchmaker, the archive's coverage, and held-out scores if there are any
     rank_state_<n>.pt     what one rank has buffered when a save falls between two generations
     whole.json            names and sizes of all these files; written last
 

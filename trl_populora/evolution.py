@@ -267,7 +267,8 @@ class EvolutionCallback(TrainerCallback):
         trainer, args = self.trainer, self.trainer.args
         slot, parents = trainer.population[birth.slot], [trainer.population[name] for name in birth.parents]
         before = {"member": slot.identity, "mu": slot.mu, "sigma": slot.sigma, "age": slot.age}
-        factors = [read_member(trainer.model_wrapped, parent.name) for parent in parents]
+        adapter_of = trainer.population.adapter
+        factors = [read_member(trainer.model_wrapped, adapter_of(parent.name)) for parent in parents]
         child, operator, strength, loss = self._raise(birth, factors)
         likeness = [compare(child, parent) for parent in factors]
         mu, sigma = newborn_rating(parents, args.rating_reset)
@@ -313,7 +314,7 @@ class EvolutionCallback(TrainerCallback):
         for _ in range(GATE_ATTEMPTS):
             child = self._same_everywhere(breed(birth, parents, strength))
             started = time.perf_counter()
-            write_member(trainer.model_wrapped, birth.slot, child)
+            write_member(trainer.model_wrapped, trainer.population.adapter(birth.slot), child)
             loss = retention_loss(trainer, birth.slot, birth.parents[0], trainer.args.retention_rows)
             self._metrics["time/evolve_gate"] += time.perf_counter() - started
             if not loss > tolerance:
@@ -342,12 +343,13 @@ class EvolutionCallback(TrainerCallback):
         factor = rng.choice([1 - amount, 1 + amount])
         groups, scheduler = self.trainer.optimizer.param_groups, self.trainer.lr_scheduler
         index_of = {group["member"]: index for index, group in enumerate(groups)}
-        child, source = groups[index_of[slot]], groups[index_of[parent]]
+        own, given = (index_of[self.trainer.population.adapter(name)] for name in (slot, parent))
+        child, source = groups[own], groups[given]
         child["lr"] = source["lr"] * factor
         if isinstance(scheduler, AcceleratedScheduler):
             scheduler = scheduler.scheduler
         # The scheduler computes every later rate from its own copy of the first one.
-        child["initial_lr"] = scheduler.base_lrs[index_of[slot]] = scheduler.base_lrs[index_of[parent]] * factor
+        child["initial_lr"] = scheduler.base_lrs[own] = scheduler.base_lrs[given] * factor
         return factor
 
     def metrics(self) -> dict[str, float]:

@@ -79,8 +79,8 @@ def attempt(
         )
         if number < len(batches):
             owners, texts = [tasks[index] for _, index in part], [completion.text for completion in completions]
-            for (member, index), text, (_, right) in zip(part, texts, game.referee.grade(owners, texts), strict=True):
-                mine.append((member, index, Tried(right, has_thinking(text))))
+            for (member, index), text, grade in zip(part, texts, game.referee.grade(owners, texts), strict=True):
+                mine.append((member, index, Tried(grade.right, has_thinking(text))))
     tried: dict[str, list[list[Tried]]] = {member: [[] for _ in tasks] for member in members}
     for part in game.player.gather(mine):
         for member, index, outcome in part:

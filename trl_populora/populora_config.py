@@ -85,9 +85,9 @@ class PopuLoRAConfig(GRPOConfig):
 
         sandbox_workers (`int`, *optional*):
             Programs that a node runs at a time, for all of its ranks together; its usable cores when `None`.
-        sandbox_seconds (`float`, *optional*, defaults to `1.0`):
-            Wall-clock limit of one program run, in seconds. A proposal may use an eighth of it in CPU time, because its
-            attempts run at the same time and beside other work. Programs are small; AZR waits 10.
+        sandbox_seconds (`float`, *optional*, defaults to `2.0`):
+            CPU time that one program run may use, in seconds. A proposal may use half of it, because the same program
+            may need more in the attempts, which run beside other work. Programs are small; AZR waits 10 by the clock.
         sandbox_memory_mb (`int`, *optional*, defaults to `512`):
             Memory limit of one program run, in MiB.
         determinism_runs (`int`, *optional*, defaults to `2`):
@@ -201,7 +201,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     # Sandbox
     sandbox_workers: int | None = field(default=None, metadata={"help": "Programs at a time, per node."})
-    sandbox_seconds: float = field(default=1.0, metadata={"help": "Wall-clock limit of one run, in seconds."})
+    sandbox_seconds: float = field(default=2.0, metadata={"help": "CPU time that one run may use, in seconds."})
     sandbox_memory_mb: int = field(default=512, metadata={"help": "Memory limit of one run, in MiB."})
     determinism_runs: int = field(default=2, metadata={"help": "Runs of a proposal that must agree."})
     sandbox_allow_weak: bool = field(default=False, metadata={"help": "Train without kernel confinement."})

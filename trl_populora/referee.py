@@ -15,6 +15,15 @@ from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind, c
 from trl_populora.tasks.control import THINK_TAGS, screen
 
 
+@dataclass(frozen=True)
+class Grade:
+    """An attempt as it was read, whether it is right, and what it comes to (see `TaskKind.said`)."""
+
+    attempt: Attempt
+    right: bool
+    said: str = ""
+
+
 @dataclass
 class Referee:
     """
@@ -61,18 +70,24 @@ class Referee:
         outcome = screen(checked(kind, "accept", accepted, (Task, Reject)), self.forbidden)
         return Reject.HELD_OUT if outcome in self.held_out else outcome
 
-    def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[tuple[Attempt, bool]]:
-        """Each answer as it was read, and whether it is right; equal answers to one task run once."""
+    def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Grade]:
+        """What the answers are worth; equal answers to one task run once."""
         attempts = [self.kinds[t.kind].parse_attempt(text, t) for t, text in zip(tasks, texts, strict=True)]
         keys = [(task.task_id, task.kind, attempt) for task, attempt in zip(tasks, attempts, strict=True)]
         distinct = dict(zip(keys, tasks, strict=True))
         verdicts = self._run(self.kinds[task.kind].trial(task, key[2]) for key, task in distinct.items())
-        right = {
-            key: key[2].well_formed
-            and checked(task.kind, "correct", self.kinds[task.kind].correct(task, key[2], verdict), (bool,))
+        grades = {
+            key: self._grade(task, key[2], verdict)
             for (key, task), verdict in zip(distinct.items(), verdicts, strict=True)
         }
-        return [(attempt, right[key]) for attempt, key in zip(attempts, keys, strict=True)]
+        return [grades[key] for key in keys]
+
+    def _grade(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> Grade:
+        if not attempt.well_formed:
+            return Grade(attempt, False)
+        kind = self.kinds[task.kind]
+        right = checked(task.kind, "correct", kind.correct(task, attempt, verdict), (bool,))
+        return Grade(attempt, right, checked(task.kind, "said", kind.said(task, attempt, verdict), (str,)))
 
     def _run(self, jobs: Iterable[Job | None]) -> list[Verdict | None]:
         """Verdicts of the jobs, `None` where there is nothing to run; equal jobs run once."""

@@ -5,14 +5,20 @@ logs `rewards/teacher_reward/mean` and `rewards/student_reward/mean` side by sid
 for teachers, Absolute Zero Reasoner (arXiv 2505.03335) for students.
 
 A task that students meet no more often than by guessing counts as unsolved, for the teacher's reward and for the match
-alike. The line: a kind says what guessing gives where the answer's form alone tells (`TaskKind.chance`). For code_o and
-code_i that is 1/2 for an output `True` or `False` and 1/2 for each of a list or tuple of them. Nothing else is priced,
-because one output does not tell the range it comes from.
+alike. The line is drawn twice:
+
+* A kind says what guessing gives where the answer's form alone tells (`TaskKind.chance`). For code_o and code_i that is
+  1/2 for an output `True` or `False` and 1/2 for each of a list or tuple of them.
+* One output does not tell the range it comes from, but many answers do. Where two mistakes were each made more often
+  than the task was solved, the right answer is one of several that were guessed among ([`guessed`]). One mistake that
+  most attempts make is no guess: a task that misleads stays worth what the few that see through it leave. A coin with two
+  sides that are not `True` and `False` therefore earns what an honest task earns that half of the attempts solve, 0.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 
 RewardFunc = Callable[..., list[float | None]]
@@ -44,6 +50,12 @@ def make_teacher_reward(invalid: float = -1.0, unsolved: float = 0.0) -> RewardF
         return [worth(is_valid, rho, luck) if name == "teacher" else None for name, is_valid, rho, luck in rows]
 
     return teacher_reward
+
+
+def guessed(mistakes: Iterable[str]) -> int:
+    """How many attempts are right by guessing alone: fewer than made the second most frequent of these mistakes."""
+    _, second = ([count for _, count in Counter(mistakes).most_common(2)] + [0, 0])[:2]
+    return max(0, second - 1)
 
 
 def make_student_reward(right: float = 1.0, wrong: float = -0.5, malformed: float = -1.0) -> RewardFunc:

@@ -20,6 +20,7 @@ from trl_populora.played import Played, Row
 from trl_populora.player import Player
 from trl_populora.population import Population
 from trl_populora.referee import Referee
+from trl_populora.rewards import guessed
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Reject, Task
 
@@ -185,16 +186,18 @@ def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Se
     """Phase 4: the sandbox grades; the share of right answers is the proposal's rho."""
     owners = [task for task in tasks for _ in range(game.attempts)]
     graded = game.referee.grade(owners, [row.completion.text for row in rows])
-    for row, (answer, is_right) in zip(rows, graded, strict=True):
-        row.well_formed, row.correct, row.reject_reason = answer.well_formed, is_right, answer.reason
+    for row, grade in zip(rows, graded, strict=True):
+        row.well_formed, row.correct, row.reject_reason = grade.attempt.well_formed, grade.right, grade.attempt.reason
     for slot, proposal in enumerate(proposals):
-        group = rows[slot * game.attempts : (slot + 1) * game.attempts]
+        tries = slice(slot * game.attempts, (slot + 1) * game.attempts)
+        group = rows[tries]
         rho = sum(row.correct for row in group) / game.attempts
         for row in group:
             row.solve_rate = rho
         if proposal.valid:
             task = tasks[slot]
-            proposal.solve_rate, proposal.chance = rho, game.referee.kinds[task.kind].chance(task)
+            luck = guessed(grade.said for grade in graded[tries] if grade.said and not grade.right) / game.attempts
+            proposal.solve_rate, proposal.chance = rho, max(luck, game.referee.kinds[task.kind].chance(task))
 
 
 def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str, Any]]) -> list[dict[str, float]]:

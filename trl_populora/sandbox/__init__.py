@@ -23,7 +23,8 @@ What is covered, and by what:
 * *Files, network, processes, signals, other memory*: refused by seccomp alone, whatever else the host offers; where it
   can, the zygote also lives in namespaces of its own, in a deleted empty folder, as a user of its own, under Landlock.
   At start every zygote tries its walls from inside; `Sandbox.level` is what was seen to hold.
-* *Time and memory*: SIGKILL at a monotonic deadline, address-space and CPU limits, at most one process per program.
+* *Time and memory*: SIGKILL when the CPU time is used up, whatever the load, and by the clock for who does not use it;
+  an address-space limit, at most one process per program.
 * *Determinism*: runs under different hash seeds in separate zygotes, other heap layout and reversed inputs in the
   second; clocks, hashes and addresses are guarded.
 * *Coins*: modules that exist to scramble (digests, checksums, random generators) cannot be imported, see `modules.py`.
@@ -32,8 +33,8 @@ What is covered, and by what:
 What is not covered: holes in the kernel or the processor (side channels included); a program that returns wrong
 answers on purpose, which is what rewards are for; randomness that hides from both the guards and the repetitions, a
 rare flip over the order of a set above all; another process of the trainer's own user attacking the zygotes. The soft
-layer can be bypassed by a program that tries; it then meets the walls. Measured on x86-64 only. A program that needs
-more CPU time than it is owed may be called a `timeout` where the sandbox is kept full for longer than the limit.
+layer can be bypassed by a program that tries; it then meets the walls. Measured on x86-64 only. Where the sandbox is
+kept full, a program that needs more CPU time than it is owed may have to wait until it is not.
 
 In a container: no root, daemon or capability is needed; `README.md` beside this file has the settings for Docker and
 Kubernetes, and the hard mode (`bwrap` around every zygote). Set a memory limit on the container: slow programs go on

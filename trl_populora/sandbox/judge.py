@@ -44,7 +44,7 @@ def largest_frame(limits: Limits, inputs: int) -> int:
 
 
 def judge_run(
-    data: bytes, inputs: int, limits: Limits, seen: Observation, full: bool = True, headroom: float = 1.0
+    data: bytes, inputs: int, limits: Limits, seen: Observation, full: bool = True
 ) -> tuple[Status | None, str, tuple[str, ...]]:
     """
     Status, reason and outputs of one run. Status None: the child asks for the full tier. Status ok with a reason: it
@@ -56,7 +56,6 @@ def judge_run(
         limits (`Limits`): The limits of the run.
         seen (`Observation`): What was observed from outside.
         full (`bool`, *optional*, defaults to `True`): Whether the child had the full tier already.
-        headroom (`float`, *optional*, defaults to `1.0`): As in [`Job`].
     """
     ended = _ending(seen, limits)
     if ended is not None:
@@ -80,25 +79,31 @@ def judge_run(
         return Status.TAMPERED, "the answer has the wrong form", ()
     if not all(is_canonical(text, max_bytes=limits.output_bytes) for text in rest):
         return Status.TAMPERED, "an output is not canonical data", ()
-    if seen.cpu_seconds * headroom > limits.wall_seconds:
-        return Status.TIMEOUT, f"used {seen.cpu_seconds:.2f} s of CPU time, more than 1/{headroom:g} of the limit", ()
+    if seen.cpu_seconds > limits.wall_seconds:
+        return Status.TIMEOUT, _too_much(seen, limits), ()
     return Status.OK, "" if word == protocol.OK else protocol.OK_IN_ORDER, tuple(rest)
 
 
 def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
     """What the way the process died says by itself."""
-    if seen.expired:
+    if seen.expired and seen.cpu_seconds < limits.wall_seconds:
         return Status.TIMEOUT, f"still running after {limits.wall_seconds:g} s"
+    if seen.expired:
+        return Status.TIMEOUT, _too_much(seen, limits)
     if not os.WIFSIGNALED(seen.wait_status):
         return None
     number = os.WTERMSIG(seen.wait_status)
     if number == signal.SIGXCPU or (number == signal.SIGKILL and seen.cpu_seconds > limits.wall_seconds):
-        return Status.TIMEOUT, f"used {seen.cpu_seconds:.1f} s of CPU time"
+        return Status.TIMEOUT, _too_much(seen, limits)
     if number == signal.SIGKILL and seen.peak_bytes > limits.memory_bytes // 8:
         return Status.MEMORY, "killed from outside, as the kernel does when memory runs out"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     crashed = number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
     return (Status.ERROR if crashed else Status.TAMPERED), f"the process died of {name}"
+
+
+def _too_much(seen: Observation, limits: Limits) -> str:
+    return f"used {seen.cpu_seconds:.2f} s of CPU time, more than {limits.wall_seconds:g} s"
 
 
 def _lines(data: bytes, limit: int) -> list[str] | None:

@@ -15,7 +15,7 @@ import marshal
 import struct
 
 
-ORDER = struct.Struct("<QQddQ")  # kind, job, wall seconds, owed CPU seconds, address space in bytes
+ORDER = struct.Struct("<QQddQ")  # kind, job, seconds, owed CPU seconds, address space in bytes
 EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, job, CPU seconds, wall seconds, peak resident bytes
 LENGTH = struct.Struct("<I")
 _pack_length = LENGTH.pack
@@ -26,14 +26,13 @@ PROBE = 1  # the same, but the child tries the confinement instead of running a 
 YIELD = 2  # a job that was reported SLOW goes to the background
 BUSY = 3  # other jobs wait: the background gets turns
 IDLE = 4  # no job waits: the background runs on
-MAKE_ROOM = 5  # a slow job finds no place in the background: one there that is past its limit has to end
-STOP = 6  # what the job has said settles it
+STOP = 5  # what the job has said settles it, or it is slow and has to wait until there is room
 
 # EVENT kinds
 READY = 0  # the zygote is warm; a JSON report follows the header
 DONE = 1  # the child is dead and reaped
 EXPIRED = 2  # the same, killed by the zygote at the deadline
-SLOW = 3  # the child has had its owed CPU time and goes on in the background
+SLOW = 3  # the child has had its owed CPU time
 FAILED = 4  # the zygote could not start; a JSON report follows the header
 
 # Status words of a child's answer. It may say these things about itself and no others.

@@ -75,7 +75,6 @@ ZYGOTE_ONLY = {
     "getrlimit": (97, 163),
     "setrlimit": (160, 164),
     "prctl": (157, 167),
-    "pread64": (17, 67),
     "close_range": (436, 436),
 }
 PRLIMIT = (302, 261)

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 
 from . import health, protocol
 from .jobs import Job, Limits, Status, Verdict
@@ -22,9 +23,9 @@ from .worker import Worker
 
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
-LONGEST_EXTENSION = 10.0  # see `zygote.py`
+LONGEST_EXTENSION = 30.0  # see `zygote.py`
 FAILED_STARTS = 3  # zygotes in a row that may fail to start
-MOST_IN_BACKGROUND = 64
+MOST_IN_BACKGROUND = 4  # slow programs per worker that go on side by side
 # Programs under way per worker, so that one is run while others are handed over or end: 2 give 3 % less, 5 give 2 % more.
 UNDER_WAY = 3
 _LEVELS = "CBA"
@@ -52,10 +53,10 @@ class Supervisor:
         self.pools: dict[tuple[bool, int], list[Worker]] = {}
         self.inbox: deque[Pending] = deque()
         self.queue: deque[Pending] = deque()
+        self.later: deque[Pending] = deque()  # slow ones, which wait until no other does
         self.unresolved: set[Pending] = set()
         self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
         self.running: dict[int, Pending] = {}
-        self.slow: deque[tuple[int, Worker, Pending]] = deque()
         self.numbers = itertools.count(1)
         self.foreground = self.background = self.failed_starts = self.respawns = 0
         self.room_in_background, self.background_bytes = _free_memory() // 2, 0
@@ -98,6 +99,7 @@ class Supervisor:
     def submit(self, job: Job, limits: Limits) -> Future[Verdict]:
         if self.closed:
             raise RuntimeError("the sandbox is closed") from self.failure
+        limits = replace(limits, wall_seconds=limits.wall_seconds / job.headroom)
         pending = Pending(job, limits, self.soft)
         if len(job.program) > limits.program_bytes:
             reason = f"a program of {len(job.program)} characters, more than {limits.program_bytes}"
@@ -172,20 +174,29 @@ class Supervisor:
             self.unresolved.add(pending)
             self.queue.append(pending)
         while self.queue and self.foreground < UNDER_WAY * self.workers:
-            pending = self.queue.popleft()
-            if pending.future.cancelled():
-                self.unresolved.discard(pending)
-                continue
-            slot = pending.slot
-            if slot not in self.pools:
-                self._populate(slot)
-            healthy = [each for each in self.pools[slot] if each.healthy]
-            if healthy:
-                if not self._start(pending, min(healthy, key=lambda each: len(each.jobs))):
-                    break
-            else:
-                self.waiting.setdefault(slot, deque()).append(pending)
+            if not self._dispatch(self.queue.popleft()):
+                break
+        while self.later and not self.queue and self._has_room(self.later[0]):
+            self._dispatch(self.later.popleft())
         self._tell_pressure()
+
+    def _dispatch(self, pending: Pending) -> bool:
+        """To the zygote of its slot that has least to do; False when there is no descriptor left for it."""
+        if pending.future.cancelled():
+            self.unresolved.discard(pending)
+            return True
+        slot = pending.slot
+        if slot not in self.pools:
+            self._populate(slot)
+        healthy = [each for each in self.pools[slot] if each.healthy]
+        if healthy:
+            return self._start(pending, min(healthy, key=lambda each: len(each.jobs)))
+        self.waiting.setdefault(slot, deque()).append(pending)
+        return True
+
+    def _queue_again(self, pending: Pending) -> None:
+        """Next in its line."""
+        (self.later if pending.slow else self.queue).appendleft(pending)
 
     def _tell_pressure(self) -> None:
         """Whether jobs wait for a free place, as far as the zygotes with slow children need to know."""
@@ -202,22 +213,24 @@ class Supervisor:
             theirs = pending.open()
         except OSError as error:
             if self.running:
-                self.queue.appendleft(pending)
+                self._queue_again(pending)
             else:
                 self._resolve(pending, error)
             return False
         with theirs:
-            pending.late_at = time.monotonic() + limits.wall_seconds * LONGEST_EXTENSION + GRACE_SECONDS
+            pending.late_at = _late_at(pending)
             pending.foreground = True
             self.foreground += 1
             self.running[number] = pending
             kind = protocol.PROBE if pending.probe_of else protocol.START
-            wall, owed, memory = limits.wall_seconds, limits.owed_cpu_seconds, limits.memory_bytes
+            seconds, owed, memory = limits.wall_seconds, limits.owed_cpu_seconds, limits.memory_bytes
             try:
-                worker.start(kind, number, theirs.fileno(), wall, owed, memory)
+                worker.start(kind, number, theirs.fileno(), seconds, owed, memory)
             except OSError:
                 self._lose(worker)
                 return True
+        if pending.slow:
+            self._move_to_background(number, worker, pending)
         # What a program says is read when it has ended, unless it is slow or has much to say.
         if pending.send() & select.EPOLLOUT:
             self._listen(number, pending, worker, select.EPOLLIN | select.EPOLLOUT)
@@ -247,8 +260,7 @@ class Supervisor:
             elif kind == protocol.FAILED:
                 self.failure = RuntimeError(f"a zygote failed: {report['error']}")
             elif pending is not None and kind == protocol.SLOW:
-                self.slow.append((number, worker, pending))
-                self._fill_background()
+                self._note_slow(number, worker, pending)
                 self._listen(number, pending, worker)
             elif pending is not None:
                 worker.jobs.discard(number)
@@ -269,26 +281,28 @@ class Supervisor:
             self._drop(number, pending)
             self._judge(pending)
 
-    def _fill_background(self) -> None:
-        """Slow programs stop counting against the programs at a time, as long as memory allows."""
-        while self.slow:
-            number, worker, pending = self.slow[0]
-            wanted = self.background_bytes + pending.limits.memory_bytes
-            crowded = self.background >= MOST_IN_BACKGROUND or wanted > self.room_in_background
-            if self.background and crowded and self.running.get(number) is pending:
-                # It would hold up the others where it is, so one that has had its time goes first.
-                max(self._workers(), key=self._count_background).tell(protocol.MAKE_ROOM)
-                return
-            self.slow.popleft()
-            if self.running.get(number) is pending and pending.foreground:
-                worker.tell(protocol.YIELD, number)
-                pending.foreground = False
-                self.foreground -= 1
-                self.background += 1
-                self.background_bytes = wanted
+    def _note_slow(self, number: int, worker: Worker, pending: Pending) -> None:
+        """A slow program stops counting against the programs at a time; without room for it, it begins anew later."""
+        pending.slow = True
+        if not pending.foreground:
+            return
+        if self._has_room(pending):
+            self._move_to_background(number, worker, pending)
+        else:
+            pending.put_back = True
+            worker.tell(protocol.STOP, number)
 
-    def _count_background(self, worker: Worker) -> int:
-        return sum(not self.running[number].foreground for number in worker.jobs)
+    def _has_room(self, pending: Pending) -> bool:
+        wanted = self.background_bytes + pending.limits.memory_bytes
+        fits = self.background < MOST_IN_BACKGROUND * self.workers and wanted <= self.room_in_background
+        return fits or not self.background
+
+    def _move_to_background(self, number: int, worker: Worker, pending: Pending) -> None:
+        worker.tell(protocol.YIELD, number)
+        pending.foreground = False
+        self.foreground -= 1
+        self.background += 1
+        self.background_bytes += pending.limits.memory_bytes
 
     def _drop(self, number: int, pending: Pending) -> None:
         del self.running[number]
@@ -297,16 +311,16 @@ class Supervisor:
         else:
             self.background -= 1
             self.background_bytes -= pending.limits.memory_bytes
-            self._fill_background()
         pending.foreground = False
         self._forget(pending.socket)
         pending.close()
 
     def _judge(self, pending: Pending) -> None:
-        job, data = pending.job, bytes(pending.data)
-        status, reason, outputs = judge_run(
-            data, len(job.inputs), pending.limits, pending.event, pending.full, job.headroom
-        )
+        data, inputs = bytes(pending.data), len(pending.job.inputs)
+        if pending.put_back and os.WIFSIGNALED(pending.event.wait_status) and not pending.event.expired:
+            self.later.append(pending)
+            return
+        status, reason, outputs = judge_run(data, inputs, pending.limits, pending.event, pending.full)
         if pending.wrong:
             self._resolve(pending, ended_at_wrong(pending.told, pending.event))
             return
@@ -316,10 +330,10 @@ class Supervisor:
         if status is None:
             # The scan of the imports was fooled: the run does not count and is repeated in the full tier.
             pending.full = True
-            self.queue.appendleft(pending)
+            self._queue_again(pending)
             return
         if pending.take((status, reason, outputs), pending.event):
-            self.queue.appendleft(pending)
+            self._queue_again(pending)
         else:
             self._resolve(pending, combine(pending.runs, pending.seen))
 
@@ -339,7 +353,8 @@ class Supervisor:
             return
         worker.healthy, self.failed_starts = True, 0
         worker.tell(protocol.BUSY if self.busy else protocol.IDLE)
-        self.queue.extendleft(reversed(self.waiting.pop(worker.slot, ())))
+        for pending in reversed(self.waiting.pop(worker.slot, ())):
+            self._queue_again(pending)
         if all(any(each.healthy for each in pool) for pool in self.pools.values()):
             self.ready.set()
 
@@ -359,7 +374,7 @@ class Supervisor:
                 self._resolve(pending, Verdict(Status.TAMPERED, reason))
             else:
                 pending.retried = True
-                self.queue.appendleft(pending)
+                self._queue_again(pending)
         self.respawns += 1
         self.failed_starts += not worker.healthy
         if self.failed_starts >= FAILED_STARTS:
@@ -378,7 +393,10 @@ class Supervisor:
                 self._lose(worker)
                 continue
             for number in worker.jobs:
-                self._listen(number, self.running[number], worker)
+                pending = self.running[number]
+                self._listen(number, pending, worker)
+                if self.busy and not pending.foreground:
+                    pending.late_at = _late_at(pending)  # it is stopped, and its time stands still
 
     def _shut_down(self) -> None:
         workers = self._workers()
@@ -408,6 +426,10 @@ class Supervisor:
         error.__cause__ = self.failure
         for pending in list(self.unresolved):
             self._resolve(pending, error)
+
+
+def _late_at(pending: Pending) -> float:
+    return time.monotonic() + pending.limits.wall_seconds * LONGEST_EXTENSION + GRACE_SECONDS
 
 
 def _too_weak(worker: Worker, reason: str) -> str:

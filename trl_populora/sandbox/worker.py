@@ -61,7 +61,7 @@ class Worker:
     def level(self) -> str:
         return health.level(self.layers, self.refused)
 
-    def start(self, kind: int, job: int, fd: int, wall: float, owed: float, memory: int) -> None:
+    def start(self, kind: int, job: int, fd: int, limit: float, owed: float, memory: int) -> None:
         """
         Hand over the child's end of a job's private socket.
 
@@ -69,7 +69,7 @@ class Worker:
             OSError: The zygote is gone, or does not read its socket.
         """
         self.jobs.add(job)
-        message = protocol.ORDER.pack(kind, job, wall, owed, memory)
+        message = protocol.ORDER.pack(kind, job, limit, owed, memory)
         self.control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
 
     def tell(self, kind: int, job: int = 0) -> None:

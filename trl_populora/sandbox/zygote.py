@@ -42,7 +42,6 @@ from .protocol import (
     EVENT,
     EXPIRED,
     FAILED,
-    MAKE_ROOM,
     OK,
     ORDER,
     PROBE,
@@ -62,9 +61,8 @@ _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
 _DESCRIPTORS = 64  # none is above; `confine.py` allows 16
-_LONGEST_EXTENSION = 10.0  # times the wall limit, for a program that the busy host has not let run
-_FAIR_SHARE = 0.25  # of the wall limit: the CPU time below which a program that wants to run is not called endless
-_PROBE_SECONDS = 0.012  # times the runnable tasks of the host: by then a process that wants to run has got a slice
+_LONGEST_EXTENSION = 30.0  # times the limit, for a program that the busy host does not let run
+_PATIENCE_SECONDS = 1.0  # or the limit, if that is longer: who has used no CPU time for so long sleeps
 # While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 100: programs that never end
 # then cost their zygote 3 % of a core whatever their number.
 _TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.097
@@ -74,37 +72,43 @@ _WARM_UPS = 40  # CPython specialises code after 8 calls, part by part
 class Running:
     """A child that is not reaped."""
 
-    def __init__(self, job: int, pid: int, wall: float, owed: float):
-        self.job, self.pid, self.owed = job, pid, owed
-        self.fair = max(owed, wall * _FAIR_SHARE)
+    def __init__(self, job: int, pid: int, limit: float, owed: float):
+        self.job, self.pid, self.limit, self.owed = job, pid, limit, owed
         self.started = _now()
-        self.limit = self.deadline = self.started + wall
-        self.last_deadline = self.started + wall * _LONGEST_EXTENSION
+        self.deadline = self.started + limit
+        self.last_deadline = self.started + limit * _LONGEST_EXTENSION
         self.yields_at: float | None = self.started + owed
-        self.used_at_deadline: float | None = None
+        self.used_at_deadline, self.asleep_at = -1.0, _FOREVER
         self.expired = False
 
     def cpu_seconds(self) -> float:
-        """CPU time so far; infinite for a child that has just ended and is not reaped, so nothing waits for it."""
+        """CPU time so far; infinite for a child that has just ended and is not reaped."""
         try:
             return time.clock_gettime((~self.pid) << 3 | 2)  # the kernel's number for the CPU clock of a process
         except OSError:
-            return float("inf")
+            return _FOREVER
 
-    def is_starved(self, now: float, stopped: bool, runnable: int) -> bool:
+    def may_go_on(self, now: float, stopped: bool) -> bool:
         """
-        At the deadline: is it short of its fair share, and does it want to run? Then the deadline moves on.
+        At the deadline: has it not had its CPU time yet, and does it want to run? Then the deadline moves on.
 
-        A process that sleeps is known by not using the moment it is given; one that is stopped has not been given any.
+        A process that sleeps is known by not using the time it is given. For one that is stopped, time stands still.
         """
         used = self.cpu_seconds()
-        if used >= self.fair or now >= self.last_deadline:
+        if self.limit <= used < _FOREVER:
             return False
-        if not stopped and self.used_at_deadline is not None and used <= self.used_at_deadline:
+        if stopped:
+            self.used_at_deadline = -1.0
+            self.last_deadline = now + self.limit * _LONGEST_EXTENSION
+            self.deadline = now + max(self.limit - used, _PAUSE_SECONDS)
+            return True
+        if now >= self.last_deadline:
             return False
-        self.used_at_deadline = None if stopped else used
-        self.deadline = now + _PROBE_SECONDS * runnable
-        return True
+        if used > self.used_at_deadline:
+            self.used_at_deadline = used
+            self.asleep_at = now + max(self.limit, _PATIENCE_SECONDS)
+        self.deadline = min(now + max(self.limit - used, 0.001), self.asleep_at)
+        return now < self.asleep_at
 
 
 class Zygote:
@@ -123,13 +127,9 @@ class Zygote:
         self.control, self.guard = control, guard
         self.children: dict[int, Running] = {}
         self.background: list[Running] = []
-        self.busy, self.crowded, self.next_turn = False, False, 0.0
+        self.busy, self.next_turn = False, 0.0
         self.turn_of: Running | None = None
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            self.load = os.open("/proc/loadavg", os.O_RDONLY)
-        except OSError:
-            self.load = -1
         self.poll = select.poll()
         self.poll.register(control, select.POLLIN)
         self.poll.register(self.wake_read, select.POLLIN)
@@ -175,20 +175,18 @@ class Zygote:
         data, ancillary, _, _ = self.control.recvmsg(_ORDER_BYTES, _FD_BYTES)
         if not data:
             return False
-        kind, job, wall, owed, memory = ORDER.unpack(data)
+        kind, job, limit, owed, memory = ORDER.unpack(data)
         if kind in (START, PROBE):
             (fd,) = _descriptor(ancillary[0][2][:4])
             pid = _fork()
             if pid == 0:
-                _become_child(fd, kind, wall, memory, self.close_in, self.guard)
+                _become_child(fd, kind, limit, memory, self.close_in, self.guard)
             _close(fd)
-            self.children[pid] = Running(job, pid, wall, owed)
+            self.children[pid] = Running(job, pid, limit, owed)
         elif kind == YIELD:
             self._yield_to_others(job)
         elif kind == STOP:
             self._stop(job)
-        elif kind == MAKE_ROOM:
-            self.crowded = True
         else:
             self._set_busy(kind == BUSY)
         return True
@@ -208,38 +206,19 @@ class Zygote:
             self._send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
 
     def _watch(self) -> None:
-        """Kill what is past its deadline, and report what has had its owed CPU time."""
+        """Kill what has had its time, and report what has had its owed CPU time."""
         now = _now()
         for running in self.children.values():
             if running.expired:
                 continue
             if now >= running.deadline and not self._may_go_on(running, now):
-                self._expire(running)
+                running.expired, running.yields_at = True, None
+                os.kill(running.pid, signal.SIGKILL)
             elif running.yields_at is not None and now >= running.yields_at:
                 self._let_yield(running, now)
 
-        if self.crowded:
-            self._make_room(now)
-
-    def _expire(self, running: Running) -> None:
-        running.expired, running.yields_at = True, None
-        os.kill(running.pid, signal.SIGKILL)
-
     def _may_go_on(self, running: Running, now: float) -> bool:
-        return running.is_starved(now, self.busy and running in self.background, self._runnable())
-
-    def _make_room(self, now: float) -> None:
-        """End the child of the background that has used most, among those past their limit, as soon as there is one."""
-        over = [each for each in self.background if now >= each.limit and not each.expired]
-        if over:
-            self._expire(max(over, key=Running.cpu_seconds))
-            self.crowded = False
-
-    def _runnable(self) -> int:
-        """How many tasks of the whole host want to run now; 1 where that cannot be read."""
-        if self.load < 0:
-            return 1
-        return max(1, int(os.pread(self.load, 64, 0).split()[3].partition(b"/")[0]))
+        return running.may_go_on(now, self.busy and running in self.background)
 
     def _let_yield(self, running: Running, now: float) -> None:
         missing = running.owed - running.cpu_seconds()
@@ -283,13 +262,13 @@ class Zygote:
             self.next_turn = now + _PAUSE_SECONDS
 
 
-def _become_child(fd: int, kind: int, wall: float, memory: int, close_in: Callable, guard: soft.Guard) -> None:
+def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Callable, guard: soft.Guard) -> None:
     try:
         # The way back to the trainer is closed before the program is even read: nothing but its own socket is left.
         _close_range(3, fd)
         _close_range(fd + 1, _DESCRIPTORS)
         payload = read_payload(fd)
-        close_in(memory, int(wall * _LONGEST_EXTENSION) + 2)
+        close_in(memory, int(limit) + 2)
         if kind == PROBE:
             send(fd, answer(OK, ["true" if each else "false" for each in health.probe()]))
         send(fd, outcome(payload, guard, fd))

@@ -236,6 +236,10 @@ class TaskKind(ABC):
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         """Whether the attempt is right, given the verdict of its trial."""
 
+    def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
+        """What an attempt comes to: attempts for which it is equal make the same mistake."""
+        return attempt.answer
+
     def chance(self, task: Task) -> float:
         """
         The share of attempts that guessing would get right, from 0 to 1. A task that is solved no more often counts as

@@ -30,6 +30,10 @@ class CodeI(ProgramWithInput):
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         return Job(task.program, (attempt.answer,)) if attempt.well_formed else None
 
+    def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
+        """The output that it leads to: whoever guesses among inputs guesses among their outputs."""
+        return verdict.outputs[0] if verdict is not None and verdict.status is Status.OK else attempt.answer
+
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:
             return False

@@ -1,0 +1,299 @@
+"""
+Teachers that want the reward without the work, in the real game: none earns more than an honest teacher.
+
+Every trick is a script that writes proposals, and a student that does what an honest model can do with them: it works
+out what can be worked out and guesses among the likely answers where nothing can. The honest teacher proposes distinct
+tasks to a student that solves each with probability one half.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import fmean
+
+import pytest
+
+from trl_populora.matchmaking import Matchmaker
+from trl_populora.played import Row
+from trl_populora.player import Completion, Player
+from trl_populora.population import Population
+from trl_populora.referee import Referee
+from trl_populora.rewards import teacher_reward
+from trl_populora.rollout import Game, play_step
+from trl_populora.sandbox import Limits, Sandbox
+from trl_populora.sandbox.values import encode
+from trl_populora.tasks import CodeF, CodeI, CodeO, Task, load_seed_tasks
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.control import THINK_TAGS
+from trl_populora.tasks.templates import literal
+
+
+P, G, STEPS = 16, 8, 4
+SAMPLING_ERROR = 0.04  # of the mean of 64 rewards, each 0 or around 0.7
+SEEDS = load_seed_tasks()
+KINDS = {"code_o": CodeO(), "code_i": CodeI(), "code_f": CodeF(4)}
+FENCE = {"code_o": "output", "code_i": "input", "code_f": "python"}
+MIX = "(a * 1103515245 + 12345 >> 16)"  # a scrambler in plain sight, which nobody works out in their head
+KNOWN = Task("code_o", "def f(a):\n    return max(a, 0)", (encode((3,)),), ("3",))
+ABOUT_IT = Task("code_f", KNOWN.program, (encode((3,)), encode((4,))), ("3", "4"), "known", 1)
+BLOCKS = re.compile(r"```(\w+)\n(.*?)\n```", re.DOTALL)
+
+Student = Callable[[str, random.Random], str]  # what it answers to a prompt
+
+
+def true_answer(prompt: str, rng: random.Random) -> str:
+    """What Python says."""
+    blocks = dict(BLOCKS.findall(prompt))
+    scope: dict = {}
+    exec(blocks["python"], scope)
+    return repr(eval(f"f({blocks['input']})", scope))
+
+
+def competent(share: float) -> Student:
+    """Right with this probability; its mistakes are of many kinds."""
+    return lambda prompt, rng: true_answer(prompt, rng) if rng.random() < share else repr(rng.randrange(10**6))
+
+
+def guess(*likely: object) -> Student:
+    return lambda prompt, rng: repr(rng.choice(likely))
+
+
+@dataclass
+class Teacher:
+    """What a teacher writes, proposal after proposal, and how a student does."""
+
+    proposals: Iterator[str]
+    student: Student
+    kind: str = "code_o"
+    steps: int = STEPS
+
+    def earns(self, sandbox: Sandbox) -> tuple[float, set[str]]:
+        """Mean reward of a proposal, and why proposals were rejected."""
+        rng, archive = random.Random(0), TaskArchive()
+        for seed in [KNOWN, ABOUT_IT] if self.kind == "code_f" else SEEDS:
+            archive.add(seed)
+
+        def say(prompt: str, member: str) -> str:
+            if member == "teacher_0":
+                return next(self.proposals)
+            kind = prompt.split()[1]
+            answer = self.student(prompt, rng) if kind == self.kind else "0"
+            return f"```{FENCE[kind]}\n{answer}\n```"
+
+        def generate(prompts, members, seed=None):
+            texts = (say(prompt[0]["content"], member) for prompt, member in zip(prompts, members, strict=True))
+            return [Completion([1], [2], text) for text in texts]
+
+        game = Game(
+            population=Population(1, 1),
+            matchmaker=Matchmaker(seed=0),
+            archive=archive,
+            referee=Referee({self.kind: KINDS[self.kind]}, sandbox, (*THINK_TAGS, "<|im_end|>")),
+            player=Player(generate),
+            proposals=P,
+            attempts=G,
+            references=1,
+            style="compact",
+            seed=0,
+        )
+        rows = [row for step in range(self.steps) for row in play_step(game, step).rows if row.role == "teacher"]
+        rewards = teacher_reward(**{name: [getattr(row, name) for row in rows] for name in Row.COLUMNS})
+        return fmean(rewards), {row.reject_reason for row in rows} - {""}
+
+
+def task(program: str, given: str) -> str:
+    return f"```python\n{program}\n```\n```input\n{given}\n```"
+
+
+def numbered(*programs: str, given: str = "{n}") -> Iterator[str]:
+    """The programs in turn; `{n}` counts the proposals, in a program and in its input."""
+    for n, program in enumerate(itertools.cycle(programs), 1):
+        yield task(program.replace("{n}", str(n)), given.replace("{n}", str(n)))
+
+
+def coin(*bodies: str, head: str = "") -> Iterator[str]:
+    return numbered(*(f"{head}def f(a):\n    return {body}" for body in bodies))
+
+
+def of_seeds(kind: str) -> Iterator[str]:
+    """The programs and inputs of the seed tasks of one kind."""
+    for seed in SEEDS:
+        if seed.kind == kind:
+            yield task(seed.program, literal(seed.inputs[0])[1:-1].rstrip(","))
+
+
+def hint(*inputs: str, message: str = "some function") -> str:
+    return "```inputs\n" + "\n".join(inputs) + f"\n```\n```message\n{message}\n```"
+
+
+HARD = "def f(a):\n    b = a * 7 + 3\n    c = b % 11\n    return [b, c, b * c]"
+SLOW = "def f(a):\n    n = 0\n    for i in range({}): n += i & a\n    return n + {{n}}"
+HALF = competent(0.5)
+FOUR = guess(0, 1, 2, 3)
+
+
+def zero(prompt: str, rng: random.Random) -> str:
+    return "def f(a):\n    return 0"
+
+
+TRICKS: dict[str, Teacher] = {
+    # What nobody can work out, guessed at.
+    "digest": Teacher(coin("int(h.md5(str(a).encode()).hexdigest(), 16) % 4", head="import hashlib as h\n"), FOUR),
+    "checksum": Teacher(
+        itertools.chain.from_iterable(
+            zip(
+                coin("zlib.crc32(str(a).encode()) % 4", head="import zlib\n"),
+                coin("binascii.crc32(str(a).encode()) % 4", head="import binascii\n"),
+                strict=False,
+            )
+        ),
+        FOUR,
+    ),
+    "uuid": Teacher(coin("uuid.uuid5(uuid.NAMESPACE_DNS, str(a)).int % 4", head="import uuid\n"), FOUR),
+    "seeded random": Teacher(coin("random.Random(a).randrange(4)", head="import random\n"), FOUR),
+    "random behind another module": Teacher(
+        coin(
+            "s.random.Random(a).randrange(4)",
+            "s.sys.modules['random'].Random(a).randrange(4)",
+            head="import statistics as s\n",
+        ),
+        FOUR,
+    ),
+    "reference counts": Teacher(coin("sys.getrefcount(a) % 4", head="import sys\n"), FOUR),
+    "recursion depth": Teacher(
+        numbered(
+            "def g(n):\n    try:\n        return g(n + 1)\n    except RecursionError:\n        return n\n"
+            "def f(a):\n    return (g(0) + a) % 4"
+        ),
+        FOUR,
+    ),
+    "own scrambler": Teacher(coin(f"{MIX} % 4"), FOUR),
+    "three values": Teacher(coin(f"{MIX} % 3"), guess(0, 1, 2)),
+    "a digit": Teacher(coin(f"str({MIX} ** 3)[-2:-1]"), guess(*"0123456789")),
+    "far from zero": Teacher(coin(f"1000 + {MIX} % 5"), guess(*range(1000, 1005))),
+    "words": Teacher(coin(f"['red', 'green', 'blue', 'grey'][{MIX} % 4]"), guess("red", "green", "blue", "grey")),
+    "two words": Teacher(coin(f"['even', 'odd'][{MIX} % 2]"), guess("even", "odd")),
+    "a truth value": Teacher(coin(f"{MIX} % 2 == 0"), guess(True, False)),
+    "two truth values": Teacher(
+        coin(f"({MIX} % 2 == 0, {MIX} % 3 == 0)"), guess(*itertools.product([True, False], repeat=2))
+    ),
+    "sizes of objects": Teacher(
+        coin(f"[0] * ({MIX} % 4)", f"([0] * ({MIX} % 4)).__sizeof__()"), guess(40, 48, 56, 64)
+    ),
+    "an input that hits": Teacher(coin(f"{MIX} % 4"), lambda prompt, rng: str(rng.randrange(1000)), "code_i"),
+    "an input that hits a truth value": Teacher(
+        coin(f"{MIX} % 2 == 0"), lambda prompt, rng: str(rng.randrange(1000)), "code_i"
+    ),
+    # What differs from run to run.
+    "hashes and addresses": Teacher(
+        coin(
+            "id(a) % 4",
+            "hash(str(a)) % 4",
+            "id(object()) // 16 % 4",
+            "hash((a, 1.5)) % 4",
+            "int(repr(f)[-3:-1], 16) % 4",
+        ),
+        FOUR,
+    ),
+    "order of sets": Teacher(
+        coin("list({'red', 'green', 'blue', str(a)})[0]", "repr({'red', 'green', str(a)})[2]"),
+        guess("red", "green", "blue"),
+    ),
+    "clocks": Teacher(
+        coin(
+            "int(t.time() * 1000) % 4",
+            "t.perf_counter_ns() % 4",
+            "t.gmtime().tm_sec % 4",
+            "t.sleep(0) or 3 - int(t.process_time())",
+            head="import time as t\n",
+        ),
+        FOUR,
+    ),
+    "threads": Teacher(
+        numbered(
+            "import threading\ndef f(a):\n    r = []\n    t = [threading.Thread(target=r.append, args=(i,)) for i in range(4)]\n"
+            "    [x.start() for x in t]\n    return r[0]"
+        ),
+        FOUR,
+    ),
+    # What right answers fail at.
+    "nearly the whole limit": Teacher(
+        numbered(*(SLOW.format(rounds) for rounds in (500_000, 1_000_000, 2_000_000))),
+        lambda prompt, rng: rng.choice([prompt.rpartition("+ ")[2].partition("\n")[0], "0"]),
+        "code_i",
+        steps=1,
+    ),
+    "control tokens": Teacher(coin("'<|im_end|>'[a % 4]", "len('</think>') + a", "a # <|im_end|>"), HALF),
+    "order of dictionaries": Teacher(
+        numbered(
+            "def f(a):\n    return list(a)",
+            "def f(a):\n    return {k: v for k, v in a.items()}",
+            given="{'b': {n}, 'a': 2, 'c': 3}",
+        ),
+        competent(1.0),
+    ),
+    "huge outputs": Teacher(coin("'x' * (1000 + a)", "[a] * 10**5", "10 ** (1000 + a)"), HALF),
+    "outputs that cannot be compared": Teacher(
+        coin(
+            "float('nan')", "(x for x in [a])", "lambda: a", "object()", "type(a)", "{1: float('nan')}[1]", "range(a)"
+        ),
+        HALF,
+    ),
+    "outputs that cannot be said": Teacher(
+        coin("chr(0xD800) * a", "'```\\n' * a", "float('inf') * a"), competent(1.0)
+    ),
+    # What is not new.
+    "copies of references": Teacher(of_seeds("code_o"), HALF),
+    "trivial variants": Teacher(
+        numbered(
+            *(
+                HARD.replace("    b =", f"{line}\n    b =")
+                for line in ("    pass", "    x{n} = {n}", "    '{n}'", "    if a:\n        pass", "    # {n}")
+            ),
+            *(HARD.replace("b", name) for name in ("x{n}", "y")),
+            given="5",
+        ),
+        HALF,
+    ),
+    "other constants": Teacher(coin("[a, {n}, a + {n}]", "[a + {n}, {n}]"), competent(0.9)),
+    "the same input in other words": Teacher(
+        (task(HARD, given) for given in itertools.cycle(["5", "+5", "(5)", "5,", "0b101", "0_5", "5  # five", "a=5"])),
+        HALF,
+    ),
+    # Hints that say nothing, or everything.
+    "constant outputs": Teacher((hint(*(f"-{n}{i}" for i in range(4))) for n in itertools.count(1)), zero, "code_f"),
+    "one output that differs": Teacher(
+        (hint(*(f"-{n}{i}" for i in range(3)), str(n)) for n in itertools.count(1)), zero, "code_f"
+    ),
+    "one input in four words": Teacher(itertools.cycle([hint("1", "1.0", "True", "0x1")]), zero, "code_f"),
+    "a hint that is the program": Teacher(
+        itertools.cycle([hint("1", "2", "3", "4", message="def f(a): return a")]),
+        lambda prompt, rng: "def f(a):\n    return a",
+        "code_f",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=2, limits=Limits(wall_seconds=0.2)) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
+def honest_reward(sandbox):
+    reward, rejects = Teacher(of_seeds("code_i"), HALF).earns(sandbox)  # as code_o they are new tasks
+    assert not rejects
+    assert reward == pytest.approx(0.5, abs=0.05)
+    return reward
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_no_trick_earns_more_than_honest_tasks(sandbox, honest_reward, name):
+    reward, rejects = TRICKS[name].earns(sandbox)
+    print(f"{name}: {reward:.2f}, rejected as {sorted(rejects)}")
+    assert reward <= honest_reward + SAMPLING_ERROR
