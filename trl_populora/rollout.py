@@ -138,7 +138,7 @@ class Played:
     seconds: dict[str, float]
 
 
-def play_step(game: Game, step: int) -> Played:
+def play_step(game: Game, done: int) -> Played:
     """
     Plays one step: pairs the members, lets teachers propose and students solve, and updates ratings and archive.
 
@@ -147,21 +147,21 @@ def play_step(game: Game, step: int) -> Played:
 
     Args:
         game (`Game`): The players and the rules.
-        step (`int`): Number of the step, from 0.
+        done (`int`): Optimizer steps before this one, which is step `done + 1` wherever steps are written down.
 
     Returns:
         `Played`: `teachers * P * (1 + G)` rows of this rank, with `P` its share of the proposals.
     """
-    rng = random.Random(f"{game.seed}/{step}/{game.rank}")
+    rng = random.Random(f"{game.seed}/{done}/{game.rank}")
     seconds: dict[str, float] = {}
     with _timed(seconds, "match"):
         matches = game.matchmaker.pair(game.population)
     with _timed(seconds, "propose"):
-        proposals, references = _propose(game, matches, step, rng)
+        proposals, references = _propose(game, matches, done, rng)
     with _timed(seconds, "verify"):
         fillers = _fillers(game, proposals, rng)
         known = game.archive.programs
-        outcomes = _verify(game, proposals, references, step, rng)
+        outcomes = _verify(game, proposals, references, done + 1, rng)
     with _timed(seconds, "solve"):
         tasks = [o if isinstance(o, Task) else filler for o, filler in zip(outcomes, fillers, strict=True)]
         attempts = _solve(game, matches, proposals, tasks)
@@ -176,7 +176,7 @@ def play_step(game: Game, step: int) -> Played:
 
 
 def _propose(
-    game: Game, matches: Sequence[Match], step: int, rng: random.Random
+    game: Game, matches: Sequence[Match], done: int, rng: random.Random
 ) -> tuple[list[Row], list[list[Task]]]:
     """Phase 2: every teacher writes its proposals, the kinds in rotation (shifted each step, so all get their turn)."""
     kinds = list(game.kinds.values())
@@ -184,7 +184,7 @@ def _propose(
     rows, references = [], []
     for match in matches:
         for slot in range(game.rank * share, (game.rank + 1) * share):
-            kind = kinds[(slot + step // game.iterations) % len(kinds)]
+            kind = kinds[(slot + done // game.iterations) % len(kinds)]
             shown = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
             prompt = kind.proposal_prompt(shown, game.style)
             group = f"match {match.index}"

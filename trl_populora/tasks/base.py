@@ -69,7 +69,7 @@ class Task:
         message (`str`, *optional*, defaults to `""`): Hint for the solver (code_f).
         visible (`int`, *optional*, defaults to `0`): How many of the leading pairs the solver is shown (code_f).
         author (`str`, *optional*, defaults to `"seed"`): Name of the member that proposed it.
-        step (`int`, *optional*, defaults to `0`): Population step it was proposed at.
+        step (`int`, *optional*, defaults to `0`): Population step it was proposed at, from 1; 0 is before training.
     """
 
     kind: str
