@@ -36,6 +36,7 @@ class Arithmetic(TaskKind):
 
     name = "arithmetic"
     reference_kinds = ("arithmetic",)
+    measures = ("numbers",)
 
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         shown = "\n\n".join(_statement(task) for task in references)

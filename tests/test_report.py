@@ -26,7 +26,17 @@ from trl_populora.report import (
     plot_run,
     write_report,
 )
-from trl_populora.report_plots import PLOTS, STYLE, Run, _smooth, draw_payoff, draw_rejects, draw_rewards
+from trl_populora.report_plots import (
+    CURRICULUM,
+    PLOTS,
+    STYLE,
+    Run,
+    _smooth,
+    draw_curriculum,
+    draw_payoff,
+    draw_rejects,
+    draw_rewards,
+)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +171,25 @@ def test_nothing_of_a_cross_play_is_clipped(name):
     page = figure.bbox
     outside = [t for t, b in boxes.items() if min(b.x0, b.y0) < 0 or b.x1 > page.x1 or b.y1 > page.y1]
     assert outside == []
+
+
+@pytest.mark.parametrize(
+    ("measures", "titles"),
+    [
+        (["numbers"], ["numbers"]),
+        (["lines", "ast_depth"], ["AST depth", "Lines of code"]),
+        ([*CURRICULUM, "open_ends", "atoms"], [*(title for title, _ in CURRICULUM.values()), "atoms", "open ends"]),
+        ([], [title for title, _ in CURRICULUM.values()]),
+    ],
+)
+def test_every_measure_that_a_run_logs_is_drawn(measures, titles):
+    of_code = dict.fromkeys(f"curriculum/{name}" for name in CURRICULUM)  # logged without a value
+    known = {f"curriculum/{name}": 3.0 for name in [*measures, "coverage", "entropy"]}
+    figure = Figure()
+    draw_curriculum(figure, Run("r", [{"step": 1} | of_code | known, {"step": 2} | of_code]))
+    drawn = [axis for axis in figure.axes if axis.axison]
+    assert [axis.get_title() for axis in drawn] == titles
+    assert [list(axis.lines[0].get_ydata()) for axis in drawn] == [[3.0] if measures else []] * len(titles)
 
 
 def test_rejects_are_means_over_the_run():

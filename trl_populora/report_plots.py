@@ -191,21 +191,34 @@ def draw_kinds(figure: Figure, run: Run) -> None:
 
 
 CURRICULUM = {
-    "ast_depth": ("AST depth", "nodes"),
-    "cyclomatic": ("Cyclomatic complexity", "paths"),
-    "lines": ("Lines of code", "lines"),
-    "variables": ("Variables", "names"),
+    "ast_depth": ("AST depth", "nodes per program"),
+    "cyclomatic": ("Cyclomatic complexity", "paths per program"),
+    "lines": ("Lines of code", "lines per program"),
+    "variables": ("Variables", "names per program"),
 }
+PANELS = "curriculum/"
+
+
+def measures_of(run: Run) -> list[str]:
+    """What the run's kinds measure of their tasks, those of programs first; `coverage` and `entropy` are the archive's."""
+    found = {key.removeprefix(PANELS) for key in run.latest if key.startswith(PANELS)} - {"coverage", "entropy"}
+    return [name for name in CURRICULUM if name in found] + sorted(found - CURRICULUM.keys())
 
 
 def draw_curriculum(figure: Figure, run: Run) -> None:
-    axes = figure.subplots(2, 2, sharex=True)
-    for axis, (key, (title, unit)) in zip(axes.flat, CURRICULUM.items(), strict=True):
-        steps, values = run.series(f"curriculum/{key}")
+    names = measures_of(run) or list(CURRICULUM)  # empty panels where no task was valid yet
+    rows = -(-len(names) // 2)
+    figure.set_figheight(1.0 + 1.8 * rows)
+    axes = figure.subplots(rows, 2, sharex=True, squeeze=False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        steps, values = run.series(PANELS + name)
         (line,) = axis.plot(steps, _smooth(values, run), color=COLORS["teacher"], marker=".", markersize=3)
-        axis.set(title=title, ylabel=f"{unit} per program")
+        title, unit = CURRICULUM.get(name, (name.replace("_", " "), f"{name} per task"))
+        axis.set(title=title, ylabel=unit)
         _mark_births(axis, run, label=False)
-    for axis in axes[1]:
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    for axis in axes[-1]:
         _steps(axis, ticks=4)
     label = ", ".join(filter(None, ["mean over the step's valid tasks", _window(run)]))
     figure.legend([line], [label.replace(", ", ",\n")], loc="outside lower center")
@@ -418,7 +431,7 @@ PLOTS = (
     Plot(
         "curriculum",
         "How demanding the tasks are",
-        "Four measures of the programs in valid tasks. Single-agent self-play is known to let them fall.",
+        "What the kinds measure of valid tasks; programs have four. Single-agent self-play is known to let them fall.",
         draw_curriculum,
         4.6,
     ),

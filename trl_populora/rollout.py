@@ -20,7 +20,7 @@ from trl_populora.matchmaking import Match, Matchmaker, student_share
 from trl_populora.population import Population
 from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind, checked
+from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind, checked, measured
 from trl_populora.tasks.control import THINK_TAGS, screen
 from trl_populora.tasks.fences import has_thinking
 
@@ -312,7 +312,8 @@ def _grade_attempts(game: Game, proposals: Sequence[Row], tasks: Sequence[Task],
             row.solve_rate = rho
         if proposal.valid:
             task = tasks[slot]
-            proposal.solve_rate, proposal.chance = rho, game.kinds[task.kind].chance(task)
+            chance = checked(task.kind, "chance", game.kinds[task.kind].chance(task), (float, int))
+            proposal.solve_rate, proposal.chance = rho, chance
 
 
 def grade(game: Game, tasks: Sequence[Task], answers: Sequence[Attempt]) -> list[bool]:
@@ -343,8 +344,8 @@ def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str,
     """Writes into the archive how this step's tasks fared and how complex they are."""
     results = {r["task_id"]: r for r in records if r["role"] == "teacher" and r["valid"]}
     for task in tasks:
-        result, complexity = results[task.task_id], game.kinds[task.kind].complexity(task)
-        game.archive.note(task, match=result["match"], solve_rate=result["solve_rate"], **complexity)
+        result, measures = results[task.task_id], measured(game.kinds[task.kind], task)
+        game.archive.note(task, match=result["match"], solve_rate=result["solve_rate"], **measures)
 
 
 def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict[Match, list[float]]:
@@ -390,7 +391,7 @@ def step_metrics(
         metrics[f"solve/{kind}/rate"] = _mean([r["correct"] for r in fresh if r["kind"] == kind])
     for reason in Reject:
         metrics[f"verify/reject/{reason.value}"] = float(sum(r["reject_reason"] == reason.value for r in proposals))
-    complexities = [game.kinds[task.kind].complexity(task) for task in tasks]
+    complexities = [measured(game.kinds[task.kind], task) for task in tasks]
     declared = {name for kind in game.kinds.values() for name in kind.measures}
     for name in sorted({key for complexity in complexities for key in complexity} | declared | set(CURRICULUM)):
         metrics[f"curriculum/{name}"] = _mean([c[name] for c in complexities if name in c])

@@ -65,4 +65,6 @@ def _class_at(path: str, choices: str) -> Callable[[], Any]:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"Unknown task kind {path!r} ({error}); it must be {choices}.") from error
+        missing = isinstance(error, ImportError)
+        way_out = " A module that is not installed needs its folder in `PYTHONPATH`." if missing else ""
+        raise ValueError(f"Unknown task kind {path!r} ({error}); it must be {choices}.{way_out}") from error
