@@ -358,6 +358,18 @@ def test_a_wrong_answer_of_a_kind_names_kind_and_method(sandbox, seed_tasks, met
         play_step(game, 0)
 
 
+def test_a_task_of_another_kind_than_its_maker_is_refused(sandbox, seed_tasks):
+    class Odd(CodeO):
+        name = "odd"
+
+        def accept(self, proposal, verdict, rng):
+            return seed_tasks[0]
+
+    game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[0], solve_by_plan, kinds=(CodeO(), Odd()), proposals=2)
+    with pytest.raises(ValueError, match="task kind 'odd': `accept` must return tasks of its own kind, got 'code_o'"):
+        play_step(game, 0)
+
+
 @pytest.mark.parametrize(
     ("measures", "error"),
     [

@@ -256,8 +256,10 @@ def _accept(
     """What became of a proposal; its outputs are known only now."""
     if isinstance(proposal, Reject):
         return proposal
-    outcome = game.kinds[kind].accept(proposal, _verdict(run), rng)
-    return screen(checked(kind, "accept", outcome, (Task, Reject)), game.forbidden)
+    outcome = checked(kind, "accept", game.kinds[kind].accept(proposal, _verdict(run), rng), (Task, Reject))
+    if isinstance(outcome, Task) and outcome.kind != kind:
+        raise ValueError(f"task kind {kind!r}: `accept` must return tasks of its own kind, got {outcome.kind!r}")
+    return screen(outcome, game.forbidden)
 
 
 def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
