@@ -24,7 +24,7 @@ from pathlib import Path
 # The script runs from a checkout that is not installed, too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trl_populora.tasks.archive import TaskArchive  # noqa: E402
+from trl_populora.tasks.archive import NOTED, TaskArchive  # noqa: E402
 from trl_populora.tasks.archive_table import load_archive, save_archive  # noqa: E402
 from trl_populora.tasks.base import Task  # noqa: E402
 
@@ -54,7 +54,7 @@ def make_task(number: int) -> Task:
 
 def fill(archive: TaskArchive, number: int) -> None:
     """As resuming does: keys and coverage are given. Every program has a structure and a form of its own, the worst case."""
-    note = (0.0, 0.5, 7.0, 4.0, 11.0, 6.0)
+    note = dict(zip(NOTED, (0.0, 0.5, 7.0, 4.0, 11.0, 6.0), strict=True))
     entries = ((make_task(n), hashlib.blake2b(str(n).encode(), digest_size=16).digest(), note) for n in range(number))
     forms = [n * 0x9E3779B97F4A7C15 % 2**64 for n in range(number)]
     archive.restore(entries, {"counts": {f"{n:016x}": 1 for n in range(number)}, "sum": 0.0, "forms": forms})

@@ -6,7 +6,11 @@ once. Nothing runs in the sandbox: `check` and `trial` return `None`, and this f
     accelerate launch recipes/train_populora.py --config recipes/arithmetic.yaml
 
 which names it as `task_kinds: ["arithmetic_kind:Arithmetic"]`. The package is not changed. The script finds the module
-because both lie in `recipes/`; from anywhere else, `populora train` included, set `PYTHONPATH=recipes`.
+because both lie in `recipes/`; from anywhere else, `populora train` included, set `PYTHONPATH=recipes`. Before that,
+
+    PYTHONPATH=recipes populora check-kind arithmetic_kind:Arithmetic --tasks recipes/arithmetic_seeds.jsonl
+
+shows its prompts and gives its parsers what models might write.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ class Arithmetic(TaskKind):
 
     name = "arithmetic"
     reference_kinds = ("arithmetic",)
+    measures = ("numbers",)
 
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         shown = "\n\n".join(_statement(task) for task in references)

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from trl_populora.evaluation import Payoff
+from trl_populora.records import PLAYED
 from trl_populora.report import load_history
 
 
@@ -46,7 +47,7 @@ WINDOW = 15  # steps of the running mean in the picture
 
 def load(run: Path) -> list[dict[str, float]]:
     """Metrics per step. Coverage counts a population's larger number of proposals, so it is given per proposal."""
-    history, proposed = load_history(run), proposals(run)
+    history, proposed = [entry for entry in load_history(run) if PLAYED in entry], proposals(run)
     for before, entry in zip([None, *history], history, strict=False):
         valid = entry["propose/valid_rate"] * proposed
         gained = entry["curriculum/coverage"] - before["curriculum/coverage"] if before else math.nan

@@ -170,7 +170,8 @@ def test_an_archive_of_version_0_1_is_read_and_its_duplicates_are_known(tmp_path
     """Its keys were others, dead code made another task, and nobody had counted programs."""
     padded = replace(make(1), program="def f(x):\n    pass\n    return x + 1")
     archive = TaskArchive()
-    archive.restore([(make(1), b"1" * 16, None), (padded, b"2" * 16, (0.0,) * 6), (make(2), b"3" * 16, None)], EMPTY)
+    noted = {"match": 0, "solve_rate": 0.5}
+    archive.restore([(make(1), b"1" * 16, None), (padded, b"2" * 16, noted), (make(2), b"3" * 16, None)], EMPTY)
     path = tmp_path / "archive.parquet"
     save_archive(archive, path)
     coverage = archive.coverage.state_dict()
@@ -179,10 +180,44 @@ def test_an_archive_of_version_0_1_is_read_and_its_duplicates_are_known(tmp_path
     pq.write_table(table.replace_schema_metadata({"populora_archive": "1"}), path)
     read = TaskArchive()
     load_archive(read, path, coverage)
-    assert list(read) == [make(1), make(2)]
+    assert list(read) == [replace(make(1), step=2), replace(make(2), step=3)], "its steps were counted from 0"
     assert not read.add(padded)
     assert read.programs == 1
     assert read.add(make(3))
+
+
+@pytest.mark.parametrize(("version", "later"), [("2", 1), ("3", 0)])
+def test_steps_of_older_archives_count_from_one_and_given_tasks_have_none(tmp_path, version, later):
+    archive, path = TaskArchive(), tmp_path / "archive.parquet"
+    archive.add(replace(make(1), author="seed", step=0))
+    archive.add(make(2))
+    save_archive(archive, path)
+    pq.write_table(pq.read_table(path).replace_schema_metadata({"populora_archive": version}), path)
+    read = TaskArchive()
+    load_archive(read, path, archive.coverage.state_dict())
+    assert [task.step for task in read] == [0, 2 + later]
+    assert not read.add(make(2))
+
+
+def test_what_an_own_kind_measures_is_a_column_and_survives(tmp_path):
+    archive, path = TaskArchive(), tmp_path / "archive.parquet"
+    tasks = [make(1), make(2, kind="mine"), make(3, kind="mine"), make(4, kind="other")]
+    for task in tasks:
+        archive.add(task)
+    archive.note(tasks[0], match=0, solve_rate=0.5, ast_depth=4.0)
+    archive.note(tasks[1], match=1, solve_rate=1.0, numbers=3.0)
+    archive.note(tasks[3], match=1, solve_rate=0.0, atoms=9.0, numbers=1.0)
+    table = archive.to_dataset().to_dict()
+    assert table["numbers"] == [None, 3.0, None, 1.0]
+    assert table["atoms"] == [None, None, None, 9.0]
+    assert table["ast_depth"] == [4.0, None, None, None]
+    for _ in range(2):
+        save_archive(archive, path)
+        read = TaskArchive()
+        load_archive(read, path, archive.coverage.state_dict())
+        assert list(read.entries()) == list(archive.entries())
+        assert read.measures == archive.measures == ["atoms", "numbers"]
+        archive = read
 
 
 def test_loading_replaces_what_was_there_and_obeys_the_cap():

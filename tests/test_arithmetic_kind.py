@@ -79,3 +79,4 @@ class TestArithmetic:
         logged = next(entry for entry in trainer.state.log_history if "propose/arithmetic/valid_rate" in entry)
         assert logged["propose/arithmetic/valid_rate"] == 0.0, "a random base writes no puzzle"
         assert logged["solve/archive_rate"] == 0.0
+        assert "curriculum/numbers" in logged, "without a valid task, too"

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from trl import GRPOConfig
 
-from tests.populora_run import make_trainer
+from tests.populora_run import SETTINGS, make_trainer
 from tests.test_rollout import PROPOSALS, make_game, sandbox, solve_by_plan  # noqa: F401 - `sandbox` is a fixture
 from trl_populora import __main__ as cli
+from trl_populora.__main__ import read_tasks
 from trl_populora.adapters.weights import read_member
 from trl_populora.evaluation import Payoff, assemble, cross_play, score_members, solve_rates, told_apart
 from trl_populora.player import Completion
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.tasks.archive import TaskArchive
 
 
 def test_held_out_tasks_leave_no_trace(sandbox, seed_tasks):  # noqa: F811
@@ -107,6 +113,46 @@ class TestSavedPopulations:
             defaults = {name: getattr(GRPOConfig("x", use_cpu=True, bf16=False), name) for name in sampling}
             assert {name: getattr(trainer.args, name) for name in sampling} == defaults | kept
             assert (trainer.generation_config.temperature, 65 in trainer.eos_token_ids) == (0.7, kept is sampling)
+
+    def test_a_run_of_an_own_kind_plays_with_what_its_archive_holds(self, random_base, tmp_path, capsys, monkeypatch):
+        recipes = Path(__file__).parent.parent / "recipes"
+        monkeypatch.syspath_prepend(recipes)
+        seeds = read_tasks(str(recipes / "arithmetic_seeds.jsonl"))
+        run, kinds = tmp_path / "run", ["arithmetic_kind:Arithmetic"]
+        shutil.copyfile(recipes / "arithmetic_seeds.jsonl", tmp_path / "tasks.jsonl")
+        args = PopuLoRAConfig(str(run), **SETTINGS | {"task_kinds": kinds, "max_steps": 1, "save_strategy": "no"})
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        trainer = PopuLoRATrainer(random_base, args=args, train_dataset=seeds, peft_config=lora)
+        trainer.train()
+        trainer.save_model()
+        trainer, _ = assemble([str(run)], str(tmp_path / "out"))
+        trainer.close()
+        shown = [task for task in trainer.archive if task.kind == "arithmetic"]
+        assert shown == list(TaskArchive.from_dataset(seeds))
+        options = ["--proposals", "2", "--attempts", "1", "--out", str(tmp_path / "out")]
+        cli.main(["crossplay", str(run), *options])
+        assert "student_1" in capsys.readouterr().out
+        (run / "archive.parquet").unlink()
+        with pytest.raises(
+            SystemExit, match=r"No archive.parquet in .*run: teachers are shown tasks of the kind arith"
+        ):
+            cli.main(["crossplay", str(run), *options])
+
+    def test_kinds_that_differ_are_told(self, runs, tmp_path, caplog):
+        shutil.copytree(runs / "pair", tmp_path / "other")
+        path = tmp_path / "other" / "population.json"
+        saved = json.loads(path.read_text())
+        saved["settings"]["task_kinds"] = ["code_o"]
+        path.write_text(json.dumps(saved))
+        for given, told in [(["pair", "agent"], 0), (["pair", "other"], 1)]:
+            places = [str(tmp_path / name if name == "other" else runs / name) for name in given]
+            caplog.clear()
+            trainer, _ = assemble(places, str(tmp_path / "out"))
+            trainer.close()
+            lines = [line for line in caplog.messages if "kinds of task differ" in line]
+            assert len(lines) == told
+        assert f"other was trained on code_o. All play {', '.join(SETTINGS['task_kinds'])}." in lines[0]
+        assert {task.kind for task in trainer.archive} >= {"letters", "code_o"}
 
     def test_the_command(self, runs, seed_tasks, tmp_path, capsys):
         tasks = tmp_path / "tasks.jsonl"

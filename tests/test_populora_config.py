@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -62,6 +63,38 @@ def test_the_first_refusal_of_a_bad_batch_names_all_sizes_that_work(make_args, o
     found = re.findall(r"`(\w+)=(\d+)`(?= with| works)", str(refusal.value))
     monkeypatch.delenv("WORLD_SIZE")  # a whole config of three processes would wait for the other two
     assert make_args(**(sizes | {name: int(value) for name, value in found})).micro_batches(int(processes)) > 0
+
+
+def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_proposals(make_args, monkeypatch):
+    """Random sizes, all of whose refusals are taken at their word."""
+    rng = random.Random(0)
+    suggested = 0
+    for _ in range(200):
+        sizes = {
+            "teachers": rng.randint(1, 5),
+            "proposals_per_teacher": rng.randint(2, 20),
+            "attempts_per_task": rng.randint(2, 9),
+            "per_device_train_batch_size": rng.choice([1, 7, 8, 16, 64, 1000]),
+            "task_kinds": ["code_o", "code_i", "code_f"][: rng.randint(1, 3)],
+            "teacher_baseline": rng.choice(["member", "group"]),
+        }
+        processes = rng.randint(1, 6)
+        proposals, attempts = sizes["proposals_per_teacher"], sizes["attempts_per_task"]
+        rows = sizes["teachers"] * proposals * (1 + attempts)
+        divisors = [(proposals, processes), (sizes["teachers"] * proposals, attempts)]
+        if not any(n % by for n, by in [*divisors, (rows, sizes["per_device_train_batch_size"] * processes)]):
+            continue  # it fits, and would wait for the other processes
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        with pytest.raises(ValueError, match="works") as refusal:
+            make_args(**sizes)
+        monkeypatch.delenv("WORLD_SIZE")
+        found = {name: int(value) for name, value in re.findall(r"`(\w+)=(\d+)`(?= with| works)", str(refusal.value))}
+        suggested += 1
+        args = make_args(**(sizes | found))
+        assert args.micro_batches(processes) > 0
+        if "proposals_per_teacher" in found and args.teacher_baseline == "member":
+            assert args.proposals_per_teacher >= 2 * len(args.task_kinds), (sizes, found)
+    assert suggested > 50
 
 
 @pytest.mark.parametrize(

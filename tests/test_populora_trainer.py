@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -17,14 +18,15 @@ from datasets import Dataset
 from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from tests.populora_run import letters
+from tests.populora_run import HELD_OUT, letters
 from trl_populora.adapters.weights import read_member
 from trl_populora.evolution import Birth, EvolutionCallback
 from trl_populora.loading import load_tokenizer
 from trl_populora.matchmaking import student_share
 from trl_populora.population import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.report import load_history, plot_run
+from trl_populora.records import OnlyKnown, read_lines
+from trl_populora.report import load_evaluations, load_history, load_run, plot_run, write_report
 from trl_populora.rewards import student_reward, teacher_reward
 
 
@@ -313,6 +315,74 @@ class TestRecords:
         shares = [student_share(row["valid"], row["solve_rate"], row["chance"]) for row in proposals]
         logged = next(e for e in trainer.state.log_history if "match/student_share_mean" in e)
         assert logged["match/student_share_mean"] == pytest.approx(sum(shares) / len(shares))
+
+    def test_every_record_counts_steps_from_one(self, make_trainer):
+        """The step that a line of metrics names is the one that rollouts, archive, lineage and completion tables name."""
+        letters_only = Dataset.from_list([task for task in HELD_OUT if task["kind"] == "letters"])
+        settings = {"max_steps": 3, "evolve_every": 2, "evolve_burn_in": 1, "log_completions": True}
+        trainer = make_trainer(task_kinds=["tests.populora_run:Letters"], train_dataset=letters_only, **settings)
+        trainer.train()
+        trainer.save_model()
+        run = Path(trainer.args.output_dir)
+        assert [entry["step"] for entry in read_lines(run / "metrics.jsonl")] == [1, 2, 3]
+        assert [path.name for path in sorted(run.glob("rollouts/*"))] == [f"step_0000{n}.parquet" for n in (1, 2, 3)]
+        proposed: dict[int, set] = {}
+        for row in rollouts_of(str(run)):
+            if row["role"] == "teacher" and row["valid"]:
+                proposed.setdefault(row["step"], set()).add(row["task_id"])
+        archived: dict[int, set] = {}
+        for task in trainer.archive:
+            if task.author != "seed":
+                archived.setdefault(task.step, set()).add(task.task_id)
+        assert archived == proposed
+        assert proposed.keys() == {1, 2, 3}
+        assert {event["step"] for event in read_lines(run / "lineage.jsonl")} == {2}
+        tables = [pq.read_table(path).to_pydict() for path in sorted(run.glob("completions/*.parquet"))]
+        assert [set(table["step"]) for table in tables] == [{1}, {2}, {3}]
+
+    def test_trackers_get_no_key_without_a_value_and_the_records_all_of_them(self, make_trainer):
+        seen = []
+
+        class Tracker(TrainerCallback):
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                seen.append(dict(logs))
+
+        trainer = make_trainer(max_steps=1)
+        assert isinstance(trainer.callback_handler.callbacks[0], OnlyKnown), "those of `report_to` come next"
+        trainer.add_callback(Tracker())
+        trainer.train()
+        assert all(value is not None and not math.isnan(value) for logs in seen for value in logs.values())
+        (line,) = read_lines(Path(trainer.args.output_dir, "metrics.jsonl"))
+        unknown = {key for key, value in line.items() if value is None}
+        assert "curriculum/lines" in unknown, "a random base writes no valid task"
+        assert not unknown & seen[0].keys()
+        assert seen[0].keys() >= line.keys() - unknown - {"step"}
+
+    def test_every_step_of_several_iterations_leaves_its_line(self, make_trainer, capsys):
+        trainer = make_trainer(max_steps=4, num_iterations=2, evolve_every=2, evolve_burn_in=1)
+        trainer.train()
+        run = trainer.args.output_dir
+        assert [(e["step"], "propose/valid_rate" in e, "loss" in e) for e in load_history(run)] == [
+            (step, step % 2 == 1, True) for step in (1, 2, 3, 4)
+        ]
+        assert [e["step"] for e in load_history(run) if e.get("evolve/replaced")] == [2]
+        assert load_evaluations(run) == []
+        assert load_run(run).members("teacher") == ["teacher_0", "teacher_1"]
+        assert load_run(run).kinds == ["code_f", "code_i", "code_o"]
+        assert {row["step"] for row in rollouts_of(run)} == {1, 3}
+        assert write_report(run).exists()
+        assert plot_run(run).exists()
+        assert re.findall(r"^step (\d)/4", capsys.readouterr().out, re.M) == ["1", "2", "3", "4"]
+
+    def test_completion_tables_tell_member_role_and_kind(self, make_trainer):
+        trainer = make_trainer(log_completions=True, max_steps=1)
+        trainer.train()
+        run = trainer.args.output_dir
+        (path,) = Path(run, "completions").glob("*.parquet")
+        table, rows = pq.read_table(path).to_pydict(), rollouts_of(run)
+        for column in ("member", "role", "kind"):
+            assert table[column] == [row[column] for row in rows]
+        assert [prompt[-1]["content"] for prompt in table["prompt"]] == [row["prompt"] for row in rows]
 
     def test_saved_member_equals_the_live_one_in_stock_peft(self, make_trainer, random_base):
         trainer = make_trainer()

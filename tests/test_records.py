@@ -9,7 +9,7 @@ import pytest
 from trl_populora.checkpoint import newest
 from trl_populora.played import Row
 from trl_populora.population import Population
-from trl_populora.records import EVALUATED, Records, read_lines, set_aside, write_rollouts
+from trl_populora.records import Records, read_lines, set_aside, sort_of, take_back, write_rollouts
 
 
 OLD = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]
@@ -68,8 +68,8 @@ def test_an_evaluation_before_training_belongs_to_the_run(tmp_path):
 
 
 def test_an_evaluation_does_not_write_into_another_runs_records(used):
-    state = SimpleNamespace(is_world_process_zero=True, global_step=0, log_history=[{EVALUATED: 1.0, "step": 0}])
-    Records(dict).on_log(SimpleNamespace(output_dir=str(used)), state, None, logs={EVALUATED: 1.0})
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, log_history=[{"eval_runtime": 1.0, "step": 0}])
+    Records(dict).on_log(SimpleNamespace(output_dir=str(used)), state, None, logs={"eval_runtime": 1.0})
     assert [entry["step"] for entry in read_lines(used / "metrics.jsonl")] == [7]
     assert json.loads((used / "population.json").read_text())["step"] == 7
 
@@ -90,3 +90,39 @@ def test_rollouts_tell_a_member_from_its_successor_and_its_opponent(tmp_path):
     table = pq.read_table(write_rollouts(str(tmp_path), 4, game, rows, [0.0] * 4, [0.0] * 4)).to_pydict()
     assert table["version"] == [1, 1, 0, 0]
     assert table["opponent"] == ["teacher_0", "teacher_1", "student_0", "student_0"]
+
+
+@pytest.mark.parametrize(
+    ("logs", "sort"),
+    [
+        ({"loss": 0.1, "propose/valid_rate": 0.5}, "step"),
+        ({"loss": 0.1}, "step"),  # the second step of `num_iterations=2`
+        ({"propose/valid_rate": 0.5}, "step"),
+        ({"eval_solve_rate_mean": 0.5, "eval_runtime": 1.0}, "evaluation"),
+        ({"eval/solve_rate_mean": 0.5}, "evaluation"),
+        ({"eval_mine_runtime": 1.0}, "evaluation"),
+        ({"train_runtime": 1.0, "train_loss": 0.1, "propose/valid_rate": 0.5}, None),
+        ({"of_my_own": 1.0}, None),
+        (None, None),
+    ],
+)
+def test_a_log_says_what_it_is_about(logs, sort):
+    assert sort_of(logs) == sort
+
+
+def test_the_rollouts_of_a_run_that_counted_from_zero_are_renumbered_when_it_goes_on(tmp_path):
+    game = SimpleNamespace(population=Population(1, 1), rank=0, world=1)
+    rows = [
+        Row("teacher", "teacher_0", "code_o", 0, prompt=[{"content": "?"}]),
+        Row("student", "student_0", "code_o", 0, prompt=[{"content": "!"}]),
+    ]
+    for done in range(4):  # killed in its fourth step
+        write_rollouts(str(tmp_path), done, game, rows, [float(done)] * 2, [0.0] * 2)
+    for _ in range(2):  # and once more, when all count from 1
+        take_back(tmp_path, 2, tmp_path / "none")
+        found = {path.name: pq.read_table(path).to_pydict() for path in (tmp_path / "rollouts").glob("*")}
+        assert {name: (set(table["step"]), set(table["reward"])) for name, table in found.items()} == {
+            "step_00001.parquet": ({1}, {0.0}),
+            "step_00002.parquet": ({2}, {1.0}),
+        }
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["rollouts"]

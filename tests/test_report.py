@@ -26,7 +26,17 @@ from trl_populora.report import (
     plot_run,
     write_report,
 )
-from trl_populora.report_plots import PLOTS, STYLE, Run, _smooth, draw_payoff, draw_rejects, draw_rewards
+from trl_populora.report_plots import (
+    CURRICULUM,
+    PLOTS,
+    STYLE,
+    Run,
+    _smooth,
+    draw_curriculum,
+    draw_payoff,
+    draw_rejects,
+    draw_rewards,
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +88,7 @@ class TestPage:
         found = load_run(run)
         assert [entry["step"] for entry in found.evaluations] == [0]
         assert [entry["step"] for entry in found.history] == [1, 2]
-        assert {row["step"] for row in found.rows} == {0, 1}
+        assert {row["step"] for row in found.rows} == {1, 2}
         assert "births: 2" in re.sub(r"\s+", " ", visible_text(write_report(run).read_text()))
 
     def test_a_run_without_rollouts(self, finished, tmp_path):
@@ -103,6 +113,21 @@ class TestReading:
         state = {"log_history": load_history(finished)}
         (tmp_path / "trainer_state.json").write_text(json.dumps(state))
         assert load_history(tmp_path) == load_history(finished)
+
+    def test_a_step_that_was_evaluated_keeps_its_times(self, finished):
+        assert [entry["step"] for entry in load_run(finished).evaluations] == [0, 2, 4]
+        assert all(entry["time/propose"] > 0 for entry in load_history(finished))
+
+    def test_an_older_run_counted_its_rollouts_from_zero(self, finished, tmp_path):
+        for path in finished.glob("*.jsonl"):
+            shutil.copy(path, tmp_path)
+        (tmp_path / "rollouts").mkdir()
+        for step in range(4):
+            table = pq.read_table(finished / "rollouts" / f"step_{step + 1:05d}.parquet")
+            old = table.set_column(0, "step", pa.array([step] * len(table)))
+            pq.write_table(old, tmp_path / "rollouts" / f"step_{step:05d}.parquet")
+        assert str(load_run(tmp_path).rows) == str(load_run(finished).rows), "as text NaN equals NaN"
+        assert str(load_samples(tmp_path)) == str(load_samples(finished))
 
     def test_a_directory_that_is_no_run(self, tmp_path):
         with pytest.raises(ValueError, match="holds no metrics.jsonl, trainer_state.json or checkpoint"):
@@ -146,6 +171,25 @@ def test_nothing_of_a_cross_play_is_clipped(name):
     page = figure.bbox
     outside = [t for t, b in boxes.items() if min(b.x0, b.y0) < 0 or b.x1 > page.x1 or b.y1 > page.y1]
     assert outside == []
+
+
+@pytest.mark.parametrize(
+    ("measures", "titles"),
+    [
+        (["numbers"], ["numbers"]),
+        (["lines", "ast_depth"], ["AST depth", "Lines of code"]),
+        ([*CURRICULUM, "open_ends", "atoms"], [*(title for title, _ in CURRICULUM.values()), "atoms", "open ends"]),
+        ([], [title for title, _ in CURRICULUM.values()]),
+    ],
+)
+def test_every_measure_that_a_run_logs_is_drawn(measures, titles):
+    of_code = dict.fromkeys(f"curriculum/{name}" for name in CURRICULUM)  # logged without a value
+    known = {f"curriculum/{name}": 3.0 for name in [*measures, "coverage", "entropy"]}
+    figure = Figure()
+    draw_curriculum(figure, Run("r", [{"step": 1} | of_code | known, {"step": 2} | of_code]))
+    drawn = [axis for axis in figure.axes if axis.axison]
+    assert [axis.get_title() for axis in drawn] == titles
+    assert [list(axis.lines[0].get_ydata()) for axis in drawn] == [[3.0] if measures else []] * len(titles)
 
 
 def test_rejects_are_means_over_the_run():

@@ -19,6 +19,7 @@ from trl_populora.sandbox import Gold, Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.base import measured
 
 
 G = 4
@@ -313,11 +314,20 @@ def test_the_job_of_a_kind_is_run_as_it_is_and_its_measures_are_always_logged(sa
     played = play_step(game, 0)
     assert [row.valid for row in played.rows if row.role == "teacher"] == [True]
     assert played.metrics["curriculum/letters"] > 0
+    assert played.metrics["curriculum/letters"] in game.archive.to_dataset()["letters"]
     assert math.isnan(play_step(game, 1).metrics["curriculum/letters"]), "a duplicate"
 
 
 @pytest.mark.parametrize(
-    ("method", "answer"), [("parse_proposal", "text"), ("accept", None), ("correct", 0.5), ("correct", None)]
+    ("method", "answer"),
+    [
+        ("parse_proposal", "text"),
+        ("accept", None),
+        ("correct", 0.5),
+        ("correct", None),
+        ("chance", None),
+        ("complexity", None),
+    ],
 )
 def test_a_wrong_answer_of_a_kind_names_kind_and_method(sandbox, seed_tasks, method, answer):
     class Odd(CodeO):
@@ -328,6 +338,35 @@ def test_a_wrong_answer_of_a_kind_names_kind_and_method(sandbox, seed_tasks, met
     game = make_game(sandbox, tasks, lambda i: PROPOSALS[0], solve_by_plan, kinds=(Odd(),), proposals=1)
     with pytest.raises(TypeError, match=f"task kind 'odd': `{method}` must return .*, got {answer!r}"):
         play_step(game, 0)
+
+
+def test_a_task_of_another_kind_than_its_maker_is_refused(sandbox, seed_tasks):
+    class Odd(CodeO):
+        name = "odd"
+
+        def accept(self, proposal, verdict, rng):
+            return seed_tasks[0]
+
+    game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[0], solve_by_plan, kinds=(CodeO(), Odd()), proposals=2)
+    with pytest.raises(ValueError, match="task kind 'odd': `accept` must return tasks of its own kind, got 'code_o'"):
+        play_step(game, 0)
+
+
+@pytest.mark.parametrize(
+    ("measures", "error"),
+    [
+        ({"depth": "deep"}, "task kind 'own': `complexity` must give numbers by name, got 'depth': 'deep'"),
+        ({"step": 3.0}, "task kind 'own': `complexity` calls a measure 'step', which has a meaning already"),
+        ({"entropy": 3.0}, "task kind 'own': `complexity` calls a measure 'entropy'"),
+    ],
+)
+def test_a_measure_that_cannot_be_written_down_is_named(seed_tasks, measures, error):
+    class Odd(Own):
+        def complexity(self, task):
+            return measures
+
+    with pytest.raises((TypeError, ValueError), match=error):
+        measured(Odd(), seed_tasks[0])
 
 
 @pytest.mark.parametrize("iterations", [1, 3])

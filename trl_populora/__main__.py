@@ -1,4 +1,6 @@
-"""The command line, also as `python -m trl_populora`: train, report, push, info, crossplay, evaluate, sandbox-check.
+"""
+The command line, also as `python -m trl_populora`: train, report, push, info, crossplay, evaluate, check-kind and
+sandbox-check.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
@@ -79,6 +81,14 @@ class CrossPlayArguments:
         for name in ("proposals", "attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+
+
+@dataclass
+class CheckKindArguments:
+    """What `populora check-kind` needs."""
+
+    kind: str = field(metadata={"help": "A class as package.module:Class, or the name of one of the package's kinds."})
+    tasks: str | None = field(default=None, metadata={"help": "Tasks to show and to run, as seed_tasks."})
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -261,6 +271,25 @@ def evaluate(arguments: Sequence[str]) -> None:
     _say(f"Tables are in {out}/evaluation.md, .json and .png.")
 
 
+def check_kind(arguments: Sequence[str]) -> None:
+    """Tries a task kind of your own before a run does."""
+    from trl_populora.loading import make_kinds
+    from trl_populora.populora_config import PopuLoRAConfig
+    from trl_populora.sandbox import Sandbox
+    from trl_populora.tasks import load_seed_tasks
+    from trl_populora.tasks.archive import TaskArchive
+    from trl_populora.tasks.check_kind import check_kind as check
+
+    (options,) = _parse(CheckKindArguments, "check-kind", arguments)
+    (kind,) = make_kinds(PopuLoRAConfig("unused", task_kinds=[options.kind], proposals_per_teacher=8)).values()
+    given = load_seed_tasks() if options.tasks is None else TaskArchive.from_dataset(read_tasks(options.tasks))
+    with Sandbox() as sandbox:
+        problems = check(kind, list(given), sandbox, _say).problems
+    if problems:
+        raise ValueError("\n".join([f"{len(problems)} problem(s)", *problems]))
+    _say(f"No problem found in the task kind {kind.name!r}.")
+
+
 def sandbox_check(arguments: Sequence[str]) -> None:
     """Says how well this host can confine untrusted programs."""
     from trl_populora.sandbox.check import main as check
@@ -275,6 +304,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "info": info,
     "crossplay": crossplay,
     "evaluate": evaluate,
+    "check-kind": check_kind,
     "sandbox-check": sandbox_check,
 }
 

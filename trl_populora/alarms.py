@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from transformers import TrainerCallback
@@ -48,13 +49,13 @@ class Alarms(TrainerCallback):
             logger.warning(
                 "No proposal was valid in the last %d steps, so teachers learn little. %s", STEPS, _top(logs)
             )
-        compared = args.student_baseline == "group"
+        compared, rate = args.student_baseline == "group", logs.get("solve/rate", math.nan)
         if self._lasts("flat", step, compared and logs.get(FLAT) == 1):
             logger.warning(
                 "All attempts at each task were worth the same in the last %d steps, so students do not learn: the tasks "
                 "are too easy or too hard for them (%s are solved), or `attempts_per_task` is too small.",
                 STEPS,
-                f"{100 * logs['solve/rate']:.0f} %" if logs["solve/rate"] == logs["solve/rate"] else "none",
+                "none" if math.isnan(rate) else f"{100 * rate:.0f} %",
             )
 
     def _lasts(self, what: str, step: int, bad: bool) -> bool:

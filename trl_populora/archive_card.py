@@ -9,6 +9,8 @@ from typing import Any
 
 from huggingface_hub import DatasetCardData
 
+from trl_populora.tasks.archive_table import schema
+
 
 CARD = """---
 {metadata}
@@ -40,7 +42,7 @@ They seed another run: `PopuLoRATrainer(..., train_dataset=tasks)`, or `seed_tas
 | `message`, `visible` | code_f alone: the hint, and how many pairs the solver sees |
 | `author`, `step`, `match` | who wrote it and when |
 | `solve_rate` | share of attempts that solved it; empty if nobody has tried |
-| `ast_depth`, `cyclomatic`, `lines`, `variables` | complexity of the program |
+| `ast_depth`, `cyclomatic`, `lines`, `variables` | complexity of the program |{measures}
 | `key` | hash by which duplicates are recognised |
 """
 
@@ -62,6 +64,7 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
 
     try:
         kinds = Counter(pq.read_table(path, columns=["kind"])["kind"].to_pylist())
+        own = [name for name in pq.read_schema(path).names if name not in schema().names]
     except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
     name = repo.split("/")[-1]
@@ -78,5 +81,6 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
         count=f"{kinds.total():,}",
         base=population["base_model"],
         step=population["step"],
+        measures=f"\n| {', '.join(f'`{name}`' for name in own)} | what tasks of other kinds measure |" if own else "",
         kinds="\n".join(f"| {kind} | {count:,} |" for kind, count in sorted(kinds.items())),
     )

@@ -5,6 +5,7 @@ Nothing here touches ratings, archives or adapters of a run. Benchmarks that peo
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
+import pyarrow.parquet as pq
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -25,7 +27,12 @@ from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.rollout import Game
 from trl_populora.saved_population import SAMPLING, check_same_shape, read_json
+from trl_populora.tasks import TASK_KINDS, load_seed_tasks, resolve_kind
+from trl_populora.tasks.archive import read_task
 from trl_populora.tasks.base import Task
+
+
+logger = logging.getLogger(__name__)
 
 
 def solve_rates(game: Game, member: str, tasks: Sequence[Task], attempts: int = 1, batch: int = 64) -> list[float]:
@@ -156,9 +163,11 @@ def assemble(
 
     Args:
         runs (`Sequence[str]`): Directories (runs or their checkpoints) or Hub names of saved populations. They share
-            base and adapter shape; kinds, prompt style, lengths and sampling are the first one's.
+            base and adapter shape; kinds, prompt style, lengths and sampling are the first one's. A warning tells where
+            the kinds differ.
         output_dir (`str`): A directory for what a trainer needs to write.
-        tasks ([`~datasets.Dataset`], *optional*): Tasks to draw references from; the package's own by default.
+        tasks ([`~datasets.Dataset`], *optional*): Tasks to draw references from; by default the package's own and,
+            for a user's own kinds, those in the archives of the runs.
         settings: Further settings of [`PopuLoRAConfig`].
 
     Returns:
@@ -191,6 +200,13 @@ def assemble(
         "report_to": [],
     }
     defaults |= {name: first[name] for name in SAMPLING if name in first}  # older files lack them
+    kinds = settings.get("task_kinds", first["task_kinds"])
+    others = {run: population["settings"]["task_kinds"] for run, population in zip(runs, saved, strict=True)}
+    if any(set(theirs) != set(kinds) for theirs in others.values()):
+        trained = "; ".join(f"{run} was trained on {', '.join(theirs)}" for run, theirs in others.items())
+        logger.warning("The kinds of task differ: %s. All play %s.", trained, ", ".join(kinds))
+    if tasks is None:
+        tasks = references_of(kinds, roots)
     # The batch is never played: the smallest that the arithmetic allows.
     batch = {"proposals_per_teacher": 2, "attempts_per_task": 2, "per_device_train_batch_size": 1, "evolve_every": 0}
     given = {"teacher_baseline": "group"} | settings  # nor are advantages taken
@@ -210,6 +226,34 @@ def assemble(
             write_member_file(trainer, slot.name, path)
             names[slot.name] = prefixes[index] + member["name"]
     return trainer, names
+
+
+def references_of(kinds: Sequence[str], roots: Sequence[Path]) -> Dataset | None:
+    """
+    Tasks that teachers of these kinds can be shown: the package's, and what the runs' archives hold of a user's own kinds.
+
+    Args:
+        kinds (`Sequence[str]`): As in `task_kinds`.
+        roots (`Sequence[Path]`): Directories of saved populations.
+
+    Returns:
+        [`~datasets.Dataset`] or `None`: `None` where no kind is a user's own.
+
+    Raises:
+        `ValueError`: If there is no archive, or a broken one.
+    """
+    own = [kind.name for kind in map(resolve_kind, kinds) if kind.name not in TASK_KINDS]
+    if not own:
+        return None
+    archives = [path for root in roots if (path := root / "archive.parquet").exists()]
+    if not archives:
+        raise ValueError(
+            f"No archive.parquet in {', '.join(map(str, roots))}: teachers are shown tasks of the kind {', '.join(own)} from it. "
+            "Give a run or a checkpoint that was saved whole."
+        )
+    records = [row for path in archives for row in pq.read_table(path, filters=[("kind", "in", own)]).to_pylist()]
+    tasks = [*load_seed_tasks(), *(read_task(record, "archive.parquet") for record in records)]
+    return Dataset.from_list([task.to_record() for task in tasks])
 
 
 def told_apart(runs: Sequence[str]) -> list[str]:

@@ -328,7 +328,11 @@ class PopuLoRAConfig(GRPOConfig):
     def _way_out(self, world: int) -> str:
         """The sizes nearest to the wanted ones that satisfy everything that is asked of them."""
         multiple = math.lcm(world, self.attempts_per_task // math.gcd(self.teachers, self.attempts_per_task))
-        proposals = -(-self.proposals_per_teacher // multiple) * multiple
+        proposals = self.proposals_per_teacher
+        if proposals % multiple:
+            # Two of each kind, where a proposal is compared with its teacher's others of the same kind.
+            least = 2 * len(self.task_kinds) if self.teacher_baseline == "member" else 0
+            proposals = -(-max(proposals, least) // multiple) * multiple
         local = self.teachers * proposals * (1 + self.attempts_per_task) // world
         largest = min(self.per_device_train_batch_size, local)
         per_device = next(size for size in range(largest, 0, -1) if local % size == 0)

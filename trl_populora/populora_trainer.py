@@ -189,6 +189,7 @@ class PopuLoRATrainer(PublishingTrainer):
         if self.evolution is not None:
             self.add_callback(self.evolution)
         use_step_line(self.callback_handler)
+        self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
         self.add_callback(records.Records(self.describe))
         self.add_callback(Alarms())
         if args.warm_start:
@@ -378,6 +379,8 @@ class PopuLoRATrainer(PublishingTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # In place: TRL logs this very list, and reward functions should see what was asked, not the placeholder.
         prompts[:] = [row.prompt for row in self.played.rows]
+        for column in ("role", "member", "kind"):  # of `log_completions`' tables
+            self._log_completion_extra(column, self.played.columns[column])
         self.played.rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self.played.rewards
 
@@ -400,7 +403,7 @@ class PopuLoRATrainer(PublishingTrainer):
         if self.args.save_rollouts:
             records.write_rollouts(
                 self.args.output_dir,
-                self.state.global_step,
+                self.state.global_step + 1,
                 self.game,
                 played.rows,
                 rewards[mine].tolist(),

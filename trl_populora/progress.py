@@ -8,7 +8,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
-from trl_populora.records import EVALUATED, PLAYED
+from trl_populora.records import EVALUATION, STEP, sort_of
 
 
 PHASES = ("match", "propose", "verify", "solve", "update")
@@ -24,9 +24,9 @@ class StepLine(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        if PLAYED in (logs or {}):
+        if sort_of(logs) == STEP:
             tqdm.write(step_line(state.global_step, state.max_steps, logs))
-        elif EVALUATED in (logs or {}):
+        elif sort_of(logs) == EVALUATION:
             tqdm.write("\n".join(evaluation_lines(state.global_step, state.max_steps, logs)))
 
 
@@ -60,6 +60,7 @@ def step_line(step: int, max_steps: int, logs: dict[str, Any]) -> str:
 def evaluation_lines(step: int, max_steps: int, logs: dict[str, Any]) -> list[str]:
     """Formats the metrics of one evaluation, a line per table of held-out tasks."""
     lines = []
+    seconds = next(value for key, value in logs.items() if key.endswith("_runtime"))
     for key in logs:
         prefix, found, rest = key.partition("solve_rate_mean")
         if not found or rest:
@@ -72,7 +73,7 @@ def evaluation_lines(step: int, max_steps: int, logs: dict[str, Any]) -> list[st
             f"step {step:>{len(str(max_steps))}}/{max_steps} | held-out{f' {table}' if table else ''}: solved "
             f"{_percent(values['solve_rate_mean'])} (best {_percent(values['solve_rate_best'])}, worst "
             f"{_percent(values['solve_rate_worst'])}, base {_percent(logs.get(f'{prefix}base/solve_rate'))}) | thinking "
-            f"{_percent(logs.get(f'{prefix}thinking_rate'))} | s: {logs[EVALUATED]:.1f}"
+            f"{_percent(logs.get(f'{prefix}thinking_rate'))} | s: {seconds:.1f}"
         )
     return lines
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from trl_populora.saved_population import write_json
 
 logger = logging.getLogger(__name__)
 
-PLAYED, EVALUATED = "propose/valid_rate", "eval_runtime"  # which log is of a step, which of an evaluation
-SECONDS = ("step_time", "eval/runtime")
+PLAYED = "propose/valid_rate"  # in the log of a step that was played; `num_iterations` trains on its rows again
+STEP, EVALUATION = "step", "evaluation"
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
 
 # What a run leaves in its directory; checkpoints come first, so that a move that is cut short leaves none to resume from.
@@ -41,6 +42,17 @@ LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, "population.json", *LEFT_BY_
 ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
 
 
+def sort_of(logs: Mapping[str, Any] | None) -> str | None:
+    """
+    What a log, or a line of `metrics.jsonl`, is about: `"step"`, `"evaluation"` (which alone has keys that begin with
+    `eval`), or `None`: the summary that ends a run and repeats what was not logged yet, or something of the user's own.
+    """
+    keys = set(logs or ())
+    if any(key.startswith(("eval/", "eval_")) for key in keys):
+        return EVALUATION
+    return STEP if keys & {"loss", PLAYED} and "train_runtime" not in keys else None
+
+
 def write_rollouts(
     output_dir: str, step: int, game: Game, rows: Sequence[Row], rewards: Sequence[float], advantages: Sequence[float]
 ) -> Path:
@@ -54,7 +66,7 @@ def write_rollouts(
 
     Args:
         output_dir (`str`): The run's directory.
-        step (`int`): Population step, from 0.
+        step (`int`): Population step, from 1: the `step` of its line in `metrics.jsonl`.
         game (`Game`): Tells this rank from the others.
         rows (`Sequence[Row]`): Rows of this rank, shape `[R]`.
         rewards, advantages (`Sequence[float]`): Of the same rows.
@@ -94,7 +106,7 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
     own, with the keys that trackers show.
     """
     entry = {f"eval/{key[5:]}" if key.startswith("eval_") else key: value for key, value in entry.items()}
-    seconds = {key: value for key, value in entry.items() if key.startswith("time/") or key in SECONDS}
+    seconds = {k: v for k, v in entry.items() if k == "step_time" or k.startswith("time/") or k.endswith("runtime")}
     metrics = {key: value for key, value in entry.items() if key not in seconds}
     for name, values in ((METRICS, metrics), (TIMES, {"step": entry["step"]} | seconds)):
         with Path(output_dir, name).open("a") as file:
@@ -120,9 +132,33 @@ def take_back(output_dir: Path, step: int, lineage: Path) -> None:
     for name in (METRICS, TIMES):
         _write_lines(output_dir / name, [e for e in read_lines(output_dir / name) if e["step"] <= step])
     _write_lines(output_dir / LINEAGE, read_lines(lineage))
+    if counts_from_zero(output_dir):
+        _count_from_one(output_dir / "rollouts")
     for path in Path(output_dir, "rollouts").glob("step_*.parquet"):
-        if int(path.stem.partition("-")[0][5:]) >= step:
+        if _step_of(path) > step:
             path.unlink()
+
+
+def counts_from_zero(output_dir: str | Path) -> bool:
+    """Whether the rollouts in a run's directory count their steps from 0, as version 0.1 did."""
+    return any(True for _ in Path(output_dir, "rollouts").glob("step_00000*.parquet"))
+
+
+def _count_from_one(rollouts: Path) -> None:
+    """Renumbers files and rows."""
+    renumbered = rollouts.with_name("_rollouts")
+    shutil.rmtree(renumbered, ignore_errors=True)
+    renumbered.mkdir()
+    for path in rollouts.glob("step_*.parquet"):
+        table, number = pq.read_table(path), _step_of(path)
+        table = table.set_column(0, "step", pa.array([number + 1] * len(table)))
+        pq.write_table(table, renumbered / path.name.replace(f"{number:05d}", f"{number + 1:05d}"), compression="zstd")
+    shutil.rmtree(rollouts)
+    renumbered.rename(rollouts)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.partition("-")[0].removeprefix("step_"))
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
@@ -164,7 +200,7 @@ class Records(TrainerCallback):
     """
     Keeps the run's files up to date while it goes on, for `populora info` and `populora report`.
 
-    `metrics.jsonl` and `times.jsonl` get one line per log, together what the loggers of `report_to` get;
+    `metrics.jsonl` and `times.jsonl` get one line per log, with every key even where nothing is known;
     `population.json` tells the ratings. A run from the start moves an earlier one aside.
 
     Args:
@@ -184,8 +220,18 @@ class Records(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not self.begun and holds_a_run(args.output_dir):
             return  # an evaluation, and the directory is another run's
-        # The summary that ends `train()` repeats what was not logged yet; a run that is resumed will log it itself.
-        told = {PLAYED, EVALUATED} & set(logs or ())
-        if state.is_world_process_zero and told and "train_runtime" not in logs:
+        if state.is_world_process_zero and sort_of(logs):
             append_metrics(args.output_dir, state.log_history[-1])
             write_json(Path(args.output_dir, "population.json"), self.describe())
+
+
+class OnlyKnown(TrainerCallback):
+    """
+    Takes keys without a value (None, NaN) out of a log before anybody else sees it: trackers would warn of each.
+
+    `log_history`, and with it `metrics.jsonl`, keeps them.
+    """
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        for key in [key for key, value in (logs or {}).items() if value is None or value != value]:
+            del logs[key]

@@ -67,7 +67,10 @@ class Referee:
         if isinstance(proposal, Reject):
             return proposal
         accepted = self.kinds[kind].accept(proposal, verdict, rng)
-        outcome = screen(checked(kind, "accept", accepted, (Task, Reject)), self.forbidden)
+        outcome: Task | Reject = checked(kind, "accept", accepted, (Task, Reject))
+        if isinstance(outcome, Task) and outcome.kind != kind:
+            raise ValueError(f"task kind {kind!r}: `accept` must return tasks of its own kind, got {outcome.kind!r}")
+        outcome = screen(outcome, self.forbidden)
         return Reject.HELD_OUT if outcome in self.held_out else outcome
 
     def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Grade]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_populora.records import PLAYED, read_lines
+from trl_populora.records import EVALUATION, STEP, counts_from_zero, read_lines, sort_of
 from trl_populora.report_page import page
 from trl_populora.report_plots import (
     COLORS,
@@ -52,14 +52,21 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
     history = _read_lines(root / "metrics.jsonl")
     if not history:
         history = _read_state(root)
-    times = {entry["step"]: entry for entry in _read_lines(root / "times.jsonl")}
-    by_step = {e["step"]: e | times.get(e["step"], {}) for e in history if PLAYED in e}
-    return [by_step[step] for step in sorted(by_step)]
+    history = _by_step(entry for entry in history if sort_of(entry) == STEP)
+    times = {e["step"]: e for e in _read_lines(root / "times.jsonl") if sort_of(e) != EVALUATION}
+    return [entry | times.get(entry["step"], {}) for entry in history]
 
 
 def load_evaluations(run: str | Path) -> list[dict[str, Any]]:
     """Figures of each evaluation on held-out tasks, oldest first; none if the run has not evaluated."""
-    by_step = {e["step"]: e for e in _read_lines(Path(run, "metrics.jsonl")) if PLAYED not in e}
+    return _by_step(e for e in _read_lines(Path(run, "metrics.jsonl")) if sort_of(e) == EVALUATION)
+
+
+def _by_step(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per step, oldest first, with all keys of a step that was logged twice."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for entry in entries:
+        by_step[entry["step"]] = by_step.get(entry["step"], {}) | entry
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -100,27 +107,26 @@ def load_run(run: str | Path, name: str | None = None) -> Run:
     if not history:
         raise ValueError(f"{root} has not logged a population step yet; try again after its first one.")
     last = history[-1]["step"]
-    rows = [row for row in _read_rollouts(_rollouts(root), ROW_COLUMNS) if row["step"] < last]
+    rows = [row for row in _read_rollouts(root, ROW_COLUMNS) if row["step"] <= last]
     lineage = [event for event in _read_lines(root / "lineage.jsonl") if event["step"] <= last]
     population = read_json(root / "population.json") if (root / "population.json").exists() else {}
     evaluations = [entry for entry in load_evaluations(root) if entry["step"] <= last]
     return Run(name or root.resolve().name, history, rows, lineage, population, evaluations)
 
 
-def _rollouts(root: Path) -> list[Path]:
-    return sorted(root.glob("rollouts/step_*.parquet"))
-
-
-def _read_rollouts(paths: Sequence[Path], columns: Sequence[str]) -> list[dict[str, Any]]:
+def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[dict[str, Any]]:
+    """The rows of all files, or of the `last` ones, by step."""
     import pyarrow.parquet as pq
 
-    return [row for path in paths for row in pq.read_table(path, columns=columns).to_pylist()]
+    paths = sorted(root.glob("rollouts/step_*.parquet"))[-last:]
+    rows = [row for path in paths for row in pq.read_table(path, columns=columns).to_pylist()]
+    early = int(counts_from_zero(root))
+    return [row | {"step": row["step"] + early} for row in rows]
 
 
 def load_samples(run: str | Path, number: int = 8) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Proposals of the last steps with the attempts at them: valid ones from hard to easy, then rejected ones."""
-    paths = _rollouts(Path(run))
-    rows = _read_rollouts(paths[-4:], SAMPLE_COLUMNS)
+    rows = _read_rollouts(Path(run), SAMPLE_COLUMNS, last=4)
     attempts: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
         if row["role"] == "student" and not row["archived"]:
@@ -292,8 +298,7 @@ def _draw_rewards(axis: Axes, run: Run) -> None:
 
 
 def _draw_kinds(axis: Axes, run: Run) -> None:
-    kinds = sorted(key.split("/")[1] for key in run.history[-1] if key.startswith("propose/") and key.count("/") == 2)
-    for kind, color in zip(kinds, KIND_COLORS, strict=False):
+    for kind, color in zip(run.kinds, KIND_COLORS, strict=False):
         axis.plot(*run.series(f"solve/{kind}/rate"), color=color, label=f"{kind} solved")
         axis.plot(*run.series(f"propose/{kind}/valid_rate"), color=color, linestyle=":", label=f"{kind} valid")
     axis.set(title="By kind of task", ylabel="fraction", ylim=(-0.02, 1.02))

@@ -82,7 +82,7 @@ def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[tuple[d
 
 
 def _facts(run: Run) -> str:
-    last, population = run.history[-1], run.population
+    last, population = run.latest, run.population
     planned = population.get("settings", {}).get("max_steps")
     done = f"{last['step']} of {planned}" if planned else str(last["step"])
     state = " (in progress or stopped)" if planned and last["step"] < planned else ""
@@ -101,7 +101,7 @@ def _facts(run: Run) -> str:
 
 
 def _members(run: Run) -> str:
-    last = run.history[-1]
+    last = run.latest
     known = {member["name"]: member for member in run.population.get("members", [])}
     rows = []
     for role in ("teacher", "student"):
@@ -166,7 +166,7 @@ def _sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) 
         verdict = f"solved by {sum(a['correct'] for a in attempts)} of {len(attempts)} attempts"
     else:
         verdict = f"rejected: {proposal['reject_reason'].replace('_', ' ')}"
-    title = f"step {proposal['step'] + 1} · {proposal['member']} · {proposal['kind']} · {verdict}"
+    title = f"step {proposal['step']} · {proposal['member']} · {proposal['kind']} · {verdict}"
     parts = [f"<p>Proposal, reward {proposal['reward']:+.2f}:</p>{_text(proposal['completion'])}"]
     if attempts:
         parts.append(f"<p>What {escape(attempts[0]['member'])} was asked:</p>{_text(attempts[0]['prompt'])}")

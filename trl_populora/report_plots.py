@@ -46,7 +46,7 @@ class Run:
 
     Args:
         name (`str`): Its directory's or repository's name.
-        history (`list[dict]`): Metrics per step, oldest first.
+        history (`list[dict]`): Metrics per step, oldest first; with `num_iterations` not every step was played.
         rows (`list[dict]`): Proposals and attempts (`step role member match kind valid correct archived solve_rate`).
         lineage (`list[dict]`): Births, oldest first.
         population (`dict`): `population.json`; empty while there is none.
@@ -60,9 +60,20 @@ class Run:
     population: dict[str, Any] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def latest(self) -> dict[str, Any]:
+        """The last known value of every metric."""
+        return {key: value for entry in self.history for key, value in entry.items() if value is not None}
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the kinds of task."""
+        keys = {key for entry in self.history for key in entry}
+        return sorted({key.split("/")[1] for key in keys if key.startswith("propose/") and key.count("/") == 2})
+
     def members(self, role: str) -> list[str]:
         """Names of a role's slots, in order."""
-        names = {key.split("/")[1] for key in self.history[-1] if key.startswith(f"member/{role}_")}
+        names = {key.split("/")[1] for key in self.latest if key.startswith(f"member/{role}_")}
         return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
@@ -145,7 +156,7 @@ def draw_solve_rates(figure: Figure, run: Run) -> None:
     teacher_of = {(r["step"], r["match"]): r["member"] for r in run.rows if r["role"] == "teacher"}
     for row in run.rows:
         if row["role"] == "student" and not row["archived"]:
-            by_match[teacher_of[row["step"], row["match"]]][row["step"] + 1].append(row["correct"])
+            by_match[teacher_of[row["step"], row["match"]]][row["step"]].append(row["correct"])
     for index, teacher in enumerate(sorted(by_match) if len(by_match) > 1 else ()):
         steps = sorted(by_match[teacher])
         rates = [_mean(by_match[teacher][step]) for step in steps]
@@ -170,10 +181,7 @@ def draw_rewards(figure: Figure, run: Run) -> None:
 
 def draw_kinds(figure: Figure, run: Run) -> None:
     axis = figure.subplots()
-    kinds = sorted(
-        {key.split("/")[1] for key in run.history[-1] if key.startswith("propose/") and key.count("/") == 2}
-    )
-    for kind, color in zip(kinds, SERIES_COLORS, strict=False):
+    for kind, color in zip(run.kinds, SERIES_COLORS, strict=False):
         steps, rates = run.series(f"solve/{kind}/rate")
         axis.plot(steps, _smooth(rates, run), color=color, label=f"{kind}: solved")
         steps, rates = run.series(f"propose/{kind}/valid_rate")
@@ -183,21 +191,34 @@ def draw_kinds(figure: Figure, run: Run) -> None:
 
 
 CURRICULUM = {
-    "ast_depth": ("AST depth", "nodes"),
-    "cyclomatic": ("Cyclomatic complexity", "paths"),
-    "lines": ("Lines of code", "lines"),
-    "variables": ("Variables", "names"),
+    "ast_depth": ("AST depth", "nodes per program"),
+    "cyclomatic": ("Cyclomatic complexity", "paths per program"),
+    "lines": ("Lines of code", "lines per program"),
+    "variables": ("Variables", "names per program"),
 }
+PANELS = "curriculum/"
+
+
+def measures_of(run: Run) -> list[str]:
+    """What the run's kinds measure of their tasks, those of programs first; `coverage` and `entropy` are the archive's."""
+    found = {key.removeprefix(PANELS) for key in run.latest if key.startswith(PANELS)} - {"coverage", "entropy"}
+    return [name for name in CURRICULUM if name in found] + sorted(found - CURRICULUM.keys())
 
 
 def draw_curriculum(figure: Figure, run: Run) -> None:
-    axes = figure.subplots(2, 2, sharex=True)
-    for axis, (key, (title, unit)) in zip(axes.flat, CURRICULUM.items(), strict=True):
-        steps, values = run.series(f"curriculum/{key}")
+    names = measures_of(run) or list(CURRICULUM)  # empty panels where no task was valid yet
+    rows = -(-len(names) // 2)
+    figure.set_figheight(1.0 + 1.8 * rows)
+    axes = figure.subplots(rows, 2, sharex=True, squeeze=False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        steps, values = run.series(PANELS + name)
         (line,) = axis.plot(steps, _smooth(values, run), color=COLORS["teacher"], marker=".", markersize=3)
-        axis.set(title=title, ylabel=f"{unit} per program")
+        title, unit = CURRICULUM.get(name, (name.replace("_", " "), f"{name} per task"))
+        axis.set(title=title, ylabel=unit)
         _mark_births(axis, run, label=False)
-    for axis in axes[1]:
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    for axis in axes[-1]:
         _steps(axis, ticks=4)
     label = ", ".join(filter(None, ["mean over the step's valid tasks", _window(run)]))
     figure.legend([line], [label.replace(", ", ",\n")], loc="outside lower center")
@@ -216,13 +237,14 @@ def draw_rejects(figure: Figure, run: Run) -> None:
     axis = figure.subplots()
     prefix = "verify/reject/"
     totals: Counter[str] = Counter()
-    for entry in run.history:
+    history = [entry for entry in run.history if any(key.startswith(prefix) for key in entry)]
+    for entry in history:
         totals.update({key[len(prefix) :]: entry[key] or 0 for key in entry if key.startswith(prefix)})
     reasons = [reason for reason, count in totals.most_common() if count]
-    steps = [entry["step"] for entry in run.history]
+    steps = [entry["step"] for entry in history]
     bottom = [0.0] * len(steps)
     for index, reason in enumerate(reasons):
-        counts = [entry.get(prefix + reason) or 0.0 for entry in run.history]
+        counts = [entry.get(prefix + reason) or 0.0 for entry in history]
         color = SERIES_COLORS[index % len(SERIES_COLORS)]
         hatch = "///" if index >= len(SERIES_COLORS) else None
         mean = totals[reason] / len(steps)
@@ -409,7 +431,7 @@ PLOTS = (
     Plot(
         "curriculum",
         "How demanding the tasks are",
-        "Four measures of the programs in valid tasks. Single-agent self-play is known to let them fall.",
+        "What the kinds measure of valid tasks; programs have four. Single-agent self-play is known to let them fall.",
         draw_curriculum,
         4.6,
     ),
@@ -491,16 +513,16 @@ def _finish(figure: Figure, lowest: Axes) -> None:
 
 def _window(run: Run) -> str:
     width = _width(run)
-    return f"running mean of {width} steps" if width > 1 else ""
+    return f"running mean of {width} logged steps" if width > 1 else ""
 
 
 def _width(run: Run) -> int:
-    """Steps that a running mean covers: long runs would be a tangle without."""
+    """Points that a running mean covers: long runs would be a tangle without."""
     return 1 + len(run.history) // 50
 
 
 def _smooth(values: Sequence[float], run: Run) -> list[float]:
-    """Running mean over the last steps."""
+    """Running mean over the last points."""
     width = _width(run)
     return [_mean(values[max(0, index + 1 - width) : index + 1]) for index in range(len(values))]
 

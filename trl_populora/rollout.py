@@ -22,7 +22,7 @@ from trl_populora.population import Population
 from trl_populora.referee import Referee
 from trl_populora.rewards import guessed
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Reject, Task
+from trl_populora.tasks.base import Reject, Task, checked, measured
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Game:
     iterations: int = 1
 
 
-def play_step(game: Game, step: int) -> Played:
+def play_step(game: Game, done: int) -> Played:
     """
     Plays one step: pairs the members, lets teachers propose and students solve, and updates ratings and archive.
 
@@ -64,21 +64,21 @@ def play_step(game: Game, step: int) -> Played:
 
     Args:
         game (`Game`): The players and the rules.
-        step (`int`): Number of the step, from 0.
+        done (`int`): Optimizer steps before this one, which is step `done + 1` wherever steps are written down.
 
     Returns:
         `Played`: With `teachers * P * (1 + G)` rows of this rank.
     """
-    rng = random.Random(f"{game.seed}/{step}/{game.player.rank}")
+    rng = random.Random(f"{game.seed}/{done}/{game.player.rank}")
     seconds: dict[str, float] = {}
     with _timed(seconds, "match"):
         matches = game.matchmaker.pair(game.population)
     with _timed(seconds, "propose"):
-        proposals, references = _propose(game, matches, step, rng)
+        proposals, references = _propose(game, matches, done, rng)
     with _timed(seconds, "verify"):
         fillers = _fillers(game, proposals, rng)
         known = game.archive.programs
-        outcomes, fresh = _verify(game, proposals, references, step, rng)
+        outcomes, fresh = _verify(game, proposals, references, done + 1, rng)
     with _timed(seconds, "solve"):
         tasks = [o if isinstance(o, Task) else filler for o, filler in zip(outcomes, fillers, strict=True)]
         attempts = _solve(game, matches, proposals, tasks)
@@ -94,7 +94,7 @@ def play_step(game: Game, step: int) -> Played:
 
 
 def _propose(
-    game: Game, matches: Sequence[Match], step: int, rng: random.Random
+    game: Game, matches: Sequence[Match], done: int, rng: random.Random
 ) -> tuple[list[Row], list[list[Task]]]:
     """Phase 2: every teacher writes its proposals, the kinds in rotation (shifted each step, so all get their turn)."""
     kinds = list(game.referee.kinds.values())
@@ -102,7 +102,7 @@ def _propose(
     rows, references = [], []
     for match in matches:
         for slot in range(game.player.rank * share, (game.player.rank + 1) * share):
-            kind = kinds[(slot + step // game.iterations) % len(kinds)]
+            kind = kinds[(slot + done // game.iterations) % len(kinds)]
             shown = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
             prompt = kind.proposal_prompt(shown, game.style)
             group = f"match {match.index}"
@@ -197,13 +197,14 @@ def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Se
         if proposal.valid:
             task = tasks[slot]
             luck = guessed(grade.said for grade in graded[tries] if grade.said and not grade.right) / game.attempts
-            proposal.solve_rate, proposal.chance = rho, max(luck, game.referee.kinds[task.kind].chance(task))
+            chance = checked(task.kind, "chance", game.referee.kinds[task.kind].chance(task), (float, int))
+            proposal.solve_rate, proposal.chance = rho, max(luck, chance)
 
 
 def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     """Writes into the archive how this step's tasks fared and how complex they are; returns the latter."""
     results = {r["task_id"]: r for r in records if r["role"] == "teacher" and r["valid"]}
-    complexities = [game.referee.kinds[task.kind].complexity(task) for task in tasks]
+    complexities = [measured(game.referee.kinds[task.kind], task) for task in tasks]
     for task, complexity in zip(tasks, complexities, strict=True):
         result = results[task.task_id]
         game.archive.note(task, match=result["match"], solve_rate=result["solve_rate"], **complexity)

@@ -50,13 +50,21 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
     elif isinstance(name, str) and name in TASK_KINDS:
         kind = TASK_KINDS[name]()
     elif isinstance(name, str) and ":" in name:
-        kind = _class_at(name, choices)()
+        try:
+            kind = _class_at(name, choices)()
+        except TypeError as error:
+            raise ValueError(f"Task kind {name!r} cannot be made: {error}.") from error
     else:
         raise ValueError(f"Unknown task kind {name!r}; it must be {choices}.")
     if not isinstance(kind, TaskKind):
         raise ValueError(f"Task kind {name!r} is no TaskKind but {type(kind).__name__}; it must be {choices}.")
     if not isinstance(getattr(kind, "name", None), str):
         raise ValueError(f'Task kind {name!r} has no `name`; give its class one, for example `name = "arithmetic"`.')
+    for field in ("reference_kinds", "measures"):
+        if isinstance(getattr(kind, field), str):
+            raise ValueError(
+                f"Task kind {name!r} has the text {getattr(kind, field)!r} as `{field}`; it is a tuple of names."
+            )
     return kind
 
 
@@ -65,4 +73,6 @@ def _class_at(path: str, choices: str) -> Callable[[], Any]:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"Unknown task kind {path!r} ({error}); it must be {choices}.") from error
+        missing = isinstance(error, ImportError)
+        way_out = " A module that is not installed needs its folder in `PYTHONPATH`." if missing else ""
+        raise ValueError(f"Unknown task kind {path!r} ({error}); it must be {choices}.{way_out}") from error

@@ -30,29 +30,39 @@ if TYPE_CHECKING:
 
 STATE_VERSION = 1
 
-# How a task fared, noted once students have tried it: match, solve rate, and the four measures of `complexity`.
+# How a task fared, noted once students have tried it: match, solve rate, and what its kind's `complexity` measures. These
+# are the code kinds', and columns of every archive; a user's own kind adds its own.
 NOTED = ("match", "solve_rate", "ast_depth", "cyclomatic", "lines", "variables")
-Note = tuple[float | None, ...]
+Note = Mapping[str, float]
 Entry = tuple[Task, bytes, "Note | None"]  # task, duplicate key, note
 
 
-def _pack(task: Task, note: Note | None) -> bytes:
-    """A task and its note in a few hundred bytes: as objects a million of them would not fit into a gigabyte."""
-    fields = [task.program, task.inputs, task.outputs, task.message, task.visible, task.author, task.step, note]
+def _pack(task: Task, note: Note | None, names: list[str]) -> bytes:
+    """
+    A task and its note in a few hundred bytes: as objects a million of them would not fit into a gigabyte.
+
+    Values stand at their name's place in `names`, which grows.
+    """
+    fields = [task.program, task.inputs, task.outputs, task.message, task.visible, task.author, task.step, None]
+    if note is not None:
+        names.extend(name for name in note if name not in names)
+        fields[-1] = [note.get(name) for name in names]
     return zlib.compress(json.dumps(fields, separators=(",", ":")).encode("ascii"), 1)
 
 
-def _unpack(kind: str, packed: bytes) -> tuple[Task, Note | None]:
+def _unpack(kind: str, packed: bytes, names: Sequence[str]) -> tuple[Task, Note | None]:
     program, inputs, outputs, message, visible, author, step, note = json.loads(zlib.decompress(packed))
     task = Task(kind, program, tuple(inputs), tuple(outputs), message, visible, author, step)
-    return task, None if note is None else tuple(note)
+    if note is None:
+        return task, None
+    return task, {name: value for name, value in zip(names, note, strict=False) if value is not None}
 
 
 class _Ring:
     """The newest `cap` tasks of one kind; position 0 is the oldest."""
 
-    def __init__(self, kind: str, cap: int):
-        self.kind, self.cap = kind, cap
+    def __init__(self, kind: str, cap: int, names: list[str]):
+        self.kind, self.cap, self.names = kind, cap, names
         self.packed: list[bytes] = []
         self.keys: list[bytes] = []
         self.start = 0
@@ -65,7 +75,7 @@ class _Ring:
 
     def entry(self, position: int) -> Entry:
         slot = (self.start + position) % len(self.packed)
-        task, note = _unpack(self.kind, self.packed[slot])
+        task, note = _unpack(self.kind, self.packed[slot], self.names)
         return task, self.keys[slot], note
 
     def push(self, packed: bytes, key: bytes) -> tuple[int, bytes | None]:
@@ -102,6 +112,7 @@ class TaskArchive:
         self.cap = cap
         self.coverage = Coverage()
         self._rings: dict[str, _Ring] = {}
+        self._names = list(NOTED)
         self._keys: dict[bytes, int] = {}  # to the slot in the ring of the task's kind
 
     def add(self, task: Task) -> bool:
@@ -120,12 +131,16 @@ class TaskArchive:
         """Different programs among all tasks ever added, their constants apart."""
         return len(self.coverage.forms)
 
+    @property
+    def measures(self) -> list[str]:
+        """Names of all that was ever noted beside `NOTED`, in alphabetical order."""
+        return sorted(self._names[len(NOTED) :])
+
     def note(self, task: Task, **facts: float) -> None:
-        """Writes down how an archived task fared (see `NOTED`); a task that is not here any more is passed over."""
+        """Writes down how an archived task fared; a task that is not here any more is passed over."""
         key = key_of(task)
         if key in self._keys:
-            note = tuple(facts.get(name) for name in NOTED)
-            self._rings[task.kind].packed[self._keys[key]] = _pack(task, note)
+            self._rings[task.kind].packed[self._keys[key]] = _pack(task, facts, self._names)
 
     def entries(self) -> Iterator[Entry]:
         """All entries in the order of iteration."""
@@ -134,7 +149,7 @@ class TaskArchive:
 
     def restore(self, entries: Iterable[Entry], coverage: Mapping[str, Any]) -> None:
         """Replaces the contents by saved entries (in order, without duplicates) and a saved state of `coverage`."""
-        self._rings, self._keys = {}, {}
+        self._rings, self._keys, self._names = {}, {}, list(NOTED)
         for entry in entries:
             if entry[1] not in self._keys:
                 self._push(entry)
@@ -207,13 +222,14 @@ class TaskArchive:
     def to_dataset(self) -> Dataset:
         """
         All tasks as a [`datasets.Dataset`], kind by kind, oldest first: the fields of [`Task`], then how each fared
-        (`match`, `solve_rate`) and its complexity; empty for tasks that no student has tried.
+        (`match`, `solve_rate`) and its complexity; empty for tasks that no student has tried, and for measures of other
+        kinds.
         """
         from datasets import Dataset
 
         from .archive_table import to_table
 
-        return Dataset(to_table(self.entries()))
+        return Dataset(to_table(self))
 
     @classmethod
     def from_dataset(cls, dataset: Iterable[Mapping[str, Any]], cap: int = 16384) -> TaskArchive:
@@ -235,8 +251,8 @@ class TaskArchive:
 
     def _push(self, entry: Entry) -> None:
         task, key, note = entry
-        ring = self._rings.setdefault(task.kind, _Ring(task.kind, self.cap))
-        slot, evicted = ring.push(_pack(task, note), key)
+        ring = self._rings.setdefault(task.kind, _Ring(task.kind, self.cap, self._names))
+        slot, evicted = ring.push(_pack(task, note, self._names), key)
         if evicted is not None:
             del self._keys[evicted]
         self._keys[key] = slot

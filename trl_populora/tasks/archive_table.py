@@ -5,7 +5,8 @@ It opens with `load_dataset("parquet", data_files="archive.parquet")`. One row p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,16 +18,18 @@ from .base import Task
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SCHEMA_VERSION = 2
-_OTHER_KEYS = "1"  # differs in what makes a duplicate alone
+SCHEMA_VERSION = 3
+_OTHER_KEYS, _STEPS_FROM_ZERO = "1", ("1", "2")  # how versions differ; in the first also in what makes a duplicate
 _VERSION_KEY = b"populora_archive"
 
 # Rows written and read at a time: bounds the memory of an archive of a million tasks.
 _CHUNK = 20_000
 
 
-def schema() -> pa.Schema:
-    """Columns of the table; `key` is the hash by which duplicates are recognised, in hex."""
+def schema(measures: Sequence[str] = ()) -> pa.Schema:
+    """
+    Columns of the table; `key` is the hash by which duplicates are recognised, in hex. A user's own kinds add `measures`.
+    """
     import pyarrow as pa
 
     texts = pa.list_(pa.string())
@@ -40,18 +43,19 @@ def schema() -> pa.Schema:
             ("visible", pa.int64()),
             ("author", pa.string()),
             ("step", pa.int64()),
-            *((name, pa.int64() if name == "match" else pa.float64()) for name in NOTED),
+            *((name, pa.int64() if name == "match" else pa.float64()) for name in (*NOTED, *measures)),
             ("key", pa.string()),
         ],
         metadata={_VERSION_KEY: str(SCHEMA_VERSION)},
     )
 
 
-def to_table(entries: Iterable[Entry]) -> pa.Table:
-    """The entries of an archive as a table for people: without the keys."""
+def to_table(archive: TaskArchive) -> pa.Table:
+    """An archive as a table for people: without the keys."""
     import pyarrow as pa
 
-    return pa.Table.from_batches([_batch(list(entries))]).drop_columns(["key"]).replace_schema_metadata(None)
+    batch = _batch(list(archive.entries()), archive.measures)
+    return pa.Table.from_batches([batch]).drop_columns(["key"]).replace_schema_metadata(None)
 
 
 def save_archive(archive: TaskArchive, path: str | Path) -> None:
@@ -61,9 +65,9 @@ def save_archive(archive: TaskArchive, path: str | Path) -> None:
     path = Path(path)
     unfinished = path.with_suffix(".tmp")
     entries = iter(archive.entries())
-    with pq.ParquetWriter(unfinished, schema(), compression="zstd") as writer:
+    with pq.ParquetWriter(unfinished, schema(archive.measures), compression="zstd") as writer:
         while chunk := list(islice(entries, _CHUNK)):
-            writer.write_batch(_batch(chunk))
+            writer.write_batch(_batch(chunk, archive.measures))
     unfinished.replace(path)
 
 
@@ -88,7 +92,7 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
     with file:
         found = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode()
-        if found not in (_OTHER_KEYS, str(SCHEMA_VERSION)):
+        if found not in (*_STEPS_FROM_ZERO, str(SCHEMA_VERSION)):
             raise ValueError(
                 f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
                 f"{SCHEMA_VERSION}. The tasks themselves can seed a new run: pass the table as `train_dataset`."
@@ -100,6 +104,11 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
                 raise ValueError(f"{path}: column `{field.name}` holds {held}, expected {field.type}.")
         try:
             entries = _entries(file, path)
+            if found in _STEPS_FROM_ZERO:
+                entries = (
+                    (task if task.author == "seed" else replace(task, step=task.step + 1), key, note)
+                    for task, key, note in entries
+                )
             if found == _OTHER_KEYS:
                 entries = ((task, key_of(task), note) for task, _, note in entries)
             archive.restore(entries, coverage)
@@ -107,28 +116,28 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
             raise ValueError(f"{path} is damaged ({error}).") from error
 
 
-def _batch(entries: list[Entry]) -> pa.RecordBatch:
+def _batch(entries: list[Entry], measures: Sequence[str]) -> pa.RecordBatch:
     import pyarrow as pa
 
-    columns: dict[str, list] = {name: [] for name in schema().names}
+    columns: dict[str, list] = {name: [] for name in schema(measures).names}
     for task, key, note in entries:
         for name, value in task.to_record().items():
             columns[name].append(value)
-        for name, value in zip(NOTED, note or (None,) * len(NOTED), strict=True):
-            columns[name].append(value)
+        for name in (*NOTED, *measures):
+            columns[name].append((note or {}).get(name))
         columns["key"].append(key.hex())
-    return pa.RecordBatch.from_pydict(columns, schema=schema())
+    return pa.RecordBatch.from_pydict(columns, schema=schema(measures))
 
 
 def _entries(file: Any, path: str | Path) -> Iterator[Entry]:
-    row = 0
+    row, names = 0, [*NOTED, *(name for name in file.schema_arrow.names if name not in schema().names)]
     for batch in file.iter_batches(_CHUNK):
         for record in batch.to_pylist():
             where = f"{path}, row {row}"
-            note = tuple(record[name] for name in NOTED)
+            note = {name: record[name] for name in names if record[name] is not None}
             try:
                 key = bytes.fromhex(record["key"])
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{where}: column `key` holds {record['key']!r:.80}, which is no hash.") from error
-            yield Task.from_record(record, where), key, note if any(v is not None for v in note) else None
+            yield Task.from_record(record, where), key, note or None
             row += 1

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 
@@ -69,7 +70,7 @@ class Task:
         message (`str`, *optional*, defaults to `""`): Hint for the solver (code_f).
         visible (`int`, *optional*, defaults to `0`): How many of the leading pairs the solver is shown (code_f).
         author (`str`, *optional*, defaults to `"seed"`): Name of the member that proposed it.
-        step (`int`, *optional*, defaults to `0`): Population step it was proposed at.
+        step (`int`, *optional*, defaults to `0`): Population step it was proposed at, from 1; 0 is before training.
     """
 
     kind: str
@@ -248,8 +249,36 @@ class TaskKind(ABC):
         return 0.0
 
     def complexity(self, task: Task) -> dict[str, float]:
-        """What the curriculum metrics average over valid tasks; none by default."""
+        """
+        What the curriculum metrics average over valid tasks, by names like those of Python; none by default. Each name
+        is a metric `curriculum/<name>`, a column of the archive and a picture in the report.
+        """
         return {}
+
+
+# What a measure cannot be called: columns of the archive, and what `curriculum/` means already.
+_RESERVED = {*_COLUMNS, "key", "match", "solve_rate", "coverage", "entropy"}
+
+
+def measured(kind: TaskKind, task: Task) -> dict[str, float]:
+    """
+    A kind's `complexity` of a task, by names that can stand in the metrics and be columns of the archive.
+
+    Raises:
+        `TypeError`: If it is no dict of numbers; names kind and method.
+        `ValueError`: If a measure's name is taken.
+    """
+    measures = checked(kind.name, "complexity", kind.complexity(task), (dict,))
+    for name, value in measures.items():
+        if not isinstance(name, str) or not isinstance(value, Real):
+            raise TypeError(
+                f"task kind {kind.name!r}: `complexity` must give numbers by name, got {name!r}: {value!r:.80}"
+            )
+        if name in _RESERVED:
+            raise ValueError(
+                f"task kind {kind.name!r}: `complexity` calls a measure {name!r}, which has a meaning already."
+            )
+    return {name: float(value) for name, value in measures.items()}
 
 
 def checked(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> Any:
