@@ -24,6 +24,7 @@ from trl_populora.hub import fetch
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.rollout import Game, judge
+from trl_populora.room import proposal_prompt
 from trl_populora.saved_population import SAMPLING, check_same_shape, read_json
 from trl_populora.tasks.base import Task
 
@@ -127,13 +128,12 @@ def cross_play(
     rng = random.Random(f"cross-play/{seed}")
     names = list(game.kinds)
     kinds = [names[slot % len(names)] for slot in range(proposals)]
-    references = [
-        game.archive.sample(game.kinds[k].reference_kinds, game.kinds[k].reference_count(game.references), rng)
-        for k in kinds
-    ]
-    prompts = [
-        game.kinds[kind].proposal_prompt(shown, game.style) for kind, shown in zip(kinds, references, strict=True)
-    ]
+    prompts, references = [], []
+    for kind in map(game.kinds.__getitem__, kinds):
+        drawn = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
+        prompt, shown = proposal_prompt(game, kind, drawn)
+        prompts.append(prompt)
+        references.append(shown)
     payoff = Payoff(list(teachers), list(students))
     for teacher in tqdm(teachers, desc="cross-play", unit="teacher"):
         texts = [completion.text for completion in game.generate(prompts, [teacher] * proposals)]

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.population import Member
 from trl_populora.rollout import Game, grade
+from trl_populora.room import solving_prompt
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
 from trl_populora.tasks.forms import normal_forms
@@ -58,7 +59,7 @@ def attempt(
     Returns:
         `dict[str, list[list[Tried]]]`: Per member and task, in order, the attempts.
     """
-    prompts = {task: game.kinds[task.kind].solving_prompt(task, game.style) for task in tasks}
+    prompts = {task: solving_prompt(game, task) for task in tasks}
     # Prompts of like length share a batch, which spares padding; the sort is stable, so the order is always the same.
     ordered = sorted(range(len(tasks)), key=lambda index: len(prompts[tasks[index]][-1]["content"]))
     rows = [(member, index) for member in members for index in ordered for _ in range(attempts)]

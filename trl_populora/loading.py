@@ -140,6 +140,15 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
             f"`train_dataset` must be a `datasets.Dataset` of tasks or None, got `{type(train_dataset).__name__}`. A "
             "table can be read with `load_dataset('json', data_files=...)['train']`."
         )
+    check_archive(archive, kinds)
+    return archive
+
+
+def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind]) -> None:
+    """
+    Raises:
+        `ValueError`: If students have no task to start with, or a kind no program to propose about.
+    """
     if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
         raise ValueError(
             f"`train_dataset` holds no task of the kinds {', '.join(kinds)}; students need at least one to start "
@@ -151,7 +160,6 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
                 f"`train_dataset` holds no task of the kinds {', '.join(kind.reference_kinds)}, and {kind.name} proposes "
                 f"about their programs. Add such a task, or leave {kind.name} out of `task_kinds`."
             )
-    return archive
 
 
 def load_held_out(

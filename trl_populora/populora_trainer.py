@@ -34,6 +34,7 @@ from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.progress import PHASES, use_step_line
 from trl_populora.rollout import Completion, Game, Messages, Row, play_step
+from trl_populora.room import leave_out_long, make_room, solving_prompt
 from trl_populora.sandbox import Runner
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
@@ -185,13 +186,23 @@ class PopuLoRATrainer(PublishingTrainer):
             self.add_callback(self.evolution)
         use_step_line(self)
         self.add_callback(records.Records(self))
-        self.add_callback(Alarms(self))
+        self.add_callback(Alarms())
         if args.warm_start:
             warm_start(self, args.warm_start)
         if args.use_vllm:
             from trl_populora.generation import vllm  # needs packages that come with vLLM
 
             vllm.attach(self)
+        self._fit_into_context()
+
+    def _fit_into_context(self) -> None:
+        """Given tasks that have no room in the context are left out where there are others, and refused if held out."""
+        self.game.room = make_room(self)
+        leave_out_long(self.game)
+        loading.check_archive(self.archive, self.game.kinds)
+        for tasks in self.held_out.tables.values() if self.held_out else ():
+            for task in tasks:
+                solving_prompt(self.game, task)
 
     def _make_game(self, kinds: dict[str, TaskKind], archive: TaskArchive, style: str) -> Game:
         """What the steps are played with."""

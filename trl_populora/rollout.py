@@ -18,6 +18,7 @@ from typing import Any
 
 from trl_populora.matchmaking import Match, Matchmaker, student_share
 from trl_populora.population import Population
+from trl_populora.room import is_too_long, proposal_prompt, solving_prompt
 from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind, checked
@@ -40,7 +41,10 @@ class Completion:
 
 @dataclass
 class Row:
-    """One training row. The fields up to `chance` are the columns that reward functions and records see."""
+    """
+    One training row. The fields up to `chance` are the columns that reward functions and records see; `dropped` counts
+    references that a proposal prompt had no room for.
+    """
 
     role: str
     member: str
@@ -54,6 +58,7 @@ class Row:
     well_formed: bool = False
     chance: float = 0.0
     archived: bool = False
+    dropped: int = 0
     prompt: Messages = field(default_factory=list)
     completion: Completion = Completion([], [], "")
     group: str = ""
@@ -94,6 +99,8 @@ class Game:
         forbidden (`tuple[str, ...]`): Texts that no task may contain, see `tasks/control.py`.
         iterations (`int`): Optimizer steps from one play to the next.
         held_out (`Container[Task]`): Tasks that nobody may train on.
+        room (`Callable`): How many tokens of the context a prompt leaves free beside the longest completion; below 0
+            it does not fit.
         rank, world (`int`): This process and their number.
     """
 
@@ -112,6 +119,7 @@ class Game:
     forbidden: tuple[str, ...] = THINK_TAGS
     iterations: int = 1
     held_out: Container[Task] = ()
+    room: Callable[[Messages], int] = lambda prompt: 0
     rank: int = 0
     world: int = 1
     queued: dict[Job, Future[Verdict]] = field(default_factory=dict)
@@ -185,10 +193,12 @@ def _propose(
     for match in matches:
         for slot in range(game.rank * share, (game.rank + 1) * share):
             kind = kinds[(slot + step // game.iterations) % len(kinds)]
-            shown = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
-            prompt = kind.proposal_prompt(shown, game.style)
-            group = f"match {match.index}"
-            rows.append(Row("teacher", match.teacher, kind.name, match.index, prompt=prompt, group=group))
+            drawn = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
+            prompt, shown = proposal_prompt(game, kind, drawn)
+            group, dropped = f"match {match.index}", len(drawn) - len(shown)
+            rows.append(
+                Row("teacher", match.teacher, kind.name, match.index, dropped=dropped, prompt=prompt, group=group)
+            )
             references.append(shown)
 
     def seen(number: int, text: str) -> None:
@@ -256,8 +266,9 @@ def _accept(
     """What became of a proposal; its outputs are known only now."""
     if isinstance(proposal, Reject):
         return proposal
-    outcome = game.kinds[kind].accept(proposal, _verdict(run), rng)
-    return screen(checked(kind, "accept", outcome, (Task, Reject)), game.forbidden)
+    accepted = checked(kind, "accept", game.kinds[kind].accept(proposal, _verdict(run), rng), (Task, Reject))
+    outcome = screen(accepted, game.forbidden)
+    return Reject.TOO_LONG if isinstance(outcome, Task) and is_too_long(game, outcome) else outcome
 
 
 def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
@@ -271,7 +282,7 @@ def _solve(game: Game, matches: Sequence[Match], proposals: Sequence[Row], tasks
     student = {match.index: match.student for match in matches}
     rows: list[Row] = []
     for slot, (proposal, task) in enumerate(zip(proposals, tasks, strict=True)):
-        prompt = game.kinds[task.kind].solving_prompt(task, game.style)
+        prompt = solving_prompt(game, task)
         name = student[proposal.match]
         rows += [
             Row(
@@ -334,7 +345,7 @@ def _verdict(run: Future[Verdict] | None) -> Verdict | None:
 
 def _record(row: Row) -> dict[str, Any]:
     """What the other ranks need to know of a row."""
-    return {name: getattr(row, name) for name in (*Row.COLUMNS, "archived", "group")} | {
+    return {name: getattr(row, name) for name in (*Row.COLUMNS, "archived", "dropped", "group")} | {
         "thinking": has_thinking(row.completion.text)
     }
 
@@ -377,6 +388,7 @@ def step_metrics(
     metrics = {
         "propose/valid_rate": _mean([r["valid"] for r in proposals]),
         "propose/novel_rate": new_programs / written if written else float("nan"),
+        "propose/dropped_references": float(sum(r["dropped"] for r in proposals)),
         "solve/rate": _mean([r["correct"] for r in fresh]),
         "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
         "solve/thinking_rate": _mean([r["thinking"] for r in attempts]),
