@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2ForCausalLM, Qwen2MoeForCausalLM
 
 from tests.models import random_model
 from trl_populora.adapters.layers import add_members
@@ -29,17 +29,34 @@ def make_base(dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
     return model.to(dtype).eval()
 
 
+def make_mixture() -> Qwen2MoeForCausalLM:
+    """A mixture of experts with a shared one, which all tokens pass."""
+    return random_model(
+        Qwen2MoeForCausalLM,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=48,
+        num_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.2,
+    ).eval()
+
+
 def make_config(**options) -> LoraConfig:
     return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options})
 
 
 def make_population(
-    members: int, dtype: torch.dtype = torch.float32, **options
+    members: int, dtype: torch.dtype = torch.float32, base: PreTrainedModel | None = None, **options
 ) -> tuple[PeftModel, Router, list[str]]:
     """A population of distinct members: `B` is random instead of zero."""
     router = Router()
     names = [f"member_{i}" for i in range(members)]
-    model = add_members(make_base(dtype), names, make_config(**options), router, seed=3)
+    model = add_members(base or make_base(dtype), names, make_config(**options), router, seed=3)
     for i, name in enumerate(names):
         generator = torch.Generator().manual_seed(i)
         factors = read_member(model, name)

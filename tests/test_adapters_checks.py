@@ -10,9 +10,13 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     GPT2LMHeadModel,
+    GptOssForCausalLM,
     GraniteMoeForCausalLM,
     MixtralForCausalLM,
+    OlmoeForCausalLM,
+    PhimoeForCausalLM,
     Qwen2ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.adapter_models import make_base, make_config
@@ -136,11 +140,21 @@ EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 16, 
     [
         (GPT2LMHeadModel, {"n_embd": 16, "n_positions": 16}, "Conv1D"),
         (MixtralForCausalLM, EXPERTS, "MixtralExperts, MixtralTopKRouter"),
+        (OlmoeForCausalLM, EXPERTS, "OlmoeExperts, OlmoeTopKRouter"),
+        (Qwen3MoeForCausalLM, EXPERTS, "Qwen3MoeExperts, Qwen3MoeTopKRouter"),
     ],
 )
 def test_a_base_whose_layers_peft_would_adapt_without_routes_is_refused(architecture, sizes, types):
     base = random_model(architecture, vocab_size=32, **sizes)
     with pytest.raises(ValueError, match=f"target layers of type `{types}`; only `nn.Linear` layers are routed"):
+        add_members(base, NAMES, make_config(), Router(), seed=0)
+
+
+def test_layers_of_a_mixture_that_get_tokens_of_any_rows_are_refused():
+    base = random_model(PhimoeForCausalLM, vocab_size=32, **EXPERTS)
+    with pytest.raises(
+        ValueError, match=r"`target_modules` takes in 'router' of the mixture of experts '.*mlp', which"
+    ):
         add_members(base, NAMES, make_config(), Router(), seed=0)
 
 
@@ -150,8 +164,9 @@ def test_experts_may_stay_frozen_when_the_attention_is_named():
     assert len(routed_layers(model)) == 4
 
 
-def test_a_base_of_which_members_adapt_a_small_part_is_told(caplog):
-    base = random_model(GraniteMoeForCausalLM, vocab_size=32, pad_token_id=0, **EXPERTS)
+@pytest.mark.parametrize("architecture", [GraniteMoeForCausalLM, GptOssForCausalLM])
+def test_a_base_of_which_members_adapt_a_small_part_is_told(caplog, architecture):
+    base = random_model(architecture, vocab_size=32, pad_token_id=0, **EXPERTS)
     add_members(base, NAMES, make_config(), Router(), seed=0)
     assert re.search(r"Members adapt \d+ % of the base's weights, embeddings apart", caplog.text)
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from trl.trainer.utils import use_adapter
 
-from tests.adapter_models import gradients, make_base, make_config, make_population, make_rows, token_logps
+from tests.adapter_models import (
+    gradients,
+    make_base,
+    make_config,
+    make_mixture,
+    make_population,
+    make_rows,
+    token_logps,
+)
 from trl_populora.adapters.layers import add_members, routed_layers
 from trl_populora.adapters.routing import Router
-from trl_populora.adapters.weights import save_member
+from trl_populora.adapters.weights import read_member, save_member
 
 
 ROUTES = {
@@ -214,6 +222,30 @@ def test_supported_options_match_stock_peft(tmp_path, options):
         alone = PeftModel.from_pretrained(make_base(), tmp_path / name)
         rows = slice(2 * index, 2 * index + 2)
         torch.testing.assert_close(together[rows], token_logps(alone, ids[rows]).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", ROUTES.values(), ids=ROUTES.keys())
+def test_a_shared_expert_which_gets_the_tokens_of_all_rows_at_once_is_routed(rows):
+    """Log-probabilities and gradients of a real qwen2_moe are those of stock PEFT on each row alone."""
+    model, router, names = make_population(3, base=make_mixture())
+    assert any("shared_expert." in path for path in routed_layers(model))
+    assert any("shared_expert_gate" in path for path in routed_layers(model))
+    ids = make_rows(len(rows))
+    router.set(rows)
+    together = token_logps(model, ids)
+    together.sum().backward()
+    for index in sorted(set(rows)):
+        own = [i for i, member in enumerate(rows) if member == index]
+        alone = get_peft_model(make_mixture(), make_config())
+        if index >= 0:
+            set_peft_model_state_dict(alone, read_member(model, names[index]))
+        wanted = torch.cat([token_logps(alone, ids[i : i + 1]) for i in own])
+        torch.testing.assert_close(together[own], wanted, rtol=1e-5, atol=1e-5)
+        wanted.sum().backward()
+        expected = gradients(alone, "default")
+        for path, found in gradients(model, names[index]).items() if index >= 0 else ():
+            other = expected[path.replace(names[index], "default")]
+            torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -92,12 +92,11 @@ class Teacher:
             population=Population(1, 1),
             matchmaker=Matchmaker(seed=0),
             archive=archive,
-            referee=Referee({self.kind: KINDS[self.kind]}, sandbox, (*THINK_TAGS, "<|im_end|>")),
+            referee=Referee({self.kind: KINDS[self.kind]}, sandbox, "compact", (*THINK_TAGS, "<|im_end|>")),
             player=Player(generate),
             proposals=P,
             attempts=G,
             references=1,
-            style="compact",
             seed=0,
         )
         rows = [row for step in range(self.steps) for row in play_step(game, step).rows if row.role == "teacher"]

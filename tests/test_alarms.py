@@ -9,16 +9,15 @@ import pytest
 from trl_populora.alarms import STEPS, Alarms
 
 
-ARGS = SimpleNamespace(max_completion_length=32, student_baseline="group")
+ARGS = SimpleNamespace(student_baseline="group")
 WELL = {"propose/valid_rate": 0.5, "frac_reward_zero_std": 0.5, "solve/rate": 0.5}
 WELL |= {"verify/reject/format": 3.0, "verify/reject/timeout": 1.0}
 
 
-def play(logs, args=ARGS, context=1024, begin=0):
+def play(logs, args=ARGS, begin=0):
     """Logs these steps one after the other."""
-    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=context))
     alarms = Alarms()
-    alarms.on_train_begin(args, SimpleNamespace(is_world_process_zero=True, global_step=begin), None, model=model)
+    alarms.on_train_begin(args, SimpleNamespace(is_world_process_zero=True, global_step=begin), None)
     for step, entry in enumerate(logs, begin + 1):
         state = SimpleNamespace(is_world_process_zero=True, global_step=step)
         alarms.on_log(args, state, None, logs=WELL | entry)
@@ -42,16 +41,9 @@ def test_flat_groups_for_long_are_told_once(caplog, rate):
 
 
 def test_flat_groups_do_not_matter_where_a_member_is_compared_with_itself(caplog):
-    args = SimpleNamespace(max_completion_length=32, student_baseline="member")
+    args = SimpleNamespace(student_baseline="member")
     play([{"frac_reward_zero_std": 1.0}] * 3 * STEPS, args)
     assert not caplog.messages
-
-
-def test_completions_beyond_the_context_are_told_at_the_start(caplog):
-    play([], context=33)
-    assert not caplog.messages
-    play([], context=32)
-    assert caplog.messages[0].startswith("`max_completion_length=32`, but the base was trained on 32 tokens")
 
 
 def test_a_run_has_the_alarms(random_base, make_args, lora, seed_dataset):

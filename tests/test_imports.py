@@ -22,7 +22,7 @@ FLOORS = [
     {"played"},
     {"rollout"},
     {"held_out", "report_page", "records"},
-    {"evolution", "loading", "progress", "archive_card", "report", "alarms", "interrupts"},
+    {"evolution", "loading", "progress", "archive_card", "report", "alarms", "interrupts", "nodes"},
     {"checkpoint", "model_card"},
     {"hub"},
     {"populora_trainer", "evaluate"},

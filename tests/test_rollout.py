@@ -69,12 +69,11 @@ def make_game(
         "population": Population(teachers, students),
         "matchmaker": Matchmaker(seed=0),
         "archive": archive,
-        "referee": Referee({kind.name: kind for kind in kinds or [CodeO()]}, sandbox, **(rules or {})),
+        "referee": Referee({kind.name: kind for kind in kinds or [CodeO()]}, sandbox, "compact", **(rules or {})),
         "player": Player(generate or by_script, **(ranks or {})),
         "proposals": proposals,
         "attempts": G,
         "references": 1,
-        "style": "compact",
         "seed": 0,
     }
     return Game(**(defaults | settings))

@@ -61,3 +61,39 @@ def test_two_processes_with_an_engine_each_agree_and_sample_from_newborn_members
         assert from_child < 1e-3
         assert from_old > 1e-2
     assert left_shelves() <= before
+
+
+@pytest.fixture(scope="module")
+def cramped(tmp_path_factory):
+    """Runs a process in whose engine six references never have room: a function of its steps, and what it printed."""
+    root = tmp_path_factory.mktemp("cramped")
+    base = make_served_base(root / "base")
+
+    def run(name: str, steps: int, **settings) -> dict:
+        settings |= {"base": base, "output_dir": str(root / name), "max_steps": steps}
+        settings |= {"references_per_proposal": 6, "vllm_max_model_length": 320, "lr_scheduler_type": "constant"}
+        log = root / f"{name} to {steps}"
+        code, output = finish(start_run(settings, 1, log), log)
+        assert code == 0, output[-3000:]
+        return result_of(output)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight(cramped):
+    return cramped("straight", 4, save_strategy="no")
+
+
+def test_references_that_the_engine_has_no_room_for_are_dropped(straight):
+    assert straight["steps"] == 4
+    assert len(straight["dropped"]) == 4
+    assert min(straight["dropped"]) > 0
+
+
+def test_a_resumed_run_with_a_colocated_engine_equals_a_straight_one(cramped, straight):
+    """The engine draws from torch's generator, which a checkpoint holds."""
+    cramped("cut", 2, save_strategy="steps", save_steps=2)
+    resumed = cramped("cut", 4, save_strategy="no", resume=True)
+    assert resumed["sums"] == straight["sums"]
+    assert resumed["logp_differences"] == straight["logp_differences"]

@@ -58,7 +58,6 @@ def main(settings: dict) -> None:
         students=2,
         proposals_per_teacher=4,
         attempts_per_task=2,
-        references_per_proposal=1,
         inputs_per_function=4,
         prompt_style="compact",
         per_device_train_batch_size=4,
@@ -72,9 +71,8 @@ def main(settings: dict) -> None:
         report_to=[],
         disable_tqdm=True,
         use_vllm=True,
-        vllm_max_model_length=1024,
         vllm_engine_kwargs={"enforce_eager": True},
-        **settings,
+        **({"references_per_proposal": 1, "vllm_max_model_length": 1024} | settings),
     )
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     trainer = PopuLoRATrainer(base, letters, args, peft_config=lora)
@@ -85,12 +83,14 @@ def main(settings: dict) -> None:
     all_sums, all_newborns = gather_object([sums]), gather_object(newborns)
     if trainer.accelerator.is_main_process:
         key = "sampling/sampling_logp_difference/mean"
+        dropped = "propose/dropped_references"
         result = {
             "steps": trainer.state.global_step,
             "world": trainer.accelerator.num_processes,
             "sums": all_sums,
             "left_published": published,
             "newborns": all_newborns,
+            "dropped": [entry[dropped] for entry in trainer.state.log_history if dropped in entry],
             "logp_differences": [entry[key] for entry in trainer.state.log_history if key in entry],
         }
         print("RESULT " + json.dumps(result), flush=True)

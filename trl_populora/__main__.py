@@ -171,11 +171,11 @@ def build_trainer(recipe, args, model):
 
 def run_training(recipe, args, model) -> None:
     """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
-    from trl_populora.checkpoint import newest
+    from trl_populora.checkpoint import newest_of_all
     from trl_populora.report import plot_run, print_population
 
     trainer = build_trainer(recipe, args, model)
-    checkpoint = args.resume_from_checkpoint or (newest(args.output_dir) if recipe.resume else None)
+    checkpoint = args.resume_from_checkpoint or (newest_of_all(args.output_dir) if recipe.resume else None)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_state()
     trainer.save_model()

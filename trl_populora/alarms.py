@@ -21,25 +21,15 @@ class Alarms(TrainerCallback):
     """
     Warns of a run in which nobody can learn, each reason once per run.
 
-    - The completion length leaves no room for a prompt in the base's context.
     - No proposal was valid for ten steps; the most frequent reason is named.
     - All attempts at each task were worth the same for ten steps, while students are compared within groups.
-
     """
 
     def __init__(self) -> None:
         self._well: dict[str, int] = {}  # last step at which all was well; absent once warned
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args, state, control, **kwargs):
         self._well = {"valid": state.global_step, "flat": state.global_step}
-        context = getattr(model.config, "max_position_embeddings", None)
-        if state.is_world_process_zero and context is not None and (args.max_completion_length or 0) >= context:
-            logger.warning(
-                "`max_completion_length=%d`, but the base was trained on %d tokens, prompt included: longer completions "
-                "turn to noise. Lower it so that prompts have room.",
-                args.max_completion_length,
-                context,
-            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or PLAYED not in (logs or {}):

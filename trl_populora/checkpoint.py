@@ -11,7 +11,8 @@ A checkpoint holds what the HF `Trainer` writes (optimizer, scheduler, generator
     whole.json            names and sizes of all these files; written last
 
 It is written into `<output_dir>/_unfinished/` and moved into place once every rank is done, so that a run killed at
-any moment leaves whole checkpoints and, at most, an unfinished one that nothing picks up.
+any moment leaves whole checkpoints and, at most, an unfinished one that nothing picks up. Nodes with an `output_dir` of
+their own (`save_on_each_node`) have a checkpoint each, and go on from the newest that is whole on all of them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.trainer_utils import rotate_checkpoints
@@ -33,6 +36,7 @@ from trl import GRPOTrainer
 from trl_populora import records
 from trl_populora.adapters import weights
 from trl_populora.interrupts import StopAtSignals
+from trl_populora.nodes import check_nodes
 from trl_populora.played import Played
 from trl_populora.saved_population import FORMAT, check_same_shape, check_settings, describe, read_json, write_json
 from trl_populora.tasks.archive_table import load_archive, save_archive
@@ -64,8 +68,9 @@ class ResumableTrainer(GRPOTrainer):
     _pending_loss: tuple[float, int] | None = None
 
     def train(self, resume_from_checkpoint=None, **kwargs):
+        check_nodes(self)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest(self.args.output_dir)
+            resume_from_checkpoint = newest_of_all(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(
                     f"`resume_from_checkpoint=True`, but {self.args.output_dir} holds no whole checkpoint. Leave it "
@@ -163,16 +168,30 @@ def newest(output_dir: str) -> str | None:
     Args:
         output_dir (`str`): The run's directory.
     """
-    root = Path(output_dir)
+    return next(_whole(Path(output_dir)), None)
+
+
+def newest_of_all(output_dir: str) -> str | None:
+    """
+    The newest checkpoint that is whole on every node, or `None`. Collective: a run that was killed while the nodes moved
+    theirs into place leaves one that only some of them have.
+    """
+    mine = {Path(path).name: path for path in _whole(Path(output_dir))}
+    everywhere = set.intersection(*map(set, gather_object([list(mine)])))
+    return next((path for name, path in mine.items() if name in everywhere), None)
+
+
+def _whole(root: Path) -> Iterator[str]:
+    """Whole checkpoints, newest first."""
     for leftover in sorted(root.glob(f"{UNFINISHED}/{PREFIX}*")):
         logger.warning("Ignoring %s: the run ended while it was being written.", leftover)
     found = [path for path in root.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdecimal()]
     for path in sorted(found, key=lambda path: -int(path.name[len(PREFIX) :])):
         flaw = find_flaw(path)
         if flaw is None:
-            return str(path)
-        logger.warning("Ignoring %s: %s.", path, flaw)
-    return None
+            yield str(path)
+        else:
+            logger.warning("Ignoring %s: %s.", path, flaw)
 
 
 def find_flaw(checkpoint: str | Path) -> str | None:
@@ -313,6 +332,8 @@ def load_game(trainer: PopuLoRATrainer, directory: str) -> None:
     if not isinstance(state.get("coverage"), dict):
         raise ValueError(f"{root / 'game.json'}: field `coverage` is missing or broken.")
     load_archive(trainer.archive, root / "archive.parquet", state["coverage"])
+    if (saved.get("settings", {}).get("max_completion_length") or 0) < (trainer.args.max_completion_length or 0):
+        trainer.game.referee.leave_out_long(trainer.archive)
     _load_rank_state(trainer, root / f"rank_state_{trainer.args.process_index}.pt")
     if trainer.args.should_save:
         output_dir = Path(trainer.args.output_dir)

@@ -134,16 +134,12 @@ def cross_play(
     rng = random.Random(f"cross-play/{seed}")
     names = list(game.referee.kinds)
     kinds = [names[slot % len(names)] for slot in range(proposals)]
-    references = [
-        game.archive.sample(
-            game.referee.kinds[k].reference_kinds, game.referee.kinds[k].reference_count(game.references), rng
-        )
-        for k in kinds
-    ]
-    prompts = [
-        game.referee.kinds[kind].proposal_prompt(shown, game.style)
-        for kind, shown in zip(kinds, references, strict=True)
-    ]
+    prompts, references = [], []
+    for kind in map(game.referee.kinds.__getitem__, kinds):
+        drawn = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
+        prompt, shown = game.referee.proposal_prompt(kind, drawn)
+        prompts.append(prompt)
+        references.append(shown)
     payoff = Payoff(list(teachers), list(students))
     for teacher in tqdm(teachers, desc="cross-play", unit="teacher"):
         texts = [completion.text for completion in game.player.generate(prompts, [teacher] * proposals)]

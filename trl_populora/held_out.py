@@ -58,7 +58,7 @@ def attempt(
     Returns:
         `dict[str, list[list[Tried]]]`: Per member and task, in order, the attempts.
     """
-    prompts = {task: game.referee.kinds[task.kind].solving_prompt(task, game.style) for task in tasks}
+    prompts = {task: game.referee.solving_prompt(task) for task in tasks}
     # Prompts of like length share a batch, which spares padding; the sort is stable, so the order is always the same.
     ordered = sorted(range(len(tasks)), key=lambda index: len(prompts[tasks[index]][-1]["content"]))
     rows = [(member, index) for member in members for index in ordered for _ in range(attempts)]

@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from trl.trainer.utils import create_model_from_path
 
 from trl_populora.held_out import HeldOut
 from trl_populora.matchmaking import everyone_plays
+from trl_populora.player import Messages
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.referee import WAY_OUT
 from trl_populora.rewards import make_student_reward, make_teacher_reward
 from trl_populora.rollout import Game
 from trl_populora.sandbox import Job, Limits, Runner, Sandbox, SandboxClient, Status
@@ -140,6 +142,15 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
             f"`train_dataset` must be a `datasets.Dataset` of tasks or None, got `{type(train_dataset).__name__}`. A "
             "table can be read with `load_dataset('json', data_files=...)['train']`."
         )
+    check_archive(archive, kinds)
+    return archive
+
+
+def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind]) -> None:
+    """
+    Raises:
+        `ValueError`: If students have no task to start with, or a kind no program to propose about.
+    """
     if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
         raise ValueError(
             f"`train_dataset` holds no task of the kinds {', '.join(kinds)}; students need at least one to start "
@@ -151,7 +162,33 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
                 f"`train_dataset` holds no task of the kinds {', '.join(kind.reference_kinds)}, and {kind.name} proposes "
                 f"about their programs. Add such a task, or leave {kind.name} out of `task_kinds`."
             )
-    return archive
+
+
+def prompt_room(
+    context: int | None, args: PopuLoRAConfig, tokenize: Callable[[Messages], list[int]]
+) -> Callable[[Messages], int]:
+    """
+    What tells how many tokens of the context a prompt leaves free beside the longest completion.
+
+    Args:
+        context (`int` or `None`): Tokens that the vLLM engine or server holds, else what the base was trained on:
+            transformers goes on beyond it without notice, and its completions turn to noise. `None` for a base without a
+            limit, as a state-space model is.
+        args ([`PopuLoRAConfig`]): Its `max_completion_length`.
+        tokenize (`Callable`): Token ids of a prompt.
+
+    Raises:
+        `ValueError`: If the longest completion alone fills the context.
+    """
+    if context is None:
+        return lambda prompt: 0
+    free = context - (args.max_completion_length or 1)
+    if free <= 0:
+        raise ValueError(
+            f"`max_completion_length={args.max_completion_length}` leaves no room for a prompt in a context of {context} "
+            f"tokens. {WAY_OUT}"
+        )
+    return lambda prompt: free - len(tokenize(prompt))
 
 
 def load_held_out(

@@ -13,7 +13,10 @@ from trl_populora.tasks.fences import has_thinking
 
 @dataclass
 class Row:
-    """One training row. The fields up to `chance` are the columns that reward functions and records see."""
+    """
+    One training row. The fields up to `chance` are the columns that reward functions and records see; `dropped` counts
+    references that a proposal prompt had no room for.
+    """
 
     role: str
     member: str
@@ -27,6 +30,7 @@ class Row:
     well_formed: bool = False
     chance: float = 0.0
     archived: bool = False
+    dropped: int = 0
     prompt: Messages = field(default_factory=list)
     completion: Completion = Completion([], [], "")
     group: str = ""
@@ -47,7 +51,7 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """What the other ranks need to know of it."""
-        return {name: getattr(self, name) for name in (*self.COLUMNS, "archived", "group")} | {
+        return {name: getattr(self, name) for name in (*self.COLUMNS, "archived", "dropped", "group")} | {
             "thinking": has_thinking(self.completion.text)
         }
 

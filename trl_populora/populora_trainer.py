@@ -198,6 +198,20 @@ class PopuLoRATrainer(PublishingTrainer):
             from trl_populora.generation import vllm  # needs packages that come with vLLM
 
             vllm.attach(self)
+        self._fit_into_context()
+
+    def _fit_into_context(self) -> None:
+        """Given tasks that have no room in the context are left out where there are others, and refused if held out."""
+        referee = self.game.referee
+        config = self.model.get_base_model().config.get_text_config()
+        trained_on = getattr(config, "max_position_embeddings", None)
+        context = self.vllm_generation.context_length() if self.use_vllm else trained_on
+        referee.room = loading.prompt_room(context, self.args, lambda prompt: self._tokenize_prompts([prompt])[0][0])
+        referee.leave_out_long(self.archive)
+        loading.check_archive(self.archive, referee.kinds)
+        for tasks in self.held_out.tables.values() if self.held_out else ():
+            for task in tasks:
+                referee.solving_prompt(task)
 
     def _make_game(self, kinds: dict[str, TaskKind], archive: TaskArchive, style: str) -> Game:
         """What the steps are played with."""
@@ -207,7 +221,7 @@ class PopuLoRATrainer(PublishingTrainer):
             matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
             archive=archive,
             referee=Referee(
-                kinds, loading.make_sandbox(args), control_texts(self.processing_class), self.held_out or ()
+                kinds, loading.make_sandbox(args), style, control_texts(self.processing_class), self.held_out or ()
             ),
             player=Player(
                 self._generate_rows,
@@ -218,7 +232,6 @@ class PopuLoRATrainer(PublishingTrainer):
             proposals=args.proposals_per_teacher,
             attempts=args.attempts_per_task,
             references=args.references_per_proposal,
-            style=style,
             seed=args.seed,
             iterations=args.num_iterations,
         )

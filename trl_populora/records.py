@@ -213,7 +213,7 @@ class Records(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begun = True
-        if state.is_world_process_zero and not state.global_step:
+        if args.should_save and not state.global_step:
             set_aside(args.output_dir)
         PartialState().wait_for_everyone()
 

@@ -37,7 +37,6 @@ class Game:
         proposals (`int`): Proposals per teacher over all ranks.
         attempts (`int`): Attempts per task, G.
         references (`int`): Archived tasks shown to a proposing teacher, K.
-        style (`str`): Prompt style, `"chat"` or `"compact"`.
         seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
         iterations (`int`): Optimizer steps from one play to the next.
     """
@@ -50,7 +49,6 @@ class Game:
     proposals: int
     attempts: int
     references: int
-    style: str
     seed: int
     iterations: int = 1
 
@@ -103,10 +101,12 @@ def _propose(
     for match in matches:
         for slot in range(game.player.rank * share, (game.player.rank + 1) * share):
             kind = kinds[(slot + done // game.iterations) % len(kinds)]
-            shown = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
-            prompt = kind.proposal_prompt(shown, game.style)
-            group = f"match {match.index}"
-            rows.append(Row("teacher", match.teacher, kind.name, match.index, prompt=prompt, group=group))
+            drawn = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
+            prompt, shown = game.referee.proposal_prompt(kind, drawn)
+            group, dropped = f"match {match.index}", len(drawn) - len(shown)
+            rows.append(
+                Row("teacher", match.teacher, kind.name, match.index, dropped=dropped, prompt=prompt, group=group)
+            )
             references.append(shown)
     _complete(game, rows)
     return rows, references
@@ -162,7 +162,7 @@ def _solve(game: Game, matches: Sequence[Match], proposals: Sequence[Row], tasks
     student = {match.index: match.student for match in matches}
     rows: list[Row] = []
     for slot, (proposal, task) in enumerate(zip(proposals, tasks, strict=True)):
-        prompt = game.referee.kinds[task.kind].solving_prompt(task, game.style)
+        prompt = game.referee.solving_prompt(task)
         name = student[proposal.match]
         rows += [
             Row(
@@ -242,6 +242,7 @@ def step_metrics(
     metrics = {
         "propose/valid_rate": _mean([r["valid"] for r in proposals]),
         "propose/novel_rate": new_programs / written if written else float("nan"),
+        "propose/dropped_references": float(sum(r["dropped"] for r in proposals)),
         "solve/rate": _mean([r["correct"] for r in fresh]),
         "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
         "solve/thinking_rate": _mean([r["thinking"] for r in attempts]),

@@ -71,7 +71,7 @@ def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
         "step": trainer.state.global_step,
         "lora": _lora_config(trainer),
         "task_kinds": list(trainer.game.referee.kinds),
-        "prompt_style": trainer.game.style,
+        "prompt_style": trainer.game.referee.style,
         "best_student": best,
         "best_student_by": why,
         "held_out_base": None if trainer.held_out is None else trainer.held_out.base_rate,

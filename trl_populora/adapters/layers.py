@@ -34,6 +34,10 @@ class RoutedLinear(nn.Module, LoraLayer):
 
     The weights are read without calling the `lora_A` and `lora_B` submodules: under ZeRO-3 they must not be
     partitioned (`stage3_param_persistence_threshold`, see `accelerate_configs/zero3.yaml`).
+
+    Attributes:
+        takes_all_tokens (`bool`): Whether inputs `[R * T, in_features]` are the tokens of all rows in their order, as the
+            shared expert of a mixture gets them. Of another layer they could be any tokens.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         self.fan_in_fan_out = config.fan_in_fan_out
         self.router: Router | None = None
         self.members: tuple[str, ...] = ()
+        self.takes_all_tokens = False
         self._active_adapter: str | list[str] = adapter_name
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
@@ -67,6 +72,12 @@ class RoutedLinear(nn.Module, LoraLayer):
             raise ValueError("`adapter_names` is not used by routed layers: set the rows with `Router.set`.")
         if self.disable_adapters:
             return self.base_layer(x, *args, **kwargs)
+        rows = len(self.router.rows or ()) if self.takes_all_tokens and self.router is not None else 0
+        if rows and x.ndim == 2 and x.shape[0] % rows == 0:
+            return self._by_row(x.unflatten(0, (rows, -1)), *args, **kwargs).flatten(0, 1)
+        return self._by_row(x, *args, **kwargs)
+
+    def _by_row(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         route = self._checked_route(x)
         result = self.base_layer(x, *args, **kwargs)
         if not route.present:
@@ -119,8 +130,8 @@ class RoutedLinear(nn.Module, LoraLayer):
         if len(route.rows) != x.shape[0]:
             raise ValueError(
                 f"The route has {len(route.rows)} rows, the batch has {x.shape[0]}. Beam search and "
-                "`num_return_sequences` multiply rows: repeat the prompts and the route instead. Some mixtures of experts "
-                "call a layer with the tokens of all rows at once: leave that out of `target_modules`."
+                "`num_return_sequences` multiply rows: repeat the prompts and the route instead. If neither is meant, the "
+                "base calls this layer with tokens of several rows at once: leave it out of `target_modules`."
             )
         if route.present and route.present[-1] >= len(self.members):
             raise ValueError(f"The route names member {route.present[-1]}, there are {len(self.members)} members.")
@@ -203,8 +214,27 @@ def add_members(
     for layer in routed_layers(peft_model).values():
         layer.router, layer.members = router, tuple(names)
     peft_model.base_model.set_adapter(list(names))
+    _check_mixtures(peft_model)
     _check_coverage(peft_model, all_linear=lora_config.target_modules == "all-linear")
     return peft_model
+
+
+def _check_mixtures(model: PeftModel) -> None:
+    """Lets shared experts take all tokens; refuses other layers of a mixture, which get tokens of any rows."""
+    modules = dict(model.named_modules())
+    mixtures = [path for path, module in modules.items() if "experts" in module._modules]
+    for path, layer in routed_layers(model).items():
+        for mixture in mixtures:
+            if not path.startswith(f"{mixture}."):
+                continue
+            inside = path[len(mixture) + 1 :]
+            if not inside.startswith("shared"):
+                raise ValueError(
+                    f"`target_modules` takes in {inside!r} of the mixture of experts {mixture!r}, which is called with "
+                    "tokens that are not in the order of the rows, so they cannot be routed by row. Name "
+                    "`target_modules` that leave it out, as the attention's: q_proj, k_proj, v_proj, o_proj."
+                )
+            layer.takes_all_tokens = True
 
 
 def _check_coverage(model: PeftModel, all_linear: bool) -> None:

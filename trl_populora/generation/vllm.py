@@ -112,6 +112,16 @@ class PopulationGeneration(VLLMGeneration):
             "dtype": computed_in.get(self.accelerator.mixed_precision, base_dtype),
         } | self.engine_kwargs
 
+    def context_length(self) -> int:
+        """Tokens that a prompt and its completion may have together. Collective."""
+        if self.mode == "colocate":
+            return int(self.llm.model_config.max_model_len)
+        lengths = [
+            int(server.get_server_info()["model_config"]["max_model_len"])
+            for server in (self.vllm_client.servers if self.backend is not None else ())
+        ]
+        return min(length for part in gather_object([lengths]) for length in part)
+
     def _connect(self, base_url: str, group_port: int, connection_timeout: float) -> LoRAServers:
         """What TRL makes its client with."""
         servers = LoRAServers(

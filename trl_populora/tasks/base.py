@@ -51,6 +51,7 @@ class Reject(str, Enum):
     CONSTANT_OUTPUT = "constant_output"
     LEAKED_PROGRAM = "leaked_program"
     CONTROL_TOKEN = "control_token"
+    TOO_LONG = "too_long"
 
     # Plain `str(reject)` differs between Python versions for mixed-in enums; metric keys need the value everywhere.
     def __str__(self) -> str:
