@@ -34,7 +34,7 @@ def files(root):
 def begin(root, step, main=True):
     records = Records(dict)
     state = SimpleNamespace(is_world_process_zero=main, global_step=step)
-    records.on_train_begin(SimpleNamespace(output_dir=str(root)), state, None)
+    records.on_train_begin(SimpleNamespace(output_dir=str(root), should_save=main), state, None)
     return records
 
 
@@ -111,7 +111,7 @@ def test_a_log_says_what_it_is_about(logs, sort):
 
 
 def test_the_rollouts_of_a_run_that_counted_from_zero_are_renumbered_when_it_goes_on(tmp_path):
-    game = SimpleNamespace(population=Population(1, 1), rank=0, world=1)
+    game = SimpleNamespace(population=Population(1, 1), player=SimpleNamespace(rank=0, world=1))
     rows = [
         Row("teacher", "teacher_0", "code_o", 0, prompt=[{"content": "?"}]),
         Row("student", "student_0", "code_o", 0, prompt=[{"content": "!"}]),

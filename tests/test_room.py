@@ -80,8 +80,8 @@ class TestReferences:
     def test_cross_play_drops_them_too(self, sandbox, seed_tasks):
         game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i % 4], solve_by_plan, references=4)
         seen = []
-        generate = game.generate
-        game.generate = lambda prompts, *rest, **seed: seen.extend(prompts) or generate(prompts, *rest, **seed)
+        generate = game.player.generate
+        game.player.generate = lambda prompts, *rest, **seed: seen.extend(prompts) or generate(prompts, *rest, **seed)
         budget = max(tokens(kind_prompt(game, task)) for task in game.archive if task.kind == "code_o") + 40
         game.referee.room = room_of(budget)
         cross_play(game, ["teacher_0"], ["student_0"], proposals=4)
@@ -94,7 +94,7 @@ class TestReferences:
 
 
 def kind_prompt(game, task):
-    return game.kinds[task.kind].solving_prompt(task, "compact")
+    return game.referee.kinds[task.kind].solving_prompt(task, "compact")
 
 
 class TestTasks:
@@ -118,11 +118,12 @@ class TestTasks:
         task = make_task("code_o", LONG, [(1,)])
         solving, showing = CodeO().solving_prompt(task, "chat"), CodeF(4).proposal_prompt([task], "chat")
         assert tokens(solving) < tokens(showing)
-        settings = {"style": "chat", "references": 0, "proposals": 1}
+        settings = {"references": 0, "proposals": 1}
         for kinds, reason in (((CodeO(), CodeF(4)), "too_long"), ((CodeO(),), "")):
             game = make_game(
                 sandbox, seed_tasks, lambda i: proposal(LONG, "1"), solve_by_plan, kinds=kinds, **settings
             )
+            game.referee.style = "chat"
             game.referee.room = lambda prompt: (
                 tokens(showing) - 1 - tokens(prompt) if LONG in prompt[0]["content"] else 0
             )
