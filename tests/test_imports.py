@@ -17,7 +17,7 @@ FLOORS = [
     {"factors", "model_options"},
     {"sandbox", "population", "operators"},
     {"tasks"},
-    {"matchmaking", "rewards", "advantages", "adapters", "populora_config", "retention"},
+    {"matchmaking", "rewards", "advantages", "adapters", "populora_config", "retention", "room", "nodes"},
     {"batching", "rollout", "generation", "saved_population", "report_plots"},
     {"held_out", "report_page", "records"},
     {"evolution", "loading", "progress", "archive_card", "report", "alarms", "interrupts"},
