@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.adapter_models import make_population
 from trl_populora import __main__ as cli
+from trl_populora.adapters.weights import save_member
 from trl_populora.evaluate.contenders import Contender, find
 from trl_populora.evaluate.jobs import Pair, make_pairs
 from trl_populora.evaluate.processes import end, start
+from trl_populora.evaluate.server import _as_vllm_reads, _flags
 from trl_populora.evaluate.settings import EvaluateArguments
 from trl_populora.evaluate.suite import BENCHMARKS
 from trl_populora.evaluate.table import as_markdown, make_table, save
@@ -82,11 +85,25 @@ class TestOptions:
             cli.main(["evaluate", run])
 
     @pytest.mark.parametrize("option", ["rank_pattern", "alpha_pattern"])
-    def test_an_adapter_that_vllm_would_scale_otherwise_is_refused(self, run, option):
+    def test_an_adapter_that_a_given_server_would_scale_otherwise_is_refused(self, run, option):
         path = Path(run, "members", "student_0", "adapter_config.json")
         path.write_text(json.dumps(ADAPTER | {option: {"q_proj": 2}}))
-        with pytest.raises(SystemExit, match=f"student_0 was trained with `{option}`, and vLLM scales every module"):
-            cli.main(["evaluate", run])
+        with pytest.raises(SystemExit, match=f"student_0 was trained with `{option}`, and a vLLM server scales every"):
+            cli.main(["evaluate", run, "--server", "http://127.0.0.1:9"])
+
+    def test_our_own_server_is_given_an_equal_adapter_of_the_largest_rank(self, tmp_path):
+        model, _, (name,) = make_population(1, rank_pattern={"q_proj": 12}, alpha_pattern={"o_proj": 3})
+        save_member(model, name, tmp_path / "student_0")
+        contender = Contender("student_0", "student", tmp_path / "student_0")
+        assert contender.rank() == 12
+        before = {path.name: path.read_bytes() for path in contender.adapter.iterdir()}
+        given = _as_vllm_reads(contender, tmp_path / "adapters")
+        assert (given.name, given.adapter, given.patterns()) == ("student_0", tmp_path / "adapters" / "student_0", [])
+        assert given.rank() == 12
+        assert _flags([given])[_flags([given]).index("--max-lora-rank") + 1] == "16"
+        assert {path.name: path.read_bytes() for path in contender.adapter.iterdir()} == before
+        plain = Contender("base", "base")
+        assert _as_vllm_reads(plain, tmp_path / "adapters") is plain
 
     def test_settings_of_a_file_win_and_its_paths_are_its_own(self, tmp_path):
         (tmp_path / "data").mkdir()

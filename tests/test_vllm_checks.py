@@ -87,18 +87,14 @@ class TestWithVLLM:
             ({"r": 16}, 16),
             ({"r": 33}, 64),
             ({"r": 300}, 320),
+            ({"r": 4, "rank_pattern": {"q_proj": 2}}, 8),
+            ({"r": 4, "rank_pattern": {"q_proj": 2, "o_proj": 20}}, 32),
         ],
     )
     def test_the_next_permitted_rank_is_taken(self, options, size):
         from trl_populora.generation.checks import permitted_rank
 
         assert permitted_rank(LoraConfig(**options)) == size
-
-    @pytest.mark.parametrize("option", ["rank_pattern", "alpha_pattern"])
-    def test_modules_that_vllm_would_scale_otherwise_are_refused(self, args, option):
-        lora = LoraConfig(r=4, target_modules="all-linear", **{option: {"q_proj": 2}})
-        with pytest.raises(ValueError, match=rf"`{option}=.'q_proj': 2.` is not supported with vLLM.*another policy"):
-            PopuLoRATrainer("no/such-base", args=args, peft_config=lora)
 
     def test_a_rank_above_all_permitted_ones_is_refused(self, args):
         with pytest.raises(ValueError, match=r"rank 513, and vLLM serves at most 512"):

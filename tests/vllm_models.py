@@ -28,11 +28,11 @@ def make_served_base(path) -> str:
     return save_byte_base(path, width=64)
 
 
-def make_population(base: str, members: int, rank: int = 4):
+def make_population(base: str, members: int, rank: int = 4, **options):
     """`(model, names, router)` with B = 0 in every member."""
     names, router = [f"member_{i}" for i in range(members)], Router()
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)
     return add_members(model, names, config, router, seed=0), names, router
 
 

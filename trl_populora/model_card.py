@@ -62,7 +62,7 @@ args = PopuLoRAConfig("runs/more", teachers=4, students=4, warm_start="{repo}")
 PopuLoRATrainer("{base}", args=args, peft_config={lora}).train()
 ```
 
-All members in one vLLM server:
+All members in one vLLM server{folding}:
 
 ```bash
 hf download {repo} --local-dir population
@@ -94,6 +94,10 @@ vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vll
 
 # vLLM knows these ranks only; a smaller adapter runs under the next one.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+FOLDING = (
+    ". It scales every module by `r` and `lora_alpha` alone, and these members have patterns of both: "
+    "`trl_populora.adapters.folding.fold_patterns(directory)` first turns a member into an equal one without"
+)
 _LINEAGE_ROWS = 40
 PICTURES = (
     "held_out",
@@ -117,6 +121,8 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     """
     population = read_json(root / "population.json")
     base, members = population["base_model"], population["members"]
+    patterns = [population["lora"].get(f"{name}_pattern") or {} for name in ("rank", "alpha")]
+    largest = max([population["lora"]["r"], *patterns[0].values()])
     published = not os.path.isdir(base) and base != TINY
     repo = name if "/" in name else f"<user>/{name}"
     metadata = ModelCardData(
@@ -146,7 +152,8 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         lora=_lora(population["lora"]),
         members=len(members),
         member=members[0]["adapter"],
-        vllm_rank=next((rank for rank in VLLM_RANKS if rank >= population["lora"]["r"]), VLLM_RANKS[-1]),
+        folding=FOLDING if any(patterns) else "",
+        vllm_rank=next((rank for rank in VLLM_RANKS if rank >= largest), VLLM_RANKS[-1]),
         modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
         lineage=_lineage(root / "lineage.jsonl"),
         settings=json.dumps(population.get("settings", {}), indent=2),

@@ -45,8 +45,11 @@ class Contender:
         return seen.hexdigest()
 
     def rank(self) -> int:
-        """Rank of the adapter, 0 for the base."""
-        return int(_adapter_config(self.adapter)["r"]) if self.adapter else 0
+        """Largest rank of the adapter's modules, 0 for the base."""
+        if self.adapter is None:
+            return 0
+        config = _adapter_config(self.adapter)
+        return max(map(int, [config["r"], *(config.get("rank_pattern") or {}).values()]))
 
     def patterns(self) -> list[str]:
         """The options by which modules have ranks or alphas of their own."""
@@ -81,12 +84,6 @@ def find(
     for contender in found:
         if (rank := contender.rank()) > VLLM_RANKS[-1]:
             raise ValueError(f"{contender.name} has rank {rank}, vLLM serves up to {VLLM_RANKS[-1]}.")
-        if patterns := contender.patterns():
-            raise ValueError(
-                f"{contender.name} was trained with {', '.join(patterns)}, and vLLM scales every module by `r` and "
-                "`lora_alpha` alone: it would answer as another adapter. Merge it into the base (`merge_and_unload()`) and "
-                "evaluate that with EvalScope."
-            )
     counts = Counter([*(each.name for each in found), *SUMMARY])
     if doubles := [name for name, count in counts.items() if count > 1]:
         raise ValueError(

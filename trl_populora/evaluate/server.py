@@ -7,13 +7,16 @@ import http.client
 import importlib.util
 import json
 import shlex
+import shutil
 import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from trl_populora.adapters.folding import fold_patterns
 from trl_populora.evaluate.contenders import BASE, Contender
 from trl_populora.evaluate.processes import end, last_lines, start
 from trl_populora.model_card import VLLM_RANKS
@@ -68,8 +71,15 @@ def connect(url: str, contenders: Sequence[Contender]) -> tuple[Server, str]:
 
     Raises:
         `RuntimeError`: If it cannot be reached.
-        `ValueError`: If it does not hold every adapter.
+        `ValueError`: If it does not hold every adapter, or cannot scale one.
     """
+    for contender in contenders:
+        if patterns := contender.patterns():
+            raise ValueError(
+                f"{contender.name} was trained with {', '.join(patterns)}, and a vLLM server scales every module by `r` and "
+                "`lora_alpha` alone: it would answer as another adapter. Leave `server` out; the one that is started "
+                "otherwise is given an equal adapter."
+            )
     server = Server(url)
     models = server.models()
     missing = [each for each in contenders if each.adapter and not models.get(each.name, False)]
@@ -103,7 +113,7 @@ def served(base: str, contenders: Sequence[Contender], flags: str, log: Path) ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    adapters = [each for each in contenders if each.adapter]
+    adapters = [_as_vllm_reads(each, log.parent / "adapters") for each in contenders if each.adapter]
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", base, "--served-model-name", BASE]
     command += ["--host", "127.0.0.1", "--port", str(port), *_flags(adapters), *shlex.split(flags)]
     process = start(command, log)
@@ -113,6 +123,19 @@ def served(base: str, contenders: Sequence[Contender], flags: str, log: Path) ->
         yield server
     finally:
         end(process)
+
+
+def _as_vllm_reads(contender: Contender, directory: Path) -> Contender:
+    """The same contender, its adapter copied if modules have ranks or alphas of their own."""
+    if not contender.patterns():
+        return contender
+    assert contender.adapter is not None
+    copy = directory / contender.name
+    copy.mkdir(parents=True, exist_ok=True)
+    for path in contender.adapter.glob("adapter_*"):
+        shutil.copy(path, copy)
+    fold_patterns(copy)
+    return replace(contender, adapter=copy)
 
 
 def _flags(adapters: Sequence[Contender]) -> list[str]:

@@ -9,6 +9,8 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 from trl.import_utils import is_vllm_available
 
+from trl_populora.adapters.folding import largest_rank
+
 
 if TYPE_CHECKING:
     from trl_populora.populora_config import PopuLoRAConfig
@@ -27,10 +29,9 @@ def check_vllm(model: str | PreTrainedModel, args: PopuLoRAConfig, lora_config: 
 
     Raises:
         `ImportError`: If vLLM is not installed, or its version lies outside the window that TRL supports.
-        `ValueError`: If rank, scaling or base cannot be served.
+        `ValueError`: If rank or base cannot be served.
     """
     check_installed()
-    check_one_scaling(lora_config)
     permitted_rank(lora_config)
     path = model if isinstance(model, str) else model.config.name_or_path
     if not path:
@@ -39,19 +40,6 @@ def check_vllm(model: str | PreTrainedModel, args: PopuLoRAConfig, lora_config: 
             f"the base by itself. Save it with `save_pretrained` and pass that path. {WAY_OUT}"
         )
     check_base(path, args)
-
-
-def check_one_scaling(lora_config: LoraConfig) -> None:
-    """
-    Raises:
-        `ValueError`: If modules have ranks or alphas of their own, by which vLLM does not scale.
-    """
-    for option in ("rank_pattern", "alpha_pattern"):
-        if value := getattr(lora_config, option):
-            raise ValueError(
-                f"`{option}={value!r}` is not supported with vLLM, which scales every module by `r` and `lora_alpha` "
-                f"alone: it would sample from another policy than the one that is trained. Leave it empty. {WAY_OUT}"
-            )
 
 
 def check_installed() -> None:
@@ -81,13 +69,13 @@ def permitted_rank(lora_config: LoraConfig) -> int:
     """
     from vllm.config.lora import MaxLoRARanks
 
-    permitted = sorted(get_args(MaxLoRARanks))
-    if lora_config.r > permitted[-1]:
+    permitted, rank = sorted(get_args(MaxLoRARanks)), largest_rank(lora_config)
+    if rank > permitted[-1]:
         raise ValueError(
-            f"The adapters have rank {lora_config.r}, and vLLM serves at most {permitted[-1]} (its `max_lora_rank` is one of "
+            f"The adapters have rank {rank}, and vLLM serves at most {permitted[-1]} (its `max_lora_rank` is one of "
             f"{', '.join(map(str, permitted))}). Choose a smaller `r`. {WAY_OUT}"
         )
-    return next(size for size in permitted if size >= lora_config.r)
+    return next(size for size in permitted if size >= rank)
 
 
 def check_base(path: str, args: PopuLoRAConfig) -> None:

@@ -21,6 +21,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_populora.adapters import weights
+from trl_populora.adapters.folding import fold_patterns
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 
 from . import publishing
@@ -173,16 +174,22 @@ class PopulationGeneration(VLLMGeneration):
             self._count += 1
             name = f"{member}-{self._run}-{self._count}"
             fresh.append(Published(member, name, self._count, str(Path(shelf) / name)))
-            save = self._save_base if member == BASE_NAME else partial(weights.save_member, self.model, member)
+            save = self._save_base if member == BASE_NAME else partial(self._save_member, member)
             if self._shelf is None:
                 save(Path(shelf), write=False)
             else:
                 self._shelf.put(name, save)
         return fresh
 
+    def _save_member(self, member: str, directory: Path, write: bool = True) -> None:
+        """Saves an adapter as vLLM reads it."""
+        weights.save_member(self.model, member, directory, write=write)
+        if write:
+            fold_patterns(directory)
+
     def _save_base(self, directory: Path, write: bool = True) -> None:
         """Saves an adapter that adds nothing: the first member's, with zeros."""
-        weights.save_member(self.model, self.members[0], directory, write=write)
+        self._save_member(self.members[0], directory, write=write)
         if write:
             path = directory / "adapter_model.safetensors"
             save_file({key: torch.zeros_like(value) for key, value in load_file(path).items()}, path)

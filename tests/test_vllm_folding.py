@@ -1,0 +1,60 @@
+"""vLLM samples from the policy that is trained, also where modules have ranks and alphas of their own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from accelerate import Accelerator
+from transformers import AutoTokenizer
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from trl_populora.generation.vllm import PopulationGeneration
+
+from .vllm_models import (
+    ENGINE_ENVIRONMENT,
+    largest_difference,
+    logprobs_of,
+    make_population,
+    make_served_base,
+    randomise,
+)
+
+
+pytestmark = pytest.mark.vllm
+PATTERNS = {"rank_pattern": {"q_proj": 2, "down_proj": 8}, "alpha_pattern": {"o_proj": 2, "layers.1.mlp.up_proj": 24}}
+
+
+def test_the_engine_has_the_logprobs_of_members_with_rank_and_alpha_patterns(tmp_path, monkeypatch):
+    for name, value in ENGINE_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    base = make_served_base(tmp_path / "base")
+    model, names, router = make_population(base, 3, **PATTERNS)
+    generation = PopulationGeneration(
+        model,
+        members=names,
+        router=router,
+        output_dir=str(tmp_path / "run"),
+        engine_kwargs={"enforce_eager": True},
+        accelerator=Accelerator(cpu=True),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        max_model_length=256,
+        max_num_seqs=64,
+        max_completion_length=16,
+    )
+    for publishing in range(2):
+        for index, name in enumerate(names):
+            randomise(model, name, seed=10 * publishing + index)
+        generation.sync_weights()
+        rng = random.Random(publishing)
+        rows = [*range(3), -1] * 4
+        prompts = [[rng.randrange(256) for _ in range(rng.randint(2, 9))] for _ in rows]
+        with router.rows_of(rows):
+            _, completions, logprobs, _ = generation.generate(prompts, None, 1)
+        sampled = [[token[0] for token in row] for row in logprobs]
+        difference = largest_difference(sampled, logprobs_of(model, router, rows, prompts, completions))
+        print(f"largest difference {difference:.1e}")
+        assert difference < 1e-5
+    generation.close()
