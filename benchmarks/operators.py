@@ -41,9 +41,9 @@ import torch  # noqa: E402
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from trl_populora.factors import Factors, compare, modules_of  # noqa: E402
-from trl_populora.loading import tiny_base_path  # noqa: E402
-from trl_populora.operators import CROSSOVERS, MUTATIONS  # noqa: E402
+from trl_populora.population.factors import Factors, compare, modules_of  # noqa: E402
+from trl_populora.population.operators import CROSSOVERS, MUTATIONS  # noqa: E402
+from trl_populora.preparation import tiny_base_path  # noqa: E402
 from trl_populora.tasks import resolve_kind  # noqa: E402
 from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
 

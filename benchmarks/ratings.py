@@ -40,9 +40,9 @@ from scipy.stats import rankdata
 # The script runs from a checkout that is not installed, too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trl_populora.evolution import Breeding, newborn_rating, plan_births  # noqa: E402
-from trl_populora.matchmaking import BETA, Match, Matchmaker, student_share  # noqa: E402
-from trl_populora.population import PRIOR_SIGMA, ROLES, Population  # noqa: E402
+from trl_populora.population.evolution import Breeding, newborn_rating, plan_births  # noqa: E402
+from trl_populora.population.matchmaking import BETA, Match, Matchmaker, student_share  # noqa: E402
+from trl_populora.population.members import PRIOR_SIGMA, ROLES, Population  # noqa: E402
 from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
 
 

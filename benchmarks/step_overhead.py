@@ -40,7 +40,8 @@ import torch  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from trl_populora import evolution, populora_trainer, rollout  # noqa: E402
+from trl_populora import populora_trainer, rollout  # noqa: E402
+from trl_populora.population import evolution
 from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
 from trl_populora.populora_trainer import PopuLoRATrainer  # noqa: E402
 

@@ -39,7 +39,7 @@ from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.adapters.weights import read_member, write_member
 from trl_populora.generation.vllm import PopulationGeneration
-from trl_populora.loading import tiny_base_path
+from trl_populora.preparation import tiny_base_path
 
 
 MEMBERS, ROWS_PER_MEMBER, TOKENS = 8, 8, 48

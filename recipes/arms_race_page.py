@@ -14,9 +14,9 @@ from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 
-from trl_populora.evaluation import Payoff
-from trl_populora.records import PLAYED
-from trl_populora.report import load_history
+from trl_populora.evaluation.cross_play import Payoff
+from trl_populora.report.run import load_history
+from trl_populora.runs.records import PLAYED
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from tiny_documents import DialogueWriter
 from tiny_scores import random_task
 from tqdm import tqdm
 
-from trl_populora.evaluation import solve_rates
-from trl_populora.loading import make_sandbox
+from trl_populora.evaluation.cross_play import solve_rates
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.preparation import make_sandbox
 from trl_populora.tasks import CodeO, TaskArchive
 from trl_populora.tasks.base import Reject, Task
 

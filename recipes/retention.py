@@ -28,11 +28,11 @@ from check_learning import OneRoleTrainer, hard_tasks, make_trainer
 from transformers import TrainerCallback
 
 from trl_populora.adapters.weights import read_member
-from trl_populora.evolution import DEFAULT_CROSSOVERS, DEFAULT_MUTATIONS
-from trl_populora.factors import Factors, compare
-from trl_populora.operators import CROSSOVERS, MUTATIONS
-from trl_populora.played import Row
-from trl_populora.rewards import student_reward
+from trl_populora.population.evolution import DEFAULT_CROSSOVERS, DEFAULT_MUTATIONS
+from trl_populora.population.factors import Factors, compare
+from trl_populora.population.operators import CROSSOVERS, MUTATIONS
+from trl_populora.step.played import Row
+from trl_populora.step.rewards import student_reward
 from trl_populora.tasks import TaskArchive
 from trl_populora.tasks.base import Task
 

@@ -25,10 +25,10 @@ from transformers import TrainerCallback
 from tests.fixed_rows import ATTEMPTS, PROPOSALS, SETTINGS, STUDENTS, TEACHERS, play_fixed_rows
 from trl_populora.adapters.optim import withhold_gradients
 from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
-from trl_populora.checkpoint import UNFINISHED
-from trl_populora.loading import refuse_unsupported
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.preparation import refuse_unsupported
+from trl_populora.runs.checkpoint import UNFINISHED
 from trl_populora.sandbox import Job
 
 

@@ -14,9 +14,9 @@ from peft import PeftModel
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_populora.played import Played, Row
-from trl_populora.player import Completion
-from trl_populora.rewards import student_reward, teacher_reward
+from trl_populora.step.played import Played, Row
+from trl_populora.step.player import Completion
+from trl_populora.step.rewards import student_reward, teacher_reward
 
 
 TEACHERS, STUDENTS, PROPOSALS, ATTEMPTS = 4, 4, 4, 2

@@ -17,15 +17,15 @@ from statistics import fmean
 
 import pytest
 
-from trl_populora.matchmaking import Matchmaker
-from trl_populora.played import Row
-from trl_populora.player import Completion, Player
-from trl_populora.population import Population
-from trl_populora.referee import Referee
-from trl_populora.rewards import teacher_reward
-from trl_populora.rollout import Game, play_step
+from trl_populora.population.matchmaking import Matchmaker
+from trl_populora.population.members import Population
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.sandbox.values import encode
+from trl_populora.step.played import Row
+from trl_populora.step.player import Completion, Player
+from trl_populora.step.referee import Referee
+from trl_populora.step.rewards import teacher_reward
+from trl_populora.step.rollout import Game, play_step
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task, load_seed_tasks
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.control import THINK_TAGS

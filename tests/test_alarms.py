@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl_populora.alarms import STEPS, Alarms
+from trl_populora.runs.alarms import STEPS, Alarms
 
 
 ARGS = SimpleNamespace(student_baseline="group")

@@ -20,8 +20,8 @@ from tests import backend_worker, fsdp_worker
 from tests.backend_worker import EVENT, REPLACED, new_factors
 from tests.fixed_rows import SETTINGS
 from tests.without_vllm import without_vllm
-from trl_populora.factors import compare
-from trl_populora.operators import average
+from trl_populora.population.factors import compare
+from trl_populora.population.operators import average
 
 
 pytestmark = pytest.mark.multiprocess

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trl_populora.adapters.routing import Route
-from trl_populora.batching import blank, deal, live_fraction, live_rows, padding_fraction, reorder
+from trl_populora.step.batching import blank, deal, live_fraction, live_rows, padding_fraction, reorder
 
 
 def make_batches(members: list[int], size: int, seed: int = 0) -> list[dict]:

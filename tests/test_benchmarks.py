@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import ratings  # noqa: E402
 
-from trl_populora.matchmaking import Match  # noqa: E402
-from trl_populora.population import Population  # noqa: E402
+from trl_populora.population.matchmaking import Match  # noqa: E402
+from trl_populora.population.members import Population  # noqa: E402
 
 
 class TestRatings:

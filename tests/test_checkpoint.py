@@ -22,7 +22,7 @@ from tests import backend_worker
 from tests.populora_run import cut_run, make_trainer, run, state_of
 from tests.test_backends import BACKENDS, launch, run_script
 from tests.without_vllm import without_vllm
-from trl_populora.checkpoint import WHOLE, find_flaw, newest
+from trl_populora.runs.checkpoint import WHOLE, find_flaw, newest
 
 
 # 20 for the acceptance figure; a few show the same in seconds.

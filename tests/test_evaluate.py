@@ -16,13 +16,13 @@ import pytest
 from tests.adapter_models import make_population
 from trl_populora import __main__ as cli
 from trl_populora.adapters.weights import save_member
-from trl_populora.evaluate.contenders import Contender, find
-from trl_populora.evaluate.jobs import Pair, make_pairs
-from trl_populora.evaluate.processes import end, start
-from trl_populora.evaluate.server import _as_vllm_reads, _flags
-from trl_populora.evaluate.settings import EvaluateArguments
-from trl_populora.evaluate.suite import BENCHMARKS
-from trl_populora.evaluate.table import as_markdown, make_table, save
+from trl_populora.evaluation.benchmarks.contenders import Contender, find
+from trl_populora.evaluation.benchmarks.jobs import Pair, make_pairs
+from trl_populora.evaluation.benchmarks.processes import end, start
+from trl_populora.evaluation.benchmarks.server import _as_vllm_reads, _flags
+from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
+from trl_populora.evaluation.benchmarks.suite import BENCHMARKS
+from trl_populora.evaluation.benchmarks.table import as_markdown, make_table, save
 
 
 pytest.importorskip("evalscope", reason="EvalScope is not installed")
@@ -171,7 +171,7 @@ NUMPY = "import numpy as np\nassert np.allclose(f(1), 2)\n"
 
 @pytest.fixture(scope="module")
 def sandbox():
-    from trl_populora.evaluate.code import make_sandbox
+    from trl_populora.evaluation.benchmarks.code import make_sandbox
 
     with make_sandbox() as sandbox:
         yield sandbox
@@ -185,7 +185,7 @@ class TestPrograms:
         from evalscope.api.mixin import CodeExecutionSandboxMixin
         from evalscope.api.registry import get_benchmark
 
-        from trl_populora.evaluate.code import use
+        from trl_populora.evaluation.benchmarks.code import use
 
         theirs = CodeExecutionSandboxMixin._get_backend
         use(sandbox)
@@ -230,7 +230,7 @@ class TestPrograms:
 class TestProcesses:
     def test_what_is_started_ends_when_its_starter_is_killed(self, tmp_path):
         code = (
-            "import sys, time; from pathlib import Path; from trl_populora.evaluate.processes import start\n"
+            "import sys, time; from pathlib import Path; from trl_populora.evaluation.benchmarks.processes import start\n"
             "print(start(['-c', 'import time; time.sleep(600)'], Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
         )
         starter = subprocess.Popen([sys.executable, "-c", code, tmp_path / "log"], stdout=subprocess.PIPE, text=True)
@@ -252,7 +252,7 @@ class TestProcesses:
         job = settings | {"model": "base", "url": "http://127.0.0.1:9", "pairs": {"gsm8k": pair}, "concurrency": 1}
         (tmp_path / "job.json").write_text(json.dumps(job))
         away = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
-        command = ["-m", "trl_populora.evaluate.worker", str(tmp_path / "job.json")]
+        command = ["-m", "trl_populora.evaluation.benchmarks.worker", str(tmp_path / "job.json")]
         assert start(command, tmp_path / "log", **away).wait(120) == 0, (tmp_path / "log").read_text()
         error = json.loads((tmp_path / "gsm8k" / "error.json").read_text())["error"]
         assert "openai/gsm8k" in error

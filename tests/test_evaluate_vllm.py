@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("evalscope", reason="EvalScope is not installed")
 
 from trl_populora import __main__ as cli
-from trl_populora.evaluate.processes import start
+from trl_populora.evaluation.benchmarks.processes import start
 
 from .evaluation_tasks import QUESTIONS, merge, save_population, write_tasks
 from .vllm_models import ENGINE_ENVIRONMENT
@@ -136,7 +136,9 @@ def test_answers_of_an_interrupted_run_are_not_asked_for_again(root):
     for path in results:
         path.unlink()
     own = {"HF_DATASETS_CACHE": str(root / "cache")}
-    assert start(["-m", "trl_populora.evaluate.worker", str(job)], root / "again.log", **own).wait(200) == 0
+    assert (
+        start(["-m", "trl_populora.evaluation.benchmarks.worker", str(job)], root / "again.log", **own).wait(200) == 0
+    )
     assert [json.loads(path.read_text()) for path in results] == before
 
 

@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 from tests.populora_run import letters
 from trl_populora.adapters.weights import read_member
-from trl_populora.evolution import (
+from trl_populora.population.evolution import (
     DEFAULT_CROSSOVERS,
     DEFAULT_MUTATIONS,
     Birth,
@@ -28,15 +28,15 @@ from trl_populora.evolution import (
     read_mixture,
     tournament,
 )
-from trl_populora.factors import compare
-from trl_populora.matchmaking import BETA, Matchmaker
-from trl_populora.operators import CROSSOVERS, MUTATIONS
-from trl_populora.played import Played, Row
-from trl_populora.player import Completion
-from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.population.factors import compare
+from trl_populora.population.matchmaking import BETA, Matchmaker
+from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.population.operators import CROSSOVERS, MUTATIONS
+from trl_populora.population.retention import known_solutions, mean_logp, retention_loss
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.retention import known_solutions, mean_logp, retention_loss
+from trl_populora.step.played import Played, Row
+from trl_populora.step.player import Completion
 
 
 def rated(*mus: float, age: int = 20, teachers: int = 1) -> Population:

@@ -12,7 +12,7 @@ import pytest
 from transformers import TrainerCallback
 
 from tests.populora_run import make_trainer
-from trl_populora.checkpoint import is_disk_full, newest
+from trl_populora.runs.checkpoint import is_disk_full, newest
 
 
 @pytest.fixture(scope="module")

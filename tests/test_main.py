@@ -15,11 +15,11 @@ from trl import TrlParser
 
 import trl_populora
 from trl_populora import __main__ as cli
-from trl_populora.evaluation import Payoff
-from trl_populora.loading import load_archive, make_kinds
+from trl_populora.evaluation.cross_play import Payoff
 from trl_populora.model_options import MemberConfig, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.report import write_payoff
+from trl_populora.preparation import load_archive, make_kinds
+from trl_populora.report.run import write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import save_archive
 
@@ -157,7 +157,7 @@ class TestPlainInstall:
         assert json.loads((tmp_path / "crossplay.json").read_text())["solved"] == [[0.25, None]]
 
     def test_other_modules_that_are_missing_are_errors(self, monkeypatch, saved):
-        monkeypatch.setitem(sys.modules, "trl_populora.report", None)
+        monkeypatch.setitem(sys.modules, "trl_populora.report.run", None)
         with pytest.raises(ModuleNotFoundError):
             cli.main(["info", saved])
 
@@ -288,7 +288,7 @@ def test_training_goes_on_from_the_checkpoint_that_is_named(make_args, monkeypat
 
     args = make_args(resume_from_checkpoint=given)
     monkeypatch.setattr(cli, "build_trainer", lambda *_: Trainer())
-    monkeypatch.setattr("trl_populora.checkpoint.newest", lambda directory: f"{directory}/newest")
+    monkeypatch.setattr("trl_populora.runs.checkpoint.newest", lambda directory: f"{directory}/newest")
     with pytest.raises(Trained) as done:
         cli.run_training(cli.TrainArguments(resume=newest), args, MemberConfig("base"))
     assert done.value.args == (given or (f"{args.output_dir}/newest" if newest else None),)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, norm, spearmanr
 
-from trl_populora.matchmaking import (
+from trl_populora.population.matchmaking import (
     Match,
     Matchmaker,
     everyone_plays,
@@ -21,7 +21,7 @@ from trl_populora.matchmaking import (
     student_share,
     win_probability,
 )
-from trl_populora.population import Member, Population
+from trl_populora.population.members import Member, Population
 
 
 BETA, TAU, SHARE_SD = 25 / 6, 25 / 60, 0.25

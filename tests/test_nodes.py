@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.without_vllm import without_vllm
-from trl_populora.checkpoint import newest
+from trl_populora.runs.checkpoint import newest
 
 
 pytestmark = pytest.mark.multiprocess

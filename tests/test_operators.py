@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trl_populora.factors import compare, product_norms
-from trl_populora.operators import (
+from trl_populora.population.factors import compare, product_norms
+from trl_populora.population.operators import (
     CROSSOVERS,
     MUTATIONS,
     average,

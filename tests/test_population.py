@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 
 
 def test_teachers_come_first_and_index_is_the_position():

@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import HELD_OUT, letters
 from trl_populora.adapters.weights import read_member
-from trl_populora.evolution import Birth, EvolutionCallback
-from trl_populora.loading import load_tokenizer
-from trl_populora.matchmaking import student_share
-from trl_populora.population import Population
+from trl_populora.population.evolution import Birth, EvolutionCallback
+from trl_populora.population.matchmaking import student_share
+from trl_populora.population.members import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.records import OnlyKnown, read_lines
-from trl_populora.report import load_evaluations, load_history, load_run, plot_run, write_report
-from trl_populora.rewards import student_reward, teacher_reward
+from trl_populora.preparation import load_tokenizer
+from trl_populora.report.run import load_evaluations, load_history, load_run, plot_run, write_report
+from trl_populora.runs.records import OnlyKnown, read_lines
+from trl_populora.step.rewards import student_reward, teacher_reward
 
 
 class SilentFor:

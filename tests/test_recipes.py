@@ -25,8 +25,8 @@ from tests.test_backends import run_script
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from tests.without_vllm import without_vllm
 from trl_populora.__main__ import train
-from trl_populora.loading import tiny_base_path
-from trl_populora.records import read_lines
+from trl_populora.preparation import tiny_base_path
+from trl_populora.runs.records import read_lines
 
 
 ROOT = Path(__file__).parent.parent

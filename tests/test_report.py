@@ -17,16 +17,7 @@ from matplotlib.text import Text
 
 from tests.populora_run import EVALUATED, make_trainer
 from trl_populora import __main__ as cli
-from trl_populora.report import (
-    _draw_rewards,
-    load_history,
-    load_run,
-    load_samples,
-    payoff_size,
-    plot_run,
-    write_report,
-)
-from trl_populora.report_plots import (
+from trl_populora.report.plots import (
     CURRICULUM,
     PLOTS,
     STYLE,
@@ -36,6 +27,15 @@ from trl_populora.report_plots import (
     draw_payoff,
     draw_rejects,
     draw_rewards,
+)
+from trl_populora.report.run import (
+    _draw_rewards,
+    load_history,
+    load_run,
+    load_samples,
+    payoff_size,
+    plot_run,
+    write_report,
 )
 
 

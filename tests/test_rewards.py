@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trl_populora.matchmaking import student_share
-from trl_populora.rewards import guessed, make_student_reward, make_teacher_reward, student_reward, teacher_reward
+from trl_populora.population.matchmaking import student_share
+from trl_populora.step.rewards import guessed, make_student_reward, make_teacher_reward, student_reward, teacher_reward
 
 
 NAN = float("nan")

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from trl_populora.matchmaking import Matchmaker
-from trl_populora.played import Row
-from trl_populora.player import Completion, Player
-from trl_populora.population import Population
-from trl_populora.referee import Referee
-from trl_populora.rewards import student_reward, teacher_reward
-from trl_populora.rollout import Game, play_step
+from trl_populora.population.matchmaking import Matchmaker
+from trl_populora.population.members import Population
 from trl_populora.sandbox import Gold, Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
+from trl_populora.step.played import Row
+from trl_populora.step.player import Completion, Player
+from trl_populora.step.referee import Referee
+from trl_populora.step.rewards import student_reward, teacher_reward
+from trl_populora.step.rollout import Game, play_step
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import measured

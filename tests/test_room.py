@@ -10,11 +10,11 @@ from datasets import Dataset
 
 from tests.models import make_tokenizer
 from tests.test_rollout import PROPOSALS, make_game, proposal, solve_by_plan
-from trl_populora.evaluation import cross_play
-from trl_populora.played import Row
-from trl_populora.rewards import teacher_reward
-from trl_populora.rollout import play_step
+from trl_populora.evaluation.cross_play import cross_play
 from trl_populora.sandbox import Limits, Sandbox
+from trl_populora.step.played import Row
+from trl_populora.step.rewards import teacher_reward
+from trl_populora.step.rollout import play_step
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.make import make_task
 

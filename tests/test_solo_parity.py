@@ -26,9 +26,9 @@ from tests.fixed_rows import (
     solo_trainer,
 )
 from trl_populora.adapters.weights import member_parameters, read_member, save_member
-from trl_populora.played import Row
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.step.played import Row
 
 
 # Clipping has to bite, otherwise it is not tested: most gradient norms here are between 0.03 and 0.5. Adam's own

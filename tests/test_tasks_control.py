@@ -9,11 +9,11 @@ from transformers import AutoTokenizer
 
 from tests.test_rollout import make_game, proposal
 from tests.test_tasks_kinds import Countdown
-from trl_populora.loading import tiny_base_path
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.rollout import play_step
+from trl_populora.preparation import tiny_base_path
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
+from trl_populora.step.rollout import play_step
 from trl_populora.tasks import CodeF, CodeI, Proposal, Reject, Task
 from trl_populora.tasks.control import THINK_TAGS, control_texts, screen
 

@@ -23,7 +23,7 @@ from vllm import SamplingParams
 from trl_populora.adapters.weights import read_member
 from trl_populora.generation.routes import Published
 from trl_populora.generation.vllm import PopulationGeneration
-from trl_populora.hub import fetch, push_run
+from trl_populora.hub.publishing import fetch, push_run
 
 from .populora_run import make_trainer
 from .vllm_models import (

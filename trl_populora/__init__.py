@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from .evolution import EvolutionCallback
-    from .population import Member, Population
+    from .population.evolution import EvolutionCallback
+    from .population.members import Member, Population
     from .populora_config import PopuLoRAConfig
     from .populora_trainer import PopuLoRATrainer
     from .tasks.base import TaskKind
@@ -21,11 +21,11 @@ __version__ = "0.1.0"
 __all__ = ["EvolutionCallback", "Member", "PopuLoRAConfig", "PopuLoRATrainer", "Population", "TaskKind"]
 
 _HOMES = {
-    "EvolutionCallback": "evolution",
-    "Member": "population",
+    "EvolutionCallback": "population.evolution",
+    "Member": "population.members",
     "PopuLoRAConfig": "populora_config",
     "PopuLoRATrainer": "populora_trainer",
-    "Population": "population",
+    "Population": "population.members",
     "TaskKind": "tasks.base",
 }
 

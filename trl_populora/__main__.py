@@ -151,9 +151,9 @@ def group_options(parser: argparse.ArgumentParser) -> None:
 
 def build_trainer(recipe, args, model):
     """The trainer that the arguments of a training command describe."""
-    from trl_populora.loading import TINY, tiny_eval_tasks
     from trl_populora.model_options import member_lora
     from trl_populora.populora_trainer import PopuLoRATrainer
+    from trl_populora.preparation import TINY, tiny_eval_tasks
 
     args.model_init_kwargs = {
         "dtype": model.dtype,
@@ -171,8 +171,8 @@ def build_trainer(recipe, args, model):
 
 def run_training(recipe, args, model) -> None:
     """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
-    from trl_populora.checkpoint import newest_of_all
-    from trl_populora.report import plot_run, print_population
+    from trl_populora.report.run import plot_run, print_population
+    from trl_populora.runs.checkpoint import newest_of_all
 
     trainer = build_trainer(recipe, args, model)
     checkpoint = args.resume_from_checkpoint or (newest_of_all(args.output_dir) if recipe.resume else None)
@@ -214,7 +214,7 @@ def read_tasks(source: str | None):
 
 def report(arguments: Sequence[str]) -> None:
     """Draws the pictures of a run and writes report.html."""
-    from trl_populora.report import write_report
+    from trl_populora.report.run import write_report
 
     (options,) = _parse(ReportArguments, "report", arguments)
     name = None if Path(options.run).is_dir() else options.run
@@ -223,7 +223,7 @@ def report(arguments: Sequence[str]) -> None:
 
 def push(arguments: Sequence[str]) -> None:
     """Uploads a finished run to the Hub, its task archive as a dataset, or both."""
-    from trl_populora.hub import push_archive, push_run
+    from trl_populora.hub.publishing import push_archive, push_run
 
     (options,) = _parse(PushArguments, "push", arguments)
     if options.repo is None and options.archive_repo is None:
@@ -235,7 +235,7 @@ def push(arguments: Sequence[str]) -> None:
 
 def info(arguments: Sequence[str]) -> None:
     """Shows the members of a run with their ratings."""
-    from trl_populora.report import print_population
+    from trl_populora.report.run import print_population
 
     (options,) = _parse(InfoArguments, "info", arguments)
     print_population(_local(options.run))
@@ -243,8 +243,8 @@ def info(arguments: Sequence[str]) -> None:
 
 def crossplay(arguments: Sequence[str]) -> None:
     """Lets every student of some runs attempt fresh tasks of every teacher."""
-    from trl_populora.evaluation import assemble, cross_play, score_members
-    from trl_populora.report import write_payoff
+    from trl_populora.evaluation.cross_play import assemble, cross_play, score_members
+    from trl_populora.report.run import write_payoff
     from trl_populora.tasks.archive import TaskArchive
 
     (options,) = _parse(CrossPlayArguments, "crossplay", arguments)
@@ -262,8 +262,8 @@ def crossplay(arguments: Sequence[str]) -> None:
 
 def evaluate(arguments: Sequence[str]) -> None:
     """Scores every member on published benchmarks."""
-    from trl_populora.evaluate.command import evaluate as run_evaluation
-    from trl_populora.evaluate.settings import EvaluateArguments
+    from trl_populora.evaluation.benchmarks.command import evaluate as run_evaluation
+    from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 
     (options,) = _parse(EvaluateArguments, "evaluate", arguments)
     out = Path(options.out or _own_directory(options.run) or options.run)
@@ -273,8 +273,8 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def check_kind(arguments: Sequence[str]) -> None:
     """Tries a task kind of your own before a run does."""
-    from trl_populora.loading import make_kinds
     from trl_populora.populora_config import PopuLoRAConfig
+    from trl_populora.preparation import make_kinds
     from trl_populora.sandbox import Sandbox
     from trl_populora.tasks import load_seed_tasks
     from trl_populora.tasks.archive import TaskArchive
@@ -363,7 +363,7 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
 def _local(run: str) -> str:
     if Path(run).is_dir():
         return run
-    from trl_populora.hub import fetch
+    from trl_populora.hub.publishing import fetch
 
     return str(fetch(run))
 

@@ -17,28 +17,30 @@ from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
 from trl import GRPOTrainer
 
-from trl_populora import batching, loading, records
+from trl_populora import preparation as loading
 from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.checks import check_is_base
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
-from trl_populora.advantages import flat_fraction, member_factors, step_advantages
-from trl_populora.alarms import Alarms
-from trl_populora.evolution import EvolutionCallback
 from trl_populora.generation.checks import check_vllm
 from trl_populora.generation.sampling import seeded
 from trl_populora.generation.stops import use_end_tokens
-from trl_populora.hub import PublishingTrainer, warm_start
-from trl_populora.matchmaking import Matchmaker
-from trl_populora.played import Played
-from trl_populora.player import Completion, Messages, Player
-from trl_populora.population import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.hub.publishing import PublishingTrainer, warm_start
+from trl_populora.population.evolution import EvolutionCallback
+from trl_populora.population.matchmaking import Matchmaker
+from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.progress import PHASES, use_step_line
-from trl_populora.referee import Referee
-from trl_populora.rollout import Game, play_step
+from trl_populora.runs import records
+from trl_populora.runs.alarms import Alarms
+from trl_populora.runs.progress import PHASES, use_step_line
+from trl_populora.runs.saved_population import describe
 from trl_populora.sandbox import Runner
-from trl_populora.saved_population import describe
+from trl_populora.step import batching
+from trl_populora.step.advantages import flat_fraction, member_factors, step_advantages
+from trl_populora.step.played import Played
+from trl_populora.step.player import Completion, Messages, Player
+from trl_populora.step.referee import Referee
+from trl_populora.step.rollout import Game, play_step
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
 from trl_populora.tasks.control import control_texts
@@ -64,10 +66,10 @@ class PopuLoRATrainer(PublishingTrainer):
     - `_prepare_inputs`: deals the rows into micro-batches of equal member segments with little padding.
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows.
     - `predict`: refused; `member` gives a member's own model.
-    - `evaluate`, `_evaluate`: members attempt held-out tasks; see [`~trl_populora.held_out.HeldOut`].
+    - `evaluate`, `_evaluate`: members attempt held-out tasks; see [`~trl_populora.evaluation.held_out.HeldOut`].
     - `create_optimizer`, `_clip_grad_norm`: one parameter group and one gradient norm per member.
-    - checkpoints and uploads: see [`~trl_populora.checkpoint.ResumableTrainer`] and
-      [`~trl_populora.hub.PublishingTrainer`].
+    - checkpoints and uploads: see [`~trl_populora.runs.checkpoint.ResumableTrainer`] and
+      [`~trl_populora.hub.publishing.PublishingTrainer`].
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]):

@@ -1,0 +1,168 @@
+"""Every contender in a process of its own, all at once, against one server; what is finished stays finished.
+
+The directory of a (contender, benchmark) pair carries a digest of the adapter, the data and the settings, so a pair
+is done again exactly when one of them changed. EvalScope keeps answers there as they come, so that a pair which was
+interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl_populora.evaluation.benchmarks.contenders import BASE, Contender
+from trl_populora.evaluation.benchmarks.processes import end, start
+from trl_populora.evaluation.benchmarks.server import Server
+from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
+from trl_populora.evaluation.benchmarks.suite import BENCHMARKS
+from trl_populora.runs.saved_population import write_json
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One contender on one benchmark, and where its answers are."""
+
+    contender: Contender
+    benchmark: str
+    arguments: dict[str, Any]
+    directory: Path
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """`score` (0 to 1) and `questions`, once it is finished."""
+        path = self.directory / "result.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    @property
+    def error(self) -> str | None:
+        path = self.directory / "error.json"
+        return json.loads(path.read_text())["error"] if path.exists() else None
+
+    def graded(self) -> int:
+        """Answers graded so far."""
+        return sum(path.read_bytes().count(b"\n") for path in self.directory.glob("reviews/*/*.jsonl"))
+
+
+def make_pairs(settings: EvaluateArguments, base: str, contenders: Sequence[Contender], root: Path) -> list[Pair]:
+    """All pairs, finished or not."""
+    pairs = []
+    arguments = settings.dataset_arguments()
+    how = [settings.limit, settings.samples, settings.temperature, settings.max_tokens, settings.hub]
+    for contender in contenders:
+        who = contender.digest(base)
+        for name in settings.benchmarks:
+            what = json.dumps([who, name, arguments[name], _local_state(arguments[name]), how], sort_keys=True)
+            folder = f"{contender.name}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+            pairs.append(Pair(contender, name, arguments[name], root / name / folder))
+    return pairs
+
+
+def _local_state(arguments: dict[str, Any]) -> list:
+    """Names, sizes and times of local data."""
+    local = Path(arguments["local_path"]) if "local_path" in arguments else None
+    files = sorted(path for path in local.rglob("*") if path.is_file()) if local else []
+    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _own_cache(pairs: Sequence[Pair], root: Path) -> dict[str, str]:
+    """`datasets` knows local data by its path alone and would go on reading a version that has been changed since."""
+    local = [state for pair in pairs if (state := _local_state(pair.arguments))]
+    if not local:
+        return {}
+    return {"HF_DATASETS_CACHE": str(root / "data" / hashlib.sha256(json.dumps(local).encode()).hexdigest()[:12])}
+
+
+def run(
+    settings: EvaluateArguments,
+    pairs: Sequence[Pair],
+    server: Server,
+    base: str,
+    root: Path,
+    say: Callable[[str], None],
+) -> list[str]:
+    """
+    Runs unfinished pairs, contenders side by side, each through its benchmarks in order.
+
+    Args:
+        settings ([`EvaluateArguments`]): The command's options.
+        pairs (`Sequence[Pair]`): What is to be done.
+        server ([`Server`]): Who answers.
+        base (`str`): The server's name for the base.
+        root (`Path`): Takes the jobs and logs.
+        say (`Callable`): Takes a line for every finished pair, and one a minute between.
+
+    Returns:
+        `list[str]`: What went wrong, one line per pair.
+
+    Raises:
+        `RuntimeError`: If the server ends.
+    """
+    columns = list(dict.fromkeys(pair.contender for pair in pairs))
+    for pair in pairs:
+        (pair.directory / "error.json").unlink(missing_ok=True)
+    processes = {}
+    try:
+        for contender in columns:
+            own = [pair for pair in pairs if pair.contender == contender]
+            path, log = root / f"{contender.name}.json", root / f"{contender.name}.log"
+            write_json(path, _job(settings, own, server.url, base if contender.name == BASE else contender.name))
+            # The sandbox shares the cores among the ranks of a node.
+            environment = {"LOCAL_WORLD_SIZE": str(len(columns)), "OPENAI_API_KEY": "none"} | _own_cache(pairs, root)
+            processes[contender] = start(
+                ["-m", "trl_populora.evaluation.benchmarks.worker", str(path)], log, **environment
+            )
+        _watch(pairs, processes, server, say)
+    finally:
+        for process in processes.values():
+            end(process)
+    failed = []
+    for pair in pairs:
+        if pair.result is None:
+            log = root / f"{pair.contender.name}.log"
+            reason = pair.error or f"its process ended with code {processes[pair.contender].returncode}"
+            failed.append(f"{pair.contender.name} on {pair.benchmark}: {reason[:500]} (see {log})")
+    return failed
+
+
+def _job(settings: EvaluateArguments, pairs: Sequence[Pair], url: str, model: str) -> dict[str, Any]:
+    """What `worker.py` reads."""
+    shared = ("hub", "limit", "samples", "temperature", "max_tokens", "concurrency")
+    return {
+        "model": model,
+        "url": url,
+        "pairs": {
+            pair.benchmark: {
+                "evalscope": BENCHMARKS[pair.benchmark].evalscope,
+                "arguments": pair.arguments,
+                "directory": str(pair.directory.resolve()),
+            }
+            for pair in pairs
+        },
+        **{name: getattr(settings, name) for name in shared},
+    }
+
+
+def _watch(pairs: Sequence[Pair], processes: dict, server: Server, say: Callable[[str], None]) -> None:
+    """Returns when every process has ended."""
+    open_pairs, started = list(pairs), time.perf_counter()
+    next_word = started + 60
+    running = True
+    while running:
+        running = any(process.poll() is None for process in processes.values())
+        server.check()
+        for pair in [pair for pair in open_pairs if pair.result or pair.error]:
+            open_pairs.remove(pair)
+            outcome = f"{100 * pair.result['score']:.1f} %" if pair.result else "failed"
+            done = f"[{len(pairs) - len(open_pairs)}/{len(pairs)}]"
+            say(f"{done} {pair.contender.name} on {BENCHMARKS[pair.benchmark].title}: {outcome}")
+        if time.perf_counter() > next_word:
+            next_word += 60
+            graded = sum(pair.graded() for pair in pairs)
+            say(f"{graded} answers graded after {(time.perf_counter() - started) / 60:.0f} minutes")
+        if running:
+            time.sleep(0.2)

@@ -1,0 +1,116 @@
+"""The options of `populora evaluate`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl_populora.evaluation.benchmarks.suite import BENCHMARKS, check_benchmarks
+
+
+@dataclass
+class EvaluateArguments:
+    """
+    What `populora evaluate` needs.
+
+    Args:
+        run (`str`):
+            Directory of a run, or the Hub name of a population.
+        benchmarks (`list[str]`, *optional*):
+            Keys of `BENCHMARKS`; all ten by default.
+        members (`list[str]`, *optional*):
+            Members to evaluate; all by default.
+        compare (`list[str]`, *optional*):
+            Other runs, populations or PEFT adapters on the same base, each a column of its own: the single agent.
+        server (`str`, *optional*):
+            URL of a running vLLM server that holds all of them under their names.
+        server_args (`str`, *optional*):
+            Flags for the vLLM server that is started otherwise.
+        base (`str`, *optional*):
+            The base model, where it is not to be found under the name that the population gives.
+        dataset_args (`str`, *optional*):
+            YAML or JSON file: EvalScope's `dataset_args` by benchmark, over ours. `local_path` is relative to the file.
+        hub (`str`, *optional*, defaults to `"huggingface"`):
+            Where data comes from, `"huggingface"` or `"modelscope"`.
+        limit (`int`, *optional*):
+            Questions per subset of a benchmark; all by default.
+        samples (`int`, *optional*, defaults to `1`):
+            Answers per question; the score is their mean.
+        temperature (`float`, *optional*, defaults to `0.0`):
+            Greedy, as Absolute Zero evaluates (arXiv 2505.03335).
+        max_tokens (`int`, *optional*, defaults to `8192`):
+            Longest answer.
+        concurrency (`int`, *optional*, defaults to `32`):
+            Questions of one contender that are under way at once.
+        out (`str`, *optional*):
+            Where tables and answers go; the run by default.
+    """
+
+    run: str = field(metadata={"help": "Directory of a run, or the Hub name of a population."})
+    benchmarks: list[str] = field(
+        default_factory=lambda: list(BENCHMARKS),
+        metadata={"help": f"Some of {', '.join(BENCHMARKS)}; all by default."},
+    )
+    members: list[str] | None = field(default=None, metadata={"help": "Members to evaluate; all by default."})
+    compare: list[str] | None = field(
+        default=None, metadata={"help": "Other runs, populations or PEFT adapters: a column each (the single agent)."}
+    )
+    server: str | None = field(
+        default=None, metadata={"help": "URL of a running vLLM server that holds all adapters under their names."}
+    )
+    server_args: str = field(
+        default="", metadata={"help": 'Flags for the vLLM server, as "--tensor-parallel-size 2".'}
+    )
+    base: str | None = field(default=None, metadata={"help": "The base model; the population's by default."})
+    dataset_args: str | None = field(
+        default=None, metadata={"help": "YAML or JSON file with EvalScope's dataset_args by benchmark."}
+    )
+    hub: str = field(default="huggingface", metadata={"help": "Where data comes from: huggingface or modelscope."})
+    limit: int | None = field(default=None, metadata={"help": "Questions per subset of a benchmark; all by default."})
+    samples: int = field(default=1, metadata={"help": "Answers per question; the score is their mean."})
+    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; greedy by default."})
+    max_tokens: int = field(default=8192, metadata={"help": "Longest answer, in tokens."})
+    concurrency: int = field(default=32, metadata={"help": "Questions of one contender under way at once."})
+    out: str | None = field(default=None, metadata={"help": "Where tables and answers go; the run by default."})
+
+    def __post_init__(self):
+        check_benchmarks(self.benchmarks)
+        if self.hub not in ("huggingface", "modelscope"):
+            raise ValueError(f"`hub` must be huggingface or modelscope, got {self.hub!r}.")
+        for name in ("limit", "samples", "max_tokens", "concurrency"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"`samples={self.samples}` greedy answers are all the same; set `temperature` too.")
+
+    def dataset_arguments(self) -> dict[str, dict[str, Any]]:
+        """
+        EvalScope's `dataset_args` of every chosen benchmark.
+
+        Raises:
+            `ValueError`: If the file cannot be read or names an unknown benchmark or a path that does not exist.
+        """
+        given = _read(self.dataset_args) if self.dataset_args else {}
+        if given:
+            check_benchmarks(list(given))
+        return {name: BENCHMARKS[name].arguments | given.get(name, {}) for name in self.benchmarks}
+
+
+def _read(path: str) -> dict[str, dict[str, Any]]:
+    import yaml
+
+    try:
+        given = yaml.safe_load(Path(path).read_text())  # JSON is YAML
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"`dataset_args={path!r}` cannot be read ({error}).") from error
+    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+        raise ValueError(f"`dataset_args={path!r}` must map benchmarks to settings, got {json.dumps(given)[:200]}.")
+    for name, settings in given.items():
+        if "local_path" in settings:
+            local = Path(path).parent / settings["local_path"]
+            if not local.exists():
+                raise ValueError(f"{path}: `{name}.local_path` names {str(local)!r}, which does not exist.")
+            settings["local_path"] = str(local.resolve())
+    return given

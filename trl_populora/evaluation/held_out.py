@@ -1,0 +1,217 @@
+"""
+Held-out evaluation: how often members solve tasks that nobody trains on.
+
+[`HeldOut`] is what `eval_dataset` becomes. Looking changes nothing: samples are drawn from a generator of their own,
+and ratings, archive and weights stay as they are, so a run with and without evaluation trains the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from trl_populora.adapters.routing import BASE_NAME
+from trl_populora.population.members import Member
+from trl_populora.step.rollout import Game
+from trl_populora.tasks.base import Task
+from trl_populora.tasks.fences import has_thinking
+from trl_populora.tasks.forms import normal_forms
+from trl_populora.tasks.programs import ProgramError, defines_function, parse_bounded
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One attempt: whether it is right, and whether it worked the task out inside `<think>` first."""
+
+    correct: bool
+    thinking: bool
+
+
+def attempt(
+    game: Game,
+    members: Sequence[str],
+    tasks: Sequence[Task],
+    attempts: int,
+    batch: int | None,
+    seed: int | None = None,
+    describe: str = "",
+) -> dict[str, list[list[Tried]]]:
+    """
+    Lets members attempt tasks, sampled as in training; the ranks share the batches. Collective.
+
+    With a `seed` every batch has its own, so the outcome depends neither on the number of ranks nor on what was
+    sampled before, and what is sampled afterwards does not depend on the outcome.
+
+    Args:
+        game (`Game`): Its player, referee and prompt style are used.
+        members (`Sequence[str]`): Names of members, or `base`.
+        tasks (`Sequence[Task]`): What to solve.
+        attempts (`int`): Attempts of each member at each task.
+        batch (`int` or `None`): Rows that a rank generates at once; its whole share when `None`.
+        seed (`int`, *optional*): Of the samples; the training's own generators are used when `None`.
+        describe (`str`, *optional*): Name of the progress bar; no bar without one.
+
+    Returns:
+        `dict[str, list[list[Tried]]]`: Per member and task, in order, the attempts.
+    """
+    prompts = {task: game.referee.solving_prompt(task) for task in tasks}
+    # Prompts of like length share a batch, which spares padding; the sort is stable, so the order is always the same.
+    ordered = sorted(range(len(tasks)), key=lambda index: len(prompts[tasks[index]][-1]["content"]))
+    rows = [(member, index) for member in members for index in ordered for _ in range(attempts)]
+    batch = batch or -(-len(rows) // game.player.world)
+    batches = [rows[start : start + batch] for start in range(0, len(rows), batch)]
+    rounds = -(-len(batches) // game.player.world)
+    mine: list[tuple[str, int, Tried]] = []
+    for turn in tqdm(
+        range(rounds), desc=describe, unit="batch", leave=False, disable=not describe or game.player.rank > 0
+    ):
+        number = turn * game.player.world + game.player.rank
+        # A rank without a batch left generates along, as sharded models need, and throws the rows away.
+        part = batches[min(number, len(batches) - 1)]
+        completions = game.player.generate(
+            [prompts[tasks[index]] for _, index in part],
+            [member for member, _ in part],
+            seed=None if seed is None else seed + number,
+        )
+        if number < len(batches):
+            owners, texts = [tasks[index] for _, index in part], [completion.text for completion in completions]
+            for (member, index), text, grade in zip(part, texts, game.referee.grade(owners, texts), strict=True):
+                mine.append((member, index, Tried(grade.right, has_thinking(text))))
+    tried: dict[str, list[list[Tried]]] = {member: [[] for _ in tasks] for member in members}
+    for part in game.player.gather(mine):
+        for member, index, outcome in part:
+            tried[member][index].append(outcome)
+    return tried
+
+
+def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]) -> dict[str, float]:
+    """
+    Figures of some members on the same tasks, each a mean over tasks.
+
+    Args:
+        tried (`Mapping`): What [`attempt`] returns, for the members that count.
+        tasks (`Sequence[Task]`): The tasks, in the same order.
+
+    Returns:
+        `dict[str, float]`: `{member}/solve_rate`, `{member}/thinking_rate`; over members `solve_rate_mean`,
+        `solve_rate_best`, `solve_rate_worst`, `thinking_rate`, `{kind}/solve_rate` and `pass_at_{k}`, the share of
+        tasks that one of the k attempts solves.
+    """
+    figures: dict[str, float] = {}
+    rates = {member: [fmean(t.correct for t in group) for group in groups] for member, groups in tried.items()}
+    for member, groups in tried.items():
+        figures[f"{member}/solve_rate"] = fmean(rates[member])
+        figures[f"{member}/thinking_rate"] = fmean(t.thinking for group in groups for t in group)
+    means = [figures[f"{member}/solve_rate"] for member in tried]
+    figures |= {"solve_rate_mean": fmean(means), "solve_rate_best": max(means), "solve_rate_worst": min(means)}
+    figures["thinking_rate"] = fmean(figures[f"{member}/thinking_rate"] for member in tried)
+    for kind in dict.fromkeys(task.kind for task in tasks):
+        of_kind = [i for i, task in enumerate(tasks) if task.kind == kind]
+        figures[f"{kind}/solve_rate"] = fmean(rates[member][i] for member in tried for i in of_kind)
+    count = len(next(iter(tried.values()))[0])
+    figures[f"pass_at_{count}"] = fmean(any(t.correct for t in group) for groups in tried.values() for group in groups)
+    return figures
+
+
+@dataclass
+class HeldOut:
+    """
+    The held-out tasks of a run, and what is known of its members on them.
+
+    Args:
+        tables (`dict[str, list[Task]]`): The tasks; several tables have names, a single one is called `""`.
+        attempts (`int`): Attempts per member and task.
+        batch (`int` or `None`): Rows that a rank generates at once; its whole share when `None`.
+        seed (`int`): Of the samples, the same in every evaluation: two evaluations differ by the weights alone.
+        base (`dict[str, dict[str, float]]`, *optional*): Scores of the base per table, measured once.
+        rates (`dict[str, float]`, *optional*): Last solve rate on the first table by `name@version`.
+    """
+
+    tables: dict[str, list[Task]]
+    attempts: int
+    batch: int | None
+    seed: int
+    base: dict[str, dict[str, float]] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self._questions = {_question(task) for tasks in self.tables.values() for task in tasks}
+
+    def __contains__(self, task: object) -> bool:
+        """Whether a task asks about the same program and inputs as a held-out one, whatever its kind."""
+        return isinstance(task, Task) and _question(task) in self._questions
+
+    def measure(
+        self,
+        game: Game,
+        members: Sequence[Member],
+        name: str = "",
+        progress: bool = False,
+        untrained: Container[str] = (),
+    ) -> dict[str, float]:
+        """
+        Scores members on one table and, the first time, the base. Collective.
+
+        Args:
+            game (`Game`): What generates and grades.
+            members (`Sequence[Member]`): The students, and teachers if they are wanted, too.
+            name (`str`, *optional*, defaults to `""`): Name of the table.
+            progress (`bool`, *optional*, defaults to `False`): Whether to show a bar.
+            untrained (`Container[str]`, *optional*): Members that are still the base; they share its attempts.
+
+        Returns:
+            `dict[str, float]`: The figures of [`scores`] over the students; teachers' and the base's of their own.
+        """
+        tasks, bar = self.tables[name], f"evaluate {name}".strip() if progress else ""
+
+        def tries_of(names: Sequence[str]) -> dict[str, list[list[Tried]]]:
+            return attempt(game, names, tasks, self.attempts, self.batch, self.seed, bar) if names else {}
+
+        known = name in self.base
+        base = {} if known and not any(m.name in untrained for m in members) else tries_of([BASE_NAME])
+
+        def figures_of(role: str) -> dict[str, float]:
+            names = [member.name for member in members if member.role == role]
+            trained = tries_of([each for each in names if each not in untrained])
+            return scores({each: trained.get(each) or base[BASE_NAME] for each in names}, tasks) if names else {}
+
+        figures = figures_of("student")
+        if name == next(iter(self.tables)):
+            self.rates = {m.identity: figures[f"{m.name}/solve_rate"] for m in members if m.role == "student"}
+        teachers = [member.name for member in members if member.role == "teacher"]
+        figures |= {key: rate for key, rate in figures_of("teacher").items() if key.partition("/")[0] in teachers}
+        if not known:
+            self.base[name] = {
+                key if key.startswith(f"{BASE_NAME}/") else f"{BASE_NAME}/{key}": value
+                for key, value in scores(base, tasks).items()
+                if key != "thinking_rate" and not key.startswith("solve_rate_")  # of one: said already
+            }
+        return figures | self.base[name]
+
+    @property
+    def base_rate(self) -> float | None:
+        """Solve rate of the base on the first table; `None` before it was measured."""
+        return self.base.get(next(iter(self.tables)), {}).get(f"{BASE_NAME}/solve_rate")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON; the tasks are the config's."""
+        return {"base": self.base, "rates": self.rates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self.base, self.rates = dict(state["base"]), dict(state["rates"])
+
+
+def _question(task: Task) -> tuple:
+    """What a task asks about: program and inputs, whatever the kind; of other kinds than code everything."""
+    try:
+        tree = parse_bounded(task.program)
+    except ProgramError:
+        tree = None
+    if tree is None or not defines_function(tree):
+        return task.kind, task.program, task.inputs, task.message
+    return normal_forms(tree)[0], tuple(sorted(task.inputs))

@@ -1,0 +1,1 @@
+"""Publishing a population, and starting from a published one: uploads, model card, dataset card of the archive."""

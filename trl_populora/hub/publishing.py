@@ -1,0 +1,332 @@
+"""Publishing a population and starting from a published one.
+
+A repository, like the run's directory, has at its root the best student as an ordinary adapter, so that
+`PeftModel.from_pretrained(base, repo)` works, and beside it `members/<name>/`, `population.json`, `lineage.jsonl`,
+`archive.parquet`, `metrics.jsonl`, `times.jsonl`, `plots/` and the model card. The archive may go to a dataset
+repository, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, LocalTokenNotFoundError
+from transformers.trainer_utils import HubStrategy
+from transformers.utils.hub import PushInProgress
+
+from trl_populora.hub.archive_card import archive_card
+from trl_populora.hub.model_card import PICTURES, write_card
+from trl_populora.population.members import PRIOR_SIGMA
+from trl_populora.report.run import draw_plots, load_run
+from trl_populora.runs.checkpoint import ResumableTrainer, write_member_file
+from trl_populora.runs.saved_population import best_adapter, check_same_shape, read_json
+
+
+if TYPE_CHECKING:
+    from trl_populora.populora_trainer import PopuLoRATrainer
+
+logger = logging.getLogger(__name__)
+
+# What a checkpoint holds for resuming alone.
+RESUME_ONLY = (
+    "optimizer",
+    "scheduler",
+    "rng_state",
+    "rank_state",
+    "game.json",
+    "trainer_state",
+    "whole.json",
+    "global_",
+)
+NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp", *(f"{name}*" for name in RESUME_ONLY if name != "trainer_state")]
+STAGES = "_push"
+POPULATION = ("population.json", "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
+
+
+class PublishingTrainer(ResumableTrainer):
+    """
+    What a population adds to the uploads of [`~trl.GRPOTrainer`].
+
+    - `_save`: puts the best student at the root of the run.
+    - `create_model_card`: ratings, lineage, how to load one member or all.
+    - `init_hf_repo`, `push_to_hub`: a failed upload says why, and how to complete it; the card gets its pictures.
+    - `_push_from_checkpoint`, `_finish_current_push`: uploads a frozen copy while training goes on.
+    """
+
+    push_in_progress: PushInProgress | None
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        if self.args.should_save and self._aside is None:
+            place_best_student(Path(output_dir or self.args.output_dir))
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None, **details):
+        root = Path(self.args.output_dir)
+        if self.is_world_process_zero() and (root / "population.json").exists():
+            write_card(root, self.hub_model_id or model_name or root.name, tags, details)
+
+    def init_hf_repo(self, token=None, **kwargs):
+        with explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
+            super().init_hf_repo(token=token, **kwargs)
+
+    def push_to_hub(self, commit_message="End of training", **kwargs):
+        if self.is_world_process_zero():
+            draw_for_card(Path(self.args.output_dir))
+        with explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
+            return super().push_to_hub(commit_message=commit_message, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if self._aside is not None or not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        if self.push_in_progress is not None and not self.push_in_progress.is_done() and not self.args.hub_always_push:
+            return
+        warn_of_failures(self.push_in_progress, self.hub_model_id, self.args.output_dir)
+        if self.push_in_progress is None or self.push_in_progress.is_done():
+            shutil.rmtree(Path(self.args.output_dir, STAGES), ignore_errors=True)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        stage = make_stage(Path(self.args.output_dir), Path(checkpoint_folder), self.args.hub_strategy)
+        draw_for_card(stage)
+        write_card(stage, self.hub_model_id)
+        job = HfApi().upload_folder(
+            repo_id=self.hub_model_id,
+            folder_path=stage,
+            commit_message=f"Training in progress, step {self.state.global_step}",
+            token=self.args.hub_token,
+            revision=self.args.hub_revision,
+            run_as_future=True,
+        )
+        earlier = [] if self.push_in_progress is None else [j for j in self.push_in_progress.jobs if not j.done()]
+        self.push_in_progress = PushInProgress([*earlier, job])
+
+    def _finish_current_push(self):
+        super()._finish_current_push()
+        warn_of_failures(getattr(self, "push_in_progress", None), self.hub_model_id, self.args.output_dir)
+        self.push_in_progress = None
+        if self.is_world_process_zero():
+            shutil.rmtree(Path(self.args.output_dir, STAGES), ignore_errors=True)
+
+
+def place_best_student(root: Path) -> None:
+    """Copies the best student's adapter to the root of a saved population."""
+    best = best_adapter(root)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        unfinished = root / f"{name}.tmp"
+        shutil.copyfile(best / name, unfinished)
+        unfinished.replace(root / name)
+
+
+def draw_for_card(root: Path) -> None:
+    """Draws the pictures of the model card into `plots/`; a card without them is no reason to stop."""
+    try:
+        draw_plots(load_run(root), root / "plots", PICTURES)
+    except (ImportError, ValueError) as reason:  # the `report` extra is not installed, or no step was logged
+        logger.warning("The model card of %s goes without pictures: %s", root, reason)
+
+
+def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
+    """
+    A frozen copy of what is uploaded at a checkpoint, made of hard links: training may go on and rotate checkpoints.
+
+    Args:
+        run (`Path`): The run's directory.
+        checkpoint (`Path`): A whole checkpoint of it.
+        strategy (`str`): `hub_strategy`; `"checkpoint"` and `"all_checkpoints"` add the checkpoint itself.
+    """
+    stage = run / STAGES / checkpoint.name
+    shutil.rmtree(stage, ignore_errors=True)
+    shutil.copytree(
+        checkpoint, stage, copy_function=_link, ignore=lambda _, names: [n for n in names if n.startswith(RESUME_ONLY)]
+    )
+    for name in ("metrics.jsonl", "times.jsonl"):
+        if (run / name).exists():
+            shutil.copyfile(run / name, stage / name)  # still growing: a link would grow with it
+    if (run / "rollouts").is_dir():
+        shutil.copytree(
+            run / "rollouts", stage / "rollouts", copy_function=_link, ignore=shutil.ignore_patterns("*.tmp")
+        )
+    place_best_student(stage)
+    if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+        shutil.copytree(checkpoint, stage / name, copy_function=_link)
+    return stage
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
+    return target
+
+
+def push_run(run: str | Path, repo: str, token: str | None = None, private: bool | None = None) -> str:
+    """
+    Uploads the directory of a run, and makes the repository if there is none. Needs no trainer.
+
+    Args:
+        run (`str` or `Path`): The run's `output_dir`, saved with `save_model()`.
+        repo (`str`): `user/name`.
+        token (`str`, *optional*): Write token; the one of `hf auth login` by default.
+        private (`bool`, *optional*): For a new repository.
+
+    Returns:
+        `str`: Address of the commit.
+
+    Raises:
+        `ValueError`: If the directory holds no saved population, or not all of it.
+        `RuntimeError`: If the upload fails; the message says why and how to complete it.
+    """
+    root = Path(run)
+    members = read_json(root / "population.json")["members"]
+    if not all((root / member["adapter"] / "adapter_model.safetensors").exists() for member in members):
+        raise ValueError(f"{root} was not saved to its end; push a checkpoint of it, or resume it.")
+    place_best_student(root)
+    draw_for_card(root)
+    write_card(root, repo)
+    with explained(repo, str(run)):
+        repo = HfApi().create_repo(repo, token=token, private=private, exist_ok=True).repo_id
+        commit = HfApi().upload_folder(
+            repo_id=repo,
+            folder_path=root,
+            commit_message="Upload population",
+            token=token,
+            ignore_patterns=NOT_UPLOADED,
+        )
+    return commit.commit_url
+
+
+def push_archive(run: str | Path, repo: str, token: str | None = None, private: bool | None = None) -> str:
+    """
+    Uploads the task archive of a run as a dataset, with a card, and makes the repository if there is none.
+
+    `load_dataset(repo)` opens it, and the table seeds another run as `train_dataset`.
+
+    Args:
+        run (`str` or `Path`): The run's `output_dir`, saved with `save_model()`, or a checkpoint.
+        repo (`str`): `user/name`, of a dataset.
+        token (`str`, *optional*): Write token; the one of `hf auth login` by default.
+        private (`bool`, *optional*): For a new repository.
+
+    Returns:
+        `str`: Address of the commit.
+
+    Raises:
+        `ValueError`: If the directory holds no saved archive.
+        `RuntimeError`: If the upload fails; the message says why and how to complete it.
+    """
+    path = Path(run, "archive.parquet")
+    card = archive_card(path, read_json(Path(run, "population.json")), repo)
+    with explained(repo, str(run), "--archive_repo"):
+        repo = HfApi().create_repo(repo, token=token, private=private, repo_type="dataset", exist_ok=True).repo_id
+        commit = HfApi().create_commit(
+            repo_id=repo,
+            repo_type="dataset",
+            operations=[CommitOperationAdd(path.name, path), CommitOperationAdd("README.md", card.encode())],
+            commit_message="Upload task archive",
+            token=token,
+        )
+    return commit.commit_url
+
+
+@contextmanager
+def explained(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
+    """Turns what may go wrong between here and the Hub into one error that says why and what to do."""
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        reason = "there is no token; run `hf auth login` or set `HF_TOKEN`"
+        raise RuntimeError(_advice(reason, repo, run, option)) from error
+    except HfHubHTTPError as error:
+        reasons = {
+            401: "the token is missing or not valid; run `hf auth login` or set `HF_TOKEN` or `hub_token`",
+            403: f"the token may not write to {repo}; use one with write access, or another `hub_model_id`",
+        }
+        status = error.response.status_code
+        reason = reasons.get(status, f"status {status}, {error!s:.300}")
+        raise RuntimeError(_advice(reason, repo, run, option)) from error
+    except Exception as error:
+        if not _is_connection(error):
+            raise
+        raise RuntimeError(_advice(f"the connection failed ({error!r:.300})", repo, run, option)) from error
+
+
+def _is_connection(error: Exception) -> bool:
+    """Whether an error comes from the network; the client changes its HTTP library, whose errors share no base class."""
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # a file that was not uploaded
+        return _is_connection(error.__cause__)
+    return isinstance(error, (ConnectionError, HfHubHTTPError)) or type(error).__module__.startswith("httpx")
+
+
+def _advice(reason: str, repo: str, run: str, option: str) -> str:
+    return (
+        f"Pushing {run} to {repo} at {constants.ENDPOINT} failed: {reason}. The local files are intact; "
+        f"`populora push {run} {option} {repo}` completes the upload."
+    )
+
+
+def warn_of_failures(pushes: PushInProgress | None, repo: str | None, run: str) -> None:
+    """Uploads in the background fail silently; training goes on, but somebody has to be told."""
+    for job in pushes.jobs if pushes is not None else []:
+        if job.done() and not job.cancelled() and (error := job.exception()) is not None:
+            try:
+                with explained(repo or "the Hub", run):
+                    raise error
+            except Exception as told:
+                logger.warning("%s", told)
+
+
+def fetch(
+    path_or_repo: str, revision: str | None = None, token: str | None = None, wanted: Sequence[str] = POPULATION
+) -> Path:
+    """
+    Directory of a saved population: a local one as it is, a repository after downloading the wanted files, by default
+    members and tables.
+
+    Raises:
+        `ValueError`: If it is neither.
+    """
+    if Path(path_or_repo).is_dir():
+        return Path(path_or_repo)
+    try:
+        return Path(snapshot_download(path_or_repo, revision=revision, token=token, allow_patterns=list(wanted)))
+    except Exception as error:
+        if not (isinstance(error, (LocalEntryNotFoundError, ValueError)) or _is_connection(error)):
+            raise
+        raise ValueError(
+            f"{path_or_repo!r} is no directory, and no population could be downloaded from {constants.ENDPOINT} under "
+            f"that name ({error!s:.200})."
+        ) from error
+
+
+def warm_start(trainer: PopuLoRATrainer, path_or_repo: str) -> None:
+    """
+    Starts a trainer from the members of a saved population, which may have had other numbers of teachers and students.
+
+    The best members of each role take the first slots and keep their ratings. Where there are more slots than saved
+    members, the best are cloned in turn; a clone keeps mu and starts with the prior's sigma, to be found out. A single
+    agent starts from the best student.
+
+    Raises:
+        `ValueError`: If the population cannot be read, or was trained on another base or with another adapter shape.
+    """
+    root = fetch(path_or_repo)
+    saved = check_same_shape(trainer, root / "population.json", same_members=False)
+    for role in ("teacher", "student"):
+        ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
+        if not ranked:
+            raise ValueError(f"{root / 'population.json'}: field `members` holds no {role}.")
+        for slot, member in enumerate(trainer.population.role(role)):
+            source: dict[str, Any] = ranked[slot % len(ranked)]
+            adapter = trainer.population.adapter(member.name)
+            write_member_file(trainer, adapter, root / source["adapter"] / "adapter_model.safetensors")
+            member.mu = source["mu"]
+            member.sigma = source["sigma"] if slot < len(ranked) else PRIOR_SIGMA
+            member.parents = (f"{source['name']}@{source['version']}",)
+            member.operator = "warm_start"

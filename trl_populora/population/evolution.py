@@ -1,0 +1,361 @@
+"""
+The evolution phase: who goes, who breeds, and the callback that puts the children in place.
+
+Every `evolve_every` optimizer steps the lowest-rated members of each role give their slots to offspring of the
+survivors (PopuLoRA, arXiv 2605.16727). Selection and breeding are pure functions; [`EvolutionCallback`] alone touches
+the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import broadcast
+from transformers import TrainerCallback
+
+from trl_populora.adapters.weights import read_member, write_member
+from trl_populora.population.factors import Factors, compare
+from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population
+from trl_populora.population.operators import CROSSOVERS, MUTATIONS
+from trl_populora.population.retention import retention_loss
+
+
+if TYPE_CHECKING:
+    from trl_populora.populora_trainer import PopuLoRATrainer
+
+
+# The paper's own eight, evenly. The others of the tables are there to be named.
+DEFAULT_MUTATIONS = ("svd_perturb", "layer_gaussian", "component_mask", "full_gaussian")
+DEFAULT_CROSSOVERS = ("dare", "module_swap", "svd_subspace", "extrapolate")
+
+# After so many halvings a child is within a few per cent of its parent; then it may as well be the parent.
+GATE_ATTEMPTS = 4
+
+
+def read_mixture(
+    value: Mapping[str, float] | Sequence[str] | str | None, choices: Mapping, default: Sequence[str], field: str
+) -> dict[str, float]:
+    """
+    Weights of operators by name, from what a config, a YAML file or a command line may hold.
+
+    Args:
+        value (`dict[str, float]`, `list[str]` or `str`, *optional*):
+            Weights; or names, weighted evenly; or either as text (JSON, or names with commas). `None` is the default.
+        choices (`Mapping`):
+            Table of operators.
+        default (`Sequence[str]`):
+            Names to use for `None`.
+        field (`str`):
+            Name of the config field, for the message.
+
+    Raises:
+        ValueError: If a name is unknown, a weight negative, or nothing has weight.
+    """
+    if isinstance(value, str):
+        is_json = value.lstrip().startswith(("{", "["))
+        try:
+            value = json.loads(value) if is_json else [name.strip() for name in value.split(",")]
+        except ValueError as error:
+            raise ValueError(f"`{field}` is no JSON: {error}, got {value!r}.") from error
+    value = default if value is None else value
+    weights = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value, 1.0)
+    for name, weight in weights.items():
+        if name not in choices:
+            raise ValueError(f"`{field}` names no operator {name!r}; choose from {', '.join(choices)}.")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+            raise ValueError(f"`{field}` must have non-negative weights, got {weight} for {name!r}.")
+    if not sum(weights.values()) > 0:
+        raise ValueError(f"`{field}` gives no operator a weight, got {value!r}. Set the rate to 0 instead.")
+    return {name: float(weight) for name, weight in weights.items()}
+
+
+@dataclass(frozen=True)
+class Birth:
+    """
+    One replacement to be: everything that decides the child except the parents' weights.
+
+    Args:
+        slot (`str`): Name of the member that goes.
+        role (`str`): Its role.
+        parents (`tuple[str, ...]`): One or two surviving members, the fitter first.
+        operator (`str`): A key of `MUTATIONS` (one parent) or `CROSSOVERS` (two).
+        strength (`float`): Strength handed to the operator.
+        seed (`int`): Seed of the operator's generator.
+    """
+
+    slot: str
+    role: str
+    parents: tuple[str, ...]
+    operator: str
+    strength: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Breeding:
+    """
+    How an event selects and breeds; the fields are those of `PopuLoRAConfig`.
+
+    Args:
+        cull_fraction (`float`, *optional*, defaults to `0.25`): Share of each role replaced, at least one member.
+        burn_in (`int`, *optional*, defaults to `5`): Matches before a member can be replaced.
+        crossover_rate (`float`, *optional*, defaults to `0.5`): Probability of two parents instead of one.
+        tournament_size (`int`, *optional*, defaults to `2`): Survivors drawn per parent.
+        mutations, crossovers (`Mapping[str, float]`, *optional*): Weights of the operators.
+        mutation_strength (`float`, *optional*, defaults to `1.0`): Strength of mutations; crossovers have 1.
+    """
+
+    cull_fraction: float = 0.25
+    burn_in: int = 5
+    crossover_rate: float = 0.5
+    tournament_size: int = 2
+    mutations: Mapping[str, float] | None = None
+    crossovers: Mapping[str, float] | None = None
+    mutation_strength: float = 1.0
+
+
+def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Member]:
+    """
+    Members of one role to replace, the least fit first: never the fittest, never one younger than `burn_in` matches.
+
+    Args:
+        members (`Sequence[Member]`): All members of the role.
+        fraction (`float`): Share of them to replace, rounded down, but at least one; 0 replaces nobody.
+        burn_in (`int`): A newborn's rating is its parents' or nobody's; this gives it time to earn its own.
+    """
+    if fraction <= 0:
+        return []
+    ranked = sorted(members, key=lambda member: (Population.fitness(member), -member.index))
+    eligible = [member for member in ranked[:-1] if member.age >= burn_in]
+    return eligible[: max(1, int(fraction * len(members)))]
+
+
+def tournament(candidates: Sequence[Member], size: int, rng: random.Random) -> Member:
+    """The fittest of `size` candidates drawn without replacement (all of them if there are fewer)."""
+    drawn = rng.sample(list(candidates), min(size, len(candidates)))
+    return max(drawn, key=lambda member: (Population.fitness(member), -member.index))
+
+
+def plan_births(population: Population, breeding: Breeding, rng: random.Random) -> list[Birth]:
+    """
+    The births of one event, teachers' first. Parents are survivors of the same role, so no birth depends on another.
+
+    Args:
+        population ([`Population`]): Rated members; not changed.
+        breeding ([`Breeding`]): Settings.
+        rng (`random.Random`): The same on every rank.
+    """
+    mutations = breeding.mutations or dict.fromkeys(DEFAULT_MUTATIONS, 1.0)
+    crossovers = breeding.crossovers or dict.fromkeys(DEFAULT_CROSSOVERS, 1.0)
+    births = []
+    for role in ROLES:
+        members = population.role(role)
+        culled = cull(members, breeding.cull_fraction, breeding.burn_in)
+        survivors = [member for member in members if member not in culled]
+        for member in culled:
+            parents = [tournament(survivors, breeding.tournament_size, rng)]
+            table, strength = mutations, breeding.mutation_strength
+            if len(survivors) > 1 and rng.random() < breeding.crossover_rate:
+                others = [survivor for survivor in survivors if survivor is not parents[0]]
+                parents.append(tournament(others, breeding.tournament_size, rng))
+                parents.sort(key=Population.fitness, reverse=True)
+                table, strength = crossovers, 1.0
+            (operator,) = rng.choices(list(table), list(table.values()))
+            names = tuple(parent.name for parent in parents)
+            births.append(Birth(member.name, role, names, operator, strength, rng.getrandbits(63)))
+    return births
+
+
+def breed(birth: Birth, parents: Sequence[Factors], strength: float) -> Factors:
+    """The child's factors. The same birth and parents give the same child, and a smaller strength a milder one."""
+    operator = MUTATIONS[birth.operator] if len(parents) == 1 else CROSSOVERS[birth.operator]
+    return operator(*parents, torch.Generator().manual_seed(birth.seed), strength=strength)
+
+
+def newborn_rating(parents: Sequence[Member], reset: str) -> tuple[float, float]:
+    """
+    Rating `(mu, sigma)` to start with.
+
+    `"prior"` knows nothing of the child (25 / 8.333): beside members long known, whose means part with the steps, that
+    is far off. `"parents"` takes their mean mu, and their mean variance plus half the prior's sigma squared: the child
+    is near its parents, but how near has to be seen.
+    """
+    if reset == "prior":
+        return PRIOR_MU, PRIOR_SIGMA
+    variance = fmean(parent.sigma**2 for parent in parents) + (PRIOR_SIGMA / 2) ** 2
+    return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
+
+
+class EvolutionCallback(TrainerCallback):
+    """
+    Replaces the weakest members after every `evolve_every`-th optimizer step.
+
+    All ranks draw the same births, because every choice comes from a generator seeded by (seed, step), and breed the
+    same children from the same parents; rank 0's copy is broadcast, so that differing hardware cannot part them. The
+    last step of a run breeds nobody: its children would be saved untrained in place of trained members.
+
+    Every replacement becomes a line of `<output_dir>/lineage.jsonl`, written by the main process.
+
+    Args:
+        trainer ([`PopuLoRATrainer`]): Its `args` hold the settings, its `replace_member` puts a child in place.
+
+    Raises:
+        ValueError: If the config names an unknown operator.
+    """
+
+    def __init__(self, trainer: PopuLoRATrainer):
+        args = trainer.args
+        self.trainer = trainer
+        self.breeding = Breeding(
+            cull_fraction=args.cull_fraction,
+            burn_in=args.evolve_burn_in,
+            crossover_rate=args.crossover_rate,
+            tournament_size=args.tournament_size,
+            mutations=read_mixture(args.mutations, MUTATIONS, DEFAULT_MUTATIONS, "mutations"),
+            crossovers=read_mixture(args.crossovers, CROSSOVERS, DEFAULT_CROSSOVERS, "crossovers"),
+            mutation_strength=args.mutation_strength,
+        )
+        self.lineage = Path(args.output_dir) / "lineage.jsonl"
+        self._metrics = self._empty_metrics()
+
+    @staticmethod
+    def _empty_metrics() -> dict[str, float]:
+        keys = ("evolve/replaced", "evolve/gate_retries", "time/evolve", "time/evolve_gate")
+        return dict.fromkeys(keys, 0.0) | {"evolve/cosine": math.nan, "evolve/retention_loss": math.nan}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        started = time.perf_counter()
+        self._metrics = self._empty_metrics()
+        step = state.global_step
+        if args.evolve_every and step % args.evolve_every == 0 and step < state.max_steps:
+            events = self.evolve(step)
+            if state.is_world_process_zero and events:
+                with self.lineage.open("a") as file:
+                    file.writelines(json.dumps(event) + "\n" for event in events)
+        self._metrics["time/evolve"] = time.perf_counter() - started
+        for key, value in self._metrics.items():
+            self.trainer._metrics["train"][key].append(value)
+
+    def evolve(self, step: int) -> list[dict[str, Any]]:
+        """
+        One event: plan, breed, test and place every child. Collective.
+
+        Returns:
+            `list[dict]`: The lines of the lineage.
+        """
+        rng = random.Random(f"evolution {self.trainer.args.seed} {step}")
+        births = plan_births(self.trainer.population, self.breeding, rng)
+        events = [self._give_birth(birth, step, rng) for birth in births]
+        self._metrics["evolve/replaced"] = float(len(events))
+        for key, entry in (("evolve/cosine", "cosine"), ("evolve/retention_loss", "retention_loss")):
+            values = [event[entry][0] if entry == "cosine" else event[entry] for event in events]
+            values = [value for value in values if value is not None]
+            self._metrics[key] = fmean(values) if values else math.nan
+        return events
+
+    def _give_birth(self, birth: Birth, step: int, rng: random.Random) -> dict[str, Any]:
+        trainer, args = self.trainer, self.trainer.args
+        slot, parents = trainer.population[birth.slot], [trainer.population[name] for name in birth.parents]
+        before = {"member": slot.identity, "mu": slot.mu, "sigma": slot.sigma, "age": slot.age}
+        adapter_of = trainer.population.adapter
+        factors = [read_member(trainer.model_wrapped, adapter_of(parent.name)) for parent in parents]
+        child, operator, strength, loss = self._raise(birth, factors)
+        likeness = [compare(child, parent) for parent in factors]
+        mu, sigma = newborn_rating(parents, args.rating_reset)
+        trainer.replace_member(
+            birth.slot,
+            child,
+            step=step,
+            parents=tuple(parent.identity for parent in parents),
+            operator=operator,
+            mu=mu,
+            sigma=sigma,
+            optimizer_from=parents[0].name if args.inherit_optimizer else None,
+        )
+        factor = self._perturb_learning_rate(birth.slot, parents[0].name, rng)
+        return {
+            "step": step,
+            "role": birth.role,
+            "child": slot.identity,
+            "replaced": before,
+            "parents": [{"member": p.identity, "mu": p.mu, "sigma": p.sigma, "age": p.age} for p in parents],
+            "operator": operator,
+            "planned_operator": birth.operator,
+            "strength": strength,
+            "seed": birth.seed,
+            "mu": mu,
+            "sigma": sigma,
+            "cosine": [_number(pair["cosine"]) for pair in likeness],
+            "norm_ratio": [_number(pair["norm_ratio"]) for pair in likeness],
+            "retention_loss": _number(loss),
+            "learning_rate_factor": factor,
+        }
+
+    def _raise(self, birth: Birth, parents: Sequence[Factors]) -> tuple[Factors, str, float, float]:
+        """
+        The child that may enter, with its operator, strength and retention loss (NaN when not tested).
+
+        Without `retention_tolerance` that is the first one. With it a child that lost more nats per token than that is
+        bred again at half the strength, from the same seed, and after [`GATE_ATTEMPTS`] the parent is cloned.
+        """
+        trainer, tolerance, strength = self.trainer, self.trainer.args.retention_tolerance, birth.strength
+        if tolerance is None:
+            return self._same_everywhere(breed(birth, parents, strength)), birth.operator, strength, math.nan
+        for _ in range(GATE_ATTEMPTS):
+            child = self._same_everywhere(breed(birth, parents, strength))
+            started = time.perf_counter()
+            write_member(trainer.model_wrapped, trainer.population.adapter(birth.slot), child)
+            loss = retention_loss(trainer, birth.slot, birth.parents[0], trainer.args.retention_rows)
+            self._metrics["time/evolve_gate"] += time.perf_counter() - started
+            if not loss > tolerance:
+                return child, birth.operator, strength, loss
+            self._metrics["evolve/gate_retries"] += 1
+            strength /= 2
+        return {key: value.clone() for key, value in parents[0].items()}, "clone", 0.0, 0.0
+
+    def _same_everywhere(self, factors: Factors) -> Factors:
+        """Rank 0's values on every rank."""
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return factors
+        return {key: broadcast(value.to(accelerator.device)).cpu() for key, value in factors.items()}
+
+    def _perturb_learning_rate(self, slot: str, parent: str, rng: random.Random) -> float:
+        """
+        PBT's explore step (Jaderberg et al., 2017): the first parent's learning rate, times 1 - p or 1 + p.
+
+        Returns:
+            `float`: The factor applied to the parent's rate; 1 when `learning_rate_perturbation` is 0.
+        """
+        amount = self.trainer.args.learning_rate_perturbation
+        if not amount:
+            return 1.0
+        factor = rng.choice([1 - amount, 1 + amount])
+        groups, scheduler = self.trainer.optimizer.param_groups, self.trainer.lr_scheduler
+        index_of = {group["member"]: index for index, group in enumerate(groups)}
+        own, given = (index_of[self.trainer.population.adapter(name)] for name in (slot, parent))
+        child, source = groups[own], groups[given]
+        child["lr"] = source["lr"] * factor
+        if isinstance(scheduler, AcceleratedScheduler):
+            scheduler = scheduler.scheduler
+        # The scheduler computes every later rate from its own copy of the first one.
+        child["initial_lr"] = scheduler.base_lrs[own] = scheduler.base_lrs[given] * factor
+        return factor
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last step; zeros and NaN when nobody was replaced."""
+        return dict(self._metrics)
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,1 @@
+"""Pictures, tables and a page of a run, from the files that it leaves."""

@@ -1,0 +1,237 @@
+"""What a run writes beside its adapters: every row of every step as parquet, every step's metrics as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from accelerate import PartialState
+from transformers import TrainerCallback
+
+from trl_populora.step.played import Row
+from trl_populora.step.rollout import Game
+from trl_populora.runs.saved_population import write_json
+
+
+logger = logging.getLogger(__name__)
+
+PLAYED = "propose/valid_rate"  # in the log of a step that was played; `num_iterations` trains on its rows again
+STEP, EVALUATION = "step", "evaluation"
+METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
+
+# What a run leaves in its directory; checkpoints come first, so that a move that is cut short leaves none to resume from.
+LEFT_BY_TRAINING = (
+    "checkpoint-*",
+    "_unfinished",
+    "rollouts",
+    LINEAGE,
+    "members",
+    "archive.parquet",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "trainer_state.json",
+)
+LEFT_BY_READERS = ("run.png", "report.html", "plots", "evaluation.md", "evaluation.json", "evaluation.png")
+LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, "population.json", *LEFT_BY_READERS)
+ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
+
+
+def sort_of(logs: Mapping[str, Any] | None) -> str | None:
+    """
+    What a log, or a line of `metrics.jsonl`, is about: `"step"`, `"evaluation"` (which alone has keys that begin with
+    `eval`), or `None`: the summary that ends a run and repeats what was not logged yet, or something of the user's own.
+    """
+    keys = set(logs or ())
+    if any(key.startswith(("eval/", "eval_")) for key in keys):
+        return EVALUATION
+    return STEP if keys & {"loss", PLAYED} and "train_runtime" not in keys else None
+
+
+def write_rollouts(
+    output_dir: str, step: int, game: Game, rows: Sequence[Row], rewards: Sequence[float], advantages: Sequence[float]
+) -> Path:
+    """
+    Writes the rows of one step: every proposal with its verdict and every attempt, with reward and advantage.
+
+    `version` counts the replacements of the row's member, `opponent` is the other side of its match.
+
+    Each rank writes its own file, `rollouts/step_00012.parquet` or `rollouts/step_00012-rank1.parquet`; together they
+    open with `load_dataset("parquet", data_files="rollouts/*.parquet")`.
+
+    Args:
+        output_dir (`str`): The run's directory.
+        step (`int`): Population step, from 1: the `step` of its line in `metrics.jsonl`.
+        game (`Game`): Tells this rank from the others.
+        rows (`Sequence[Row]`): Rows of this rank, shape `[R]`.
+        rewards, advantages (`Sequence[float]`): Of the same rows.
+
+    Returns:
+        `Path`: The file written. It appears whole or not at all.
+    """
+    columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived")}
+    players = {(row.match, row.role): row.member for row in rows}
+    other = {"teacher": "student", "student": "teacher"}
+    table = pa.table(
+        {
+            "step": [step] * len(rows),
+            **columns,
+            "version": [game.population[row.member].version for row in rows],
+            "opponent": [players[row.match, other[row.role]] for row in rows],
+            "reward": list(rewards),
+            "advantage": list(advantages),
+            "prompt": [row.prompt[-1]["content"] for row in rows],
+            "completion": [row.completion.text for row in rows],
+            "completion_tokens": [len(row.completion.completion_ids) for row in rows],
+        }
+    )
+    suffix = f"-rank{game.player.rank}" if game.player.world > 1 else ""
+    path = Path(output_dir, "rollouts", f"step_{step:05d}{suffix}.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    pq.write_table(table, unfinished, compression="zstd")
+    return unfinished.replace(path)
+
+
+def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
+    """
+    Adds one line to `metrics.jsonl`, from which a run in progress can be looked at, and one to `times.jsonl`.
+
+    Seconds stand apart because they alone differ between two runs with the same seed. Evaluations are lines of their
+    own, with the keys that trackers show.
+    """
+    entry = {f"eval/{key[5:]}" if key.startswith("eval_") else key: value for key, value in entry.items()}
+    seconds = {k: v for k, v in entry.items() if k == "step_time" or k.startswith("time/") or k.endswith("runtime")}
+    metrics = {key: value for key, value in entry.items() if key not in seconds}
+    for name, values in ((METRICS, metrics), (TIMES, {"step": entry["step"]} | seconds)):
+        with Path(output_dir, name).open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; a last line that was cut off by a kill is left out. Empty without a file."""
+    path = Path(path)
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def take_back(output_dir: Path, step: int, lineage: Path) -> None:
+    """
+    Takes a run's records back to a checkpoint: what came after it will happen again.
+
+    Args:
+        output_dir (`Path`): The run's directory.
+        step (`int`): Steps done at the checkpoint.
+        lineage (`Path`): The checkpoint's copy of `lineage.jsonl`; absent if nobody had been replaced.
+    """
+    for name in (METRICS, TIMES):
+        _write_lines(output_dir / name, [e for e in read_lines(output_dir / name) if e["step"] <= step])
+    _write_lines(output_dir / LINEAGE, read_lines(lineage))
+    if counts_from_zero(output_dir):
+        _count_from_one(output_dir / "rollouts")
+    for path in Path(output_dir, "rollouts").glob("step_*.parquet"):
+        if _step_of(path) > step:
+            path.unlink()
+
+
+def counts_from_zero(output_dir: str | Path) -> bool:
+    """Whether the rollouts in a run's directory count their steps from 0, as version 0.1 did."""
+    return any(True for _ in Path(output_dir, "rollouts").glob("step_00000*.parquet"))
+
+
+def _count_from_one(rollouts: Path) -> None:
+    """Renumbers files and rows."""
+    renumbered = rollouts.with_name("_rollouts")
+    shutil.rmtree(renumbered, ignore_errors=True)
+    renumbered.mkdir()
+    for path in rollouts.glob("step_*.parquet"):
+        table, number = pq.read_table(path), _step_of(path)
+        table = table.set_column(0, "step", pa.array([number + 1] * len(table)))
+        pq.write_table(table, renumbered / path.name.replace(f"{number:05d}", f"{number + 1:05d}"), compression="zstd")
+    shutil.rmtree(rollouts)
+    renumbered.rename(rollouts)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.partition("-")[0].removeprefix("step_"))
+
+
+def holds_a_run(output_dir: str | Path) -> bool:
+    """Whether a run was trained here; the evaluation of members that have not trained yet is none."""
+    root = Path(output_dir)
+    trained = any(entry["step"] for entry in read_lines(root / METRICS))
+    return trained or any(True for name in LEFT_BY_TRAINING for _ in root.glob(name))
+
+
+def set_aside(output_dir: str | Path) -> Path | None:
+    """
+    Moves what an earlier run has left to `_previous-<n>/`, checkpoints included; files of other origin stay.
+
+    Returns:
+        `Path` or `None`: Where it is now; `None` if no run was trained here.
+    """
+    root = Path(output_dir)
+    if not holds_a_run(root):
+        return None
+    number = 1
+    while (root / ASIDE.format(number)).exists():
+        number += 1
+    target = root / ASIDE.format(number)
+    target.mkdir()
+    for path in [path for name in LEFT_BY_A_RUN for path in sorted(root.glob(name))]:
+        path.rename(target / path.name)
+    way_on = "; `--resume` would have continued it" if any(target.glob("checkpoint-*")) else ""
+    logger.warning("%s held an earlier run, which is in %s now%s.", root, target, way_on)
+    return target
+
+
+def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    unfinished.replace(path)
+
+
+class Records(TrainerCallback):
+    """
+    Keeps the run's files up to date while it goes on, for `populora info` and `populora report`.
+
+    `metrics.jsonl` and `times.jsonl` get one line per log, with every key even where nothing is known;
+    `population.json` tells the ratings. A run from the start moves an earlier one aside.
+
+    Args:
+        describe (`Callable`): Returns what `population.json` is to hold now.
+    """
+
+    def __init__(self, describe: Callable[[], dict[str, Any]]):
+        self.describe = describe
+        self.begun = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begun = True
+        if args.should_save and not state.global_step:
+            set_aside(args.output_dir)
+        PartialState().wait_for_everyone()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not self.begun and holds_a_run(args.output_dir):
+            return  # an evaluation, and the directory is another run's
+        if state.is_world_process_zero and sort_of(logs):
+            append_metrics(args.output_dir, state.log_history[-1])
+            write_json(Path(args.output_dir, "population.json"), self.describe())
+
+
+class OnlyKnown(TrainerCallback):
+    """
+    Takes keys without a value (None, NaN) out of a log before anybody else sees it: trackers would warn of each.
+
+    `log_history`, and with it `metrics.jsonl`, keeps them.
+    """
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        for key in [key for key, value in (logs or {}).items() if value is None or value != value]:
+            del logs[key]

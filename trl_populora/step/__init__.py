@@ -1,0 +1,10 @@
+"""One population step: match, propose, verify, solve, reward.
+
+rollout.py     `play_step`, phases 1 to 4 in order
+player.py      who answers prompts
+referee.py     what is a task and what is right
+played.py      the one object that a step leaves
+rewards.py     the two reward functions
+advantages.py  baselines, and the factor that makes joint training equal solo training
+batching.py    micro-batches: members' segments, blank rows, padding
+"""

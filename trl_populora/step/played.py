@@ -1,0 +1,99 @@
+"""What one population step leaves: the one object that advantages, metrics, records, ratings and the update read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trl_populora.step.player import Completion, Messages
+from trl_populora.tasks.base import Task
+from trl_populora.tasks.fences import has_thinking
+
+
+@dataclass
+class Row:
+    """
+    One training row. The fields up to `chance` are the columns that reward functions and records see; `dropped` counts
+    references that a proposal prompt had no room for.
+    """
+
+    role: str
+    member: str
+    kind: str
+    match: int
+    task_id: str = ""
+    valid: bool = False
+    reject_reason: str = ""
+    solve_rate: float = float("nan")
+    correct: bool = False
+    well_formed: bool = False
+    chance: float = 0.0
+    archived: bool = False
+    dropped: int = 0
+    prompt: Messages = field(default_factory=list)
+    completion: Completion = Completion([], [], "")
+    group: str = ""
+
+    COLUMNS = (
+        "role",
+        "member",
+        "kind",
+        "match",
+        "task_id",
+        "valid",
+        "reject_reason",
+        "solve_rate",
+        "correct",
+        "well_formed",
+        "chance",
+    )
+
+    def record(self) -> dict[str, Any]:
+        """What the other ranks need to know of it."""
+        return {name: getattr(self, name) for name in (*self.COLUMNS, "archived", "dropped", "group")} | {
+            "thinking": has_thinking(self.completion.text)
+        }
+
+
+@dataclass
+class Played:
+    """
+    One step as it was played.
+
+    Args:
+        rows (`list[Row]`): This rank's: the attempts, group by group, then the proposals.
+        records (`list[dict]`): All ranks' rows in the order of ranks, as [`Row.record`] tells them.
+        tasks (`list[Task]`): All ranks' accepted proposals.
+        seconds (`dict[str, float]`): Per phase.
+        metrics (`dict[str, float]`): Over all ranks.
+        rewards (`torch.Tensor`, *optional*): Of all ranks' rows and every reward function, `[W * R, functions]`; known
+            once TRL has called the functions.
+    """
+
+    rows: list[Row]
+    records: list[dict[str, Any]]
+    tasks: list[Task] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    rewards: Any = None
+
+    @property
+    def columns(self) -> dict[str, list]:
+        """This rank's rows as TRL carries them to reward functions."""
+        return {name: [getattr(row, name) for row in self.rows] for name in Row.COLUMNS}
+
+    def idle(self, members: Iterable[str]) -> list[str]:
+        """Those of the members that have no row on any rank."""
+        present = {record["member"] for record in self.records}
+        return [name for name in members if name not in present]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data: what a run needs that is resumed between two optimizer steps on these rows."""
+        return {"rows": [asdict(row) for row in self.rows], "records": self.records}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Played:
+        """What `state_dict` returned, as an object."""
+        rows = [Row(**row | {"completion": Completion(**row["completion"])}) for row in state["rows"]]
+        return cls(rows, state["records"])

@@ -1,0 +1,179 @@
+"""What is a task and what is right (phases 3 and 4): task kinds and sandbox, without any model.
+
+Programs are run when a whole batch of completions is there. To start each the moment its completion ends was built and
+taken out again: it hid 0.3 s of a step of 16 s, and ran through six files and vLLM's engine loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trl_populora.sandbox import Job, Runner, Verdict
+from trl_populora.step.player import Messages
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind, checked
+from trl_populora.tasks.control import THINK_TAGS, screen
+
+
+logger = logging.getLogger(__name__)
+
+WAY_OUT = "Lower `max_completion_length`, raise `vllm_max_model_length` if it is set, or choose a base with a longer context."
+
+
+@dataclass(frozen=True)
+class Grade:
+    """An attempt as it was read, whether it is right, and what it comes to (see `TaskKind.said`)."""
+
+    attempt: Attempt
+    right: bool
+    said: str = ""
+
+
+@dataclass
+class Referee:
+    """
+    Poses tasks, judges proposals and grades attempts. A kind of a user's own that answers with a wrong type is named in
+    the error. No prompt is ever cut: a proposal prompt goes without references that it has no room for, and a task that
+    could not be put to a student is none.
+
+    Args:
+        kinds (`Mapping[str, TaskKind]`): The run's task kinds, in rotation order.
+        sandbox (`Runner`): Runs every program that a model wrote.
+        style (`str`): Prompt style, `"chat"` or `"compact"`.
+        forbidden (`tuple[str, ...]`): Texts that no task may contain, see `tasks/control.py`.
+        held_out (`Container[Task]`): Tasks that nobody may train on.
+        room (`Callable`): How many tokens of the context a prompt leaves free beside the longest completion; below 0 it
+            does not fit.
+    """
+
+    kinds: Mapping[str, TaskKind]
+    sandbox: Runner
+    style: str
+    forbidden: tuple[str, ...] = THINK_TAGS
+    held_out: Container[Task] = ()
+    room: Callable[[Messages], int] = lambda prompt: 0
+
+    def proposal_prompt(self, kind: TaskKind, shown: Sequence[Task]) -> tuple[Messages, list[Task]]:
+        """
+        A proposal prompt that fits, and the references that are left in it.
+
+        Raises:
+            `ValueError`: If it does not even fit without references.
+        """
+        kept = list(shown)
+        prompt = kind.proposal_prompt(kept, self.style)
+        if self.room(prompt) >= 0:
+            return prompt, kept
+        # The longest go first, so that as many as possible stay. A kind that writes no program needs one to be about.
+        by_room = sorted(shown, key=lambda task: self.room(kind.proposal_prompt([task], self.style)))
+        for longest in by_room if kind.writes_program else by_room[:-1]:
+            kept.remove(longest)
+            prompt = kind.proposal_prompt(kept, self.style)
+            if self.room(prompt) >= 0:
+                return prompt, kept
+        raise ValueError(
+            f"The shortest proposal prompt of {kind.name} is {-self.room(prompt)} tokens longer than the context has room "
+            f"for beside a completion. {WAY_OUT}"
+        )
+
+    def solving_prompt(self, task: Task) -> Messages:
+        """
+        The prompt that puts a task to a student.
+
+        Raises:
+            `ValueError`: If it does not fit; a task that [`is_too_long`] has passed does.
+        """
+        prompt = self.kinds[task.kind].solving_prompt(task, self.style)
+        if (missing := -self.room(prompt)) > 0:
+            raise ValueError(
+                f"The prompt of a {task.kind} task is {missing} tokens longer than the context has room for beside a "
+                f"completion. {WAY_OUT} Its program is {task.program!r:.200}."
+            )
+        return prompt
+
+    def is_too_long(self, task: Task) -> bool:
+        """Whether a task could not be put to a student, or to a teacher who needs a known program."""
+        prompts = [self.kinds[task.kind].solving_prompt(task, self.style)] if task.kind in self.kinds else []
+        prompts += [
+            kind.proposal_prompt([task], self.style)
+            for kind in self.kinds.values()
+            if not kind.writes_program and task.kind in kind.reference_kinds
+        ]
+        return any(self.room(prompt) < 0 for prompt in prompts)
+
+    def leave_out_long(self, archive: TaskArchive) -> None:
+        """Takes tasks that do not fit out of an archive: given ones, or those of a run with shorter completions."""
+        entries = list(archive.entries())
+        kept = [entry for entry in entries if not self.is_too_long(entry[0])]
+        if left_out := len(entries) - len(kept):
+            archive.restore(kept, archive.coverage.state_dict())
+            logger.warning(
+                "%d of %d tasks of the archive are left out: they do not fit into the context beside a completion. %s",
+                left_out,
+                len(entries),
+                WAY_OUT,
+            )
+
+    def judge(
+        self,
+        kinds: Sequence[str],
+        texts: Sequence[str],
+        references: Sequence[Sequence[Task]],
+        rng: random.Random,
+    ) -> list[Task | Reject]:
+        """What each proposal is: a task, or the reason why not. Duplicates are not looked for."""
+        proposals = [self._parse(*each) for each in zip(kinds, texts, references, strict=True)]
+        verdicts = self._run(
+            self.kinds[kind].check(proposal) if isinstance(proposal, Proposal) else None
+            for kind, proposal in zip(kinds, proposals, strict=True)
+        )
+        return [self._accept(*each, rng) for each in zip(kinds, proposals, verdicts, strict=True)]
+
+    def _parse(self, kind: str, text: str, shown: Sequence[Task]) -> Proposal | Reject:
+        parsed = self.kinds[kind].parse_proposal(text, shown)
+        return screen(checked(kind, "parse_proposal", parsed, (Proposal, Reject)), self.forbidden)
+
+    def _accept(
+        self, kind: str, proposal: Proposal | Reject, verdict: Verdict | None, rng: random.Random
+    ) -> Task | Reject:
+        """What became of a proposal; its outputs are known only now."""
+        if isinstance(proposal, Reject):
+            return proposal
+        accepted = self.kinds[kind].accept(proposal, verdict, rng)
+        outcome: Task | Reject = checked(kind, "accept", accepted, (Task, Reject))
+        if isinstance(outcome, Task) and outcome.kind != kind:
+            raise ValueError(f"task kind {kind!r}: `accept` must return tasks of its own kind, got {outcome.kind!r}")
+        outcome = screen(outcome, self.forbidden)
+        if isinstance(outcome, Reject):
+            return outcome
+        too_long = Reject.TOO_LONG if self.is_too_long(outcome) else outcome
+        return Reject.HELD_OUT if outcome in self.held_out else too_long
+
+    def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Grade]:
+        """What the answers are worth; equal answers to one task run once."""
+        attempts = [self.kinds[t.kind].parse_attempt(text, t) for t, text in zip(tasks, texts, strict=True)]
+        keys = [(task.task_id, task.kind, attempt) for task, attempt in zip(tasks, attempts, strict=True)]
+        distinct = dict(zip(keys, tasks, strict=True))
+        verdicts = self._run(self.kinds[task.kind].trial(task, key[2]) for key, task in distinct.items())
+        grades = {
+            key: self._grade(task, key[2], verdict)
+            for (key, task), verdict in zip(distinct.items(), verdicts, strict=True)
+        }
+        return [grades[key] for key in keys]
+
+    def _grade(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> Grade:
+        if not attempt.well_formed:
+            return Grade(attempt, False)
+        kind = self.kinds[task.kind]
+        right = checked(task.kind, "correct", kind.correct(task, attempt, verdict), (bool,))
+        return Grade(attempt, right, checked(task.kind, "said", kind.said(task, attempt, verdict), (str,)))
+
+    def _run(self, jobs: Iterable[Job | None]) -> list[Verdict | None]:
+        """Verdicts of the jobs, `None` where there is nothing to run; equal jobs run once."""
+        jobs = list(jobs)
+        distinct = list(dict.fromkeys(job for job in jobs if job is not None))
+        verdicts = dict(zip(distinct, self.sandbox.run(distinct), strict=True))
+        return [None if job is None else verdicts[job] for job in jobs]

@@ -1,0 +1,277 @@
+"""Phases 1 to 4 of a population step: match, propose, verify, solve.
+
+[`play_step`] is the whole game of one step, read top to bottom. It knows nothing of TRL: a [`Player`] answers prompts, a
+[`Referee`] decides what is true, and [`Played`] holds all that the step leaves.
+
+Shapes: R rows of this rank, P proposals per teacher on this rank, G attempts per task.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trl_populora.population.matchmaking import Match, Matchmaker, student_share
+from trl_populora.population.members import Population
+from trl_populora.step.played import Played, Row
+from trl_populora.step.player import Player
+from trl_populora.step.referee import Referee
+from trl_populora.step.rewards import guessed
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.base import Reject, Task, checked, measured
+
+
+@dataclass
+class Game:
+    """
+    What a step is played with.
+
+    Args:
+        population, matchmaker, archive: The nouns that carry over from step to step, identical on every rank.
+        referee ([`Referee`]): What is a task and what is right.
+        player ([`Player`]): Generates for the members.
+        proposals (`int`): Proposals per teacher over all ranks.
+        attempts (`int`): Attempts per task, G.
+        references (`int`): Archived tasks shown to a proposing teacher, K.
+        seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
+        iterations (`int`): Optimizer steps from one play to the next.
+    """
+
+    population: Population
+    matchmaker: Matchmaker
+    archive: TaskArchive
+    referee: Referee
+    player: Player
+    proposals: int
+    attempts: int
+    references: int
+    seed: int
+    iterations: int = 1
+
+
+def play_step(game: Game, done: int) -> Played:
+    """
+    Plays one step: pairs the members, lets teachers propose and students solve, and updates ratings and archive.
+
+    Every rank plays its share of every match. Ratings and archive are updated from what all ranks saw, in rank order,
+    so they stay identical everywhere.
+
+    Args:
+        game (`Game`): The players and the rules.
+        done (`int`): Optimizer steps before this one, which is step `done + 1` wherever steps are written down.
+
+    Returns:
+        `Played`: With `teachers * P * (1 + G)` rows of this rank.
+    """
+    rng = random.Random(f"{game.seed}/{done}/{game.player.rank}")
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "match"):
+        matches = game.matchmaker.pair(game.population)
+    with _timed(seconds, "propose"):
+        proposals, references = _propose(game, matches, done, rng)
+    with _timed(seconds, "verify"):
+        fillers = _fillers(game, proposals, rng)
+        known = game.archive.programs
+        outcomes, fresh = _verify(game, proposals, references, done + 1, rng)
+    with _timed(seconds, "solve"):
+        tasks = [o if isinstance(o, Task) else filler for o, filler in zip(outcomes, fillers, strict=True)]
+        attempts = _solve(game, matches, proposals, tasks)
+    with _timed(seconds, "verify"):
+        _grade(game, proposals, tasks, attempts)
+    rows = attempts + proposals
+    records = [record for part in game.player.gather([row.record() for row in rows]) for record in part]
+    game.matchmaker.update(game.population, _shares(matches, records))
+    complexities = _note_results(game, fresh, records)
+    played = Played(rows, records, fresh, seconds)
+    played.metrics = step_metrics(game, played, complexities, game.archive.programs - known)
+    return played
+
+
+def _propose(
+    game: Game, matches: Sequence[Match], done: int, rng: random.Random
+) -> tuple[list[Row], list[list[Task]]]:
+    """Phase 2: every teacher writes its proposals, the kinds in rotation (shifted each step, so all get their turn)."""
+    kinds = list(game.referee.kinds.values())
+    share = game.proposals // game.player.world
+    rows, references = [], []
+    for match in matches:
+        for slot in range(game.player.rank * share, (game.player.rank + 1) * share):
+            kind = kinds[(slot + done // game.iterations) % len(kinds)]
+            drawn = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
+            prompt, shown = game.referee.proposal_prompt(kind, drawn)
+            group, dropped = f"match {match.index}", len(drawn) - len(shown)
+            rows.append(
+                Row("teacher", match.teacher, kind.name, match.index, dropped=dropped, prompt=prompt, group=group)
+            )
+            references.append(shown)
+    _complete(game, rows)
+    return rows, references
+
+
+def _complete(game: Game, rows: Sequence[Row]) -> None:
+    completions = game.player.generate([row.prompt for row in rows], [row.member for row in rows])
+    for row, completion in zip(rows, completions, strict=True):
+        row.completion = completion
+
+
+def _verify(
+    game: Game, rows: Sequence[Row], references: Sequence[Sequence[Task]], step: int, rng: random.Random
+) -> tuple[list[Task | Reject], list[Task]]:
+    """
+    Phase 3: the sandbox decides which proposals are tasks; a task that anyone proposed before is a duplicate.
+
+    Returns:
+        What became of this rank's proposals, and the accepted tasks of all ranks.
+    """
+    judged = game.referee.judge([row.kind for row in rows], [row.completion.text for row in rows], references, rng)
+    outcomes: list[Task | Reject] = [
+        replace(outcome, author=row.member, step=step) if isinstance(outcome, Task) else outcome
+        for row, outcome in zip(rows, judged, strict=True)
+    ]
+    fresh = []
+    for rank, part in enumerate(game.player.gather(outcomes)):
+        for index, outcome in enumerate(part):
+            if isinstance(outcome, Task):
+                if game.archive.add(outcome):
+                    fresh.append(outcome)
+                elif rank == game.player.rank:
+                    outcomes[index] = Reject.DUPLICATE
+    for row, outcome in zip(rows, outcomes, strict=True):
+        row.valid = isinstance(outcome, Task)
+        row.task_id = outcome.task_id if isinstance(outcome, Task) else ""
+        row.reject_reason = "" if isinstance(outcome, Task) else outcome.value
+        row.well_formed = outcome is not Reject.FORMAT
+    return outcomes, fresh
+
+
+def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
+    """
+    One archived task per proposal, of its kind where there is one: it takes the student's time if that is invalid.
+    Drawn before the step's own tasks enter the archive, so that nobody meets a task twice.
+    """
+    names = list(game.referee.kinds)
+    return [(game.archive.sample([row.kind], 1, rng) or game.archive.sample(names, 1, rng))[0] for row in rows]
+
+
+def _solve(game: Game, matches: Sequence[Match], proposals: Sequence[Row], tasks: Sequence[Task]) -> list[Row]:
+    """Phase 4: the matched student attempts each task G times."""
+    student = {match.index: match.student for match in matches}
+    rows: list[Row] = []
+    for slot, (proposal, task) in enumerate(zip(proposals, tasks, strict=True)):
+        prompt = game.referee.solving_prompt(task)
+        name = student[proposal.match]
+        rows += [
+            Row(
+                "student",
+                name,
+                task.kind,
+                proposal.match,
+                task.task_id,
+                valid=True,
+                archived=not proposal.valid,
+                prompt=prompt,
+                group=f"rank {game.player.rank} task {slot}",
+            )
+            for _ in range(game.attempts)
+        ]
+    _complete(game, rows)
+    return rows
+
+
+def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Sequence[Row]) -> None:
+    """Phase 4: the sandbox grades; the share of right answers is the proposal's rho."""
+    owners = [task for task in tasks for _ in range(game.attempts)]
+    graded = game.referee.grade(owners, [row.completion.text for row in rows])
+    for row, grade in zip(rows, graded, strict=True):
+        row.well_formed, row.correct, row.reject_reason = grade.attempt.well_formed, grade.right, grade.attempt.reason
+    for slot, proposal in enumerate(proposals):
+        tries = slice(slot * game.attempts, (slot + 1) * game.attempts)
+        group = rows[tries]
+        rho = sum(row.correct for row in group) / game.attempts
+        for row in group:
+            row.solve_rate = rho
+        if proposal.valid:
+            task = tasks[slot]
+            luck = guessed(grade.said for grade in graded[tries] if grade.said and not grade.right) / game.attempts
+            chance = checked(task.kind, "chance", game.referee.kinds[task.kind].chance(task), (float, int))
+            proposal.solve_rate, proposal.chance = rho, max(luck, chance)
+
+
+def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Writes into the archive how this step's tasks fared and how complex they are; returns the latter."""
+    results = {r["task_id"]: r for r in records if r["role"] == "teacher" and r["valid"]}
+    complexities = [measured(game.referee.kinds[task.kind], task) for task in tasks]
+    for task, complexity in zip(tasks, complexities, strict=True):
+        result = results[task.task_id]
+        game.archive.note(task, match=result["match"], solve_rate=result["solve_rate"], **complexity)
+    return complexities
+
+
+def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict[Match, list[float]]:
+    """The student's share of each of the teacher's proposals, per match (archived tasks do not count)."""
+    shares: dict[int, list[float]] = {match.index: [] for match in matches}
+    for record in records:
+        if record["role"] == "teacher":
+            share = student_share(record["valid"], record["solve_rate"], record["chance"])
+            shares[record["match"]].append(share)
+    return {match: shares[match.index] for match in matches}
+
+
+def step_metrics(
+    game: Game, played: Played, complexities: Sequence[dict[str, float]], new_programs: int
+) -> dict[str, float]:
+    """
+    Metrics of one step over all ranks; every key is present at every step, NaN where nothing was seen.
+
+    Args:
+        game (`Game`): Names the kinds.
+        played (`Played`): The step.
+        complexities (`Sequence[dict]`): Of its tasks.
+        new_programs (`int`): How many programs, constants apart, no earlier task had.
+    """
+    kinds, records = game.referee.kinds, played.records
+    proposals = [r for r in records if r["role"] == "teacher"]
+    valid = [r for r in proposals if r["valid"]]
+    attempts = [r for r in records if r["role"] == "student"]
+    fresh = [r for r in attempts if not r["archived"]]
+    written = sum(kinds[task.kind].writes_program for task in played.tasks)
+    metrics = {
+        "propose/valid_rate": _mean([r["valid"] for r in proposals]),
+        "propose/novel_rate": new_programs / written if written else float("nan"),
+        "propose/dropped_references": float(sum(r["dropped"] for r in proposals)),
+        "solve/rate": _mean([r["correct"] for r in fresh]),
+        "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
+        "solve/thinking_rate": _mean([r["thinking"] for r in attempts]),
+        "solve/well_formed": _mean([r["well_formed"] for r in attempts]),
+        "solve/frac_none": _mean([r["solve_rate"] == 0 for r in valid]),
+        "solve/frac_chance": _mean([0 < r["solve_rate"] <= r["chance"] for r in valid]),
+        "solve/frac_all": _mean([r["solve_rate"] == 1 for r in valid]),
+    }
+    for kind in kinds:
+        metrics[f"propose/{kind}/valid_rate"] = _mean([r["valid"] for r in proposals if r["kind"] == kind])
+        metrics[f"solve/{kind}/rate"] = _mean([r["correct"] for r in fresh if r["kind"] == kind])
+    for reason in Reject:
+        metrics[f"verify/reject/{reason.value}"] = float(sum(r["reject_reason"] == reason.value for r in proposals))
+    declared = {name for kind in kinds.values() for name in kind.measures}
+    for name in sorted({key for complexity in complexities for key in complexity} | declared | set(CURRICULUM)):
+        metrics[f"curriculum/{name}"] = _mean([c[name] for c in complexities if name in c])
+    return metrics
+
+
+CURRICULUM = ("ast_depth", "cyclomatic", "lines", "variables")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds to the wall time of a phase."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
