@@ -38,8 +38,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.adapters.weights import read_member, write_member
+from trl_populora.assets import tiny_base_path
 from trl_populora.generation.vllm import PopulationGeneration
-from trl_populora.preparation import tiny_base_path
 
 
 MEMBERS, ROWS_PER_MEMBER, TOKENS = 8, 8, 48

@@ -27,7 +27,8 @@ from tiny_programs import TRAINED_LEVELS
 from tiny_scores import random_task
 
 from trl_populora.adapters.routing import BASE_NAME
-from trl_populora.evaluation.cross_play import Payoff, assemble, cross_play, score_members
+from trl_populora.evaluation.cross_play import assemble, cross_play, score_members
+from trl_populora.report.payoff import Payoff
 from trl_populora.report.run import write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task

@@ -17,7 +17,7 @@ base=$1 members=$2 rank=$3
 shift 3
 python=${PYTHON:-python}
 if [ "$base" = tiny ]; then
-    base=$("$python" -c 'from trl_populora.preparation import tiny_base_path; print(tiny_base_path())')
+    base=$("$python" -c 'from trl_populora.assets import tiny_base_path; print(tiny_base_path())')
 fi
 # vLLM serves adapters in these sizes only; a smaller adapter fits into the next one.
 for size in 1 8 16 32 64 128 256 320 512; do

@@ -27,9 +27,9 @@ from tiny_traces import OPEN
 from trl import TrlParser
 
 from trl_populora.__main__ import TrainArguments, build_trainer
+from trl_populora.assets import tiny_base_path, tiny_eval_tasks
 from trl_populora.model_options import MemberConfig
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.preparation import tiny_base_path, tiny_eval_tasks
 from trl_populora.report.run import load_evaluations, plot_run
 from trl_populora.runs.checkpoint import newest
 from trl_populora.sandbox import Sandbox

@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from trl_populora.preparation import tiny_base_path
+from trl_populora.assets import tiny_base_path
 from trl_populora.sandbox.values import decode
 from trl_populora.tasks import CodeF, CodeO, load_seed_tasks
 

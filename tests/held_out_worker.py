@@ -28,9 +28,9 @@ def vllm(directory: str) -> list[dict]:
     from peft import LoraConfig
 
     from trl_populora.adapters.weights import read_member, write_member
+    from trl_populora.assets import tiny_eval_tasks
     from trl_populora.populora_config import PopuLoRAConfig
     from trl_populora.populora_trainer import PopuLoRATrainer
-    from trl_populora.preparation import tiny_eval_tasks
     from trl_populora.tasks import load_seed_tasks
 
     tasks = [task.to_record() for task in load_seed_tasks(tiny_eval_tasks()) if task.kind == "code_o"][:50]

@@ -145,7 +145,7 @@ def state_of(trainer) -> dict:
     members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.adapters}
     return {
         "members": {f"{m}/{k}": v.numpy().tobytes() for m, factors in members.items() for k, v in factors.items()},
-        "game": json.dumps(game_state(trainer)),
+        "game": json.dumps(game_state(trainer._nouns, trainer.archive)),
         "archive": list(trainer.archive.entries()),
         "lineage": read_lines(run / "lineage.jsonl"),
         "history": [timeless(entry) for entry in trainer.state.log_history if "train_loss" not in entry],

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -317,7 +318,7 @@ class TestDamage:
 
     def test_a_hub_base_of_another_name_is_refused(self, saved, tmp_path, monkeypatch):
         trainer, checkpoint = saved
-        monkeypatch.setattr(trainer, "base_name", "Qwen/Qwen3-0.6B")
+        monkeypatch.setattr(trainer, "shape", replace(trainer.shape, base_model="Qwen/Qwen3-0.6B"))
         copy = tmp_path / "checkpoint-1"
         shutil.copytree(checkpoint, copy)
         rewrite("population.json", lambda state: state.update(base_model="Qwen/Qwen3-0.6B-Base"))(copy)

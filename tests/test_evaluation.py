@@ -18,9 +18,10 @@ from tests.test_rollout import PROPOSALS, make_game, sandbox, solve_by_plan  # n
 from trl_populora import __main__ as cli
 from trl_populora.__main__ import read_tasks
 from trl_populora.adapters.weights import read_member
-from trl_populora.evaluation.cross_play import Payoff, assemble, cross_play, score_members, solve_rates, told_apart
+from trl_populora.evaluation.cross_play import assemble, cross_play, score_members, solve_rates, told_apart
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.report.payoff import Payoff
 from trl_populora.step.player import Completion
 from trl_populora.tasks.archive import TaskArchive
 

@@ -32,11 +32,11 @@ from trl_populora.population.factors import compare
 from trl_populora.population.matchmaking import BETA, Matchmaker
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
-from trl_populora.population.retention import known_solutions, mean_logp, retention_loss
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.step.played import Played, Row
 from trl_populora.step.player import Completion
+from trl_populora.step.retention import known_solutions, mean_logp
 
 
 def rated(*mus: float, age: int = 20, teachers: int = 1) -> Population:
@@ -303,7 +303,7 @@ class TestSettings:
         for settings in ({}, {"rating_reset": "prior"}):
             trainer = self.seasoned(make_trainer, **settings)
             before = {member.name: member.mu for member in trainer.population}
-            events = trainer.evolution.evolve(20)
+            events = trainer.evolution.evolve(20, None, None)
             assert [event["role"] for event in events] == ["teacher", "student"]
             for event in events:
                 child = trainer.population[event["child"].split("@")[0]]
@@ -333,7 +333,7 @@ class Births:
 
     def __init__(self, trainer: PopuLoRATrainer):
         self.trainer, self.replace_member, self.seen = trainer, trainer.replace_member, {}
-        trainer.replace_member = self
+        trainer.evolution.replace = self
 
     def __call__(self, name, factors, **options):
         parent = read_member(self.trainer.model, options["parents"][0].split("@")[0])
@@ -392,7 +392,7 @@ class TestCallback:
     def test_every_metric_is_logged_at_every_step(self, run):
         logged = [entry for entry in run[0].state.log_history if "evolve/replaced" in entry]
         assert [entry["evolve/replaced"] for entry in logged] == [0.0, 2.0, 0.0, 0.0]
-        assert all(set(run[0].evolution.metrics()) <= set(entry) for entry in logged)
+        assert all(set(run[0].evolution._empty_metrics()) <= set(entry) for entry in logged)
 
     def test_the_same_seed_gives_the_same_lineage(self, run, make_trainer):
         again = make_trainer(learning_rate_perturbation=0.2)
@@ -462,22 +462,24 @@ class TestRetentionGate:
                 logps = knowing.model(ids).logits.log_softmax(-1)[0]
             start = len(completion.prompt_ids) - 1
             expected += [float(logps[start + i, token]) for i, token in enumerate(completion.completion_ids)]
-        assert mean_logp(knowing, name, completions) == pytest.approx(np.mean(expected), abs=1e-5)
+        index, pad = knowing.population[name].index, knowing.processing_class.pad_token_id
+        found = mean_logp(knowing._logps_of, index, completions, pad, 2, knowing.accelerator.device)
+        assert found == pytest.approx(np.mean(expected), abs=1e-5)
         assert knowing.router.route is None
 
     def test_loss_of_a_copy_a_stranger_and_without_solutions(self, knowing, monkeypatch):
-        assert retention_loss(knowing, "student_1", "student_1", 16) == 0.0
-        assert retention_loss(knowing, "student_0", "student_1", 16) > 0.1
+        assert knowing._forgotten("student_1", "student_1") == 0.0
+        assert knowing._forgotten("student_0", "student_1") > 0.1
         monkeypatch.setattr(knowing, "played", Played([], []))
-        assert math.isnan(retention_loss(knowing, "student_0", "student_1", 16))
+        assert math.isnan(knowing._forgotten("student_0", "student_1"))
 
     @pytest.mark.parametrize(("strength", "outcome"), [(0.01, "kept"), (0.5, "milder"), (1e3, "cloned")])
     def test_a_child_that_forgets_is_bred_milder_and_at_last_cloned(self, knowing, strength, outcome):
         parent = read_member(knowing.model, "student_1")
         knowing.evolution._metrics = knowing.evolution._empty_metrics()
         birth = Birth("student_0", "student", ("student_1",), "full_gaussian", strength, seed=3)
-        child, operator, final_strength, loss = knowing.evolution._raise(birth, [parent])
-        retries = knowing.evolution.metrics()["evolve/gate_retries"]
+        child, operator, final_strength, loss = knowing.evolution._breed_until_retained(birth, [parent])
+        retries = knowing.evolution._metrics["evolve/gate_retries"]
         assert loss <= 0.02
         if outcome == "cloned":
             assert (operator, final_strength, retries) == ("clone", 0.0, 4)
@@ -486,7 +488,7 @@ class TestRetentionGate:
             assert operator == "full_gaussian"
             assert final_strength == strength / 2**retries
             assert (retries > 0) == (outcome == "milder")
-            assert retention_loss(knowing, "student_0", "student_1", 16) == pytest.approx(loss, abs=1e-6)
+            assert knowing._forgotten("student_0", "student_1") == pytest.approx(loss, abs=1e-6)
 
     def test_its_cost_is_logged_with_the_event(self, make_trainer):
         trainer = make_trainer(retention_tolerance=0.02, max_steps=3)

@@ -20,11 +20,11 @@ from tests.hub_server import HubServer
 from tests.populora_run import make_trainer
 from tests.without_vllm import without_vllm
 from trl_populora.adapters.weights import read_member
+from trl_populora.assets import tiny_base_path
 from trl_populora.evaluation.benchmarks.contenders import find
 from trl_populora.hub.model_card import PICTURES, write_card
 from trl_populora.hub.publishing import make_stage, push_archive, push_run
 from trl_populora.population.members import Population
-from trl_populora.preparation import tiny_base_path
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from trl_populora.evaluation.held_out import HeldOut
 from trl_populora.sandbox import Job, Sandbox, Status, values
+from trl_populora.step.held_out import HeldOut
 from trl_populora.tasks.archive import load_seed_tasks
 from trl_populora.tasks.base import Proposal, Task
 from trl_populora.tasks.code_f import CodeF

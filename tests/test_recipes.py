@@ -25,7 +25,7 @@ from tests.test_backends import run_script
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from tests.without_vllm import without_vllm
 from trl_populora.__main__ import train
-from trl_populora.preparation import tiny_base_path
+from trl_populora.assets import tiny_base_path
 from trl_populora.runs.records import read_lines
 
 

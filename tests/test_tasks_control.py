@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from tests.test_rollout import make_game, proposal
 from tests.test_tasks_kinds import Countdown
+from trl_populora.assets import tiny_base_path
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.preparation import tiny_base_path
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.step.rollout import play_step

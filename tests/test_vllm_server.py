@@ -16,9 +16,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
+from trl_populora.assets import tiny_base_path
 from trl_populora.generation.client import VLLMServerError
 from trl_populora.generation.vllm import PopulationGeneration
-from trl_populora.preparation import tiny_base_path
 
 from .vllm_models import largest_difference, logprobs_of, make_population, randomise
 from .vllm_processes import (

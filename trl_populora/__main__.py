@@ -151,9 +151,9 @@ def group_options(parser: argparse.ArgumentParser) -> None:
 
 def build_trainer(recipe, args, model):
     """The trainer that the arguments of a training command describe."""
+    from trl_populora.assets import TINY, tiny_eval_tasks
     from trl_populora.model_options import member_lora
     from trl_populora.populora_trainer import PopuLoRATrainer
-    from trl_populora.preparation import TINY, tiny_eval_tasks
 
     args.model_init_kwargs = {
         "dtype": model.dtype,

@@ -5,9 +5,12 @@ Shape key: R rows of this rank, W processes, M members, G attempts per task, T c
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,40 +20,46 @@ from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
 from trl import GRPOTrainer
 
-from trl_populora import preparation as loading
+from trl_populora import preparation
 from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.checks import check_is_base
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
+from trl_populora.assets import resolve_model_path
 from trl_populora.generation.checks import check_vllm
 from trl_populora.generation.sampling import seeded
-from trl_populora.generation.stops import use_end_tokens
-from trl_populora.hub.publishing import PublishingTrainer, warm_start
+from trl_populora.generation.stops import end_tokens, warn_of_unknown
+from trl_populora.hub import publishing
+from trl_populora.hub.model_card import write_card
 from trl_populora.population.evolution import EvolutionCallback
 from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.runs import records
+from trl_populora.runs import checkpoint, nodes, records
 from trl_populora.runs.alarms import Alarms
+from trl_populora.runs.interrupts import StopAtSignals
 from trl_populora.runs.progress import PHASES, use_step_line
-from trl_populora.runs.saved_population import describe
+from trl_populora.runs.saved_population import Shape, describe
 from trl_populora.sandbox import Runner
 from trl_populora.step import batching
 from trl_populora.step.advantages import flat_fraction, member_factors, step_advantages
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee
+from trl_populora.step.retention import common_count, known_solutions, mean_logp
 from trl_populora.step.rollout import Game, play_step
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
 from trl_populora.tasks.control import control_texts
 
 
+logger = logging.getLogger(__name__)
+
 # Rank 32 is the paper's; alpha = 2r and all linear layers are PEFT's and TRL's usual advice for LoRA with RL.
 DEFAULT_LORA = {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}
 
 
-class PopuLoRATrainer(PublishingTrainer):
+class PopuLoRATrainer(GRPOTrainer):
     """
     Trains a population of LoRA teachers and students on one frozen base, from PopuLoRA (arXiv 2605.16727).
 
@@ -63,13 +72,17 @@ class PopuLoRATrainer(PublishingTrainer):
     - `rollout_func` (set here): plays phases 1 to 4 and returns one row per slot of the generation batch.
     - `_calculate_rewards`: shows reward functions the prompts that were really asked, and keeps the rewards.
     - `_generate_and_score_completions`: adds each row's member, and replaces TRL's advantages by the population's.
-    - `_prepare_inputs`: deals the rows into micro-batches of equal member segments with little padding.
+    - `_prepare_inputs`: deals the rows into micro-batches of member segments; rows without advantage become blank.
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows.
-    - `predict`: refused; `member` gives a member's own model.
-    - `evaluate`, `_evaluate`: members attempt held-out tasks; see [`~trl_populora.evaluation.held_out.HeldOut`].
-    - `create_optimizer`, `_clip_grad_norm`: one parameter group and one gradient norm per member.
-    - checkpoints and uploads: see [`~trl_populora.runs.checkpoint.ResumableTrainer`] and
-      [`~trl_populora.hub.publishing.PublishingTrainer`].
+    - `create_optimizer`, `_clip_grad_norm`, `_get_grad_norm`: one parameter group and one gradient norm per member.
+    - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives a member's own model.
+    - `train`: `resume_from_checkpoint=True` takes the newest whole checkpoint; Ctrl-C and SIGTERM leave one.
+    - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
+    - `save_model`, `_save`: one ordinary PEFT directory per member, `population.json`, the best student at the root.
+    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then the
+      state of the game (on every backend; DeepSpeed brings its members itself), then the loss that is not logged yet.
+    - `create_model_card`, `init_hf_repo`, `push_to_hub`, `_push_from_checkpoint`, `_finish_current_push`: a card of the
+      population; uploads of frozen copies while training goes on; a failed one says why and how to complete it.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]):
@@ -110,6 +123,9 @@ class PopuLoRATrainer(PublishingTrainer):
     _buffered_inputs: Any
     log_completions: bool
     control: TrainerControl
+    eos_token_ids: list[int]
+    push_in_progress: Any
+    hub_model_id: str
 
     def __init__(
         self,
@@ -127,24 +143,23 @@ class PopuLoRATrainer(PublishingTrainer):
         **unsupported: Any,
     ):
         args = PopuLoRAConfig("populora") if args is None else args
-        loading.refuse_unsupported(args, unsupported)
-        loading.check_output_dir(args.output_dir)
-        source = loading.resolve_model_path(model) if isinstance(model, str) else model
+        preparation.refuse_unsupported(args, unsupported)
+        preparation.check_output_dir(args.output_dir)
+        source = resolve_model_path(model) if isinstance(model, str) else model
         check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
         lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
         if args.use_vllm:
             check_vllm(source, args, lora_config)
-        kinds = loading.make_kinds(args)
-        archive = loading.load_archive(train_dataset, kinds, args)
-        held_out = loading.load_held_out(eval_dataset, kinds, archive, args)
+        kinds = preparation.make_kinds(args)
+        archive = preparation.load_archive(train_dataset, kinds, args)
+        held_out = preparation.load_held_out(eval_dataset, kinds, archive, args)
 
         set_seed(args.seed)
-        base = loading.load_base(model, args)
-        tokenizer = loading.load_tokenizer(base, processing_class, args)
+        base = preparation.load_base(model, args)
+        tokenizer = preparation.load_tokenizer(base, processing_class, args)
         self.population = Population(args.teachers, args.students, args.single_agent)
         self.router = Router()
-        self.base_name = model if isinstance(model, str) else base.config.name_or_path
-        autocast = not loading.is_zero3(args)
+        autocast = not preparation.is_zero3(args)
         members = add_members(
             base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
         )
@@ -160,10 +175,10 @@ class PopuLoRATrainer(PublishingTrainer):
             args.__dict__.update(hidden)
             super().__init__(
                 model=members,
-                reward_funcs=loading.reward_functions(args, reward_funcs),
+                reward_funcs=preparation.reward_functions(args, reward_funcs),
                 args=args,
-                train_dataset=loading.placeholder_dataset(args),
-                eval_dataset=None if held_out is None else loading.placeholder_dataset(args),
+                train_dataset=preparation.placeholder_dataset(args),
+                eval_dataset=None if held_out is None else preparation.placeholder_dataset(args),
                 processing_class=tokenizer,
                 reward_processing_classes=None if extra_classes is None else [None, None, *extra_classes],
                 callbacks=callbacks,
@@ -173,34 +188,62 @@ class PopuLoRATrainer(PublishingTrainer):
             args.__dict__.update(given)
         self.beta = args.beta
         self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
-        use_end_tokens(self)
+        self.eos_token_ids = end_tokens(
+            tokenizer, self.eos_token_ids, args.generation_kwargs, self.chat_template_kwargs
+        )
+        self.generation_config.update(eos_token_id=self.eos_token_ids, stop_strings=None)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
         self.rollout_func = self._play
         self.held_out = held_out
-        self.game = self._make_game(kinds, archive, loading.prompt_style(args, base))
+        self.shape = Shape.of(members, model if isinstance(model, str) else base.config.name_or_path)
+        self.staging, self.uploads = checkpoint.Staging(args, self.accelerator), publishing.Uploads(args)
+        self.game = self._make_game(kinds, archive, preparation.prompt_style(args, base))
         self._closed = False
-        loading.check_outputs(loading.given_tables(train_dataset, held_out), self.game)
+        preparation.check_outputs(preparation.given_tables(train_dataset, held_out), self.game)
         self.played = Played([], [])
         self._loss_rows: torch.Tensor | None = None  # of the micro-batch in the loss, those that are computed
         self._deepspeed_norms: dict[str, float] = {}
         self._clips_inside_deepspeed = False
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
-        self.evolution = EvolutionCallback(self) if args.evolve_every else None
-        if self.evolution is not None:
-            self.add_callback(self.evolution)
+        self._pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
+        self.evolution = self._make_evolution() if args.evolve_every else None
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
-        self.add_callback(records.Records(self.describe))
-        self.add_callback(Alarms())
+        for callback in (self.evolution, records.Records(self.describe), Alarms()):
+            if callback is not None:
+                self.add_callback(callback)
         if args.warm_start:
-            warm_start(self, args.warm_start)
+            publishing.warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
         if args.use_vllm:
-            from trl_populora.generation import vllm  # needs packages that come with vLLM
+            from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
 
-            vllm.attach(self)
+            self.vllm_generation = population_generation(
+                args,
+                self.model,
+                self.population.adapters,
+                self.router,
+                self.accelerator,
+                tokenizer,
+                self.eos_token_ids,
+            )
+            self.use_vllm, self._last_loaded_step = True, -1
+        else:
+            warn_of_unknown(args.generation_kwargs)
         self._fit_into_context()
+
+    def _make_evolution(self) -> EvolutionCallback:
+        adapter = self.population.adapter
+        return EvolutionCallback(
+            self.args,
+            self.population,
+            read=lambda name: weights.read_member(self.model_wrapped, adapter(name)),
+            write=lambda name, factors: weights.write_member(self.model_wrapped, adapter(name), factors),
+            replace=self.replace_member,
+            forgotten=self._forgotten,
+            log=self._log_values,
+        )
 
     def _fit_into_context(self) -> None:
         """Given tasks that have no room in the context are left out where there are others, and refused if held out."""
@@ -208,9 +251,11 @@ class PopuLoRATrainer(PublishingTrainer):
         config = self.model.get_base_model().config.get_text_config()
         trained_on = getattr(config, "max_position_embeddings", None)
         context = self.vllm_generation.context_length() if self.use_vllm else trained_on
-        referee.room = loading.prompt_room(context, self.args, lambda prompt: self._tokenize_prompts([prompt])[0][0])
+        referee.room = preparation.prompt_room(
+            context, self.args, lambda prompt: self._tokenize_prompts([prompt])[0][0]
+        )
         referee.leave_out_long(self.archive)
-        loading.check_archive(self.archive, referee.kinds)
+        preparation.check_archive(self.archive, referee.kinds)
         for tasks in self.held_out.tables.values() if self.held_out else ():
             for task in tasks:
                 referee.solving_prompt(task)
@@ -223,7 +268,7 @@ class PopuLoRATrainer(PublishingTrainer):
             matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
             archive=archive,
             referee=Referee(
-                kinds, loading.make_sandbox(args), style, control_texts(self.processing_class), self.held_out or ()
+                kinds, preparation.make_sandbox(args), style, control_texts(self.processing_class), self.held_out or ()
             ),
             player=Player(
                 self._generate_rows,
@@ -261,17 +306,20 @@ class PopuLoRATrainer(PublishingTrainer):
             self.vllm_generation.close()
             self._last_loaded_step = -1
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, **kwargs):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
+        nodes.check_nodes(self.args, self.accelerator)
+        found = checkpoint.to_resume(resume_from_checkpoint, self.args.output_dir)
         self._open()
         try:
-            return super().train(*args, **kwargs)
+            with StopAtSignals(self.callback_handler, self.args, checkpoint.newest):
+                return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()
 
     def _open(self) -> None:
         if self._closed:
-            self.game.referee.sandbox, self._closed = loading.make_sandbox(self.args), False
+            self.game.referee.sandbox, self._closed = preparation.make_sandbox(self.args), False
 
     def member(self, name: str) -> AbstractContextManager:
         """
@@ -284,7 +332,9 @@ class PopuLoRATrainer(PublishingTrainer):
 
     def describe(self) -> dict[str, Any]:
         """The population for people and other programs: the contents of `population.json`."""
-        return describe(self)
+        held_out = self.held_out
+        known = ({}, None) if held_out is None else (held_out.rates, held_out.base_rate)
+        return describe(self.game, self.shape, self.args, self.state.global_step, *known)
 
     def predict(self, *args, **kwargs):
         raise RuntimeError(
@@ -324,11 +374,11 @@ class PopuLoRATrainer(PublishingTrainer):
         self._open()
         held_out = self.held_out
         if eval_dataset is not None:
-            held_out = loading.load_held_out(eval_dataset, self.game.referee.kinds, None, self.args)
+            held_out = preparation.load_held_out(eval_dataset, self.game.referee.kinds, None, self.args)
         if held_out is None:
             raise ValueError("`evaluate` needs tasks: give `eval_dataset` to it or to the trainer.")
         if held_out is not self.held_out:
-            loading.check_outputs(loading.given_tables(None, held_out), self.game)
+            preparation.check_outputs(preparation.given_tables(None, held_out), self.game)
         members = [*self.population] if self.args.eval_teachers else self.population.students
         untrained = {
             m.name for m in members if weights.adds_nothing(self.model_wrapped, self.population.adapter(m.name))
@@ -445,21 +495,18 @@ class PopuLoRATrainer(PublishingTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
         computed = super()._get_per_token_logps_and_entropies
-        if self._loss_rows is None:  # log-probabilities of the whole step, before its first update
-            members = torch.tensor([self.population[row.member].index for row in self.played.rows])
-            parts = []
-            for ids, mask, rows in zip(
-                *(whole.split(batch_size) for whole in (input_ids, attention_mask, members)), strict=True
-            ):
-                with self.router.rows_of(rows):
-                    parts.append(computed(model, ids, mask, logits_to_keep, **kwargs))
-            logps, entropies, aux_losses = zip(*parts, strict=True)
-            return torch.cat(logps), _joined(entropies, torch.cat), _joined(aux_losses, torch.stack)
-        rows, size = self._loss_rows, len(attention_mask)
-        mask = attention_mask[rows]
-        mask = mask if mask.any() else torch.ones_like(mask)  # attention to nothing is not a number
-        logps, entropies, aux_loss = computed(model, input_ids[rows], mask, logits_to_keep, batch_size, **kwargs)
-        return _spread(logps, rows, size), _spread(entropies, rows, size), aux_loss
+        if self._loss_rows is not None:
+            live = batching.LiveRows(self._loss_rows, input_ids, attention_mask)
+            return live.spread(computed(model, live.ids, live.mask, logits_to_keep, batch_size, **kwargs))
+        members = [self.population[row.member].index for row in self.played.rows]  # before the step's first update
+        return batching.by_micro_batch(
+            lambda ids, mask: computed(model, ids, mask, logits_to_keep, **kwargs),
+            self.router,
+            members,
+            input_ids,
+            attention_mask,
+            batch_size,
+        )
 
     def _compute_loss(self, model, inputs):
         rows = batching.live_rows(torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1))
@@ -554,16 +601,134 @@ class PopuLoRATrainer(PublishingTrainer):
             weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, giver, adapter)
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
+    def _forgotten(self, child: str, parent: str) -> float:
+        """Nats per token that a live member lost against another on what its role has just got right."""
+        solutions = known_solutions(self.played.rows, self.population[child].role, parent, self.args.retention_rows)
+        solutions = solutions[: common_count(solutions)]
+        if not solutions:
+            return math.nan
+        pad, size = self.processing_class.pad_token_id, self.args.per_device_train_batch_size
+        training = self.model.training
+        self.model.eval()  # dropout would be taken for forgetting
+        before, after = (
+            mean_logp(self._logps_of, self.population[name].index, solutions, pad, size, self.accelerator.device)
+            for name in (parent, child)
+        )
+        self.model.train(training)
+        return before - after
+
+    def _logps_of(self, member: int, ids: torch.Tensor, mask: torch.Tensor, length: int) -> torch.Tensor:
+        with self.router.rows_of([member] * len(ids)):
+            return super()._get_per_token_logps_and_entropies(self.model, ids, mask, length)[0]
+
+    @property
+    def _nouns(self) -> dict[str, Any]:
+        """What lasts beside members and archive, by its name in `game.json`."""
+        nouns = {"population": self.population, "matchmaker": self.matchmaker, "held_out": self.held_out}
+        return {name: noun for name, noun in nouns.items() if noun is not None}
+
+    def _get_output_dir(self, trial=None):
+        return self.staging.directory or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model, trial):
+        root = Path(self._get_output_dir(trial))
+        with self.staging.checkpoint(root, self.state) as unfinished:
+            super()._save_checkpoint(model, trial)
+            checkpoint.save_game(unfinished, self._nouns, self.archive, self._rank_state(), self.args)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(
+                str(root / unfinished.name)
+            )  # the call from within, before it was whole, did nothing
+
+    def _rank_state(self) -> checkpoint.RankState:
+        between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        return checkpoint.RankState(
+            step=self._step,
+            buffered=self._buffered_inputs if between else None,
+            played=self.played.state_dict() if between else None,
+            metrics={name: list(map(float, values)) for name, values in self._metrics["train"].items()},
+            loss=float(self._tr_loss),
+            logged=self._globalstep_last_logged,
+        )
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        # Not TRL's: under transformers 5.17 it calls `_save` on the main rank alone, but ZeRO and FSDP read together.
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir=None, state_dict=None):
+        directory, write = output_dir or self.args.output_dir, self.args.should_save
+        checkpoint.save(directory, self.model_wrapped, self.game, self.processing_class, self.describe(), write)
+        if write and self.staging.directory is None:
+            publishing.place_best_student(Path(directory))
+
+    def _load_best_model(self):
+        best = self.state.best_model_checkpoint
+        logger.info("Taking the population of %s (%s).", best, self.state.best_metric)
+        self._load_from_checkpoint(best)
+        checkpoint.load_nouns(Path(best), self._nouns)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        checkpoint.load_members(resume_from_checkpoint, self.model_wrapped, self.population, self.shape)
+        self._last_loaded_step = -1  # vLLM may have generated earlier in this step
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if self.args.device.type == "cpu":
+            # With several CPU processes it is "cpu:0", to which transformers 5.17 (vLLM's) would load, and torch cannot.
+            self.args.__dict__["_setup_devices"] = torch.device("cpu")
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._load_game(checkpoint)
+
+    def _load_game(self, directory: str) -> None:
+        device = self.accelerator.device
+        state = checkpoint.load_game(directory, self.game, self._nouns, self.shape, self.args, device)
+        if state is not None:
+            self._step, self._buffered_inputs = state.step, state.buffered
+            self.played = Played([], []) if state.played is None else Played.from_state(state.played)
+            self._metrics["train"].update(state.metrics)
+            self._pending_loss = state.loss, state.logged
+
+    def _load_rng_state(self, checkpoint):
+        super()._load_rng_state(checkpoint)
+        if self._pending_loss is not None:
+            self._tr_loss += self._pending_loss[0]
+            self._globalstep_last_logged = self._pending_loss[1]
+            self._pending_loss = None
+
+    # The Hub
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None, **details):
+        root = Path(self.args.output_dir)
+        if self.is_world_process_zero() and (root / "population.json").exists():
+            write_card(root, self.hub_model_id or model_name or root.name, tags, details)
+
+    def init_hf_repo(self, token=None, **kwargs):
+        with publishing.explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
+            super().init_hf_repo(token=token, **kwargs)
+
+    def push_to_hub(self, commit_message="End of training", **kwargs):
+        if self.is_world_process_zero():
+            publishing.draw_for_card(Path(self.args.output_dir))
+        with publishing.explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
+            return super().push_to_hub(commit_message=commit_message, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        whole = self.staging.directory is None
+        if whole and self.is_world_process_zero() and self.uploads.is_due(self.push_in_progress):
+            self.callback_handler.on_push_begin(self.args, self.state, self.control)
+            self.push_in_progress = self.uploads.start(
+                Path(checkpoint_folder), self.hub_model_id, self.state.global_step, self.push_in_progress
+            )
+
+    def _finish_current_push(self):
+        super()._finish_current_push()
+        pending = getattr(self, "push_in_progress", None)
+        self.uploads.finish(pending, self.hub_model_id, self.is_world_process_zero())
+        self.push_in_progress = None
+
     def _log_values(self, values: Mapping[str, float]) -> None:
         """Adds to TRL's metrics of this step."""
         for name, value in values.items():
             self._metrics["train"][name].append(value)
-
-
-def _spread(values: torch.Tensor | None, rows: torch.Tensor, size: int) -> torch.Tensor | None:
-    """The values of some rows, `[len(rows), C]`, among `size` rows; the others get 0."""
-    return None if values is None else values.new_zeros(size, values.shape[1]).index_copy(0, rows, values)
-
-
-def _joined(parts: Sequence[torch.Tensor | None], join) -> torch.Tensor | None:
-    return None if parts[0] is None else join(list(parts))

@@ -11,7 +11,6 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path
 
-from trl_populora.evaluation.held_out import HeldOut
+from trl_populora.assets import resolve_model_path
 from trl_populora.population.matchmaking import everyone_plays
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.sandbox import Job, Limits, Runner, Sandbox, SandboxClient, Status
+from trl_populora.step.held_out import HeldOut
 from trl_populora.step.player import Messages
 from trl_populora.step.referee import WAY_OUT
 from trl_populora.step.rewards import make_student_reward, make_teacher_reward
@@ -35,23 +35,6 @@ from trl_populora.tasks.code import CodeKind
 
 
 logger = logging.getLogger(__name__)
-
-TINY = "tiny"
-
-
-def tiny_base_path() -> str:
-    """Directory of the embedded tiny base model, made by `recipes/make_tiny_base.py`."""
-    return str(files("trl_populora").joinpath("assets", "tiny"))
-
-
-def tiny_eval_tasks() -> str:
-    """File of the held-out tasks for the embedded base: combinations of operations that it was never trained on."""
-    return str(files("trl_populora").joinpath("assets", "eval_tasks.jsonl"))
-
-
-def resolve_model_path(model: str) -> str:
-    """The embedded base for `"tiny"`; any other name or path is left to transformers."""
-    return tiny_base_path() if model == TINY else model
 
 
 def load_base(model: str | PreTrainedModel, args: PopuLoRAConfig) -> PreTrainedModel:

@@ -1,1 +1,1 @@
-"""How good members are: held-out tasks while training, cross-play of saved populations, published benchmarks."""
+"""How good members are: cross-play of saved populations, published benchmarks."""

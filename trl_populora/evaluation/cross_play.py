@@ -9,8 +9,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -20,12 +19,13 @@ from datasets import Dataset
 from peft import LoraConfig
 from tqdm import tqdm
 
-from trl_populora.evaluation.held_out import attempt
 from trl_populora.hub.publishing import fetch
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.report.payoff import Payoff
 from trl_populora.runs.checkpoint import write_member_file
 from trl_populora.runs.saved_population import SAMPLING, check_same_shape, read_json
+from trl_populora.step.held_out import attempt
 from trl_populora.step.rollout import Game
 from trl_populora.tasks import TASK_KINDS, load_seed_tasks, resolve_kind
 from trl_populora.tasks.archive import read_task
@@ -51,46 +51,6 @@ def solve_rates(game: Game, member: str, tasks: Sequence[Task], attempts: int = 
     """
     tried = attempt(game, [member], tasks, attempts, batch)[member]
     return [fmean(outcome.correct for outcome in group) for group in tried]
-
-
-@dataclass
-class Payoff:
-    """
-    What cross-play found. Shapes: T teachers, S students.
-
-    Args:
-        teachers, students (`list[str]`): Names, in the order of rows and columns.
-        valid (`list[float]`): Share of each teacher's proposals that the sandbox accepted, `[T]`.
-        solved (`list[list[float]]`): Share of the attempts at the teacher's tasks that the student solved, `[T][S]`;
-            NaN in the row of a teacher without a valid task.
-        given (`dict[str, float]`): Each member's solve rate on the given tasks; empty without any.
-    """
-
-    teachers: list[str]
-    students: list[str]
-    valid: list[float] = field(default_factory=list)
-    solved: list[list[float]] = field(default_factory=list)
-    given: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def by_teacher(self) -> list[float]:
-        """Mean over the students per teacher: low is a teacher whose tasks are hard for everybody."""
-        return [fmean(row) for row in self.solved]
-
-    @property
-    def by_student(self) -> list[float]:
-        """Mean over the teachers per student, teachers without a valid task left out."""
-        rows = [row for row in self.solved if not math.isnan(row[0])]
-        return [fmean(column) if column else math.nan for column in (zip(*rows, strict=True) if rows else [])]
-
-    def renamed(self, names: Mapping[str, str]) -> Payoff:
-        """The same under other names."""
-        return replace(
-            self,
-            teachers=[names[name] for name in self.teachers],
-            students=[names[name] for name in self.students],
-            given={names[name]: rate for name, rate in self.given.items()},
-        )
 
 
 def score_members(game: Game, members: Sequence[str], tasks: Sequence[Task], attempts: int = 4) -> dict[str, float]:
@@ -214,12 +174,12 @@ def assemble(
         peft_config=LoraConfig(**shape),
     )
     for root in roots:
-        check_same_shape(trainer, root / "population.json", same_members=False)
+        check_same_shape(root / "population.json", trainer.shape)
     names = {}
     for role, contestants in entries.items():
         for slot, (index, member) in zip(trainer.population.role(role), contestants, strict=True):
             path = roots[index] / member["adapter"] / "adapter_model.safetensors"
-            write_member_file(trainer, slot.name, path)
+            write_member_file(trainer.model_wrapped, slot.name, path)
             names[slot.name] = prefixes[index] + member["name"]
     return trainer, names
 

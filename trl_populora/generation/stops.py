@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-
-if TYPE_CHECKING:
-    from trl_populora.populora_trainer import PopuLoRATrainer
 
 logger = logging.getLogger(__name__)
 
@@ -65,19 +62,14 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[st
     return [token for token in after[:1] if token in special]
 
 
-def use_end_tokens(trainer: PopuLoRATrainer) -> None:
-    """Lets TRL's generation with transformers, its metrics and its masks know all tokens that end a completion."""
-    given = trainer.args.generation_kwargs or {}
-    trainer.eos_token_ids = end_tokens(
-        trainer.processing_class, trainer.eos_token_ids, given, trainer.chat_template_kwargs
-    )
-    trainer.generation_config.update(eos_token_id=trainer.eos_token_ids, stop_strings=None)
-    unknown = sorted(given.keys() - vars(GenerationConfig()).keys() - set(STOPS))
-    if unknown and not trainer.args.use_vllm:
+def warn_of_unknown(generation_kwargs: Mapping[str, Any] | None) -> None:
+    """Names what transformers would leave aside without a word."""
+    unknown = sorted((generation_kwargs or {}).keys() - vars(GenerationConfig()).keys() - set(STOPS))
+    if unknown:
         logger.warning("`generation_kwargs` gives %s, which transformers does not know.", ", ".join(unknown))
 
 
-def vllm_kwargs(trainer: PopuLoRATrainer) -> dict[str, Any]:
+def vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]) -> dict[str, Any]:
     """What vLLM samples with. Its engine reads the base's own end tokens only, so it is given all of them."""
-    given = {name: value for name, value in (trainer.args.generation_kwargs or {}).items() if name not in STOPS}
-    return given | {"stop_token_ids": list(trainer.eos_token_ids)}
+    given = {name: value for name, value in (generation_kwargs or {}).items() if name not in STOPS}
+    return given | {"stop_token_ids": list(ends)}

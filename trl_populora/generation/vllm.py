@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
@@ -23,16 +25,13 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_populora.adapters import weights
 from trl_populora.adapters.folding import fold_patterns
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
+from trl_populora.populora_config import PopuLoRAConfig
 
 from . import publishing
 from .checks import permitted_rank
 from .client import LoRAServers, VLLMServerError
 from .routes import Published
 from .stops import vllm_kwargs
-
-
-if TYPE_CHECKING:
-    from trl_populora.populora_trainer import PopuLoRATrainer
 
 
 class PopulationGeneration(VLLMGeneration):
@@ -284,23 +283,38 @@ def _advice(output_dir: str) -> str:
     return f"Restart it (`recipes/serve.sh`) and resume from the last checkpoint, {checkpoint}."
 
 
-def attach(trainer: PopuLoRATrainer) -> None:
+def population_generation(
+    args: PopuLoRAConfig,
+    model: torch.nn.Module,
+    members: Sequence[str],
+    router: Router,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+) -> PopulationGeneration:
     """
-    Gives a constructed trainer its vLLM generation. TRL's constructor must have run with `use_vllm` off: it would
-    start an engine without adapters.
+    The vLLM generation of a trainer. TRL's constructor must have run with `use_vllm` off: it would start an engine
+    without adapters.
+
+    Args:
+        args ([`PopuLoRAConfig`]): All `vllm_*` settings, and those of sampling.
+        model ([`~peft.PeftModel`]): The population's model.
+        members (`Sequence[str]`): Adapter names in route order.
+        router ([`~trl_populora.adapters.routing.Router`]): Holds the member of each row.
+        accelerator ([`~accelerate.Accelerator`]): The trainer's.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The trainer's.
+        ends (`Sequence[int]`): Token ids that end a completion.
     """
-    args = trainer.args
-    rows = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
-    trainer.vllm_generation = PopulationGeneration(
-        trainer.model,
-        members=trainer.population.adapters,
-        router=trainer.router,
+    return PopulationGeneration(
+        model,
+        members=members,
+        router=router,
         output_dir=args.output_dir,
         adapter_dir=args.vllm_adapter_dir,
         engine_kwargs=_engine_kwargs(args),
         request_timeout=args.vllm_request_timeout,
-        accelerator=trainer.accelerator,
-        processing_class=trainer.processing_class,
+        accelerator=accelerator,
+        processing_class=tokenizer,
         mode=args.vllm_mode,
         structured_outputs_regex=args.vllm_structured_outputs_regex,
         server_base_url=args.vllm_server_base_url,
@@ -311,21 +325,19 @@ def attach(trainer: PopuLoRATrainer) -> None:
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         gpu_memory_utilization=args.vllm_gpu_memory_utilization,
         max_model_length=args.vllm_max_model_length,
-        max_num_seqs=rows,
+        max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
         enable_sleep_mode=args.vllm_enable_sleep_mode,
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
-        repetition_penalty=trainer.repetition_penalty,
-        temperature=trainer.temperature,
-        top_p=trainer.top_p,
-        top_k=trainer.top_k,
-        min_p=trainer.min_p,
-        max_completion_length=trainer.max_completion_length,
+        repetition_penalty=args.repetition_penalty,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        max_completion_length=args.max_completion_length,
         logprobs=0,  # the sampled token's, for the importance sampling correction
-        generation_kwargs=vllm_kwargs(trainer),
+        generation_kwargs=vllm_kwargs(args.generation_kwargs, ends),
     )
-    trainer.use_vllm = True
-    trainer._last_loaded_step = -1
 
 
 def _engine_kwargs(args: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from trl_populora.preparation import TINY
+from trl_populora.assets import TINY
 from trl_populora.report.plots import PLOTS
 from trl_populora.runs.records import read_lines
 from trl_populora.runs.saved_population import read_json
@@ -167,7 +167,7 @@ def _base_code(base: str) -> dict[str, str]:
     """How Python and a shell name the base; the embedded one lies inside the installed package."""
     if base != TINY:
         return {"base_import": "", "base_code": f'"{base}"', "base_shell": base}
-    line, code = "from trl_populora.preparation import tiny_base_path", "tiny_base_path()"
+    line, code = "from trl_populora.assets import tiny_base_path", "tiny_base_path()"
     return {
         "base_import": f"{line}\n",
         "base_code": code,

@@ -14,8 +14,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, LocalTokenNotFoundError
 from transformers.trainer_utils import HubStrategy
@@ -23,14 +24,12 @@ from transformers.utils.hub import PushInProgress
 
 from trl_populora.hub.archive_card import archive_card
 from trl_populora.hub.model_card import PICTURES, write_card
-from trl_populora.population.members import PRIOR_SIGMA
+from trl_populora.population.members import PRIOR_SIGMA, Population
+from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.run import draw_plots, load_run
-from trl_populora.runs.checkpoint import ResumableTrainer, write_member_file
-from trl_populora.runs.saved_population import best_adapter, check_same_shape, read_json
+from trl_populora.runs.checkpoint import write_member_file
+from trl_populora.runs.saved_population import Shape, best_adapter, check_same_shape, read_json
 
-
-if TYPE_CHECKING:
-    from trl_populora.populora_trainer import PopuLoRATrainer
 
 logger = logging.getLogger(__name__)
 
@@ -50,67 +49,57 @@ STAGES = "_push"
 POPULATION = ("population.json", "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
 
 
-class PublishingTrainer(ResumableTrainer):
+class Uploads:
     """
-    What a population adds to the uploads of [`~trl.GRPOTrainer`].
+    Uploads of checkpoints while training goes on, each of a frozen copy of what is uploaded.
 
-    - `_save`: puts the best student at the root of the run.
-    - `create_model_card`: ratings, lineage, how to load one member or all.
-    - `init_hf_repo`, `push_to_hub`: a failed upload says why, and how to complete it; the card gets its pictures.
-    - `_push_from_checkpoint`, `_finish_current_push`: uploads a frozen copy while training goes on.
+    Args:
+        args ([`PopuLoRAConfig`]): The run's directory, strategy, token and revision.
     """
 
-    push_in_progress: PushInProgress | None
+    def __init__(self, args: PopuLoRAConfig):
+        self.args = args
+        self.run = Path(args.output_dir)
 
-    def _save(self, output_dir=None, state_dict=None):
-        super()._save(output_dir, state_dict)
-        if self.args.should_save and self._aside is None:
-            place_best_student(Path(output_dir or self.args.output_dir))
+    def is_due(self, pending: PushInProgress | None) -> bool:
+        """Whether a checkpoint goes up now: one at a time unless `hub_always_push`."""
+        idle = pending is None or pending.is_done()
+        return self.args.hub_strategy != HubStrategy.END and (idle or self.args.hub_always_push)
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None, **details):
-        root = Path(self.args.output_dir)
-        if self.is_world_process_zero() and (root / "population.json").exists():
-            write_card(root, self.hub_model_id or model_name or root.name, tags, details)
-
-    def init_hf_repo(self, token=None, **kwargs):
-        with explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
-            super().init_hf_repo(token=token, **kwargs)
-
-    def push_to_hub(self, commit_message="End of training", **kwargs):
-        if self.is_world_process_zero():
-            draw_for_card(Path(self.args.output_dir))
-        with explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
-            return super().push_to_hub(commit_message=commit_message, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        if self._aside is not None or not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
-            return
-        if self.push_in_progress is not None and not self.push_in_progress.is_done() and not self.args.hub_always_push:
-            return
-        warn_of_failures(self.push_in_progress, self.hub_model_id, self.args.output_dir)
-        if self.push_in_progress is None or self.push_in_progress.is_done():
-            shutil.rmtree(Path(self.args.output_dir, STAGES), ignore_errors=True)
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        stage = make_stage(Path(self.args.output_dir), Path(checkpoint_folder), self.args.hub_strategy)
+    def start(self, checkpoint: Path, repo: str, step: int, pending: PushInProgress | None) -> PushInProgress:
+        """Begins the upload of a whole checkpoint; `pending` is what was begun before."""
+        self.warn(pending, repo)
+        if pending is None or pending.is_done():
+            shutil.rmtree(self.run / STAGES, ignore_errors=True)
+        stage = make_stage(self.run, checkpoint, self.args.hub_strategy)
         draw_for_card(stage)
-        write_card(stage, self.hub_model_id)
+        write_card(stage, repo)
         job = HfApi().upload_folder(
-            repo_id=self.hub_model_id,
+            repo_id=repo,
             folder_path=stage,
-            commit_message=f"Training in progress, step {self.state.global_step}",
+            commit_message=f"Training in progress, step {step}",
             token=self.args.hub_token,
             revision=self.args.hub_revision,
             run_as_future=True,
         )
-        earlier = [] if self.push_in_progress is None else [j for j in self.push_in_progress.jobs if not j.done()]
-        self.push_in_progress = PushInProgress([*earlier, job])
+        earlier = [] if pending is None else [each for each in pending.jobs if not each.done()]
+        return PushInProgress([*earlier, job])
 
-    def _finish_current_push(self):
-        super()._finish_current_push()
-        warn_of_failures(getattr(self, "push_in_progress", None), self.hub_model_id, self.args.output_dir)
-        self.push_in_progress = None
-        if self.is_world_process_zero():
-            shutil.rmtree(Path(self.args.output_dir, STAGES), ignore_errors=True)
+    def finish(self, pending: PushInProgress | None, repo: str | None, write: bool) -> None:
+        """Tells of what failed, once all is done, and removes the copies."""
+        self.warn(pending, repo)
+        if write:
+            shutil.rmtree(self.run / STAGES, ignore_errors=True)
+
+    def warn(self, pending: PushInProgress | None, repo: str | None) -> None:
+        """Uploads in the background fail silently; training goes on, but somebody has to be told."""
+        for job in pending.jobs if pending is not None else []:
+            if job.done() and not job.cancelled() and (error := job.exception()) is not None:
+                try:
+                    with explained(repo or "the Hub", self.args.output_dir):
+                        raise error
+                except Exception as told:
+                    logger.warning("%s", told)
 
 
 def place_best_student(root: Path) -> None:
@@ -271,17 +260,6 @@ def _advice(reason: str, repo: str, run: str, option: str) -> str:
     )
 
 
-def warn_of_failures(pushes: PushInProgress | None, repo: str | None, run: str) -> None:
-    """Uploads in the background fail silently; training goes on, but somebody has to be told."""
-    for job in pushes.jobs if pushes is not None else []:
-        if job.done() and not job.cancelled() and (error := job.exception()) is not None:
-            try:
-                with explained(repo or "the Hub", run):
-                    raise error
-            except Exception as told:
-                logger.warning("%s", told)
-
-
 def fetch(
     path_or_repo: str, revision: str | None = None, token: str | None = None, wanted: Sequence[str] = POPULATION
 ) -> Path:
@@ -305,27 +283,33 @@ def fetch(
         ) from error
 
 
-def warm_start(trainer: PopuLoRATrainer, path_or_repo: str) -> None:
+def warm_start(path_or_repo: str, model: torch.nn.Module, population: Population, shape: Shape) -> None:
     """
-    Starts a trainer from the members of a saved population, which may have had other numbers of teachers and students.
+    Starts from the members of a saved population, which may have had other numbers of teachers and students.
 
     The best members of each role take the first slots and keep their ratings. Where there are more slots than saved
     members, the best are cloned in turn; a clone keeps mu and starts with the prior's sigma, to be found out. A single
     agent starts from the best student.
 
+    Args:
+        path_or_repo (`str`): Directory or Hub name of a saved population.
+        model (`nn.Module`): The members' model.
+        population ([`Population`]): The members.
+        shape ([`Shape`]): What saved adapters have to fit.
+
     Raises:
         `ValueError`: If the population cannot be read, or was trained on another base or with another adapter shape.
     """
     root = fetch(path_or_repo)
-    saved = check_same_shape(trainer, root / "population.json", same_members=False)
+    saved = check_same_shape(root / "population.json", shape)
     for role in ("teacher", "student"):
         ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
         if not ranked:
             raise ValueError(f"{root / 'population.json'}: field `members` holds no {role}.")
-        for slot, member in enumerate(trainer.population.role(role)):
+        for slot, member in enumerate(population.role(role)):
             source: dict[str, Any] = ranked[slot % len(ranked)]
-            adapter = trainer.population.adapter(member.name)
-            write_member_file(trainer, adapter, root / source["adapter"] / "adapter_model.safetensors")
+            adapter = population.adapter(member.name)
+            write_member_file(model, adapter, root / source["adapter"] / "adapter_model.safetensors")
             member.mu = source["mu"]
             member.sigma = source["sigma"] if slot < len(ranked) else PRIOR_SIGMA
             member.parents = (f"{source['name']}@{source['version']}",)

@@ -12,26 +12,22 @@ import json
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast
 from transformers import TrainerCallback
 
-from trl_populora.adapters.weights import read_member, write_member
 from trl_populora.population.factors import Factors, compare
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
-from trl_populora.population.retention import retention_loss
-
-
-if TYPE_CHECKING:
-    from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.populora_config import PopuLoRAConfig
 
 
 # The paper's own eight, evenly. The others of the tables are there to be named.
@@ -207,15 +203,31 @@ class EvolutionCallback(TrainerCallback):
     Every replacement becomes a line of `<output_dir>/lineage.jsonl`, written by the main process.
 
     Args:
-        trainer ([`PopuLoRATrainer`]): Its `args` hold the settings, its `replace_member` puts a child in place.
+        args ([`PopuLoRAConfig`]): The settings.
+        population ([`Population`]): The members.
+        read (`Callable`): Factors of a member by name. Collective.
+        write (`Callable`): `(name, factors)` puts factors into a live member for a test. Collective.
+        replace (`Callable`): The trainer's `replace_member`. Collective.
+        forgotten (`Callable`): `(child, parent)` -> nats per token that one live member lost against another on what its
+            role has got right; NaN if nothing is known. Collective.
+        log (`Callable`): Takes the metrics of each step.
 
     Raises:
         ValueError: If the config names an unknown operator.
     """
 
-    def __init__(self, trainer: PopuLoRATrainer):
-        args = trainer.args
-        self.trainer = trainer
+    def __init__(
+        self,
+        args: PopuLoRAConfig,
+        population: Population,
+        read: Callable[[str], Factors],
+        write: Callable[[str, Factors], None],
+        replace: Callable[..., None],
+        forgotten: Callable[[str, str], float],
+        log: Callable[[Mapping[str, float]], None],
+    ):
+        self.args, self.population = args, population
+        self.read, self.write, self.replace, self.forgotten, self.log = read, write, replace, forgotten, log
         self.breeding = Breeding(
             cull_fraction=args.cull_fraction,
             burn_in=args.evolve_burn_in,
@@ -233,29 +245,32 @@ class EvolutionCallback(TrainerCallback):
         keys = ("evolve/replaced", "evolve/gate_retries", "time/evolve", "time/evolve_gate")
         return dict.fromkeys(keys, 0.0) | {"evolve/cosine": math.nan, "evolve/retention_loss": math.nan}
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
         started = time.perf_counter()
         self._metrics = self._empty_metrics()
         step = state.global_step
         if args.evolve_every and step % args.evolve_every == 0 and step < state.max_steps:
-            events = self.evolve(step)
+            events = self.evolve(step, optimizer, lr_scheduler)
             if state.is_world_process_zero and events:
                 with self.lineage.open("a") as file:
                     file.writelines(json.dumps(event) + "\n" for event in events)
         self._metrics["time/evolve"] = time.perf_counter() - started
-        for key, value in self._metrics.items():
-            self.trainer._metrics["train"][key].append(value)
+        self.log(self._metrics)
 
-    def evolve(self, step: int) -> list[dict[str, Any]]:
+    def evolve(self, step: int, optimizer: Any, scheduler: Any) -> list[dict[str, Any]]:
         """
         One event: plan, breed, test and place every child. Collective.
+
+        Args:
+            step (`int`): Optimizer steps so far.
+            optimizer, scheduler: The trainer's, with one parameter group per member: a child's learning rate may differ.
 
         Returns:
             `list[dict]`: The lines of the lineage.
         """
-        rng = random.Random(f"evolution {self.trainer.args.seed} {step}")
-        births = plan_births(self.trainer.population, self.breeding, rng)
-        events = [self._give_birth(birth, step, rng) for birth in births]
+        rng = random.Random(f"evolution {self.args.seed} {step}")
+        births = plan_births(self.population, self.breeding, rng)
+        events = [self._give_birth(birth, step, rng, optimizer, scheduler) for birth in births]
         self._metrics["evolve/replaced"] = float(len(events))
         for key, entry in (("evolve/cosine", "cosine"), ("evolve/retention_loss", "retention_loss")):
             values = [event[entry][0] if entry == "cosine" else event[entry] for event in events]
@@ -263,16 +278,16 @@ class EvolutionCallback(TrainerCallback):
             self._metrics[key] = fmean(values) if values else math.nan
         return events
 
-    def _give_birth(self, birth: Birth, step: int, rng: random.Random) -> dict[str, Any]:
-        trainer, args = self.trainer, self.trainer.args
-        slot, parents = trainer.population[birth.slot], [trainer.population[name] for name in birth.parents]
+    def _give_birth(
+        self, birth: Birth, step: int, rng: random.Random, optimizer: Any, scheduler: Any
+    ) -> dict[str, Any]:
+        slot, parents = self.population[birth.slot], [self.population[name] for name in birth.parents]
         before = {"member": slot.identity, "mu": slot.mu, "sigma": slot.sigma, "age": slot.age}
-        adapter_of = trainer.population.adapter
-        factors = [read_member(trainer.model_wrapped, adapter_of(parent.name)) for parent in parents]
-        child, operator, strength, loss = self._raise(birth, factors)
+        factors = [self.read(parent.name) for parent in parents]
+        child, operator, strength, loss = self._breed_until_retained(birth, factors)
         likeness = [compare(child, parent) for parent in factors]
-        mu, sigma = newborn_rating(parents, args.rating_reset)
-        trainer.replace_member(
+        mu, sigma = newborn_rating(parents, self.args.rating_reset)
+        self.replace(
             birth.slot,
             child,
             step=step,
@@ -280,9 +295,9 @@ class EvolutionCallback(TrainerCallback):
             operator=operator,
             mu=mu,
             sigma=sigma,
-            optimizer_from=parents[0].name if args.inherit_optimizer else None,
+            optimizer_from=parents[0].name if self.args.inherit_optimizer else None,
         )
-        factor = self._perturb_learning_rate(birth.slot, parents[0].name, rng)
+        factor = self._perturb_learning_rate(birth.slot, parents[0].name, rng, optimizer, scheduler)
         return {
             "step": step,
             "role": birth.role,
@@ -301,21 +316,21 @@ class EvolutionCallback(TrainerCallback):
             "learning_rate_factor": factor,
         }
 
-    def _raise(self, birth: Birth, parents: Sequence[Factors]) -> tuple[Factors, str, float, float]:
+    def _breed_until_retained(self, birth: Birth, parents: Sequence[Factors]) -> tuple[Factors, str, float, float]:
         """
         The child that may enter, with its operator, strength and retention loss (NaN when not tested).
 
         Without `retention_tolerance` that is the first one. With it a child that lost more nats per token than that is
         bred again at half the strength, from the same seed, and after [`GATE_ATTEMPTS`] the parent is cloned.
         """
-        trainer, tolerance, strength = self.trainer, self.trainer.args.retention_tolerance, birth.strength
+        tolerance, strength = self.args.retention_tolerance, birth.strength
         if tolerance is None:
             return self._same_everywhere(breed(birth, parents, strength)), birth.operator, strength, math.nan
         for _ in range(GATE_ATTEMPTS):
             child = self._same_everywhere(breed(birth, parents, strength))
             started = time.perf_counter()
-            write_member(trainer.model_wrapped, trainer.population.adapter(birth.slot), child)
-            loss = retention_loss(trainer, birth.slot, birth.parents[0], trainer.args.retention_rows)
+            self.write(birth.slot, child)
+            loss = self.forgotten(birth.slot, birth.parents[0])
             self._metrics["time/evolve_gate"] += time.perf_counter() - started
             if not loss > tolerance:
                 return child, birth.operator, strength, loss
@@ -325,25 +340,27 @@ class EvolutionCallback(TrainerCallback):
 
     def _same_everywhere(self, factors: Factors) -> Factors:
         """Rank 0's values on every rank."""
-        accelerator = self.trainer.accelerator
-        if accelerator.num_processes == 1:
+        process = PartialState()
+        if process.num_processes == 1:
             return factors
-        return {key: broadcast(value.to(accelerator.device)).cpu() for key, value in factors.items()}
+        return {key: broadcast(value.to(process.device)).cpu() for key, value in factors.items()}
 
-    def _perturb_learning_rate(self, slot: str, parent: str, rng: random.Random) -> float:
+    def _perturb_learning_rate(
+        self, slot: str, parent: str, rng: random.Random, optimizer: Any, scheduler: Any
+    ) -> float:
         """
         PBT's explore step (Jaderberg et al., 2017): the first parent's learning rate, times 1 - p or 1 + p.
 
         Returns:
             `float`: The factor applied to the parent's rate; 1 when `learning_rate_perturbation` is 0.
         """
-        amount = self.trainer.args.learning_rate_perturbation
+        amount = self.args.learning_rate_perturbation
         if not amount:
             return 1.0
         factor = rng.choice([1 - amount, 1 + amount])
-        groups, scheduler = self.trainer.optimizer.param_groups, self.trainer.lr_scheduler
+        groups = optimizer.param_groups
         index_of = {group["member"]: index for index, group in enumerate(groups)}
-        own, given = (index_of[self.trainer.population.adapter(name)] for name in (slot, parent))
+        own, given = (index_of[self.population.adapter(name)] for name in (slot, parent))
         child, source = groups[own], groups[given]
         child["lr"] = source["lr"] * factor
         if isinstance(scheduler, AcceleratedScheduler):
@@ -351,10 +368,6 @@ class EvolutionCallback(TrainerCallback):
         # The scheduler computes every later rate from its own copy of the first one.
         child["initial_lr"] = scheduler.base_lrs[own] = scheduler.base_lrs[given] * factor
         return factor
-
-    def metrics(self) -> dict[str, float]:
-        """Figures of the last step; zeros and NaN when nobody was replaced."""
-        return dict(self._metrics)
 
 
 def _number(value: float) -> float | None:

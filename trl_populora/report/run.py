@@ -33,7 +33,7 @@ from trl_populora.runs.saved_population import read_json, write_json
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from trl_populora.evaluation.cross_play import Payoff
+    from trl_populora.report.payoff import Payoff
 
 KIND_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 
@@ -312,7 +312,7 @@ def payoff_size(teachers: Sequence[str], students: Sequence[str]) -> tuple[float
 
 def write_payoff(payoff: Payoff, directory: str | Path) -> Path:
     """
-    Prints a cross-play and writes it as `crossplay.json` (the fields of [`~trl_populora.evaluation.cross_play.Payoff`] and the
+    Prints a cross-play and writes it as `crossplay.json` (the fields of [`~trl_populora.report.payoff.Payoff`] and the
     means per row and column) and `crossplay.png`.
 
     Returns:

@@ -22,28 +22,29 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import rotate_checkpoints
-from trl import GRPOTrainer
 
-from trl_populora.runs import records
 from trl_populora.adapters import weights
-from trl_populora.runs.interrupts import StopAtSignals
-from trl_populora.runs.nodes import check_nodes
-from trl_populora.step.played import Played
-from trl_populora.runs.saved_population import FORMAT, check_same_shape, check_settings, describe, read_json, write_json
+from trl_populora.population.members import Population
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.runs import records
+from trl_populora.runs.saved_population import FORMAT, Shape, check_same_shape, check_settings, read_json, write_json
+from trl_populora.step.rollout import Game
+from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import load_archive, save_archive
 
-
-if TYPE_CHECKING:
-    from trl_populora.populora_trainer import PopuLoRATrainer
 
 logger = logging.getLogger(__name__)
 
@@ -52,50 +53,66 @@ UNFINISHED = "_unfinished"  # a leading underscore keeps it out of uploads to th
 WHOLE = "whole.json"
 
 
-class ResumableTrainer(GRPOTrainer):
+def to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
     """
-    What a population adds to the checkpoints of [`~trl.GRPOTrainer`].
+    The checkpoint that `resume_from_checkpoint` means. Collective.
 
-    - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
-    - `save_model`, `_save`: one ordinary PEFT directory per member, and `population.json`; no base weights are gathered.
-    - `_load_best_model`: the whole population of the checkpoint with the best `metric_for_best_model`.
-    - `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then the state of the game
-      (on every backend; DeepSpeed brings its members itself), then the loss that is not logged yet.
-    - `train`: `resume_from_checkpoint=True` takes the newest checkpoint that is whole; Ctrl-C and SIGTERM leave one.
+    Raises:
+        `ValueError`: If it cannot be resumed, or `True` finds none.
+    """
+    if wanted is True:
+        found = newest_of_all(output_dir)
+        if found is None:
+            raise ValueError(
+                f"`resume_from_checkpoint=True`, but {output_dir} holds no whole checkpoint. Leave it unset to start "
+                "afresh."
+            )
+        return found
+    if wanted and (flaw := find_flaw(wanted)):
+        raise ValueError(f"Cannot resume from {wanted}: {flaw}.")
+    return wanted or None
+
+
+class Staging:
+    """
+    Where a checkpoint is written until it is whole.
+
+    Args:
+        args ([`PopuLoRAConfig`]): Who saves, and how many checkpoints stay.
+        accelerator ([`~accelerate.Accelerator`]): Brings the processes together.
+
+    Attributes:
+        directory (`str` or `None`): While a checkpoint is written, what stands in the place of the run's directory.
     """
 
-    _aside: str | None = None
-    _pending_loss: tuple[float, int] | None = None
+    def __init__(self, args: PopuLoRAConfig, accelerator: Accelerator):
+        self.args, self.accelerator = args, accelerator
+        self.directory: str | None = None
 
-    def train(self, resume_from_checkpoint=None, **kwargs):
-        check_nodes(self)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_of_all(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ValueError(
-                    f"`resume_from_checkpoint=True`, but {self.args.output_dir} holds no whole checkpoint. Leave it "
-                    "unset to start afresh."
-                )
-        elif resume_from_checkpoint and (flaw := find_flaw(resume_from_checkpoint)):
-            raise ValueError(f"Cannot resume from {resume_from_checkpoint}: {flaw}.")
-        with StopAtSignals(self.callback_handler, self.args, newest):
-            return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+    @contextmanager
+    def checkpoint(self, root: Path, state: TrainerState) -> Iterator[Path]:
+        """
+        Gives the directory to write into, and moves it into place at the end. Collective.
 
-    def _get_output_dir(self, trial=None):
-        return self._aside or super()._get_output_dir(trial)
+        Args:
+            root (`Path`): The run's directory.
+            state (`TrainerState`): Its step; where it names the best checkpoint is mended.
 
-    def _save_checkpoint(self, model, trial):
-        root = Path(self._get_output_dir(trial))
-        target = root / f"{PREFIX}{self.state.global_step}"
+        Raises:
+            `RuntimeError`: If it could not be written whole; says why and what to resume from.
+        """
+        target = root / f"{PREFIX}{state.global_step}"
         unfinished = root / UNFINISHED / target.name
         if self.args.should_save:
             shutil.rmtree(unfinished.parent, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        self._aside = str(unfinished.parent)
+        self.directory = str(unfinished.parent)
         try:
-            super()._save_checkpoint(model, trial)
-            self._name_best_checkpoint(root, target, unfinished)
-            save_game(self, unfinished)
+            yield unfinished
+            best = root / f"{PREFIX}{state.best_global_step}"  # Trainer looked for it where this one is written
+            state.best_model_checkpoint = str(best) if best == target or best.is_dir() else None
+            if self.args.should_save:
+                state.save_to_json(str(unfinished / "trainer_state.json"))
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 _move_into_place(unfinished, target, self.accelerator.num_processes)
@@ -112,53 +129,11 @@ class ResumableTrainer(GRPOTrainer):
                 + f"make room or set another `output_dir`, then {'resume from it' if before else 'start again'}."
             ) from error
         finally:
-            self._aside = None
+            self.directory = None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(str(root), self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(target))  # the call from within, before it was whole, did nothing
-
-    def _name_best_checkpoint(self, root: Path, target: Path, unfinished: Path) -> None:
-        """Trainer looked for the best checkpoint where this one is being written, not where whole ones lie."""
-        best = root / f"{PREFIX}{self.state.best_global_step}"
-        self.state.best_model_checkpoint = str(best) if best == target or best.is_dir() else None
-        if self.args.should_save:
-            self.state.save_to_json(str(unfinished / "trainer_state.json"))
-
-    def _load_best_model(self):
-        best = self.state.best_model_checkpoint
-        logger.info("Taking the population of %s (%s).", best, self.state.best_metric)
-        load_members(self, best)
-        load_nouns(self, Path(best))
-
-    def save_model(self, output_dir=None, _internal_call=False):
-        # Not TRL's: under transformers 5.17 it calls `_save` on the main rank alone, but ZeRO and FSDP read together.
-        self._save(output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save(self, output_dir=None, state_dict=None):
-        save(self, output_dir or self.args.output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        load_members(self, resume_from_checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        if self.args.device.type == "cpu":
-            # With several CPU processes it is "cpu:0", to which transformers 5.17 (vLLM's) would load, and torch cannot.
-            self.args.__dict__["_setup_devices"] = torch.device("cpu")
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            load_game(self, checkpoint)
-
-    def _load_rng_state(self, checkpoint):
-        super()._load_rng_state(checkpoint)
-        if self._pending_loss is not None:
-            self._tr_loss += self._pending_loss[0]
-            self._globalstep_last_logged = self._pending_loss[1]
-            self._pending_loss = None
+            best_checkpoint, limit = state.best_model_checkpoint, self.args.save_total_limit
+            rotate_checkpoints(str(root), limit, best_model_checkpoint=best_checkpoint, use_mtime=True)
 
 
 def newest(output_dir: str) -> str | None:
@@ -244,132 +219,159 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def save(trainer: PopuLoRATrainer, directory: str) -> None:
-    """Writes the members and their table to a directory; called on every rank, the main one writes."""
-    root, main = Path(directory), trainer.args.should_save
-    for name in trainer.population.adapters:
-        weights.save_member(trainer.model_wrapped, name, root / "members" / name, write=main)
-    if not main:
+def save(
+    directory: str,
+    model: torch.nn.Module,
+    game: Game,
+    tokenizer: PreTrainedTokenizerBase,
+    about: dict[str, Any],
+    write: bool,
+) -> None:
+    """
+    Writes the members, their table and the archive. Collective.
+
+    Args:
+        directory (`str`): Where to.
+        model (`nn.Module`): The members' model, wrapped or not.
+        game ([`Game`]): Its population and archive.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Saved beside them.
+        about (`dict`): The contents of `population.json`.
+        write (`bool`): Whether this rank writes.
+    """
+    root = Path(directory)
+    for name in game.population.adapters:
+        weights.save_member(model, name, root / "members" / name, write=write)
+    if not write:
         return
-    trainer.processing_class.save_pretrained(directory)
-    write_json(root / "population.json", describe(trainer))
-    save_archive(trainer.archive, root / "archive.parquet")
+    tokenizer.save_pretrained(directory)
+    write_json(root / "population.json", about)
+    save_archive(game.archive, root / "archive.parquet")
 
 
-def save_game(trainer: PopuLoRATrainer, directory: Path) -> None:
-    """Writes what decides the next step beside members and optimizer: the nouns, and every rank's buffered rows."""
-    torch.save(_rank_state(trainer), directory / f"rank_state_{trainer.args.process_index}.pt")
-    if not trainer.args.should_save:
+@dataclass
+class RankState:
+    """
+    What one rank holds between two optimizer steps.
+
+    Args:
+        step (`int`): TRL's count of micro-batches.
+        buffered (`list` or `None`): Micro-batches that are still to be trained on.
+        played (`dict` or `None`): The step that they are of.
+        metrics (`dict[str, list[float]]`): Metrics that are not logged yet.
+        loss (`float`), logged (`int`): The loss since the last log, and the step of that.
+    """
+
+    step: int
+    buffered: list | None
+    played: dict[str, Any] | None
+    metrics: dict[str, list[float]]
+    loss: float
+    logged: int
+
+
+def save_game(
+    directory: Path, nouns: Mapping[str, Any], archive: TaskArchive, rank_state: RankState, args: PopuLoRAConfig
+) -> None:
+    """
+    Writes what decides the next step beside members and optimizer: what lasts, and every rank's buffered rows.
+
+    Args:
+        directory (`Path`): Where to.
+        nouns (`Mapping[str, Any]`): What has a `state_dict`, the same on every rank, by its name in `game.json`.
+        archive ([`TaskArchive`]): Its coverage; the tasks stand in a file of their own.
+        rank_state ([`RankState`]): This rank's.
+        args ([`PopuLoRAConfig`]): Who saves, and where the run is.
+    """
+    torch.save(vars(rank_state), directory / f"rank_state_{args.process_index}.pt")
+    if not args.should_save:
         return
-    write_json(directory / "game.json", game_state(trainer), indent=None)
-    lineage = Path(trainer.args.output_dir, "lineage.jsonl")
+    write_json(directory / "game.json", game_state(nouns, archive), indent=None)
+    lineage = Path(args.output_dir, "lineage.jsonl")
     if lineage.exists():
         shutil.copyfile(lineage, directory / lineage.name)
 
 
-def game_state(trainer: PopuLoRATrainer) -> dict[str, Any]:
-    """The nouns that are the same on every rank; the tasks of the archive stand in its own file."""
-    return {
-        "format": FORMAT,
-        "population": trainer.population.state_dict(),
-        "matchmaker": trainer.matchmaker.state_dict(),
-        "coverage": trainer.archive.coverage.state_dict(),
-    } | ({} if trainer.held_out is None else {"held_out": trainer.held_out.state_dict()})
+def game_state(nouns: Mapping[str, Any], archive: TaskArchive) -> dict[str, Any]:
+    """The contents of `game.json`."""
+    states = {name: noun.state_dict() for name, noun in nouns.items()}
+    return {"format": FORMAT, "coverage": archive.coverage.state_dict()} | states
 
 
-def _rank_state(trainer: PopuLoRATrainer) -> dict[str, Any]:
-    """Position between two generations, rows that are still to be trained on, and metrics that are not logged yet."""
-    between = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) != 0
-    return {
-        "step": trainer._step,
-        "buffered": trainer._buffered_inputs if between else None,
-        "played": trainer.played.state_dict() if between else None,
-        "metrics": {name: list(map(float, values)) for name, values in trainer._metrics["train"].items()},
-        "loss": float(trainer._tr_loss),
-        "logged": trainer._globalstep_last_logged,
-    }
-
-
-def load_members(trainer: PopuLoRATrainer, directory: str) -> None:
+def load_members(directory: str, model: torch.nn.Module, population: Population, shape: Shape) -> None:
     """
-    Reads the members of a checkpoint back into a trainer of the same shape.
+    Reads the members of a checkpoint back into a population of the same shape. Collective.
 
     Raises:
         `ValueError`: If a file is missing, broken or of another population; the message names file and field.
     """
     root = Path(directory)
-    check_same_shape(trainer, root / "population.json", same_members=True)
-    for name in trainer.population.adapters:
-        write_member_file(trainer, name, root / "members" / name / "adapter_model.safetensors")
+    check_same_shape(root / "population.json", shape, population.names)
+    for name in population.adapters:
+        write_member_file(model, name, root / "members" / name / "adapter_model.safetensors")
 
 
-def write_member_file(trainer: PopuLoRATrainer, name: str, path: Path) -> None:
+def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
     """
-    Puts a saved adapter into a live member.
+    Puts a saved adapter into a live member. vLLM has to be told.
 
     Raises:
         `ValueError`: If the file is missing, cut off, or holds other matrices than the member; the message names it.
     """
     try:
-        weights.write_member(trainer.model_wrapped, name, load_file(path))
-        trainer._last_loaded_step = -1  # vLLM may have generated earlier in this step
+        weights.write_member(model, name, load_file(path))
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path} cannot be read into member {name!r} ({error}).") from error
 
 
-def load_game(trainer: PopuLoRATrainer, directory: str) -> None:
+def load_game(
+    directory: str, game: Game, nouns: Mapping[str, Any], shape: Shape, args: PopuLoRAConfig, device: torch.device
+) -> RankState | None:
     """
     Reads the state of the game back, and takes the run's records back to the checkpoint. Called on every rank.
+
+    Returns:
+        [`RankState`] or `None`: This rank's; `None` if another number of processes saved it.
 
     Raises:
         `ValueError`: If a file is missing, broken or of another population; the message names file and field.
     """
     root = Path(directory)
-    saved = check_same_shape(trainer, root / "population.json", same_members=True)
-    same_processes = read_json(root / WHOLE)["processes"] == trainer.accelerator.num_processes
-    check_settings(trainer, root / "population.json", saved, same_processes)
-    state = load_nouns(trainer, root)
+    saved = check_same_shape(root / "population.json", shape, game.population.names)
+    processes = read_json(root / WHOLE)["processes"]
+    same_processes = processes == args.world_size
+    check_settings(args, root / "population.json", saved, same_processes)
+    state = load_nouns(root, nouns)
     if not isinstance(state.get("coverage"), dict):
         raise ValueError(f"{root / 'game.json'}: field `coverage` is missing or broken.")
-    load_archive(trainer.archive, root / "archive.parquet", state["coverage"])
-    if (saved.get("settings", {}).get("max_completion_length") or 0) < (trainer.args.max_completion_length or 0):
-        trainer.game.referee.leave_out_long(trainer.archive)
-    _load_rank_state(trainer, root / f"rank_state_{trainer.args.process_index}.pt")
-    if trainer.args.should_save:
-        output_dir = Path(trainer.args.output_dir)
+    load_archive(game.archive, root / "archive.parquet", state["coverage"])
+    if (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0):
+        game.referee.leave_out_long(game.archive)
+    if args.should_save:
+        output_dir = Path(args.output_dir)
         if root.resolve().parent != output_dir.resolve():  # the records there are of a run that does not go on
             records.set_aside(output_dir)
-        records.take_back(output_dir, trainer.state.global_step, root / "lineage.jsonl")
+        records.take_back(output_dir, saved["step"], root / "lineage.jsonl")
+    if same_processes:
+        path = root / f"rank_state_{args.process_index}.pt"
+        return RankState(**torch.load(path, map_location=device, weights_only=True))
+    logger.warning(
+        "%s was saved by %d processes and is resumed by %d: every rank samples anew, so this run will not repeat an "
+        "unbroken one. Rows that were still to be trained on are dropped.",
+        root,
+        processes,
+        args.world_size,
+    )
+    return None
 
 
-def load_nouns(trainer: PopuLoRATrainer, root: Path) -> dict[str, Any]:
+def load_nouns(root: Path, nouns: Mapping[str, Any]) -> dict[str, Any]:
     """Ratings, matchmaker and held-out scores of a checkpoint; returns what its `game.json` holds."""
     state = read_json(root / "game.json")
-    nouns: dict[str, Any] = {"population": trainer.population, "matchmaker": trainer.matchmaker}
-    if trainer.held_out is not None and "held_out" in state:  # a run may start to evaluate when it is resumed
-        nouns["held_out"] = trainer.held_out
     for field, noun in nouns.items():
+        if field == "held_out" and field not in state:  # a run may start to evaluate when it is resumed
+            continue
         try:
             noun.load_state_dict(state[field])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{root / 'game.json'}: field `{field}` is missing or broken ({error!r}).") from error
     return state
-
-
-def _load_rank_state(trainer: PopuLoRATrainer, path: Path) -> None:
-    processes = read_json(path.parent / WHOLE)["processes"]
-    if processes != trainer.accelerator.num_processes:
-        logger.warning(
-            "%s was saved by %d processes and is resumed by %d: every rank samples anew, so this run will not repeat "
-            "an unbroken one. Rows that were still to be trained on are dropped.",
-            path.parent,
-            processes,
-            trainer.accelerator.num_processes,
-        )
-        return
-    state = torch.load(path, map_location=trainer.accelerator.device, weights_only=True)
-    trainer._step, trainer._buffered_inputs = state["step"], state["buffered"]
-    if state["played"] is not None:
-        trainer.played = Played.from_state(state["played"])
-    trainer._metrics["train"].update(state["metrics"])
-    trainer._pending_loss = state["loss"], state["logged"]

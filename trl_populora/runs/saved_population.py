@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from peft import PeftModel
 from trl import GRPOConfig
 
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.step.rollout import Game
 
-
-if TYPE_CHECKING:
-    from trl_populora.populora_trainer import PopuLoRATrainer
 
 logger = logging.getLogger(__name__)
 
@@ -43,40 +42,77 @@ _DECIDED_BY_CHECKPOINT = ("learning_rate", "lr_scheduler_type", "seed", "task_ki
 _DECIDED_BY_BUFFER = ("proposals_per_teacher", "attempts_per_task", "num_iterations", "per_device_train_batch_size")
 
 
-def describe(trainer: PopuLoRATrainer) -> dict[str, Any]:
-    """The population for people and other programs: the contents of `population.json`."""
-    rates = {} if trainer.held_out is None else trainer.held_out.rates
-    best, why = trainer.population.best_student(rates)
+@dataclass(frozen=True)
+class Shape:
+    """
+    What adapters have to fit.
+
+    Args:
+        base_model (`str`): Name or path of the base.
+        base_config (`dict`): The numbers of its configuration that decide whether an adapter fits.
+        lora (`dict`): The members' LoRA settings.
+    """
+
+    base_model: str
+    base_config: dict[str, Any]
+    lora: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: PeftModel, base_model: str) -> Shape:
+        """The shape of a live population."""
+        base, lora = model.get_base_model().config, next(iter(model.peft_config.values()))
+        values = {name: getattr(lora, name) for name in _LORA_FIELDS}
+        if not isinstance(values["target_modules"], str):
+            values["target_modules"] = sorted(values["target_modules"])
+        return cls(base_model, {name: getattr(base, name, None) for name in _BASE_FIELDS}, values)
+
+
+def describe(
+    game: Game, shape: Shape, args: PopuLoRAConfig, step: int, rates: Mapping[str, float], base_rate: float | None
+) -> dict[str, Any]:
+    """
+    The population for people and other programs: the contents of `population.json`.
+
+    Args:
+        game ([`Game`]): Its population, kinds and prompt style.
+        shape (`Shape`): Base and adapters.
+        args ([`PopuLoRAConfig`]): Settings.
+        step (`int`): Optimizer steps so far.
+        rates (`Mapping[str, float]`): Held-out solve rates by `name@version`.
+        base_rate (`float` or `None`): The base's.
+    """
+    population = game.population
+    best, why = population.best_student(rates)
     members = [
         {
             "name": member.name,
             "role": member.role,
             "mu": member.mu,
             "sigma": member.sigma,
-            "fitness": trainer.population.fitness(member),
+            "fitness": population.fitness(member),
             "held_out": rates.get(member.identity),
             "age": member.age,
             "born": member.born,
             "version": member.version,
             "operator": member.operator,
             "parents": list(member.parents),
-            "adapter": f"members/{trainer.population.adapter(member.name)}",
+            "adapter": f"members/{population.adapter(member.name)}",
         }
-        for member in trainer.population
+        for member in population
     ]
     return {
         "format": FORMAT,
-        "base_model": trainer.base_name,
-        "base_config": _base_config(trainer),
-        "step": trainer.state.global_step,
-        "lora": _lora_config(trainer),
-        "task_kinds": list(trainer.game.referee.kinds),
-        "prompt_style": trainer.game.referee.style,
+        "base_model": shape.base_model,
+        "base_config": shape.base_config,
+        "step": step,
+        "lora": shape.lora,
+        "task_kinds": list(game.referee.kinds),
+        "prompt_style": game.referee.style,
         "best_student": best,
         "best_student_by": why,
-        "held_out_base": None if trainer.held_out is None else trainer.held_out.base_rate,
+        "held_out_base": base_rate,
         "members": members,
-        "settings": _settings(trainer.args),
+        "settings": _settings(args),
     }
 
 
@@ -89,26 +125,14 @@ def _settings(args: PopuLoRAConfig) -> dict[str, Any]:
     return {name: getattr(args, name) for name in (*own, *shared)}
 
 
-def _base_config(trainer: PopuLoRATrainer) -> dict[str, Any]:
-    config = trainer.model.get_base_model().config
-    return {name: getattr(config, name, None) for name in _BASE_FIELDS}
-
-
-def _lora_config(trainer: PopuLoRATrainer) -> dict[str, Any]:
-    config = trainer.model.peft_config[trainer.population.adapters[0]]
-    values = {name: getattr(config, name) for name in _LORA_FIELDS}
-    targets = values["target_modules"]
-    return values | {"target_modules": targets if isinstance(targets, str) else sorted(targets)}
-
-
-def check_same_shape(trainer: PopuLoRATrainer, path: Path, same_members: bool) -> dict[str, Any]:
+def check_same_shape(path: Path, shape: Shape, members: Sequence[str] | None = None) -> dict[str, Any]:
     """
-    Reads a `population.json` and refuses it if its adapters do not fit the trainer.
+    Reads a `population.json` and refuses it if its adapters do not fit.
 
     Args:
-        trainer ([`PopuLoRATrainer`]): What is to continue it.
         path (`Path`): The file.
-        same_members (`bool`): Whether the members must be the same, as a resumed run needs them.
+        shape (`Shape`): What they have to fit.
+        members (`Sequence[str]`, *optional*): Whom the file must list, as a resumed run needs it.
 
     Raises:
         `ValueError`: If the file is broken, or its base, adapter shape or members differ; names file and field.
@@ -121,13 +145,13 @@ def check_same_shape(trainer: PopuLoRATrainer, path: Path, same_members: bool) -
         "base_config": f"Use the population's own base, {saved['base_model']!r}",
         "lora": "Use the population's own LoRA settings",
     }
-    for group, live in (("base_config", _base_config(trainer)), ("lora", _lora_config(trainer))):
+    for group, live in (("base_config", shape.base_config), ("lora", shape.lora)):
         for name, value in live.items():
             if (found := saved[group].get(name, {} if name in _PATTERNS else None)) != value:
                 raise ValueError(
                     f"{path}: field `{group}.{name}` is {found!r}, this trainer has {value!r}. {ways_out[group]}."
                 )
-    ours = trainer.base_name
+    ours = shape.base_model
     if saved["base_model"] != ours:
         # A directory may have moved; a Hub id is a name for certain weights.
         if not (os.path.isdir(ours) or os.path.isabs(saved["base_model"])):
@@ -137,21 +161,21 @@ def check_same_shape(trainer: PopuLoRATrainer, path: Path, same_members: bool) -
             )
         logger.warning("%s names the base %r, this trainer's is at %r.", path, saved["base_model"], ours)
     names = [member["name"] for member in saved["members"]]
-    if same_members and names != trainer.population.names:
+    if members is not None and names != list(members):
         raise ValueError(
             f"{path}: field `members` lists {', '.join(names)}; this trainer has "
-            f"{', '.join(trainer.population.names)}. Resume with the saved `teachers` and `students`, or start a new "
+            f"{', '.join(members)}. Resume with the saved `teachers` and `students`, or start a new "
             "run with `warm_start` to change them."
         )
     return saved
 
 
-def check_settings(trainer: PopuLoRATrainer, path: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
+def check_settings(args: PopuLoRAConfig, path: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
     """
     Says which settings a resumed run changes, and refuses those that a checkpoint decides.
 
     Args:
-        trainer ([`PopuLoRATrainer`]): The trainer that resumes.
+        args ([`PopuLoRAConfig`]): Settings of the run that resumes.
         path (`Path`): The checkpoint's `population.json`, for messages.
         saved (`Mapping`): Its contents; settings that an older file lacks are not compared.
         same_processes (`bool`): Whether as many processes resume as have saved.
@@ -159,7 +183,7 @@ def check_settings(trainer: PopuLoRATrainer, path: Path, saved: Mapping[str, Any
     Raises:
         `ValueError`: If a setting differs that would be taken by halves; names all of them, with both values.
     """
-    ours, theirs = json.loads(json.dumps(_settings(trainer.args))), saved.get("settings", {})
+    ours, theirs = json.loads(json.dumps(_settings(args))), saved.get("settings", {})
     changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
     fixed = (*_DECIDED_BY_CHECKPOINT, *(_DECIDED_BY_BUFFER if same_processes else ()))
     refused = [f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed if name in fixed]

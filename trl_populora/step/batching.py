@@ -13,12 +13,16 @@ Shapes: R rows of this rank, B rows per micro-batch, P prompt tokens, C completi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from trl_populora.adapters.routing import Router
+
 
 Batch = dict[str, torch.Tensor]
+# Log-probabilities, entropies if they were asked for, and the load-balancing loss, which is refused, as TRL has them.
+LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 # Columns padded on the left to P and on the right to C. `importance_sampling_ratio` is [R, 1] in sequence modes.
 _PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
@@ -45,6 +49,60 @@ def blank(batch: Batch) -> Batch:
     dead = (batch["advantages"] == 0) | ~batch["completion_mask"].any(1)
     columns = [name for name in _BLANKED_COLUMNS if name in batch]
     return batch | {name: batch[name].masked_fill(dead[:, None], 0) for name in columns}
+
+
+class LiveRows:
+    """
+    A micro-batch without its blank rows.
+
+    Args:
+        rows (`torch.Tensor`): Positions of its live rows, as [`live_rows`] gives them.
+        ids, mask (`torch.Tensor`): All rows, `[B, P + C]`.
+
+    Attributes:
+        ids, mask (`torch.Tensor`): The live ones.
+    """
+
+    def __init__(self, rows: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor):
+        self.rows, self.size = rows, len(mask)
+        self.ids, self.mask = ids[rows], mask[rows]
+        if not self.mask.any():
+            self.mask = torch.ones_like(self.mask)  # attention to nothing is not a number
+
+    def spread(self, found: LogProbs) -> LogProbs:
+        """What was found for the live rows, among all; the others get 0."""
+        logps, entropies, aux_loss = found
+        return self._spread(logps), None if entropies is None else self._spread(entropies), aux_loss
+
+    def _spread(self, values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(self.size, values.shape[1]).index_copy(0, self.rows, values)
+
+
+def by_micro_batch(
+    computed: Callable[[torch.Tensor, torch.Tensor], LogProbs],
+    router: Router,
+    members: Sequence[int],
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    size: int,
+) -> LogProbs:
+    """
+    Log-probabilities of many rows, each under its own member.
+
+    Args:
+        computed (`Callable`): `(ids, mask)` of some rows -> their log-probabilities.
+        router ([`Router`]): Is told whose they are.
+        members (`Sequence[int]`): Member index per row, shape `[R]`.
+        ids, mask (`torch.Tensor`): `[R, P + C]`.
+        size (`int`): Rows of a forward.
+    """
+    parts = []
+    for start in range(0, len(ids), size):
+        part = slice(start, start + size)
+        with router.rows_of(members[part]):
+            parts.append(computed(ids[part], mask[part]))
+    logps, entropies, _ = zip(*parts, strict=True)
+    return torch.cat(logps), None if entropies[0] is None else torch.cat(entropies), None
 
 
 def live_rows(mask: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from trl_populora.assets import resolve_model_path
 from trl_populora.hub.model_card import VLLM_RANKS
 from trl_populora.hub.publishing import fetch
-from trl_populora.preparation import resolve_model_path
 from trl_populora.runs.saved_population import best_adapter, read_json
 
 
