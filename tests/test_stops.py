@@ -65,8 +65,9 @@ def test_a_stop_of_several_tokens_is_refused(tokenizer, name):
 
 @pytest.fixture
 def stopped(random_base, make_args, seed_dataset, lora):
-    """A run whose completions end with any of 60 bytes, so nearly every row ends by itself."""
-    options = {"generation_kwargs": {"stop_token_ids": [*range(60)]}, "mask_truncated_completions": True}
+    """A run whose completions end with any of 60 bytes, so nearly every row ends by itself, or with an A."""
+    stops = {"stop_token_ids": [*range(60)], "stop_strings": ["A"]}
+    options = {"generation_kwargs": stops, "mask_truncated_completions": True}
     args = make_args(max_steps=1, **options)
     trainer = PopuLoRATrainer(random_base, letters, args, train_dataset=seed_dataset, peft_config=lora)
     yield trainer
@@ -76,7 +77,12 @@ def stopped(random_base, make_args, seed_dataset, lora):
 def test_a_row_that_ends_with_a_stop_is_no_row_cut_off(stopped):
     before = {name: read_member(stopped.model, name) for name in stopped.population.names}
     stopped.train()
+<<<<<<< ours
     rows = [row.completion.completion_ids for row in stopped.played.rows]
+=======
+    assert {*range(60)} <= {*stopped.generation_config.eos_token_id}, "TRL cuts rows, which may have gone on"
+    rows = [row.completion.completion_ids for row in stopped._rows]
+>>>>>>> theirs
     assert all(not set(ids[:-1]) & set(range(60)) for ids in rows), "generation goes on after a stop"
     assert stopped.state.log_history[0]["completions/clipped_ratio"] < 0.2
     for name, factors in before.items():
