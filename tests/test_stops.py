@@ -77,12 +77,8 @@ def stopped(random_base, make_args, seed_dataset, lora):
 def test_a_row_that_ends_with_a_stop_is_no_row_cut_off(stopped):
     before = {name: read_member(stopped.model, name) for name in stopped.population.names}
     stopped.train()
-<<<<<<< ours
-    rows = [row.completion.completion_ids for row in stopped.played.rows]
-=======
     assert {*range(60)} <= {*stopped.generation_config.eos_token_id}, "TRL cuts rows, which may have gone on"
-    rows = [row.completion.completion_ids for row in stopped._rows]
->>>>>>> theirs
+    rows = [row.completion.completion_ids for row in stopped.played.rows]
     assert all(not set(ids[:-1]) & set(range(60)) for ids in rows), "generation goes on after a stop"
     assert stopped.state.log_history[0]["completions/clipped_ratio"] < 0.2
     for name, factors in before.items():
@@ -92,5 +88,6 @@ def test_a_row_that_ends_with_a_stop_is_no_row_cut_off(stopped):
 
 def test_vllm_is_given_every_token_that_ends_a_completion(stopped):
     stopped.args.generation_kwargs |= {"min_tokens": 1}
-    assert vllm_kwargs(stopped) == {"min_tokens": 1, "stop_token_ids": stopped.eos_token_ids}
+    given = vllm_kwargs(stopped.args.generation_kwargs, stopped.eos_token_ids)
+    assert given == {"min_tokens": 1, "stop_token_ids": stopped.eos_token_ids}
     assert {*range(60), stopped.processing_class.eos_token_id} <= set(stopped.eos_token_ids)
