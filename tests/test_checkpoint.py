@@ -301,7 +301,7 @@ class TestDamage:
                 "field `members` lists teacher_0, teacher_1, st",
             ),
             (other_rank, r"student_1/adapter_model.safetensors cannot be read into member.*must have shape"),
-            (older_archive, "archive.parquet: field `populora_archive` of the schema is 0, this version reads 2"),
+            (older_archive, "archive.parquet: field `populora_archive` of the schema is 0, this version reads 3"),
             (archive_without_a_column, "archive.parquet: column `outputs` is missing"),
         ],
     )
