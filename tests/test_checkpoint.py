@@ -266,6 +266,16 @@ def other_rank(root: Path) -> None:
     enlist(root, str(path.relative_to(root)))
 
 
+def of_an_earlier_version(root: Path) -> None:
+    """Rows stood by themselves in 0.1.0's first weeks."""
+    path = root / "rank_state_0.pt"
+    state = torch.load(path)
+    torch.save({name: value for name, value in state.items() if name != "played"} | {"rows": [], "idle": []}, path)
+    sizes = json.loads((root / WHOLE).read_text())
+    sizes["files"][path.name] = path.stat().st_size
+    (root / WHOLE).write_text(json.dumps(sizes))
+
+
 class TestDamage:
     @pytest.mark.parametrize(
         ("damage", "complaint"),
@@ -303,6 +313,7 @@ class TestDamage:
             (other_rank, r"student_1/adapter_model.safetensors cannot be read into member.*must have shape"),
             (older_archive, "archive.parquet: field `populora_archive` of the schema is 0, this version reads 3"),
             (archive_without_a_column, "archive.parquet: column `outputs` is missing"),
+            (of_an_earlier_version, "rank_state_0.pt is of an earlier version of this package"),
         ],
     )
     def test_is_refused_by_file_and_field(self, saved, tmp_path, damage, complaint):

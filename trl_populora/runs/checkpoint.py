@@ -353,7 +353,13 @@ def load_game(
         records.take_back(output_dir, saved["step"], root / "lineage.jsonl")
     if same_processes:
         path = root / f"rank_state_{args.process_index}.pt"
-        return RankState(**torch.load(path, map_location=device, weights_only=True))
+        try:
+            return RankState(**torch.load(path, map_location=device, weights_only=True))
+        except TypeError as error:
+            raise ValueError(
+                f"{path} is of an earlier version of this package ({error}). Resume with that version, or start a new run "
+                "with `warm_start`."
+            ) from error
     logger.warning(
         "%s was saved by %d processes and is resumed by %d: every rank samples anew, so this run will not repeat an "
         "unbroken one. Rows that were still to be trained on are dropped.",
