@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ BODIES = [
     "    d = {}\n    for i in range(n): d[i % 977] = i\n    t = sum(d.values())",
 ]
 BUSY_PROCESSES = 8
+COUNT = int(os.environ.get("POPULORA_PROGRAMS", "16"))  # 200 take some two minutes, in which nothing else gets on
 
 
 def program(body: str, rounds: int) -> str:
@@ -52,9 +54,9 @@ def busy_machine(processes: int):
 
 @pytest.mark.slow
 def test_no_verdict_changes_under_load():
-    """200 programs, admitted like proposals or run like attempts, beside eight busy processes; alone all are `ok`."""
+    """Programs admitted like proposals or run like attempts, beside eight busy processes; alone all are `ok`."""
     headrooms = (1.0, CodeKind.cpu_headroom)
-    jobs = [Job(text, ONE, headroom=headrooms[i % 2]) for i, text in enumerate(programs(200))]
+    jobs = [Job(text, ONE, headroom=headrooms[i % 2]) for i, text in enumerate(programs(COUNT))]
     with Sandbox(workers=2) as box, busy_machine(BUSY_PROCESSES):
         verdicts = box.run(jobs)
     failed = [verdict for verdict in verdicts if not verdict.ok]
