@@ -308,10 +308,10 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, **kwargs):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
-        nodes.check_nodes(self.args, self.accelerator)
-        found = checkpoint.to_resume(resume_from_checkpoint, self.args.output_dir)
         self._open()
         try:
+            nodes.check_nodes(self.args, self.accelerator)
+            found = checkpoint.to_resume(resume_from_checkpoint, self.args.output_dir)
             with StopAtSignals(self.callback_handler, self.args, checkpoint.newest):
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
