@@ -13,10 +13,16 @@ import torch
 
 
 def ranks(base: str, directory: str) -> list[dict]:
-    """The first evaluation of a trainer."""
+    """The first evaluation of a trainer whose members are no longer the base."""
     from tests.populora_run import EVALUATED, make_trainer
+    from trl_populora.adapters.weights import read_member
 
     trainer = make_trainer(base, directory, EVALUATED | {"max_steps": 1, "eval_teachers": True})
+    for seed, name in enumerate(trainer.population.names):
+        random = torch.Generator().manual_seed(seed)
+        shapes = {key: value.shape for key, value in read_member(trainer.model, name).items()}
+        factors = {key: 0.05 * torch.randn(shape, generator=random) for key, shape in shapes.items()}
+        trainer.replace_member(name, factors, step=0)
     figures = trainer.evaluate()
     trainer.close()
     return [figures | {"world": trainer.accelerator.num_processes}]

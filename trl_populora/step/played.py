@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -83,10 +82,10 @@ class Played:
         """This rank's rows as TRL carries them to reward functions."""
         return {name: [getattr(row, name) for row in self.rows] for name in Row.COLUMNS}
 
-    def idle(self, members: Iterable[str]) -> list[str]:
-        """Those of the members that have no row on any rank."""
-        present = {record["member"] for record in self.records}
-        return [name for name in members if name not in present]
+    @property
+    def members(self) -> set[str]:
+        """Who has a row on any rank."""
+        return {record["member"] for record in self.records}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data: what a run needs that is resumed between two optimizer steps on these rows."""
