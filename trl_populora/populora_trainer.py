@@ -445,7 +445,7 @@ class PopuLoRATrainer(GRPOTrainer):
         # In place: TRL logs this very list, and reward functions should see what was asked, not the placeholder.
         prompts[:] = [row.prompt for row in self.played.rows]
         for column in ("role", "member", "kind"):  # of `log_completions`' tables
-            self._log_completion_extra(column, self.played.columns[column])
+            self._log_completion_extra(column, [getattr(row, column) for row in self.played.rows])
         self.played.rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self.played.rewards
 
