@@ -149,7 +149,10 @@ def finish(process: subprocess.Popen, log: Path) -> tuple[int, str]:
         process.wait(timeout=PATIENCE)
     finally:
         end(process)
-    return process.returncode, log.read_text(errors="replace")
+    # The launcher's own account of a worker's end comes last, is long and says nothing.
+    return process.returncode, log.read_text(errors="replace").split(
+        "elastic.multiprocessing.errors.ChildFailedError"
+    )[0]
 
 
 def result_of(output: str) -> dict:
