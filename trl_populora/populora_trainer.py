@@ -19,6 +19,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
 from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
+from trl.models import unwrap_model_for_generation
 
 from trl_populora import preparation
 from trl_populora.adapters import optim, weights, zero
@@ -26,6 +28,7 @@ from trl_populora.adapters.checks import check_is_base
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.assets import resolve_model_path
+from trl_populora.generation import decoding
 from trl_populora.generation.checks import check_vllm
 from trl_populora.generation.sampling import seeded
 from trl_populora.generation.stops import end_tokens, warn_of_unknown
@@ -231,6 +234,10 @@ class PopuLoRATrainer(GRPOTrainer):
             self.use_vllm, self._last_loaded_step = True, -1
         else:
             warn_of_unknown(args.generation_kwargs)
+            sharded = preparation.is_zero3(args) or self.is_fsdp_enabled
+            self._generates_whole = decoding.why_whole(base.config, self.generation_config, sharded)
+            if self._generates_whole:
+                logger.info("Every row is generated until the longest ends: %s.", self._generates_whole)
         self._fit_into_context()
 
     def _make_evolution(self) -> EvolutionCallback:
@@ -430,14 +437,24 @@ class PopuLoRATrainer(GRPOTrainer):
     ) -> list[Completion]:
         """One completion per prompt, each sampled from its own member."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
+        rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
         if self.use_vllm:
             self.vllm_generation.seed = seed
-        rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
-        with self.router.rows_of(rows), seeded(seed):
-            completion_ids, logprobs = self._generate_single_turn(prompt_ids, None, {}, 1)
+        with seeded(seed):
+            completion_ids, logprobs = self._complete(prompt_ids, rows)
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         each_logprobs = [None] * len(texts) if logprobs is None else logprobs
         return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, each_logprobs, strict=True)]
+
+    def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
+        if self.use_vllm or self._generates_whole:
+            with self.router.rows_of(members):
+                return self._generate_single_turn(prompt_ids, None, {}, 1)
+        unwrapped = unwrap_model_for_generation(
+            self.model_wrapped, self.accelerator, generation_kwargs=self.generation_kwargs
+        )
+        with profiling_context(self, "transformers.generate"), unwrapped as model:
+            return decoding.complete(model, prompt_ids, members, self.router.rows_of, self.generation_config), None
 
     # Phase 5: rewards, advantages, micro-batches
 

@@ -1,0 +1,155 @@
+"""Generation in rounds: the same completions as transformers' own, with less work."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
+
+from trl_populora.generation import decoding
+from trl_populora.generation.decoding import complete, why_whole
+
+from .adapter_models import make_population
+
+
+SMALL = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "initializer_range": 0.5,  # so that greedy answers differ and some end early
+}
+BASES = {
+    "Llama": LlamaConfig(**SMALL),
+    "Qwen2": Qwen2Config(**SMALL),
+    "Mistral, a window shorter than the prompts": MistralConfig(**SMALL, sliding_window=4),
+    "Gemma 3, both kinds of layers": Gemma3TextConfig(
+        **SMALL, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "GPT-2, learned positions": GPT2Config(
+        vocab_size=24, n_embd=32, n_layer=2, n_head=4, n_positions=128, pad_token_id=0, initializer_range=0.5
+    ),
+}
+ENDS = [1, 2, 3]
+PROMPTS = [[5, 6, 7], [5, 6, 7], [9, 8, 7, 6, 5, 4, 11], [12, 13], [5, 6, 7], [4, 20, 21, 22, 23, 10], [12, 13]]
+
+
+def base(config) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def settings(**given) -> GenerationConfig:
+    return GenerationConfig(
+        **({"max_new_tokens": 19, "do_sample": False, "pad_token_id": 0, "eos_token_id": ENDS} | given)
+    )
+
+
+def generated(model, prompts, config) -> list[list[int]]:
+    """What `generate` makes of each prompt alone."""
+    rows = [model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :] for prompt in prompts]
+    return [row.tolist() for row in rows]
+
+
+def no_route(members):
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_greedy_completions_are_those_of_generate(name):
+    model = base(BASES[name])
+    rows = [0] * len(PROMPTS)
+    cut = generated(model, PROMPTS, settings(eos_token_id=[0]))
+    assert complete(model, PROMPTS, rows, no_route, settings(eos_token_id=[0])) == cut
+    config = settings(eos_token_id=[0, cut[0][4]])
+    found = complete(model, PROMPTS, rows, no_route, config)
+    assert found == generated(model, PROMPTS, config)
+    assert len(set(map(len, found))) > 1, "rows end at different times"
+
+
+def test_every_row_is_its_members_and_comes_back_in_its_place():
+    model, router, _ = make_population(3)
+    prompts = [[5, 6, 7, 8], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8]]
+    members = [2, 0, 1, -1, 2, 2]
+    config = settings(eos_token_id=[1])
+    found = complete(model, prompts, members, router.rows_of, config)
+    for prompt, member, completion in zip(prompts, members, found, strict=True):
+        with router.rows_of([member]):
+            assert [completion] == generated(model, [prompt], config)
+    assert found[0] != found[1], "members differ"
+
+
+def test_a_prompt_is_read_once_and_ended_rows_leave():
+    model, seen = base(BASES["Llama"]), []
+
+    @contextlib.contextmanager
+    def route(members):
+        seen.append(len(members))
+        yield
+
+    found = complete(model, PROMPTS, [0] * len(PROMPTS), route, settings())
+    assert seen[0] == len(set(map(tuple, PROMPTS)))
+    begun = range(0, 19, decoding.ROUND)
+    ended = [len(row) if row[-1] in ENDS else 20 for row in found]
+    assert seen[1:] == [sum(length > start for length in ended) for start in begun]
+
+
+def test_samples_have_the_distribution_of_the_model(monkeypatch):
+    monkeypatch.setattr(decoding, "ROUND", 1)
+    vocabulary, count = 6, 6000
+    model = base(LlamaConfig(**(SMALL | {"vocab_size": vocabulary, "initializer_range": 0.2})))
+    prompt = [4, 5, 3]
+    config = settings(do_sample=True, max_new_tokens=2, eos_token_id=[1], temperature=0.7, top_k=0)
+    torch.manual_seed(0)
+    found = complete(model, [prompt] * count, [0] * count, no_route, config)
+
+    def next_token(text):
+        return (model(torch.tensor([text])).logits[0, -1] / 0.7).softmax(-1).tolist()
+
+    with torch.no_grad():
+        first = next_token(prompt)
+        expected = {(1,): first[1]}
+        for token in set(range(vocabulary)) - {1}:
+            expected |= {(token, after): first[token] * p for after, p in enumerate(next_token([*prompt, token]))}
+    for outcome, probability in expected.items():
+        spread = (probability * (1 - probability) / count) ** 0.5
+        assert abs(sum(tuple(row) == outcome for row in found) / count - probability) < 5 * spread + 1e-9
+    assert len(set(map(tuple, found))) > 10
+
+
+def test_settings_that_look_at_all_tokens_look_at_those_of_earlier_rounds():
+    model = base(BASES["Llama"])
+    config = settings(no_repeat_ngram_size=2, repetition_penalty=1.3)
+    assert complete(model, PROMPTS, [0] * len(PROMPTS), no_route, config) == generated(model, PROMPTS, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "sampling", "sharded", "reason"),
+    [
+        (BASES["Llama"], {}, False, ""),
+        (BASES["Gemma 3, both kinds of layers"], {}, False, ""),
+        (BASES["Llama"], {}, True, "parts of the base"),
+        (BASES["Llama"], {"min_new_tokens": 4}, False, "min_new_tokens count"),
+        (Qwen3NextConfig(num_hidden_layers=4), {}, False, "linear_attention"),
+    ],
+)
+def test_what_cannot_be_done_in_rounds_is_named(config, sampling, sharded, reason):
+    said = why_whole(config, settings(**sampling), sharded)
+    assert reason in said
+    assert bool(reason) == bool(said)

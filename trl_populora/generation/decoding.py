@@ -1,0 +1,101 @@
+"""Generation by transformers without the work that changes nothing: a prompt is read once, and ended rows leave.
+
+`generate` reads a prompt once per row and computes every row until the longest ends. In a step the G attempts at a task
+share their prompt, and most answers are short while a few are long. So each prompt is read once for all of its rows,
+and the rest comes in rounds: between two of them the rows that ended leave the batch. Samples have the distribution of
+`generate`'s; greedy ones are the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from peft import PeftModel
+from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+
+ROUND = 8  # tokens: more keep ended rows longer, fewer call `generate` more often
+_SELECTABLE = {"full_attention", "sliding_attention"}  # layers whose cache holds every row apart
+# These count from the prompt's end, which for them would be the round's start.
+_COUNTING = ("min_new_tokens", "exponential_decay_length_penalty", "max_time", "forced_eos_token_id")
+
+
+def why_whole(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool) -> str:
+    """Why `generate` has to be called once for all tokens; empty if rounds will do."""
+    layers = set(getattr(model.get_text_config(), "layer_types", None) or ())
+    counting = [name for name in _COUNTING if getattr(sampling, name, None)]
+    if sharded:
+        return "ranks that hold parts of the base meet in every forward"
+    if not layers <= _SELECTABLE:
+        return f"the cache of {', '.join(sorted(layers - _SELECTABLE))} layers does not give rows away"
+    return f"{', '.join(counting)} count from the prompt's end" if counting else ""
+
+
+def complete(
+    model: PreTrainedModel | PeftModel,
+    prompts: Sequence[Sequence[int]],
+    members: Sequence[int],
+    route: Callable[[list[int]], AbstractContextManager],
+    sampling: GenerationConfig,
+) -> list[list[int]]:
+    """
+    One completion per prompt, up to and including its end token if it came to one.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): With the cache that [`why_whole`] asks for.
+        prompts (`Sequence[Sequence[int]]`): Token ids of each row.
+        members (`Sequence[int]`): Whose each row is. Rows of one member with one prompt are read as one.
+        route (`Callable`): Members of a batch's rows -> context in which the model computes each row as its member
+            does, [`Router.rows_of`].
+        sampling ([`~transformers.GenerationConfig`]): `max_new_tokens`, `eos_token_id` and `pad_token_id` are needed.
+    """
+    order = sorted(range(len(prompts)), key=lambda row: members[row])  # the layers need not gather a member's rows
+    number: dict[tuple, int] = {}
+    group = [number.setdefault((members[row], tuple(prompts[row])), len(number)) for row in order]
+    width = max(len(prompt) for _, prompt in number)
+    padded = [[sampling.pad_token_id] * (width - len(prompt)) + list(prompt) for _, prompt in number]
+    ids = torch.tensor(padded, device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for _, p in number], device=model.device)
+    with torch.no_grad(), route([member for member, _ in number]):
+        cache = _read(model, ids, mask)
+    going = torch.tensor(group, device=model.device)
+
+    ends = torch.tensor(sampling.eos_token_id, device=model.device).view(-1)
+    rows = order
+    completions: list[list[int]] = [[] for _ in order]
+    while rows:
+        ids, mask = ids[going], mask[going]
+        cache.batch_select_indices(going)
+        part = copy.copy(sampling)
+        part.max_new_tokens = min(ROUND, width + sampling.max_new_tokens - ids.shape[1])
+        part.return_dict_in_generate = True
+        with torch.no_grad(), route([members[row] for row in rows]):
+            output = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=part)
+        new, ids, cache = output.sequences[:, ids.shape[1] :], output.sequences, output.past_key_values
+        mask = torch.cat([mask, torch.ones_like(new)], dim=1)
+        ended = torch.isin(new, ends)
+        lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, new.shape[1])
+        for row, tokens, length in zip(rows, new.tolist(), lengths.tolist(), strict=True):
+            completions[row] += tokens[:length]
+        if ids.shape[1] == width + sampling.max_new_tokens:
+            break
+        going = (~ended.any(1)).nonzero().squeeze(1)
+        rows = [rows[position] for position in going.tolist()]
+    return completions
+
+
+def _read(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
+    """The cache of prompts `[N, P]`, padded on the left, but for their last token, with which `generate` begins."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model  # autocast is around PEFT's forward alone
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    output = base(
+        input_ids=ids[:, :-1],
+        attention_mask=mask[:, :-1],
+        position_ids=positions[:, :-1],
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.past_key_values
