@@ -89,7 +89,8 @@ def forced_rates() -> dict[str, float]:
     tasks = load_seed_tasks(tiny_eval_tasks())
     rates = {}
     with Sandbox() as sandbox:
-        scorer = Scorer(Path(tiny_base_path()), sandbox, seed=0)
+        scorer = Scorer(Path(tiny_base_path()), sandbox)
+        torch.manual_seed(0)
         for name, kind in scorer.kinds.items():
             own = [task for task in tasks if task.kind == name]
             opening = "" if name == "code_f" else f"{OPEN}\n"

@@ -3,7 +3,7 @@ Scores a tiny base against its gate, with the package's own task kinds and sandb
 
     python recipes/tiny_scores.py --model trl_populora/assets/tiny --tasks 60
 
-takes about twelve minutes on one quiet core, prints the figures and writes them to `scores.json` beside the model.
+writes the figures to `scores.json` beside the model, part by part; started again it goes on where it was.
 `--card` writes the model card from that file and, if `--headroom FILE` names them, the results of `tiny_headroom.py`;
 nothing is scored then. Per level and kind: pass@1 and any of 8 at
 temperature 1, the share of groups of 8 without spread, how many answers are worked, and how often an answer is right
@@ -15,10 +15,12 @@ of the held-out tasks, which are made of the same pieces.
 from __future__ import annotations
 
 import argparse
+import copy
+import hashlib
 import json
 import random
-import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +35,10 @@ from tiny_documents import (
 )
 from tiny_programs import OPERATIONS_AT_LEVEL, TRAINED_LEVELS
 from tiny_traces import OPEN
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_populora.generation.decoding import complete
 from trl_populora.sandbox import Sandbox, values
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Reject, Task, TaskKind
@@ -132,18 +136,17 @@ class Scorer:
     Args:
         directory (`Path`): Model directory.
         sandbox (`Sandbox`): Runs proposals and trials.
-        seed (`int`): Fixes tasks and samples.
         batch (`int`, *optional*, defaults to `320`): Completions generated at a time.
     """
 
-    def __init__(self, directory: Path, sandbox: Sandbox, seed: int, batch: int = 320):
+    def __init__(self, directory: Path, sandbox: Sandbox, batch: int = 320):
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.sandbox = sandbox
         self.kinds = kinds()
-        self.rng = random.Random(f"{seed}:scores")
         self.batch = batch
-        torch.manual_seed(seed)
+        self.sampling = copy.copy(self.model.generation_config)
+        self.sampling.update(max_new_tokens=MAX_NEW_TOKENS, do_sample=True, temperature=1.0)
 
     def complete(self, prompts: Sequence[list[dict[str, str]]], opening: str = "") -> list[str]:
         """One sampled completion per prompt, without its end of turn, each starting with `opening`."""
@@ -151,21 +154,14 @@ class Scorer:
             self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) + opening
             for prompt in prompts
         ]
-        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))  # similar lengths share a batch
+        asked = self.tokenizer(texts)["input_ids"]
+        order = sorted(range(len(texts)), key=lambda index: len(asked[index]))  # similar lengths share a batch
         completions = [""] * len(texts)
         for start in range(0, len(order), self.batch):
             chosen = order[start : start + self.batch]
-            inputs = self.tokenizer([texts[index] for index in chosen], return_tensors="pt", padding=True)
-            with torch.no_grad():
-                output = self.model.generate(
-                    input_ids=inputs["input_ids"],
-                    attention_mask=inputs["attention_mask"],
-                    max_new_tokens=MAX_NEW_TOKENS,
-                    do_sample=True,
-                    temperature=1.0,
-                )
-            decoded = self.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            for index, text in zip(chosen, decoded, strict=True):
+            rows = [asked[index] for index in chosen]
+            found = complete(self.model, rows, [0] * len(rows), lambda _: nullcontext(), self.sampling)
+            for index, text in zip(chosen, self.tokenizer.batch_decode(found, skip_special_tokens=True), strict=True):
                 completions[index] = opening + text
         return completions
 
@@ -197,9 +193,9 @@ class Scorer:
         verdicts = dict(zip(different, self.sandbox.run(different), strict=True))
         return [None if job is None else verdicts[job] for job in jobs]
 
-    def propose(self, kind: TaskKind, count: int) -> list[Task | Reject]:
+    def propose(self, kind: TaskKind, count: int, rng: random.Random) -> list[Task | Reject]:
         """What becomes of `count` proposals with fresh references of mixed levels."""
-        writer = DialogueWriter(self.rng, held_out=True)
+        writer = DialogueWriter(rng, held_out=True)
         references = [
             [
                 random_task("code_o", writer.level(PROPOSED_LEVEL_WEIGHTS), writer)
@@ -212,36 +208,57 @@ class Scorer:
         parsed = [kind.parse_proposal(text, shown) for text, shown in zip(texts, references, strict=True)]
         verdicts = self.run([None if isinstance(item, Reject) else kind.check(item) for item in parsed])
         return [
-            item if isinstance(item, Reject) else kind.accept(item, verdict, self.rng)
+            item if isinstance(item, Reject) else kind.accept(item, verdict, rng)
             for item, verdict in zip(parsed, verdicts, strict=True)
         ]
 
 
-def score(directory: Path, tasks: int, seed: int = 0) -> dict:
-    """All figures of the model card; `tasks` per kind and level, twice as many proposals per kind."""
-    figures: dict = {"solve": {}, "propose": {}}
-    began = time.perf_counter()
-    with Sandbox() as sandbox:
-        scorer = Scorer(directory, sandbox, seed)
-        for name, kind in scorer.kinds.items():
-            outcomes = scorer.propose(kind, 2 * tasks)
-            valid = [outcome for outcome in outcomes if isinstance(outcome, Task)]
-            rejects = [str(outcome) for outcome in outcomes if isinstance(outcome, Reject)]
-            archive = TaskArchive()
-            figures["propose"][name] = {
-                "valid": len(valid) / len(outcomes),
-                "distinct": sum(map(archive.add, valid)) / max(1, len(valid)),
-                "rejects": {reason: rejects.count(reason) for reason in sorted(set(rejects))},
-                **(scorer.solve(kind, valid[:tasks]).figures() if valid else {}),
-            }
-            print(f"{time.perf_counter() - began:5.0f} s | propose {name}: {figures['propose'][name]}", flush=True)
-            for level in OPERATIONS_AT_LEVEL:
-                writer = DialogueWriter(random.Random(f"{seed}:{name}:{level}"), held_out=True)
-                solved = scorer.solve(kind, [random_task(name, level, writer) for _ in range(tasks)])
-                figures["solve"][f"{name} {level}"] = solved.figures()
-                rounded = {key: round(value, 3) for key, value in solved.figures().items()}
-                print(f"{time.perf_counter() - began:5.0f} s | solve {name} level {level}: {rounded}", flush=True)
-    return figures
+def score(directory: Path, tasks: int, seed: int = 0) -> None:
+    """
+    Writes all figures of the model card to `scores.json`; `tasks` per kind and level, twice as many proposals per kind.
+
+    The file is written after every part, and a part that it has already is left out.
+    """
+    path = directory / "scores.json"
+    weights = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()[:12]
+    key = {"tasks": tasks, "seed": seed, "weights": weights}
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if {name: found.get(name) for name in key} != key:
+        found = {**key, "solve": {}, "propose": {}}
+    parts = [(name, level) for name in kinds() for level in (None, *OPERATIONS_AT_LEVEL)]
+    with Sandbox() as sandbox, tqdm(parts, desc="scoring") as bar:
+        scorer = Scorer(directory, sandbox)
+        for name, level in bar:
+            section, part = ("propose", name) if level is None else ("solve", f"{name} {level}")
+            bar.set_postfix_str(f"{section} {part}")
+            if part in found[section]:
+                continue
+            rng = random.Random(f"{seed}:{name}:{level}")
+            torch.manual_seed(rng.getrandbits(32))
+            kind = scorer.kinds[name]
+            if level is None:
+                found[section][part] = own_proposals(scorer, kind, tasks, rng)
+            else:
+                writer = DialogueWriter(rng, held_out=True)
+                held_out = [random_task(name, level, writer) for _ in range(tasks)]
+                found[section][part] = scorer.solve(kind, held_out).figures()
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            unfinished.replace(path)
+
+
+def own_proposals(scorer: Scorer, kind: TaskKind, tasks: int, rng: random.Random) -> dict:
+    """How good `2 * tasks` proposals are, and how the model solves up to `tasks` of them."""
+    outcomes = scorer.propose(kind, 2 * tasks, rng)
+    valid = [outcome for outcome in outcomes if isinstance(outcome, Task)]
+    rejects = [str(outcome) for outcome in outcomes if isinstance(outcome, Reject)]
+    archive = TaskArchive()
+    return {
+        "valid": len(valid) / len(outcomes),
+        "distinct": sum(map(archive.add, valid)) / max(1, len(valid)),
+        "rejects": {reason: rejects.count(reason) for reason in sorted(set(rejects))},
+        **(scorer.solve(kind, valid[:tasks]).figures() if valid else {}),
+    }
 
 
 def main() -> None:
@@ -262,12 +279,10 @@ def main() -> None:
     torch.set_num_threads(1)  # at these sizes a second thread costs more than it brings
     if arguments.model is None or not (arguments.model / "training.json").is_file():
         parser.error(f"--model {arguments.model} was not written by make_tiny_base.py: it has no training.json")
-    scores = arguments.model / "scores.json"
     if not arguments.card:
-        found = {"tasks": arguments.tasks, **score(arguments.model, arguments.tasks, arguments.seed)}
-        scores.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        score(arguments.model, arguments.tasks, arguments.seed)
         return
-    figures = json.loads(scores.read_text(encoding="utf-8"))
+    figures = json.loads((arguments.model / "scores.json").read_text(encoding="utf-8"))
     made = json.loads((arguments.model / "training.json").read_text(encoding="utf-8"))["made"]
     headroom = json.loads(arguments.headroom.read_text(encoding="utf-8")) if arguments.headroom else None
     card = model_card(figures, figures["tasks"], made, headroom)
