@@ -50,7 +50,8 @@ class Server:
         port, self.log = free_port(), log
         self.url = f"http://127.0.0.1:{port}"
         flags = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(length)]
-        self.command = [str(ROOT / "recipes" / "serve.sh"), base, str(members), str(rank), *flags, "--enforce-eager"]
+        flags += ["--no-enable-chunked-prefill", "--enforce-eager"]
+        self.command = [str(ROOT / "recipes" / "serve.sh"), base, str(members), str(rank), *flags]
         self.start()
 
     def start(self) -> None:

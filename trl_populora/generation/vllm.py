@@ -110,7 +110,15 @@ class PopulationGeneration(VLLMGeneration):
             "max_lora_rank": permitted_rank(config),
             # vLLM's own choice turns an fp32 base into bf16, and its log-probabilities drift from the trainer's.
             "dtype": computed_in.get(self.accelerator.mixed_precision, base_dtype),
-        } | self.engine_kwargs
+        } | (self._whole_prompts() if self.accelerator.device.type == "cpu" else {}) | self.engine_kwargs
+
+    def _whole_prompts(self) -> dict[str, Any]:
+        """
+        Prompts are read whole: after half of one vLLM turns the sample's generator back, which torch's on a CPU cannot.
+        """
+        trained_on = self.model.get_base_model().config.get_text_config().max_position_embeddings
+        longest = self.max_model_length or trained_on
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}  # 4096 is TRL's
 
     def context_length(self) -> int:
         """Tokens that a prompt and its completion may have together. Collective."""
