@@ -54,7 +54,7 @@ def gate(figures: dict, gains: dict[str, dict[str, float]]) -> list[tuple[str, s
     def line(what: str, wanted: str, measured: float, met: bool) -> None:
         lines.append((what, wanted, measured, met))
 
-    for kind in KINDS:
+    for kind in WORKED_KINDS:
         line(f"valid proposals, {kind}", ">= 0.95", own[kind]["valid"], own[kind]["valid"] >= 0.95)
     for kind in WORKED_KINDS:
         for level in GATE_LEVELS:
@@ -62,9 +62,9 @@ def gate(figures: dict, gains: dict[str, dict[str, float]]) -> list[tuple[str, s
             room, share = at["worked"] - at["direct"], at["worked share"]
             line(f"worked above direct, {kind} level {level}", ">= 0.20", room, room >= 0.20)
             line(f"worked share, {kind} level {level}", "0.10 to 0.25", share, 0.10 <= share <= 0.25)
-    room = fmean(own[kind]["any of 8"] - own[kind]["pass@1"] for kind in KINDS)
+    room = fmean(own[kind]["any of 8"] - own[kind]["pass@1"] for kind in WORKED_KINDS)
     line("any of 8 above pass@1, own proposals", ">= 0.25", room, room >= 0.25)
-    flat = fmean(own[kind]["no spread"] for kind in KINDS)
+    flat = fmean(own[kind]["no spread"] for kind in WORKED_KINDS)
     line("groups of 8 without spread, own proposals", "<= 0.45", flat, flat <= 0.45)
     for seed, gain in gains.items():
         all_kinds, code_o = gain["solve_rate"], gain["code_o/solve_rate"]
@@ -88,7 +88,7 @@ def table(header: tuple[str, ...], rows: list[tuple]) -> str:
 
 def model_card(figures: dict, tasks: int, made: str, headroom: dict[str, dict] | None = None) -> str:
     """The text of `README.md`; `made` says how the weights came about, `headroom` is what `tiny_headroom.py` found."""
-    headroom = headroom or {}
+    headroom, own_f = headroom or {}, figures["propose"]["code_f"]
     gains = {seed: gains_of(found) for seed, found in headroom.items()}
     gate_rows = [
         (what, wanted, measured, "yes" if met else "**no**") for what, wanted, measured, met in gate(figures, gains)
@@ -113,6 +113,9 @@ def model_card(figures: dict, tasks: int, made: str, headroom: dict[str, dict] |
         f"## How it was made\n\n{made}\n",
         "## The gate\n",
         table(("what", "wanted", "measured", "met"), gate_rows),
+        "\nThe gate is about the kinds that are worked. code_f, which has no headroom that we found, stands in the tables "
+        f"below:\n{own_f['valid']:.2f} of its proposals are valid, any of 8 is {own_f['any of 8'] - own_f['pass@1']:.2f} "
+        f"above pass@1, and {own_f['no spread']:.2f} of its groups are without spread.",
         "\n## Headroom under self-play\n\n60 steps of `recipes/tiny/config_2t2s.yaml`, then the 312 tasks of "
         "`eval_tasks.jsonl` (levels 2 to 5, 26 per kind and\nlevel, held-out combinations), 2 attempts of each of the 2 "
         "students and of the base:\n`python recipes/tiny_headroom.py --seeds 0 1 2`.\n",

@@ -1,0 +1,101 @@
+"""Attempts of a population on the tiny base: in rounds (`trl_populora.generation.decoding`) against one call of `generate`.
+
+    python benchmarks/generation.py [--repeats 5] [--tasks 16] [--worked]
+
+Four students, 8 attempts at each task, at most 200 tokens, as in the quick start. Both sides sample from the same members;
+they alternate, and the ratios are medians of CPU seconds over the repeats. `--worked` asks for answers that think first, as
+they are at the end of a quick start: longer ones, of which fewer end early. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+
+# The script runs from a checkout that is not installed, too.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
+
+from trl_populora.adapters.layers import add_members  # noqa: E402
+from trl_populora.adapters.routing import Router  # noqa: E402
+from trl_populora.assets import tiny_base_path  # noqa: E402
+from trl_populora.generation.decoding import complete  # noqa: E402
+from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
+from trl_populora.tasks.code_o import CodeO  # noqa: E402
+
+
+STUDENTS, ATTEMPTS = 4, 8
+
+
+def whole(model, rows, members, route, sampling) -> list[list[int]]:
+    """One call of `generate`: padding on the left, every row until the longest ends."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[sampling.pad_token_id] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    with torch.no_grad(), route(members):
+        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=sampling)
+    return output[:, width:].tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tasks", type=int, default=16)
+    parser.add_argument("--worked", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
+    router = Router()
+    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    base = AutoModelForCausalLM.from_pretrained(tiny_base_path(), dtype=torch.float32)
+    model = add_members(base, [f"student_{i}" for i in range(STUDENTS)], config, router, seed=0).eval()
+    sampling = GenerationConfig(
+        max_new_tokens=200, do_sample=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
+    )
+    kind = CodeO()
+    tasks = [task for task in load_seed_tasks() if task.kind == kind.name][: arguments.tasks]
+    prompts = [
+        tokenizer.apply_chat_template(kind.solving_prompt(task, "compact"), add_generation_prompt=True, tokenize=False)
+        + ("<think>\n" if arguments.worked else "")
+        for task in tasks
+    ]
+    rows = [ids for ids in tokenizer(prompts)["input_ids"] for _ in range(ATTEMPTS)]
+    members = [i // ATTEMPTS % STUDENTS for i in range(len(rows))]
+
+    seconds: dict[str, list[float]] = {"whole": [], "in rounds": []}
+    tokens = {}
+    for repeat in range(arguments.repeats + 1):
+        for name, generate in (("whole", whole), ("in rounds", complete)):
+            torch.manual_seed(repeat)
+            start = time.process_time()
+            found = generate(model, rows, members, router.rows_of, sampling)
+            if repeat:  # the first is a warm-up
+                seconds[name].append(time.process_time() - start)
+            tokens[name] = max(map(len, found))
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, median in medians.items():
+        print(f"{name:>10}: {median:6.2f} s for {len(rows)} rows, the longest of {tokens[name]} tokens")
+    ratios = [new / old for old, new in zip(seconds["whole"], seconds["in rounds"], strict=True)]
+    print(
+        json.dumps(
+            {
+                "generate_ratio": round(statistics.median(ratios), 3),
+                "rows": len(rows),
+                "worked": arguments.worked,
+                "seconds_whole": round(medians["whole"], 2),
+                "seconds_in_rounds": round(medians["in rounds"], 2),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
