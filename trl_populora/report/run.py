@@ -26,7 +26,7 @@ from trl_populora.report.plots import (
     draw_thinking,
     plot_held_out,
 )
-from trl_populora.runs.records import EVALUATION, STEP, counts_from_zero, read_lines, sort_of
+from trl_populora.runs.records import EVALUATION, STEP, read_lines, sort_of
 from trl_populora.runs.saved_population import read_json, write_json
 
 
@@ -49,10 +49,10 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
         `ValueError`: If it holds no metrics, or the file is broken.
     """
     root = Path(run)
-    history = _read_lines(root / "metrics.jsonl")
-    if not history:
-        history = _read_state(root)
-    history = _by_step(entry for entry in history if sort_of(entry) == STEP)
+    entries = _read_lines(root / "metrics.jsonl")
+    if not entries:
+        raise ValueError(f"{root} holds no metrics.jsonl: it is not a run's directory.")
+    history = _by_step(entry for entry in entries if sort_of(entry) == STEP)
     times = {e["step"]: e for e in _read_lines(root / "times.jsonl") if sort_of(e) != EVALUATION}
     return [entry | times.get(entry["step"], {}) for entry in history]
 
@@ -68,20 +68,6 @@ def _by_step(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for entry in entries:
         by_step[entry["step"]] = by_step.get(entry["step"], {}) | entry
     return [by_step[step] for step in sorted(by_step)]
-
-
-def _read_state(root: Path) -> list[dict[str, Any]]:
-    """The log of `trainer_state.json`, or of the newest checkpoint's."""
-    checkpoints = sorted(root.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name[11:]))
-    paths = [path for path in (root / "trainer_state.json", *reversed(checkpoints)) if path.is_file()]
-    if not paths:
-        raise ValueError(
-            f"{root} holds no metrics.jsonl, trainer_state.json or checkpoint: it is not a run's directory."
-        )
-    try:
-        return json.loads(paths[0].read_text())["log_history"]
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{paths[0]} is broken ({error!r}).") from error
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -119,9 +105,7 @@ def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[di
     import pyarrow.parquet as pq
 
     paths = sorted(root.glob("rollouts/step_*.parquet"))[-last:]
-    rows = [row for path in paths for row in pq.read_table(path, columns=columns).to_pylist()]
-    early = int(counts_from_zero(root))
-    return [row | {"step": row["step"] + early} for row in rows]
+    return [row for path in paths for row in pq.read_table(path, columns=columns).to_pylist()]
 
 
 def load_samples(run: str | Path, number: int = 8) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:

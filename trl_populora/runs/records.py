@@ -132,29 +132,9 @@ def take_back(output_dir: Path, step: int, lineage: Path) -> None:
     for name in (METRICS, TIMES):
         _write_lines(output_dir / name, [e for e in read_lines(output_dir / name) if e["step"] <= step])
     _write_lines(output_dir / LINEAGE, read_lines(lineage))
-    if counts_from_zero(output_dir):
-        _count_from_one(output_dir / "rollouts")
     for path in Path(output_dir, "rollouts").glob("step_*.parquet"):
         if _step_of(path) > step:
             path.unlink()
-
-
-def counts_from_zero(output_dir: str | Path) -> bool:
-    """Whether the rollouts in a run's directory count their steps from 0, as version 0.1 did."""
-    return any(True for _ in Path(output_dir, "rollouts").glob("step_00000*.parquet"))
-
-
-def _count_from_one(rollouts: Path) -> None:
-    """Renumbers files and rows."""
-    renumbered = rollouts.with_name("_rollouts")
-    shutil.rmtree(renumbered, ignore_errors=True)
-    renumbered.mkdir()
-    for path in rollouts.glob("step_*.parquet"):
-        table, number = pq.read_table(path), _step_of(path)
-        table = table.set_column(0, "step", pa.array([number + 1] * len(table)))
-        pq.write_table(table, renumbered / path.name.replace(f"{number:05d}", f"{number + 1:05d}"), compression="zstd")
-    shutil.rmtree(rollouts)
-    renumbered.rename(rollouts)
 
 
 def _step_of(path: Path) -> int:

@@ -158,7 +158,7 @@ class Coverage:
         return {"counts": dict(self.counts), "sum": self._sum, "forms": sorted(self.forms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.counts, self.forms = dict(state["counts"]), set(state.get("forms", ()))
+        self.counts, self.forms = dict(state["counts"]), set(state["forms"])
         self.seen = sum(self.counts.values())
         # Restored rather than recomputed: the order of additions decides its last bits.
         self._sum = state["sum"]
