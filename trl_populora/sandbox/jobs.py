@@ -69,12 +69,9 @@ class Gold:
 
     Args:
         outputs (`tuple[str, ...]`): Canonical texts, one per input.
-        strict, tolerance (*optional*): As in [`equal`][trl_populora.sandbox.values].
     """
 
     outputs: tuple[str, ...]
-    strict: bool = False
-    tolerance: float = 0.0
 
     def __post_init__(self):
         if not isinstance(self.outputs, tuple) or not all(map(values.is_canonical, self.outputs)):
@@ -87,7 +84,7 @@ class Gold:
         gold = self.outputs[index]
         if text == gold or not values.is_canonical(text):
             return text == gold
-        return values.equal(values.decode(text), values.decode(gold), strict=self.strict, tolerance=self.tolerance)
+        return values.equal(values.decode(text), values.decode(gold))
 
 
 @dataclass(frozen=True)

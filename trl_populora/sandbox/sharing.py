@@ -56,14 +56,14 @@ def _read(stream: Any) -> list[Any] | None:
 
 
 def _pack_job(number: int, job: Job, limits: Limits) -> bytes:
-    gold = job.gold and list(vars(job.gold).values())
+    gold = None if job.gold is None else list(job.gold.outputs)
     limit_values = list(vars(limits).values())
     return _pack([number, job.program, list(job.inputs), job.runs, limit_values, job.function, gold, job.headroom])
 
 
 def _unpack_job(message: list[Any]) -> tuple[int, Job, Limits]:
     number, program, inputs, runs, limits, function, gold, headroom = message
-    gold = gold and Gold(tuple(gold[0]), *gold[1:])
+    gold = None if gold is None else Gold(tuple(gold))
     return number, Job(program, tuple(inputs), runs, None, function, gold, headroom), Limits(*limits)
 
 

@@ -21,11 +21,7 @@ class CodeKind(TaskKind):
     A kind whose tasks are programs with a top-level `f`.
 
     The limits are class attributes, to be changed in a subclass. Nothing over a limit is ever cut: it is rejected.
-
-    Args:
-        strict (`bool`, *optional*, defaults to `False`): Whether `1`, `1.0` and `True` are different values. The
-            default compares like Python's `==`, as Absolute Zero Reasoner does.
-        tolerance (`float`, *optional*, defaults to `0.0`): Allowed difference between floats.
+    Answers compare like Python's `==`, as in Absolute Zero Reasoner.
     """
 
     max_program_chars = 3000  # AZR's prompt budget of 6144 tokens holds K = 6 references of about this size
@@ -35,9 +31,6 @@ class CodeKind(TaskKind):
     measures = ("ast_depth", "cyclomatic", "lines", "variables")
     cpu_headroom = 2.0  # a task needs half of the limit in CPU time: beside others the same run may need more
 
-    def __init__(self, strict: bool = False, tolerance: float = 0.0):
-        self.strict, self.tolerance = strict, tolerance
-
     def configure(self, settings: Any) -> None:
         """A class that has set `determinism_runs` for itself keeps it."""
         if type(self).determinism_runs == CodeKind.determinism_runs:
@@ -45,7 +38,7 @@ class CodeKind(TaskKind):
 
     def same(self, one: str, other: str) -> bool:
         """Whether two canonical texts are the same answer."""
-        return values.equal(values.decode(one), values.decode(other), strict=self.strict, tolerance=self.tolerance)
+        return values.equal(values.decode(one), values.decode(other))
 
     def read_program(self, text: str) -> str:
         """Checks a program's size, syntax and `f`; returns it without trailing blank lines."""
