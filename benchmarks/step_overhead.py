@@ -40,10 +40,11 @@ import torch  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from trl_populora import populora_trainer, rollout  # noqa: E402
-from trl_populora.population import evolution
+from trl_populora import populora_trainer  # noqa: E402
+from trl_populora.population import evolution  # noqa: E402
 from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
 from trl_populora.populora_trainer import PopuLoRATrainer  # noqa: E402
+from trl_populora.step import rollout  # noqa: E402
 
 
 PAIRS = 4  # teachers, and students
@@ -106,9 +107,9 @@ class FixedLengthTrainer(PopuLoRATrainer):
         self.spent[phase] += self.clock() - start
         return result
 
-    def _generate_rows(self, prompts, members):
-        # Nothing is told early: a row's text is cut here first.
-        return [replace(row, text=self._read(row.completion_ids)) for row in super()._generate_rows(prompts, members)]
+    def _generate_rows(self, prompts, members, seed=None):
+        rows = super()._generate_rows(prompts, members, seed)
+        return [replace(row, text=self._read(row.completion_ids)) for row in rows]
 
     def _read(self, ids: list[int]) -> str:
         end = next((i for i, token in enumerate(ids) if token in self.end_of_turn), len(ids))
@@ -116,7 +117,7 @@ class FixedLengthTrainer(PopuLoRATrainer):
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         score = super()._get_per_token_logps_and_entropies
-        if self.router.route is not None:  # inside the loss
+        if self._loss_rows is not None:
             return score(*args, **kwargs)
         return self._timed("log-probs", score, *args, **kwargs)
 

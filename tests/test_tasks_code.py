@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.written import write_answer, write_proposal
 from trl_populora.sandbox import Gold, Sandbox, Status, Verdict
 from trl_populora.sandbox.values import decode, encode, equal
 from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Proposal, Reject, Task, resolve_kind
@@ -84,15 +85,14 @@ def test_compact_prompts_are_the_bytes_that_the_tiny_base_was_trained_on():
         assert messages == [{"role": "user", "content": content}]
 
 
-def test_rendered_answers_are_the_bytes_that_the_tiny_base_was_trained_on():
-    code_o, code_i, code_f = KINDS
-    assert code_o.render_answer(encode([7, 1.0])) == "```output\n[7, 1.0]\n```"
-    assert code_i.render_answer(encode((3, [4]))) == "```input\n3, [4]\n```"
-    assert code_f.render_answer(DOUBLE + "\n") == block("python", DOUBLE)
+def test_what_the_tests_write_are_the_bytes_that_the_tiny_base_was_trained_on():
+    assert write_answer("code_o", encode([7, 1.0])) == "```output\n[7, 1.0]\n```"
+    assert write_answer("code_i", encode((3, [4]))) == "```input\n3, [4]\n```"
+    assert write_answer("code_f", DOUBLE + "\n") == block("python", DOUBLE)
     proposal = Proposal("code_o", DOUBLE, (encode((3,)),))
-    assert code_o.render_proposal(proposal) == block("python", DOUBLE) + "\n" + block("input", "3")
+    assert write_proposal(proposal) == block("python", DOUBLE) + "\n" + block("input", "3")
     proposal = Proposal("code_f", DOUBLE, (encode((3,)), encode(("a",))), "a hint")
-    assert code_f.render_proposal(proposal) == block("inputs", "3\n'a'") + "\n" + block("message", "a hint")
+    assert write_proposal(proposal) == block("inputs", "3\n'a'") + "\n" + block("message", "a hint")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -488,7 +488,7 @@ PLAIN = st.recursive(
 @settings(deadline=None)
 @given(PLAIN)
 def test_every_value_survives_as_an_output(value):
-    attempt = CodeO().parse_attempt(CodeO().render_answer(encode(value)), ADD_TASK)
+    attempt = CodeO().parse_attempt(write_answer("code_o", encode(value)), ADD_TASK)
     assert attempt.well_formed
     assert attempt.answer == encode(value)
 
@@ -497,7 +497,7 @@ def test_every_value_survives_as_an_output(value):
 @given(st.lists(PLAIN, max_size=3).map(tuple))
 def test_every_argument_tuple_survives_as_an_input(values):
     written = encode(values, ordered=True)
-    attempt = CodeI().parse_attempt(CodeI().render_answer(written), SQUARE_TASK)
+    attempt = CodeI().parse_attempt(write_answer("code_i", written), SQUARE_TASK)
     assert attempt.well_formed
     assert attempt.answer == written
 
@@ -519,8 +519,8 @@ STATEMENTS = st.sampled_from(
 def test_a_rendered_proposal_is_read_back(statements, values):
     program = "\n    ".join(["def f(x, y=0):", *statements, "return x"])
     proposal = Proposal("code_o", program, (encode(values, ordered=True),))
-    if len(CodeO().render_proposal(proposal).partition("```input\n")[2]) < 400:
-        assert CodeO().parse_proposal(CodeO().render_proposal(proposal), []) == proposal
+    if len(write_proposal(proposal).partition("```input\n")[2]) < 400:
+        assert CodeO().parse_proposal(write_proposal(proposal), []) == proposal
 
 
 @settings(deadline=None)
@@ -533,7 +533,7 @@ def test_a_rendered_proposal_is_read_back(statements, values):
 def test_a_rendered_set_of_inputs_is_read_back_or_has_equal_inputs(given_values, message):
     kind, message = CodeF(inputs_per_task=3), message.strip()
     proposal = Proposal("code_f", DOUBLE, tuple(encode((value,), ordered=True) for value in given_values), message)
-    parsed = kind.parse_proposal(kind.render_proposal(proposal), [DOUBLE_TASK])
+    parsed = kind.parse_proposal(write_proposal(proposal), [DOUBLE_TASK])
     if parsed is Reject.DUPLICATE_INPUTS:
         assert any(equal(a, b) for i, a in enumerate(given_values) for b in given_values[:i])
     elif not message or message.startswith("```"):
@@ -566,10 +566,7 @@ ANYTHING = st.lists(
 def test_no_text_makes_a_parser_raise(text):
     for kind in (CodeO(), CodeI(), CodeF(inputs_per_task=2)):
         proposal = kind.parse_proposal(text, [DOUBLE_TASK])
-        assert (
-            isinstance(proposal, Reject)
-            or kind.parse_proposal(kind.render_proposal(proposal), [DOUBLE_TASK]) == proposal
-        )
+        assert isinstance(proposal, Reject) or kind.parse_proposal(write_proposal(proposal), [DOUBLE_TASK]) == proposal
         attempt = kind.parse_attempt(text, HIDDEN_TASK)
         assert attempt.well_formed == (attempt.reason == "")
         assert attempt.reason in {"", *(reason.value for reason in Reject)}

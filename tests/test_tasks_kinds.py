@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.written import write_answer, write_proposal
 from trl_populora.sandbox import Job, Sandbox, Status
 from trl_populora.tasks import (
     TASK_KINDS,
@@ -208,11 +209,11 @@ def test_the_seed_tasks_that_ship_are_true_distinct_and_solvable(sandbox):
     for task in tasks:
         kind = CodeF(len(task.inputs)) if task.kind == "code_f" else resolve_kind(task.kind)
         gold = {"code_o": task.outputs[0], "code_i": task.inputs[0], "code_f": task.program}[task.kind]
-        attempt = kind.parse_attempt(kind.render_answer(gold), task)
+        attempt = kind.parse_attempt(write_answer(kind.name, gold), task)
         assert attempt == Attempt(True, gold)
         known = [task] if task.kind == "code_f" else []
         proposal = Proposal(task.kind, task.program, task.inputs, task.message)
-        assert kind.parse_proposal(kind.render_proposal(proposal), known) == proposal
+        assert kind.parse_proposal(write_proposal(proposal), known) == proposal
 
 
 TORCH_FREE = """

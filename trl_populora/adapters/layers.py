@@ -81,7 +81,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         route = self._checked_route(x)
         result = self.base_layer(x, *args, **kwargs)
         if not route.present:
-            return self._touch(result)
+            return result
         dtype = result.dtype
         inputs = self._cast_input_dtype(x, self.lora_A[self.members[0]].weight.dtype)
         if route.ordered:
@@ -109,14 +109,6 @@ class RoutedLinear(nn.Module, LoraLayer):
             )
         scale = None if route.factors is None else route.factor_tensor(weights[0].device)
         return _Stack.apply(route.present, scale, *weights)
-
-    def _touch(self, result: torch.Tensor) -> torch.Tensor:
-        """Lets a batch of base rows still reach every member's gradient, with zeros."""
-        if not torch.is_grad_enabled():
-            return result
-        nobody = Route(())
-        zero = self._stacked("lora_A", nobody).sum() + self._stacked("lora_B", nobody).sum()
-        return result + zero.to(result.dtype)
 
     def _checked_route(self, x: torch.Tensor) -> Route:
         route = None if self.router is None else self.router.route_for(x.shape[0])

@@ -51,8 +51,8 @@ def step_advantages(
     for role, baseline in baselines.items():
         others_R = torch.tensor([record["role"] != role for record in records], device=rewards_R.device)
         own_R = rewards_R.masked_fill(others_R, float("nan"))
-        scale = baseline if scale_rewards == "group" else "none"
-        advantages_R += compute_advantages(own_R, members_R, kinds_R, groups_R, baseline, scale)
+        scaled = scale_rewards == "group"
+        advantages_R += compute_advantages(own_R, members_R, kinds_R, groups_R, baseline, scaled)
     return advantages_R
 
 
@@ -77,7 +77,7 @@ def compute_advantages(
     kinds_R: torch.Tensor,
     groups_R: torch.Tensor,
     baseline: str = "group",
-    scale_rewards: str = "group",
+    scaled: bool = True,
 ) -> torch.Tensor:
     """
     Advantages of the rows of one role.
@@ -97,33 +97,29 @@ def compute_advantages(
             teachers, whose prompts all differ (task-relative REINFORCE++ of Absolute Zero, arXiv 2505.03335, which
             does it per kind and role; one member is one policy here). A row that is its member's only one of its kind
             would be its own mean and teach nothing: the group's takes its place.
-        scale_rewards (`str`, *optional*, defaults to `"group"`):
-            Over which rows the standard deviation is taken that advantages are divided by: `"group"`, `"member"` (and
-            kind), or `"none"` to divide by nothing (Dr. GRPO, arXiv 2503.20783).
+        scaled (`bool`, *optional*, defaults to `True`):
+            Whether advantages are divided by the standard deviation over the rows of their baseline; Dr. GRPO (arXiv
+            2503.20783) does not.
 
     Returns:
         `torch.Tensor`: Advantages of shape `[R]`, on the device and in the type of the rewards.
 
     Raises:
-        ValueError: If `baseline` or `scale_rewards` has another value.
+        ValueError: If `baseline` has another value.
     """
     if baseline not in ("group", "member"):
         raise ValueError(f"`baseline` must be 'group' or 'member', got {baseline!r}.")
-    if scale_rewards not in ("group", "member", "none"):
-        raise ValueError(f"`scale_rewards` must be 'group', 'member' or 'none', got {scale_rewards!r}.")
     # On the CPU and in double precision: a sum on a GPU depends on the order in which rows arrive, and no member's
     # advantage may depend on another's rows by a single bit.
     rewards = rewards_R.detach().to(device="cpu", dtype=torch.float64)
-    of_group = _moments(rewards, groups_R.cpu())
-    of_member = _moments(rewards, torch.stack([members_R.cpu(), kinds_R.cpu()], dim=1))
-    alone = of_member[2] < 2
-    moments = {
-        "group": of_group,
-        "member": [torch.where(alone, *pair) for pair in zip(of_group, of_member, strict=True)],
-    }
-    advantages = rewards - moments[baseline][0]
-    if scale_rewards != "none":
-        advantages = advantages / (moments[scale_rewards][1] + STD_EPSILON)
+    means, deviations, _ = of_group = _moments(rewards, groups_R.cpu())
+    if baseline == "member":
+        of_member = _moments(rewards, torch.stack([members_R.cpu(), kinds_R.cpu()], dim=1))
+        alone = of_member[2] < 2
+        means, deviations, _ = (torch.where(alone, *pair) for pair in zip(of_group, of_member, strict=True))
+    advantages = rewards - means
+    if scaled:
+        advantages = advantages / (deviations + STD_EPSILON)
     return advantages.nan_to_num(nan=0.0).to(device=rewards_R.device, dtype=rewards_R.dtype)
 
 

@@ -112,10 +112,6 @@ class ProgramWithInput(CodeKind):
             text = "\n\n".join([templates.REFERENCES, *shown, text])
         return templates.user_turn(text)
 
-    def render_proposal(self, proposal: Proposal) -> str:
-        """The completion text that [`parse_proposal`] reads back as `proposal`."""
-        return templates.fenced(templates.program_block(proposal.program), templates.input_block(proposal.inputs[0]))
-
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
         try:
             program, given = read_blocks(text, ("python", "input"))

@@ -64,11 +64,6 @@ class CodeF(CodeKind):
         )
         return templates.user_turn(text)
 
-    def render_proposal(self, proposal: Proposal) -> str:
-        """The completion text that [`parse_proposal`] reads back as `proposal`."""
-        lines = "\n".join(templates.arguments(text) for text in proposal.inputs)
-        return templates.fenced(("inputs", lines), ("message", proposal.message))
-
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
         program = self._known_program(references)
         try:
@@ -112,10 +107,6 @@ class CodeF(CodeKind):
             return templates.compact_turn(f"solve {self.name}", [shown])
         text = templates.SOLVE_PROGRAM.format(task=shown, program_chars=self.max_program_chars)
         return templates.user_turn(text)
-
-    def render_answer(self, answer: str) -> str:
-        """The completion text that [`parse_attempt`] reads back as the program `answer`."""
-        return templates.fenced(templates.program_block(answer))
 
     def parse_attempt(self, text: str, task: Task) -> Attempt:
         try:
