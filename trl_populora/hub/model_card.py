@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from trl_populora.assets import TINY
+from trl_populora.files import written_whole
 from trl_populora.report.plots import PLOTS
 from trl_populora.runs.records import read_lines
 from trl_populora.runs.saved_population import read_json
@@ -158,9 +159,8 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         lineage=_lineage(root / "lineage.jsonl"),
         settings=json.dumps(population.get("settings", {}), indent=2),
     )
-    unfinished = root / "README.md.tmp"
-    unfinished.write_text(text)
-    unfinished.replace(root / "README.md")
+    with written_whole(root / "README.md") as unfinished:
+        unfinished.write_text(text)
 
 
 def _base_code(base: str) -> dict[str, str]:

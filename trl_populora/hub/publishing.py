@@ -22,6 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Loca
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
+from trl_populora.files import written_whole
 from trl_populora.hub.archive_card import archive_card
 from trl_populora.hub.model_card import PICTURES, write_card
 from trl_populora.population.members import PRIOR_SIGMA, Population
@@ -106,9 +107,8 @@ def place_best_student(root: Path) -> None:
     """Copies the best student's adapter to the root of a saved population."""
     best = best_adapter(root)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        unfinished = root / f"{name}.tmp"
-        shutil.copyfile(best / name, unfinished)
-        unfinished.replace(root / name)
+        with written_whole(root / name) as unfinished:
+            shutil.copyfile(best / name, unfinished)
 
 
 def draw_for_card(root: Path) -> None:

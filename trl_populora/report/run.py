@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_populora.files import write_json, written_whole
 from trl_populora.report.page import page
 from trl_populora.report.plots import (
     COLORS,
@@ -27,7 +28,7 @@ from trl_populora.report.plots import (
     plot_held_out,
 )
 from trl_populora.runs.records import EVALUATION, STEP, read_lines, sort_of
-from trl_populora.runs.saved_population import read_json, write_json
+from trl_populora.runs.saved_population import read_json
 
 
 if TYPE_CHECKING:
@@ -143,9 +144,9 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
     records = load_run(run, name)
     target = Path(run if directory is None else directory)
     drawn = draw_plots(records, target / "plots")
-    unfinished = target / "report.html.tmp"
-    unfinished.write_text(page(records, drawn, load_samples(run)), encoding="utf-8")
-    return unfinished.replace(target / "report.html")
+    with written_whole(target / "report.html") as unfinished:
+        unfinished.write_text(page(records, drawn, load_samples(run)), encoding="utf-8")
+    return target / "report.html"
 
 
 def draw_plots(records: Run, directory: Path, names: Sequence[str] | None = None) -> list[tuple[Plot, Path]]:

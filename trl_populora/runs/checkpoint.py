@@ -37,10 +37,11 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
 from trl_populora.adapters import weights
+from trl_populora.files import write_json
 from trl_populora.population.members import Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import records
-from trl_populora.runs.saved_population import FORMAT, Shape, check_same_shape, check_settings, read_json, write_json
+from trl_populora.runs.saved_population import FORMAT, Shape, check_same_shape, check_settings, read_json
 from trl_populora.step.rollout import Game
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import load_archive, save_archive

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from trl_populora.step.played import Row
 from trl_populora.step.rollout import Game
-from trl_populora.runs.saved_population import write_json
+from trl_populora.files import write_json, written_whole
 
 
 logger = logging.getLogger(__name__)
@@ -93,9 +93,9 @@ def write_rollouts(
     suffix = f"-rank{game.player.rank}" if game.player.world > 1 else ""
     path = Path(output_dir, "rollouts", f"step_{step:05d}{suffix}.parquet")
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    pq.write_table(table, unfinished, compression="zstd")
-    return unfinished.replace(path)
+    with written_whole(path) as unfinished:
+        pq.write_table(table, unfinished, compression="zstd")
+    return path
 
 
 def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
@@ -171,9 +171,8 @@ def set_aside(output_dir: str | Path) -> Path | None:
 
 
 def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    unfinished.replace(path)
+    with written_whole(path) as unfinished:
+        unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 class Records(TrainerCallback):

@@ -208,13 +208,6 @@ def best_adapter(root: Path) -> Path:
     return root / next(m["adapter"] for m in saved["members"] if m["name"] == saved["best_student"])
 
 
-def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Writes a file that appears whole or not at all."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(value, indent=indent) + "\n")
-    unfinished.replace(path)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """
     Raises:

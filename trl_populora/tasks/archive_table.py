@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_populora.files import written_whole
+
 from .archive import NOTED, Entry, TaskArchive
 from .base import Task
 
@@ -52,13 +54,10 @@ def save_archive(archive: TaskArchive, path: str | Path) -> None:
     """Writes the archive to a parquet file, which appears whole or not at all."""
     import pyarrow.parquet as pq
 
-    path = Path(path)
-    unfinished = path.with_suffix(".tmp")
-    entries = iter(archive.entries())
-    with pq.ParquetWriter(unfinished, schema(archive.measures), compression="zstd") as writer:
+    entries, columns = iter(archive.entries()), schema(archive.measures)
+    with written_whole(path) as unfinished, pq.ParquetWriter(unfinished, columns, compression="zstd") as writer:
         while chunk := list(islice(entries, _CHUNK)):
             writer.write_batch(_batch(chunk, archive.measures))
-    unfinished.replace(path)
 
 
 def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any]) -> None:

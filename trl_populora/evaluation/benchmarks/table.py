@@ -10,7 +10,7 @@ from typing import Any
 from trl_populora.evaluation.benchmarks.contenders import SUMMARY, Contender
 from trl_populora.evaluation.benchmarks.jobs import Pair
 from trl_populora.evaluation.benchmarks.suite import BENCHMARKS
-from trl_populora.runs.saved_population import write_json
+from trl_populora.files import write_json
 
 
 AVERAGE = "average"

@@ -16,6 +16,7 @@ from typing import Any
 from evalscope import TaskConfig, run_task
 
 from trl_populora.evaluation.benchmarks.code import make_sandbox, use
+from trl_populora.files import write_json
 
 
 def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
@@ -74,13 +75,6 @@ def advice(error: Exception) -> str:
     return ". If it is the data, try the other `hub`, or name a local copy in `dataset_args` (`local_path`)"
 
 
-def leave(path: Path, value: dict[str, Any]) -> None:
-    """Writes a file that appears whole or not at all; `saved_population` has the same, but with it comes torch."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(value) + "\n")
-    unfinished.replace(path)
-
-
 def main(path: str) -> None:
     """All benchmarks of a job; one that fails does not keep the others from being done."""
     job = json.loads(Path(path).read_text())
@@ -93,9 +87,9 @@ def main(path: str) -> None:
                 result = run(job, name, directory)
             except Exception as error:
                 traceback.print_exc()
-                leave(directory / "error.json", {"error": f"{type(error).__name__}: {error}{advice(error)}"})
+                write_json(directory / "error.json", {"error": f"{type(error).__name__}: {error}{advice(error)}"})
             else:
-                leave(directory / "result.json", result)
+                write_json(directory / "result.json", result)
 
 
 if __name__ == "__main__":

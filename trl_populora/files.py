@@ -1,0 +1,24 @@
+"""Files that appear whole or not at all, whatever ends the process that writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """Gives a place to write to; what is there takes the place of `path` when the block ends without an error."""
+    path = Path(path)
+    unfinished = path.with_name(f"{path.name}.tmp")  # a name that uploads and readers pass over
+    yield unfinished
+    unfinished.replace(path)
+
+
+def write_json(path: str | Path, value: Any, indent: int | None = 2) -> None:
+    """Writes a JSON file, whole or not at all."""
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=indent) + "\n")
