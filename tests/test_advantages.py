@@ -93,7 +93,7 @@ def test_a_members_only_row_of_a_kind_is_compared_with_its_match(scaled):
 
 def test_an_unknown_baseline_is_named():
     columns = (REWARDS, MEMBERS, KINDS, GROUPS)
-    with pytest.raises(ValueError, match="`baseline` must be 'group' or 'member', got 'batch'"):
+    with pytest.raises(ValueError, match="`baseline` must be one of group, member, got 'batch'"):
         compute_advantages(*columns, baseline="batch")
 
 

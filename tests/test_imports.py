@@ -16,9 +16,9 @@ PACKAGE = Path(__file__).parent.parent / "trl_populora"
 FLOORS = [
     {"sandbox", "model_options", "assets", "files"},
     {"tasks", "adapters"},
-    {"populora_config"},
     {"population"},
     {"step"},
+    {"populora_config"},
     {"generation", "runs"},
     {"report"},
     {"hub"},

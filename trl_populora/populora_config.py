@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trl import GRPOConfig
 
-
-EXACT_LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
-PROMPT_STYLES = ("chat", "compact")
-BASELINES = ("group", "member")
+from trl_populora.population.evolution import RATING_RESETS
+from trl_populora.population.matchmaking import STRATEGIES
+from trl_populora.step.advantages import BASELINES, LOSS_NORMALISERS
+from trl_populora.tasks.base import STYLES
 
 
 @dataclass
@@ -343,11 +343,12 @@ class PopuLoRAConfig(GRPOConfig):
     def _check_choices(self):
         """Refuse names that nothing in the package answers to, and loss options that couple members."""
         choices = {
-            "matchmaking": ("pfsp", "uniform"),
-            "rating_reset": ("parents", "prior"),
+            "matchmaking": STRATEGIES,
+            "rating_reset": RATING_RESETS,
             "teacher_baseline": BASELINES,
             "student_baseline": BASELINES,
-            "loss_type": EXACT_LOSS_TYPES,
+            "loss_type": LOSS_NORMALISERS,
+            "prompt_style": (*STYLES, None),
             "scale_rewards": ("group", "none", True, False),
         }
         for name, allowed in choices.items():
@@ -355,8 +356,6 @@ class PopuLoRAConfig(GRPOConfig):
                 raise ValueError(
                     f"`{name}` must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}."
                 )
-        if self.prompt_style is not None and self.prompt_style not in PROMPT_STYLES:
-            raise ValueError(f"`prompt_style` must be 'chat', 'compact' or unset, got {self.prompt_style!r}.")
         if isinstance(self.task_kinds, str) or not all(isinstance(kind, str) for kind in self.task_kinds):
             raise TypeError(
                 f"`task_kinds` must be a list of names, got {self.task_kinds!r}: for example `['code_o']`, or "

@@ -17,6 +17,8 @@ import torch
 STD_EPSILON = 1e-4
 FLAT = 1e-6  # rewards that differ by less count as equal, as in TRL's GRPO
 
+BASELINES = ("group", "member")  # what may be subtracted from a reward, see [`compute_advantages`]
+
 # What TRL's `_compute_loss` divides the sum over rows by: the number of rows, or the number of completion tokens.
 LOSS_NORMALISERS = {
     "grpo": "rows",
@@ -107,8 +109,8 @@ def compute_advantages(
     Raises:
         ValueError: If `baseline` has another value.
     """
-    if baseline not in ("group", "member"):
-        raise ValueError(f"`baseline` must be 'group' or 'member', got {baseline!r}.")
+    if baseline not in BASELINES:
+        raise ValueError(f"`baseline` must be one of {', '.join(BASELINES)}, got {baseline!r}.")
     # On the CPU and in double precision: a sum on a GPU depends on the order in which rows arrive, and no member's
     # advantage may depend on another's rows by a single bit.
     rewards = rewards_R.detach().to(device="cpu", dtype=torch.float64)
