@@ -33,7 +33,7 @@ from trl_populora.hub import publishing
 from trl_populora.hub.model_card import write_card
 from trl_populora.population.evolution import EvolutionCallback
 from trl_populora.population.matchmaking import Matchmaker
-from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import checkpoint, nodes, records
 from trl_populora.runs.alarms import Alarms
@@ -702,7 +702,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None, **details):
         root = Path(self.args.output_dir)
-        if self.is_world_process_zero() and (root / "population.json").exists():
+        if self.is_world_process_zero() and (root / POPULATION_FILE).exists():
             write_card(root, self.hub_model_id or model_name or root.name, tags, details)
 
     def init_hf_repo(self, token=None, **kwargs):

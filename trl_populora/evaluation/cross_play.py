@@ -20,11 +20,12 @@ from peft import LoraConfig
 from tqdm import tqdm
 
 from trl_populora.hub.publishing import fetch
+from trl_populora.population.members import read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.payoff import Payoff
 from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import SAMPLING, check_same_shape, read_json
+from trl_populora.runs.saved_population import SAMPLING, check_same_shape
 from trl_populora.step.held_out import attempt
 from trl_populora.step.rollout import Game
 from trl_populora.tasks import TASK_KINDS, load_seed_tasks, resolve_kind
@@ -137,7 +138,7 @@ def assemble(
     if len({root.resolve() for root in roots}) < len(roots):
         raise ValueError(f"A population plays once, but `runs` names one twice: {', '.join(runs)}.")
     prefixes = told_apart(runs)
-    saved = [read_json(root / "population.json") for root in roots]
+    saved = [read_population(root) for root in roots]
     entries = {
         role: [(i, m) for i, population in enumerate(saved) for m in population["members"] if m["role"] == role]
         for role in ("teacher", "student")
@@ -174,7 +175,7 @@ def assemble(
         peft_config=LoraConfig(**shape),
     )
     for root in roots:
-        check_same_shape(root / "population.json", trainer.shape)
+        check_same_shape(root, trainer.shape)
     names = {}
     for role, contestants in entries.items():
         for slot, (index, member) in zip(trainer.population.role(role), contestants, strict=True):

@@ -12,9 +12,9 @@ from huggingface_hub import ModelCardData
 
 from trl_populora.assets import TINY
 from trl_populora.files import written_whole
+from trl_populora.population.members import read_population
 from trl_populora.report.plots import PLOTS
 from trl_populora.runs.records import read_lines
-from trl_populora.runs.saved_population import read_json
 
 
 TAGS = ("trl", "populora", "lora", "peft", "reinforcement-learning")
@@ -120,7 +120,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         tags (`list[str]`, *optional*): Added to the package's own.
         details (`dict`, *optional*): Further metadata, for example `license` and `language`.
     """
-    population = read_json(root / "population.json")
+    population = read_population(root)
     base, members = population["base_model"], population["members"]
     patterns = [population["lora"].get(f"{name}_pattern") or {} for name in ("rank", "alpha")]
     largest = max([population["lora"]["r"], *patterns[0].values()])

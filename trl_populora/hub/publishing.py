@@ -25,11 +25,11 @@ from transformers.utils.hub import PushInProgress
 from trl_populora.files import written_whole
 from trl_populora.hub.archive_card import archive_card
 from trl_populora.hub.model_card import PICTURES, write_card
-from trl_populora.population.members import PRIOR_SIGMA, Population
+from trl_populora.population.members import POPULATION_FILE, PRIOR_SIGMA, Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.run import draw_plots, load_run
 from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import Shape, best_adapter, check_same_shape, read_json
+from trl_populora.runs.saved_population import Shape, best_adapter, check_same_shape
 
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ RESUME_ONLY = (
 )
 NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp", *(f"{name}*" for name in RESUME_ONLY if name != "trainer_state")]
 STAGES = "_push"
-POPULATION = ("population.json", "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
+POPULATION = (POPULATION_FILE, "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
 
 
 class Uploads:
@@ -173,7 +173,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
         `RuntimeError`: If the upload fails; the message says why and how to complete it.
     """
     root = Path(run)
-    members = read_json(root / "population.json")["members"]
+    members = read_population(root)["members"]
     if not all((root / member["adapter"] / "adapter_model.safetensors").exists() for member in members):
         raise ValueError(f"{root} was not saved to its end; push a checkpoint of it, or resume it.")
     place_best_student(root)
@@ -211,7 +211,7 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
         `RuntimeError`: If the upload fails; the message says why and how to complete it.
     """
     path = Path(run, "archive.parquet")
-    card = archive_card(path, read_json(Path(run, "population.json")), repo)
+    card = archive_card(path, read_population(run), repo)
     with explained(repo, str(run), "--archive_repo"):
         repo = HfApi().create_repo(repo, token=token, private=private, repo_type="dataset", exist_ok=True).repo_id
         commit = HfApi().create_commit(
@@ -301,11 +301,11 @@ def warm_start(path_or_repo: str, model: torch.nn.Module, population: Population
         `ValueError`: If the population cannot be read, or was trained on another base or with another adapter shape.
     """
     root = fetch(path_or_repo)
-    saved = check_same_shape(root / "population.json", shape)
+    saved = check_same_shape(root, shape)
     for role in ("teacher", "student"):
         ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
         if not ranked:
-            raise ValueError(f"{root / 'population.json'}: field `members` holds no {role}.")
+            raise ValueError(f"{root / POPULATION_FILE}: field `members` holds no {role}.")
         for slot, member in enumerate(population.role(role)):
             source: dict[str, Any] = ranked[slot % len(ranked)]
             adapter = population.adapter(member.name)

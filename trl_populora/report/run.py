@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_populora.files import write_json, written_whole
+from trl_populora.population.members import POPULATION_FILE, read_population
 from trl_populora.report.page import page
 from trl_populora.report.plots import (
     COLORS,
@@ -28,7 +29,6 @@ from trl_populora.report.plots import (
     plot_held_out,
 )
 from trl_populora.runs.records import EVALUATION, STEP, read_lines, sort_of
-from trl_populora.runs.saved_population import read_json
 
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def load_run(run: str | Path, name: str | None = None) -> Run:
     last = history[-1]["step"]
     rows = [row for row in _read_rollouts(root, ROW_COLUMNS) if row["step"] <= last]
     lineage = [event for event in _read_lines(root / "lineage.jsonl") if event["step"] <= last]
-    population = read_json(root / "population.json") if (root / "population.json").exists() else {}
+    population = read_population(root) if (root / POPULATION_FILE).exists() else {}
     evaluations = [entry for entry in load_evaluations(root) if entry["step"] <= last]
     return Run(name or root.resolve().name, history, rows, lineage, population, evaluations)
 
@@ -167,9 +167,9 @@ def print_population(run: str | Path) -> None:
     Raises:
         `ValueError`: If `population.json` is missing or broken.
     """
-    if not Path(run, "population.json").exists():
+    if not Path(run, POPULATION_FILE).exists():
         raise ValueError(f"{run} holds no population.json: no run has logged a step or an evaluation there.")
-    population = read_json(Path(run, "population.json"))
+    population = read_population(run)
     title = f"Population after {population['step']} steps on {population['base_model']}"
     if (base := population.get("held_out_base")) is not None:
         title += f", which solves {_percent(base)} of the held-out tasks"

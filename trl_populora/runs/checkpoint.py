@@ -37,11 +37,11 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
 from trl_populora.adapters import weights
-from trl_populora.files import write_json
-from trl_populora.population.members import Population
+from trl_populora.files import FORMAT, read_json, write_json
+from trl_populora.population.members import POPULATION_FILE, Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import records
-from trl_populora.runs.saved_population import FORMAT, Shape, check_same_shape, check_settings, read_json
+from trl_populora.runs.saved_population import Shape, check_same_shape, check_settings
 from trl_populora.step.rollout import Game
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import load_archive, save_archive
@@ -245,7 +245,7 @@ def save(
     if not write:
         return
     tokenizer.save_pretrained(directory)
-    write_json(root / "population.json", about)
+    write_json(root / POPULATION_FILE, about)
     save_archive(game.archive, root / "archive.parquet")
 
 
@@ -306,7 +306,7 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
         `ValueError`: If a file is missing, broken or of another population; the message names file and field.
     """
     root = Path(directory)
-    check_same_shape(root / "population.json", shape, population.names)
+    check_same_shape(root, shape, population.names)
     for name in population.adapters:
         write_member_file(model, name, root / "members" / name / "adapter_model.safetensors")
 
@@ -337,10 +337,10 @@ def load_game(
         `ValueError`: If a file is missing, broken or of another population; the message names file and field.
     """
     root = Path(directory)
-    saved = check_same_shape(root / "population.json", shape, game.population.names)
+    saved = check_same_shape(root, shape, game.population.names)
     processes = read_json(root / WHOLE)["processes"]
     same_processes = processes == args.world_size
-    check_settings(args, root / "population.json", saved, same_processes)
+    check_settings(args, root, saved, same_processes)
     state = load_nouns(root, nouns)
     if not isinstance(state.get("coverage"), dict):
         raise ValueError(f"{root / 'game.json'}: field `coverage` is missing or broken.")

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from accelerate import PartialState
 from transformers import TrainerCallback
 
+from trl_populora.population.members import POPULATION_FILE
 from trl_populora.step.played import Row
 from trl_populora.step.rollout import Game
 from trl_populora.files import write_json, written_whole
@@ -38,7 +39,7 @@ LEFT_BY_TRAINING = (
     "trainer_state.json",
 )
 LEFT_BY_READERS = ("run.png", "report.html", "plots", "evaluation.md", "evaluation.json", "evaluation.png")
-LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, "population.json", *LEFT_BY_READERS)
+LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, *LEFT_BY_READERS)
 ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
 
 
@@ -201,7 +202,7 @@ class Records(TrainerCallback):
             return  # an evaluation, and the directory is another run's
         if state.is_world_process_zero and sort_of(logs):
             append_metrics(args.output_dir, state.log_history[-1])
-            write_json(Path(args.output_dir, "population.json"), self.describe())
+            write_json(Path(args.output_dir, POPULATION_FILE), self.describe())
 
 
 class OnlyKnown(TrainerCallback):
