@@ -17,7 +17,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from tiny_programs import TRAINED_LEVELS
 from tiny_scores import random_task
 
 from trl_populora.adapters.routing import BASE_NAME
-from trl_populora.evaluation.cross_play import assemble, cross_play, score_members
+from trl_populora.evaluation.cross_play import assemble
 from trl_populora.report.payoff import Payoff
 from trl_populora.report.run import write_payoff
 from trl_populora.tasks.archive import TaskArchive
@@ -68,14 +67,11 @@ def held_out_tasks(count: int = 96) -> list[Task]:
 def play(runs: list[Path], seed: int = 0) -> tuple[Payoff, float]:
     """Cross-play of the members of all runs, and the base's score on the held-out tasks."""
     tasks = held_out_tasks()
-    with tempfile.TemporaryDirectory() as directory:
-        trainer, names = assemble([str(run) for run in runs], directory, seed=seed)
-        teachers, students = ([member.name for member in trainer.population.role(r)] for r in ("teacher", "student"))
-        payoff = cross_play(trainer.game, teachers, students, proposals=9, attempts=3, seed=seed)
-        payoff.given = score_members(trainer.game, students, tasks, attempts=3)
-        base = score_members(trainer.game, [BASE_NAME], tasks, attempts=3)[BASE_NAME]
-        trainer.close()
-    return payoff.renamed(names), base
+    with assemble([str(run) for run in runs], seed=seed) as contest:
+        payoff = contest.play(proposals=9, attempts=3, seed=seed)
+        payoff.given = contest.score(contest.students, tasks, attempts=3)
+        base = contest.score([BASE_NAME], tasks, attempts=3)[BASE_NAME]
+    return payoff.renamed(contest.names), base
 
 
 def compare(output: Path, configs: list[str], seeds: list[int], steps: int) -> Path:

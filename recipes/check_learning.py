@@ -129,7 +129,8 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
 def mean_solve_rate(trainer: PopuLoRATrainer, tasks: list[Task]) -> float:
     """Mean over students and tasks, four attempts each."""
     names = [member.name for member in trainer.population.students]
-    rates = [solve_rates(trainer.game, name, tasks, attempts=4) for name in tqdm(names, desc="held out", leave=False)]
+    bar, game = tqdm(names, desc="held out", leave=False), trainer.game
+    rates = [solve_rates(game.referee, game.player, name, tasks, attempts=4) for name in bar]
     return statistics.fmean(rate for part in rates for rate in part)
 
 

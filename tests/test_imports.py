@@ -19,7 +19,7 @@ FLOORS = [
     {"population"},
     {"step"},
     {"populora_config"},
-    {"generation", "runs"},
+    {"generation", "runs", "given_tasks"},
     {"report"},
     {"hub"},
     {"preparation"},

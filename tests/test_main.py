@@ -15,9 +15,10 @@ from trl import TrlParser
 
 import trl_populora
 from trl_populora import __main__ as cli
+from trl_populora.given_tasks import load_archive
 from trl_populora.model_options import MemberConfig, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.preparation import load_archive, make_kinds
+from trl_populora.preparation import make_kinds
 from trl_populora.report.payoff import Payoff
 from trl_populora.report.run import write_payoff
 from trl_populora.tasks.archive import TaskArchive

@@ -18,13 +18,14 @@ from transformers import AutoTokenizer
 from tests.populora_run import letters
 from tests.vllm_models import make_population
 from trl_populora import preparation
+from trl_populora.given_tasks import load_archive
 from trl_populora.populora_trainer import PopuLoRATrainer
 
 
 def test_archive_size(make_args, seed_dataset):
     for size, kept in ((2, 2), (16384, 4)):
         args = make_args(archive_size=size)
-        archive = preparation.load_archive(seed_dataset, preparation.make_kinds(args), args)
+        archive = load_archive(seed_dataset, preparation.make_kinds(args), args)
         assert set(Counter(task.kind for task in archive).values()) == {kept}
 
 
@@ -94,10 +95,11 @@ def test_vllm_request_timeout(make_args, random_base, tmp_path):
 
     class Stuck(BaseHTTPRequestHandler):
         def do_GET(self):
-            lora = {"max_loras": 2, "max_lora_rank": 8}
-            body = json.dumps(
-                {"lora_config": lora, "model_config": {"logprobs_mode": "processed_logprobs"}, "data": []}
-            )
+            config = {
+                "lora_config": {"max_loras": 2, "max_lora_rank": 8},
+                "model_config": {"logprobs_mode": "processed_logprobs"},
+            }
+            body = json.dumps({"vllm_config": config, "data": [{"id": "base"}]})
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body.encode())

@@ -243,21 +243,17 @@ def info(arguments: Sequence[str]) -> None:
 
 def crossplay(arguments: Sequence[str]) -> None:
     """Lets every student of some runs attempt fresh tasks of every teacher."""
-    from trl_populora.evaluation.cross_play import assemble, cross_play, score_members
+    from trl_populora.evaluation.cross_play import assemble
     from trl_populora.report.run import write_payoff
     from trl_populora.tasks.archive import TaskArchive
 
     (options,) = _parse(CrossPlayArguments, "crossplay", arguments)
     given = None if options.tasks is None else list(TaskArchive.from_dataset(read_tasks(options.tasks)))
-    trainer, names = assemble(options.runs, options.out, seed=options.seed)
-    try:
-        teachers, students = ([member.name for member in trainer.population.role(r)] for r in ("teacher", "student"))
-        payoff = cross_play(trainer.game, teachers, students, options.proposals, options.attempts, options.seed)
+    with assemble(options.runs, seed=options.seed) as contest:
+        payoff = contest.play(options.proposals, options.attempts, options.seed)
         if given is not None:
-            payoff.given = score_members(trainer.game, trainer.population.names, given, options.attempts)
-    finally:
-        trainer.close()
-    _say(f"Cross-play written to {write_payoff(payoff.renamed(names), options.out)}.")
+            payoff.given = contest.score([*contest.teachers, *contest.students], given, options.attempts)
+    _say(f"Cross-play written to {write_payoff(payoff.renamed(contest.names), options.out)}.")
 
 
 def evaluate(arguments: Sequence[str]) -> None:

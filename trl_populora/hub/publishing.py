@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,10 @@ class Uploads:
         self.args = args
         self.run = Path(args.output_dir)
 
+    def explained(self, repo: str | None = None) -> AbstractContextManager:
+        """[`explained`] for uploads of this run."""
+        return explained(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
+
     def is_due(self, pending: PushInProgress | None) -> bool:
         """Whether a checkpoint goes up now: one at a time unless `hub_always_push`."""
         idle = pending is None or pending.is_done()
@@ -97,7 +101,7 @@ class Uploads:
         for job in pending.jobs if pending is not None else []:
             if job.done() and not job.cancelled() and (error := job.exception()) is not None:
                 try:
-                    with explained(repo or "the Hub", self.args.output_dir):
+                    with self.explained(repo):
                         raise error
                 except Exception as told:
                     logger.warning("%s", told)

@@ -7,10 +7,14 @@ rank keeps its own slice of the result. Shape key: `_R` rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
+
+from trl_populora.population.members import Population
+from trl_populora.step.played import Played
 
 
 # Added to a standard deviation before dividing by it, as in TRL's GRPO.
@@ -26,6 +30,60 @@ LOSS_NORMALISERS = {
     "dapo": "tokens",
     "cispo": "tokens",
 }
+
+
+@dataclass(frozen=True)
+class Scored:
+    """
+    What the rows of a step are worth.
+
+    Args:
+        rewards, advantages, members, factors (`torch.Tensor`): Of shape `[R]`, see [`member_factors`] for the last.
+        flat (`float`): Share of the groups of attempts in which all were worth the same.
+    """
+
+    rewards: torch.Tensor
+    advantages: torch.Tensor
+    members: torch.Tensor
+    factors: torch.Tensor
+    flat: float
+
+    def part(self, rows: slice) -> Scored:
+        """The same of some rows."""
+        columns = {name: getattr(self, name)[rows] for name in ("rewards", "advantages", "members", "factors")}
+        return replace(self, **columns)
+
+
+def score_step(
+    played: Played,
+    population: Population,
+    reward_weights: torch.Tensor,
+    num_tokens_R: torch.Tensor,
+    baselines: Mapping[str, str],
+    scale_rewards: str,
+    loss_type: str,
+) -> Scored:
+    """
+    From a step with its rewards to what its rows are worth, over all ranks.
+
+    Args:
+        played ([`Played`]): The step; `rewards` is known.
+        population ([`Population`]): Whose members played.
+        reward_weights (`torch.Tensor`): One per reward function.
+        num_tokens_R (`torch.Tensor`): Completion tokens of each row that count in the loss.
+        baselines, scale_rewards: As in [`step_advantages`].
+        loss_type (`str`): As in [`member_factors`].
+    """
+    device = num_tokens_R.device
+    members_R = torch.tensor([population[record["member"]].index for record in played.records], device=device)
+    rewards_R = (played.rewards * reward_weights.to(device)).nansum(dim=1)
+    return Scored(
+        rewards_R,
+        step_advantages(played.records, rewards_R, members_R, baselines, scale_rewards),
+        members_R,
+        member_factors(members_R, num_tokens_R, loss_type),
+        flat_fraction(played.records, rewards_R),
+    )
 
 
 def step_advantages(
