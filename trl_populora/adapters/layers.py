@@ -83,7 +83,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         if not route.present:
             return result
         dtype = result.dtype
-        inputs = self._cast_input_dtype(x, self.lora_A[self.members[0]].weight.dtype)
+        inputs = x.to(self.lora_A[self.members[0]].weight.dtype)
         if route.ordered:
             return (result + self._low_rank(inputs, route)).to(dtype)
         order = route.order(x.device)
