@@ -27,8 +27,7 @@ from tiny_scores import random_task
 
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.evaluation.cross_play import assemble
-from trl_populora.report.payoff import Payoff
-from trl_populora.report.run import write_payoff
+from trl_populora.report.payoff import Payoff, write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task
 

@@ -14,8 +14,8 @@ from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 
+from trl_populora.report.load import load_history
 from trl_populora.report.payoff import Payoff
-from trl_populora.report.run import load_history
 from trl_populora.runs.records import PLAYED
 
 

@@ -16,7 +16,7 @@ from tests.populora_run import EVALUATED, HELD_OUT, cut_run, make_trainer, state
 from tests.test_checkpoint import assert_equal, base  # noqa: F401 - `base` is a fixture
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.members import Population
-from trl_populora.report.run import load_evaluations, load_history
+from trl_populora.report.load import load_evaluations, load_history
 from trl_populora.sandbox.values import encode
 from trl_populora.step.held_out import HeldOut, Tried, scores
 from trl_populora.tasks.base import Task

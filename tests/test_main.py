@@ -19,8 +19,7 @@ from trl_populora.given_tasks import load_archive
 from trl_populora.model_options import MemberConfig, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.preparation import make_kinds
-from trl_populora.report.payoff import Payoff
-from trl_populora.report.run import write_payoff
+from trl_populora.report.payoff import Payoff, write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import save_archive
 
@@ -158,7 +157,7 @@ class TestPlainInstall:
         assert json.loads((tmp_path / "crossplay.json").read_text())["solved"] == [[0.25, None]]
 
     def test_other_modules_that_are_missing_are_errors(self, monkeypatch, saved):
-        monkeypatch.setitem(sys.modules, "trl_populora.report.run", None)
+        monkeypatch.setitem(sys.modules, "trl_populora.report.terminal", None)
         with pytest.raises(ModuleNotFoundError):
             cli.main(["info", saved])
 

@@ -25,7 +25,9 @@ from trl_populora.population.matchmaking import student_share
 from trl_populora.population.members import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.preparation import load_tokenizer
-from trl_populora.report.run import load_evaluations, load_history, load_run, plot_run, write_report
+from trl_populora.report.load import load_evaluations, load_history, load_run
+from trl_populora.report.page import write_report
+from trl_populora.report.plots import plot_run
 from trl_populora.runs.records import OnlyKnown, read_lines
 from trl_populora.step.rewards import student_reward, teacher_reward
 

@@ -17,25 +17,17 @@ from matplotlib.text import Text
 
 from tests.populora_run import EVALUATED, make_trainer
 from trl_populora import __main__ as cli
+from trl_populora.report.canvas import STYLE, draw_payoff, smooth
+from trl_populora.report.load import Run, load_history, load_run, load_samples
+from trl_populora.report.page import write_report
+from trl_populora.report.payoff import payoff_size
 from trl_populora.report.plots import (
     CURRICULUM,
     PLOTS,
-    STYLE,
-    Run,
-    _smooth,
     draw_curriculum,
-    draw_payoff,
     draw_rejects,
     draw_rewards,
-)
-from trl_populora.report.run import (
-    _draw_rewards,
-    load_history,
-    load_run,
-    load_samples,
-    payoff_size,
     plot_run,
-    write_report,
 )
 
 
@@ -124,18 +116,17 @@ class TestReading:
 
     def test_a_long_run_is_smoothed_over_its_own_past(self):
         run = Run("long", [{"step": step} for step in range(150)])
-        assert _smooth([0.0, 4.0, 8.0, 0.0, 0.0], run) == [0.0, 2.0, 4.0, 3.0, 3.0]
+        assert smooth([0.0, 4.0, 8.0, 0.0, 0.0], run) == [0.0, 2.0, 4.0, 3.0, 3.0]
 
 
 def test_the_overview_picture(finished, tmp_path):
     assert plot_run(finished, tmp_path / "run.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("draw", [_draw_rewards, draw_rewards])
-def test_rewards_of_any_size_are_in_the_picture(draw):
+def test_rewards_of_any_size_are_in_the_picture():
     run = Run("rich", [{"step": s, "rewards/teacher_reward/mean": -3.0 * s} for s in (1, 2)])
     figure = Figure()
-    draw(figure if draw is draw_rewards else figure.subplots(), run)
+    draw_rewards(figure, run)
     low, high = figure.axes[0].get_ylim()
     assert low < -6 < 0 < high
 

@@ -171,7 +171,8 @@ def build_trainer(recipe, args, model):
 
 def run_training(recipe, args, model) -> None:
     """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
-    from trl_populora.report.run import plot_run, print_population
+    from trl_populora.report.plots import plot_run
+    from trl_populora.report.terminal import print_population
     from trl_populora.runs.checkpoint import newest_of_all
 
     trainer = build_trainer(recipe, args, model)
@@ -214,7 +215,7 @@ def read_tasks(source: str | None):
 
 def report(arguments: Sequence[str]) -> None:
     """Draws the pictures of a run and writes report.html."""
-    from trl_populora.report.run import write_report
+    from trl_populora.report.page import write_report
 
     (options,) = _parse(ReportArguments, "report", arguments)
     name = None if Path(options.run).is_dir() else options.run
@@ -235,7 +236,7 @@ def push(arguments: Sequence[str]) -> None:
 
 def info(arguments: Sequence[str]) -> None:
     """Shows the members of a run with their ratings."""
-    from trl_populora.report.run import print_population
+    from trl_populora.report.terminal import print_population
 
     (options,) = _parse(InfoArguments, "info", arguments)
     print_population(_local(options.run))
@@ -244,7 +245,7 @@ def info(arguments: Sequence[str]) -> None:
 def crossplay(arguments: Sequence[str]) -> None:
     """Lets every student of some runs attempt fresh tasks of every teacher."""
     from trl_populora.evaluation.cross_play import assemble
-    from trl_populora.report.run import write_payoff
+    from trl_populora.report.payoff import write_payoff
     from trl_populora.tasks.archive import TaskArchive
 
     (options,) = _parse(CrossPlayArguments, "crossplay", arguments)

@@ -27,7 +27,8 @@ from trl_populora.hub.archive_card import archive_card
 from trl_populora.hub.model_card import PICTURES, write_card
 from trl_populora.population.members import POPULATION_FILE, PRIOR_SIGMA, Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.report.run import draw_plots, load_run
+from trl_populora.report.load import load_run
+from trl_populora.report.plots import draw_plots
 from trl_populora.runs.checkpoint import write_member_file
 from trl_populora.runs.saved_population import Shape, best_adapter, check_same_shape
 

@@ -23,6 +23,7 @@ from trl_populora.step.referee import Referee
 from trl_populora.step.rewards import guessed
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Reject, Task, checked, measured
+from trl_populora.tasks.complexity import PROGRAM_MEASURES
 
 
 @dataclass
@@ -257,12 +258,9 @@ def step_metrics(
     for reason in Reject:
         metrics[f"verify/reject/{reason.value}"] = float(sum(r["reject_reason"] == reason.value for r in proposals))
     declared = {name for kind in kinds.values() for name in kind.measures}
-    for name in sorted({key for complexity in complexities for key in complexity} | declared | set(CURRICULUM)):
+    for name in sorted({key for complexity in complexities for key in complexity} | declared | {*PROGRAM_MEASURES}):
         metrics[f"curriculum/{name}"] = _mean([c[name] for c in complexities if name in c])
     return metrics
-
-
-CURRICULUM = ("ast_depth", "cyclomatic", "lines", "variables")
 
 
 def _mean(values: Sequence[float]) -> float:

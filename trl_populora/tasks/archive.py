@@ -19,14 +19,14 @@ from typing import Any
 from trl_populora.sandbox import literals, values
 
 from .base import Task
-from .complexity import Coverage
+from .complexity import PROGRAM_MEASURES, Coverage
 from .forms import normal_forms
 from .programs import ProgramError, defines_function, parse_bounded
 
 
 # How a task fared, noted once students have tried it: match, solve rate, and what its kind's `complexity` measures. These
 # are the code kinds', and columns of every archive; a user's own kind adds its own.
-NOTED = ("match", "solve_rate", "ast_depth", "cyclomatic", "lines", "variables")
+NOTED = ("match", "solve_rate", *PROGRAM_MEASURES)
 Note = Mapping[str, float]
 Entry = tuple[Task, bytes, "Note | None"]  # task, duplicate key, note
 

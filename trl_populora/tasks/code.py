@@ -28,7 +28,7 @@ class CodeKind(TaskKind):
     max_value_chars = 400  # one input or output, as literals; AZR cuts outputs here and makes the cut text the gold
     max_answer_chars = 4000  # ten times the longest gold: longer answers are malformed, not merely wrong
     determinism_runs = 2  # paper: determinism is checked by running twice
-    measures = ("ast_depth", "cyclomatic", "lines", "variables")
+    measures = complexity.PROGRAM_MEASURES
     cpu_headroom = 2.0  # a task needs half of the limit in CPU time: beside others the same run may need more
 
     def configure(self, settings: Any) -> None:
