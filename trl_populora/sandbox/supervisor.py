@@ -35,9 +35,7 @@ class Supervisor:
         workers (`int`): Programs at a time.
         seed (`int`): Chooses the hash seeds.
         allow_weak (`bool`): Whether level C is accepted.
-        options (`dict`): What every zygote is told: `soft`, whether the soft layer is on; `cores`, processors to run
-            on; `without`, layers to leave out; `bubblewrap`, the namespaces that `bwrap` must have left, if any;
-            `packages`, the folder of each.
+        options (`dict`): What every zygote is told on its command line, and `soft`, whether the soft layer is on.
 
     Raises:
         RuntimeError: No zygote starts, or the host is too weak.
@@ -194,7 +192,8 @@ class Supervisor:
                 self._lose(worker)
                 return True
         if pending.slow:
-            self._move_to_background(number, worker, pending)
+            worker.tell(protocol.YIELD, number)
+            self.places.move_behind(pending)
         # What a program says is read when it has ended, unless it is slow or has much to say.
         if pending.send() & select.EPOLLOUT:
             self._listen(number, pending, worker, select.EPOLLIN | select.EPOLLOUT)
@@ -251,14 +250,11 @@ class Supervisor:
         if not pending.foreground:
             return
         if self.places.has_room_behind(pending):
-            self._move_to_background(number, worker, pending)
+            worker.tell(protocol.YIELD, number)
+            self.places.move_behind(pending)
         else:
             pending.put_back = True
             worker.tell(protocol.STOP, number)
-
-    def _move_to_background(self, number: int, worker: Worker, pending: Pending) -> None:
-        worker.tell(protocol.YIELD, number)
-        self.places.move_behind(pending)
 
     def _drop(self, number: int, pending: Pending) -> None:
         del self.running[number]
