@@ -5,8 +5,8 @@
 
 Each name is a recipe `recipes/tiny/config_<name>.yaml`; its runs lie in `<output>/<name>/seed_<n>`, are saved every 25
 steps, and are continued where they stopped when the command is given again. Then the saved members of all runs play
-each other and solve held-out tasks, and `<output>/comparison.html` compares everything; `--compare_only` does just this,
-for the first `--steps` of runs that may have gone on.
+each other and solve held-out tasks, and `<output>/comparison.html` compares everything; `--compare_only` does just
+this, for the first `--steps` of runs that may have gone on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def train(name: str, seed: int, steps: int, run: Path) -> None:
 
 
 def held_out_tasks(count: int = 96) -> list[Task]:
-    """Tasks of all kinds and of the levels that the base knows, from programs that neither it nor any run was shown."""
+    """
+    Tasks of all kinds and of the levels that the base knows, from programs that neither it nor any run was shown.
+    """
     writer, archive = DialogueWriter(random.Random("arms race"), held_out=True), TaskArchive()
     kinds = ("code_o", "code_i", "code_f")
     while len(archive) < count:
@@ -74,7 +76,9 @@ def play(runs: list[Path], seed: int = 0) -> tuple[Payoff, float]:
 
 
 def compare(output: Path, configs: list[str], seeds: list[int], steps: int) -> Path:
-    """Writes the comparison page of the first `steps` of all runs; those that were saved there also play each other."""
+    """
+    Writes the comparison page of the first `steps` of all runs; those that were saved there also play each other.
+    """
     paths = {name: {seed: output / name / f"seed_{seed}" for seed in seeds} for name in configs}
     begun = {
         name: {seed: pages.load(run)[:steps] for seed, run in of.items() if (run / "metrics.jsonl").exists()}

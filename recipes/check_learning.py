@@ -60,7 +60,9 @@ class OneRoleTrainer(PopuLoRATrainer):
 
 
 def hard_tasks(count: int, seed: int, held_out: bool = False) -> list[Task]:
-    """Different code_o tasks of the two hardest levels; `held_out` draws from programs kept out of the base's training."""
+    """
+    Different code_o tasks of the two hardest levels; `held_out` draws from programs kept out of the base's training.
+    """
     writer = DialogueWriter(random.Random(f"{seed}/{held_out}"), held_out)
     archive = TaskArchive()
     while len(archive) < count:

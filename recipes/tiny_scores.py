@@ -78,8 +78,8 @@ def random_task(kind: str, level: int, writer: DialogueWriter) -> Task:
 
 def write_tasks(path: Path, count: int, levels: Sequence[int], held_out: bool, seed: int = 0) -> None:
     """
-    Writes `count` different tasks, kinds and levels in turn, each with its `level`: such as training may start from, or
-    such as nothing was trained on.
+    Writes `count` different tasks, kinds and levels in turn, each with its `level`: such as training may start from,
+    or such as nothing was trained on.
     """
     name = "held-out tasks" if held_out else "seed tasks"
     writer, archive, lines = DialogueWriter(random.Random(f"{seed}:{name}"), held_out), TaskArchive(), []

@@ -18,7 +18,9 @@ import pytest  # noqa: E402
 
 @pytest.fixture(autouse=True, scope="module")
 def _environment_is_given_back():
-    """TRL sets RANK, MASTER_PORT and others for a colocated engine; later tests' child processes would inherit them."""
+    """
+    TRL sets RANK, MASTER_PORT and others for a colocated engine; later tests' child processes would inherit them.
+    """
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -27,7 +29,9 @@ def _environment_is_given_back():
 
 @pytest.fixture(autouse=True, scope="module")
 def _processes_are_forgotten():
-    """Accelerate remembers for good how many processes the first trainer saw, and a later file's would wait for them."""
+    """
+    Accelerate remembers for good how many processes the first trainer saw, and a later file's would wait for them.
+    """
     yield
     forget_processes()
 
@@ -107,7 +111,9 @@ def lora():
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """What `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` in the environment would do, had the client not been imported yet."""
+    """
+    What `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` in the environment would do, had the client not been imported yet.
+    """
     import huggingface_hub
     import transformers
 

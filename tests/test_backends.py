@@ -211,8 +211,8 @@ def test_all_ranks_hold_the_child_of_its_parents_live_and_in_the_master_copy(run
 
 
 def test_the_next_optimizer_step_starts_from_the_child_at_its_own_rate(runs):
-    # Adam's first step moves an element by the learning rate wherever the gradient is not tiny; SETTINGS lets it fall to
-    # a third by then. The third step's rows happen to reward all proposals of one child alike: without advantage it
+    # Adam's first step moves an element by the learning rate wherever the gradient is not tiny; SETTINGS lets it fall
+    # to a third by then. The third step's rows happen to reward all proposals of one child alike: without advantage it
     # has to stand still.
     moved = []
     for name, event in children(runs).items():

@@ -18,7 +18,7 @@ from tests.test_rollout import PROPOSALS, make_game, sandbox, solve_by_plan  # n
 from trl_populora import __main__ as cli
 from trl_populora.__main__ import read_tasks
 from trl_populora.adapters.weights import read_member, write_member
-from trl_populora.evaluation.cross_play import assemble, cross_play, score_members, solve_rates, told_apart
+from trl_populora.evaluation.cross_play import assemble, cross_play, run_prefixes, score_members, solve_rates
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.payoff import Payoff
@@ -198,7 +198,7 @@ class TestSavedPopulations:
     )
     def test_members_of_different_runs_are_told_apart(self, tmp_path, given, wanted):
         places = {"pair": str(tmp_path / "pair"), "agent": str(tmp_path / "agent")}
-        assert told_apart([run.format(**places) for run in given]) == [name.format(**places) for name in wanted]
+        assert run_prefixes([run.format(**places) for run in given]) == [name.format(**places) for name in wanted]
 
     def test_a_population_given_twice_is_refused(self, runs, tmp_path):
         given = [str(runs / "pair"), str(runs / "agent" / ".." / "pair")]

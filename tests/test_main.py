@@ -1,4 +1,6 @@
-"""The command line: what it prints, what it refuses; `push` is tested in `test_hub.py`, `train` in `test_recipes.py`."""
+"""
+The command line: what it prints, what it refuses; `push` is tested in `test_hub.py`, `train` in `test_recipes.py`.
+"""
 
 from __future__ import annotations
 

@@ -222,7 +222,9 @@ def test_two_processes_draw_different_documents_and_together_those_of_their_step
 class TestWorkedAnswers:
     @pytest.mark.parametrize("level", OPERATIONS_AT_LEVEL)
     def test_every_line_is_true(self, level):
-        """Forwards a line is an equation; backwards one, too, once the operand has the value that the line ends with."""
+        """
+        Forwards a line is an equation; backwards one, too, once the operand has the value that the line ends with.
+        """
         writer = DialogueWriter(random.Random(level))
         for _ in range(30):
             example = writer.example(level, 1)

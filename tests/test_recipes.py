@@ -73,7 +73,9 @@ SMALL = {
 
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory) -> str:
-    """A random Qwen2 of two narrow layers with the tiny base's tokenizer and template; it is asked in the chat style."""
+    """
+    A random Qwen2 of two narrow layers with the tiny base's tokenizer and template; it is asked in the chat style.
+    """
     tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
     options = {"num_key_value_heads": 1, "max_position_embeddings": 2048}
     # Heads of 32 are the smallest that vLLM's CPU attention knows.

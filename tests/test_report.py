@@ -72,7 +72,9 @@ class TestPage:
         assert "<img src=x" not in page
 
     def test_a_run_in_progress(self, finished, tmp_path):
-        """Two of four steps logged, an evaluation being written, rollouts one step ahead of the metrics, no members yet."""
+        """
+        Two of four steps logged, an evaluation being written, rollouts one step ahead of the metrics, no members yet.
+        """
         run = tmp_path / "run"
         shutil.copytree(finished, run, ignore=shutil.ignore_patterns("members", "population.json", "archive.parquet"))
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -126,7 +126,8 @@ OWNER = """
     from trl_populora.sandbox.values import encode
     box = Sandbox(workers=2)
     for i in range(4):
-        box.submit(Job(f"def f(x):\\n    while True: pass\\n# {{i}}", (encode((1,)),), limits=Limits(wall_seconds=600)))
+        program = f"def f(x):\\n    while True: pass\\n# {{i}}"
+        box.submit(Job(program, (encode((1,)),), limits=Limits(wall_seconds=600)))
     while sum(len(each.jobs) for each in box._supervisor._workers()) < 4:
         time.sleep(0.01)
     print(*[each.process.pid for each in box._supervisor._workers()], flush=True)

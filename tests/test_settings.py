@@ -1,4 +1,6 @@
-"""From a setting to what it changes, for those that no other test sets; those of evolution are in `test_evolution.py`."""
+"""
+From a setting to what it changes, for those that no other test sets; those of evolution are in `test_evolution.py`.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,9 @@ def test_the_order_of_an_output_does_not_count(sandbox):
 
 
 def test_an_input_written_as_a_call_is_its_arguments(sandbox):
-    """`f(1)` is what models write where the arguments are asked for; everybody is shown `1`, and `f(1)` is what runs."""
+    """
+    `f(1)` is what models write where the arguments are asked for; everybody is shown `1`, and `f(1)` is what runs.
+    """
     task = propose(CodeO(), sandbox, block("python", DOUBLE) + "\n" + block("input", "f(1)"))
     assert (task.inputs, task.outputs) == ((encode((1,)),), (encode(2),))
     assert "```input\n1\n```" in CodeO().solving_prompt(task, "compact")[-1]["content"]

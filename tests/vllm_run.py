@@ -21,8 +21,8 @@ from trl_populora.populora_trainer import PopuLoRATrainer
 
 def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
     """
-    Fills the list that it returns: how far the log-probabilities with which vLLM sampled a replaced member's first rows
-    are from those of the child, and from those of the member that was replaced.
+    Fills the list that it returns: how far the log-probabilities with which vLLM sampled a replaced member's first
+    rows are from those of the child, and from those of the member that was replaced.
     """
     play, replace, old, seen = trainer.rollout_func, trainer.evolution.replace, {}, []
 

@@ -187,8 +187,8 @@ def run_training(recipe, args, model) -> None:
             _say(f"Its story is in {plot_run(args.output_dir)}.")
         except ModuleNotFoundError as error:
             _say(f"There is no picture: {_way_out(error)}")
-    # Left to the end of the interpreter, gloo's threads abort a process now and then (pytorch#179291), and the launcher
-    # calls a finished run failed.
+    # Left to the end of the interpreter, gloo's threads abort a process now and then (pytorch#179291), and the
+    # launcher calls a finished run failed.
     trainer.accelerator.end_training()
 
 

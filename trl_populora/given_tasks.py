@@ -35,14 +35,16 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
         if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
             raise ValueError(
                 "`train_dataset` holds prompts; a population writes its own. It takes tasks to start from, a row each "
-                "with `kind`, `program`, `inputs` and `outputs`, or nothing: leave it unset for the 256 built-in tasks."
+                "with `kind`, `program`, `inputs` and `outputs`, or nothing: leave it unset for the 256 built-in "
+                "tasks."
             )
         archive = TaskArchive.from_dataset(train_dataset, cap=args.archive_size)
         for task in archive:
             if isinstance(kinds.get(task.kind), CodeKind) and task.visible >= len(task.inputs):
                 raise ValueError(
-                    f"`train_dataset` holds a task of kind {task.kind} with {len(task.inputs)} `inputs`, {task.visible} "
-                    f"of them `visible`: nothing is left to grade. Its program is {task.program!r:.200}."
+                    f"`train_dataset` holds a task of kind {task.kind} with {len(task.inputs)} `inputs`, "
+                    f"{task.visible} of them `visible`: nothing is left to grade. Its program is "
+                    f"{task.program!r:.200}."
                 )
     else:
         raise TypeError(
@@ -66,8 +68,8 @@ def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind]) -> None:
     for kind in kinds.values():
         if not kind.writes_program and not archive.sample(kind.reference_kinds, 1, random.Random(0)):
             raise ValueError(
-                f"`train_dataset` holds no task of the kinds {', '.join(kind.reference_kinds)}, and {kind.name} proposes "
-                f"about their programs. Add such a task, or leave {kind.name} out of `task_kinds`."
+                f"`train_dataset` holds no task of the kinds {', '.join(kind.reference_kinds)}, and {kind.name} "
+                f"proposes about their programs. Add such a task, or leave {kind.name} out of `task_kinds`."
             )
 
 
@@ -90,8 +92,8 @@ def load_held_out(
         }.items():
             if wanted:
                 raise ValueError(
-                    f"`{name}={getattr(args, name)!s}` needs held-out tasks: pass `eval_dataset=` (on the command line "
-                    "`--eval_tasks`), a table with the columns of seed tasks, or leave it unset."
+                    f"`{name}={getattr(args, name)!s}` needs held-out tasks: pass `eval_dataset=` (on the command "
+                    "line `--eval_tasks`), a table with the columns of seed tasks, or leave it unset."
                 )
         return None
     named = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
@@ -102,8 +104,9 @@ def load_held_out(
     held_out = HeldOut(tables, args.eval_attempts, batch, args.seed)
     if shared := [task for task in archive or () if task in held_out]:
         raise ValueError(
-            f"{len(shared)} of the {len(archive or ())} tasks to start from ask what `eval_dataset` holds out, so nothing "
-            f"would be learned from a high score. Take them out of `train_dataset`. The first is {shared[0].program!r:.200}."
+            f"{len(shared)} of the {len(archive or ())} tasks to start from ask what `eval_dataset` holds out, so "
+            "nothing would be learned from a high score. Take them out of `train_dataset`. The first is "
+            f"{shared[0].program!r:.200}."
         )
     return held_out
 
@@ -130,8 +133,8 @@ def _held_out_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> li
         raise TypeError(f"`{field}` must be a `datasets.Dataset` of tasks, got `{type(table).__name__}`.")
     if "prompt" in table.column_names and "kind" not in table.column_names:
         raise ValueError(
-            f"`{field}` holds prompts; held-out tasks are rows with `kind`, `program`, `inputs` and `outputs`, as seed "
-            "tasks are."
+            f"`{field}` holds prompts; held-out tasks are rows with `kind`, `program`, `inputs` and `outputs`, as "
+            "seed tasks are."
         )
     tasks = [read_task(row, f"`{field}`, row {number}") for number, row in enumerate(table)]
     if not tasks:
@@ -139,8 +142,8 @@ def _held_out_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> li
     for number, task in enumerate(tasks):
         if task.kind not in kinds:
             raise ValueError(
-                f"`{field}`, row {number}: column `kind` is {task.kind!r}, this run plays {', '.join(kinds)}. Leave such "
-                "rows out, or add the kind to `task_kinds`."
+                f"`{field}`, row {number}: column `kind` is {task.kind!r}, this run plays {', '.join(kinds)}. Leave "
+                "such rows out, or add the kind to `task_kinds`."
             )
     return tasks
 
@@ -188,6 +191,6 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
                 break
     if found := [flaw for part in player.gather(flaws) for flaw in part]:
         raise ValueError(
-            f"{len(found)} of {len(rows)} given task(s) are wrong. {' '.join(found[:5])} `make_task(kind, program, inputs)` "
-            "writes true ones."
+            f"{len(found)} of {len(rows)} given task(s) are wrong. {' '.join(found[:5])} `make_task(kind, program, "
+            "inputs)` writes true ones."
         )

@@ -129,8 +129,9 @@ class PopuLoRAConfig(GRPOConfig):
             (Jaderberg et al., 2017) uses 0.2; 0 keeps one rate for all.
 
         eval_attempts (`int`, *optional*, defaults to `4`):
-            Attempts of every student at every held-out task of `eval_dataset`, sampled as in training. `eval_strategy`,
-            `eval_steps` and `eval_on_start` say when; `per_device_eval_batch_size` rows are generated at once.
+            Attempts of every student at every held-out task of `eval_dataset`, sampled as in training.
+            `eval_strategy`, `eval_steps` and `eval_on_start` say when; `per_device_eval_batch_size` rows are generated
+            at once.
         eval_teachers (`bool`, *optional*, defaults to `False`):
             Teachers attempt the held-out tasks as well.
 
@@ -252,8 +253,8 @@ class PopuLoRAConfig(GRPOConfig):
         ):
             if getattr(self, theirs) not in (default, getattr(self, ours)):
                 raise ValueError(
-                    f"`{theirs}={getattr(self, theirs)}` and `{ours}={getattr(self, ours)}` are the same thing here. Set "
-                    f"only `{ours}`."
+                    f"`{theirs}={getattr(self, theirs)}` and `{ours}={getattr(self, ours)}` are the same thing here. "
+                    f"Set only `{ours}`."
                 )
         self.num_generations = self.attempts_per_task
         if self.ddp_find_unused_parameters is None:
@@ -280,10 +281,11 @@ class PopuLoRAConfig(GRPOConfig):
     def _check_population(self):
         """Refuse counts with which no step can be played."""
         at_least = {
-            0: "references_per_proposal evolve_every evolve_burn_in mutation_strength retention_tolerance pfsp_kappa pfsp_floor",
-            1: "teachers students archive_size determinism_runs eval_attempts tournament_size retention_rows num_iterations"
-            " sandbox_workers sandbox_memory_mb",
-            2: "proposals_per_teacher attempts_per_task inputs_per_function",  # one alone has no other to be compared with
+            0: "references_per_proposal evolve_every evolve_burn_in mutation_strength retention_tolerance pfsp_kappa"
+            " pfsp_floor",
+            1: "teachers students archive_size determinism_runs eval_attempts tournament_size retention_rows"
+            " num_iterations sandbox_workers sandbox_memory_mb",
+            2: "proposals_per_teacher attempts_per_task inputs_per_function",  # one alone is compared with nothing
         }
         for name, least in ((name, least) for least, names in at_least.items() for name in names.split()):
             if getattr(self, name) is not None and not getattr(self, name) >= least:
@@ -292,8 +294,8 @@ class PopuLoRAConfig(GRPOConfig):
             raise ValueError(f"`sandbox_seconds` must be positive, got {self.sandbox_seconds}.")
         if self.evolve_every % self.num_iterations:
             raise ValueError(
-                f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, or a "
-                "child would be trained on the rows of the member it replaced."
+                f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, "
+                "or a child would be trained on the rows of the member it replaced."
             )
         for name in ("cull_fraction", "learning_rate_perturbation"):
             if not 0 <= getattr(self, name) < 1:

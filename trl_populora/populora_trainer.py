@@ -70,14 +70,16 @@ class PopuLoRATrainer(GRPOTrainer):
     - `_prepare_inputs`: deals the rows into micro-batches of member segments; rows without advantage become blank.
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows.
     - `create_optimizer`, `_clip_grad_norm`, `_get_grad_norm`: one parameter group and one gradient norm per member.
-    - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives a member's own model.
+    - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives a member's own
+      model.
     - `train`: `resume_from_checkpoint=True` takes the newest whole checkpoint; Ctrl-C and SIGTERM leave one.
     - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
     - `save_model`, `_save`: one ordinary PEFT directory per member, `population.json`, the best student at the root.
-    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then the
-      state of the game (on every backend; DeepSpeed brings its members itself), then the loss that is not logged yet.
-    - `create_model_card`, `init_hf_repo`, `push_to_hub`, `_push_from_checkpoint`, `_finish_current_push`: a card of the
-      population; uploads of frozen copies while training goes on; a failed one says why and how to complete it.
+    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then
+      the state of the game (on every backend; DeepSpeed brings its members itself), then the loss that is not logged
+      yet.
+    - `create_model_card`, `init_hf_repo`, `push_to_hub`, `_push_from_checkpoint`, `_finish_current_push`: a card of
+      the population; uploads of frozen copies while training goes on; a failed one says why and how to complete it.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]):
@@ -158,8 +160,8 @@ class PopuLoRATrainer(GRPOTrainer):
         members = add_members(
             base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
         )
-        # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of a
-        # loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
+        # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of
+        # a loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
         with preparation.hidden(args, beta=0.0, model_init_kwargs=None, use_vllm=False):
             super().__init__(
                 model=members,
@@ -610,7 +612,8 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         if self.args.device.type == "cpu":
-            # With several CPU processes it is "cpu:0", to which transformers 5.17 (vLLM's) would load, and torch cannot.
+            # With several CPU processes it is "cpu:0", to which transformers 5.17 (vLLM's) would load, and torch
+            # cannot.
             self.args.__dict__["_setup_devices"] = torch.device("cpu")
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
@@ -640,13 +643,13 @@ class PopuLoRATrainer(GRPOTrainer):
             write_card(root, self.hub_model_id or model_name or root.name, tags, details)
 
     def init_hf_repo(self, token=None, **kwargs):
-        with self.uploads.explained():
+        with self.uploads.hub_errors():
             super().init_hf_repo(token=token, **kwargs)
 
     def push_to_hub(self, commit_message="End of training", **kwargs):
         if self.is_world_process_zero():
             publishing.draw_for_card(Path(self.args.output_dir))
-        with self.uploads.explained():
+        with self.uploads.hub_errors():
             return super().push_to_hub(commit_message=commit_message, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder):

@@ -21,7 +21,7 @@ from trl.trainer.utils import create_model_from_path
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.given_tasks import check_archive
-from trl_populora.population.matchmaking import Matchmaker, everyone_plays
+from trl_populora.population.matchmaking import Matchmaker, no_student_idles
 from trl_populora.population.members import Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
@@ -105,8 +105,8 @@ def prompt_room(
 
     Args:
         context (`int` or `None`): Tokens that the vLLM engine or server holds, else what the base was trained on:
-            transformers goes on beyond it without notice, and its completions turn to noise. `None` for a base without a
-            limit, as a state-space model is.
+            transformers goes on beyond it without notice, and its completions turn to noise. `None` for a base without
+            a limit, as a state-space model is.
         args ([`PopuLoRAConfig`]): Its `max_completion_length`.
         tokenize (`Callable`): Token ids of a prompt.
 
@@ -118,8 +118,8 @@ def prompt_room(
     free = context - (args.max_completion_length or 1)
     if free <= 0:
         raise ValueError(
-            f"`max_completion_length={args.max_completion_length}` leaves no room for a prompt in a context of {context} "
-            f"tokens. {WAY_OUT}"
+            f"`max_completion_length={args.max_completion_length}` leaves no room for a prompt in a context of "
+            f"{context} tokens. {WAY_OUT}"
         )
     return lambda prompt: free - len(tokenize(prompt))
 
@@ -187,8 +187,9 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
         raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice; its share is the rotation's.")
     if args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
         logger.warning(
-            "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared with "
-            "its others of the same kind, and with all of its match where it is the only one of its kind: so few say "
+            "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "
+            "with its others of the same kind, and with all of its match where it is the only one of its kind: so "
+            "few say "
             "little.",
             args.proposals_per_teacher,
             len(kinds),
@@ -260,12 +261,12 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
     if _fsdp_version(args) == 1:
         raise ValueError(
-            "`fsdp_version=1` is not supported: FSDP1 flattens members and base into common pieces, of which no member's "
-            "weights or gradient norm can be told. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
+            "`fsdp_version=1` is not supported: FSDP1 flattens members and base into common pieces, of which no "
+            "member's weights or gradient norm can be told. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
             "`fsdp_config={'version': 2}`)."
         )
-    if args.deepspeed_plugin is not None and not everyone_plays(args.teachers, args.students):
-        fits = max(s for s in range(1, args.students) if everyone_plays(args.teachers, s))
+    if args.deepspeed_plugin is not None and not no_student_idles(args.teachers, args.students):
+        fits = max(s for s in range(1, args.students) if no_student_idles(args.teachers, s))
         raise ValueError(
             f"`teachers={args.teachers}` and `students={args.students}`: a step has one match per teacher, so some "
             "steps would leave a student idle, and DeepSpeed cannot leave it out of the optimizer step: its momentum "

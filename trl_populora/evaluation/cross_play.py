@@ -1,7 +1,7 @@
 """How good members are outside the step: solve rates on given tasks, and cross-play of saved populations.
 
-Nothing here touches ratings, archives or adapters of a run, and nothing needs a trainer. Benchmarks that people quote are
-`populora evaluate`'s.
+Nothing here touches ratings, archives or adapters of a run, and nothing needs a trainer. Benchmarks that people quote
+are `populora evaluate`'s.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
 
     Args:
         runs (`Sequence[str]`): Directories (runs or their checkpoints) or Hub names of saved populations. They share
-            base and adapter shape; kinds, prompt style, lengths and sampling are the first one's. A warning tells where
-            the kinds differ.
+            base and adapter shape; kinds, prompt style, lengths and sampling are the first one's. A warning tells
+            where the kinds differ.
         tasks ([`~datasets.Dataset`], *optional*): Tasks to draw references from; by default the package's own and,
             for a user's own kinds, those in the archives of the runs.
         settings: Further settings of [`PopuLoRAConfig`].
@@ -209,7 +209,7 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
     model = add_members(base, population.names, LoraConfig(**saved[0]["lora"]), router, args.seed)
     for root in roots:
         check_same_shape(root, Shape.of(model, saved[0]["base_model"]))
-    prefixes, names = told_apart(runs), {}
+    prefixes, names = run_prefixes(runs), {}
     for role, contestants in entries.items():
         for slot, (index, member) in zip(population.role(role), contestants, strict=True):
             write_member_file(model, slot.name, roots[index] / member["adapter"] / "adapter_model.safetensors")
@@ -250,7 +250,8 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
 
 def references_of(kinds: Sequence[str], roots: Sequence[Path]) -> Dataset | None:
     """
-    Tasks that teachers of these kinds can be shown: the package's, and what the runs' archives hold of a user's own kinds.
+    Tasks that teachers of these kinds can be shown: the package's, and what the runs' archives hold of a user's own
+    kinds.
 
     Args:
         kinds (`Sequence[str]`): As in `task_kinds`.
@@ -268,15 +269,15 @@ def references_of(kinds: Sequence[str], roots: Sequence[Path]) -> Dataset | None
     archives = [path for root in roots if (path := root / "archive.parquet").exists()]
     if not archives:
         raise ValueError(
-            f"No archive.parquet in {', '.join(map(str, roots))}: teachers are shown tasks of the kind {', '.join(own)} from it. "
-            "Give a run or a checkpoint that was saved whole."
+            f"No archive.parquet in {', '.join(map(str, roots))}: teachers are shown tasks of the kind "
+            f"{', '.join(own)} from it. Give a run or a checkpoint that was saved whole."
         )
     records = [row for path in archives for row in pq.read_table(path, filters=[("kind", "in", own)]).to_pylist()]
     tasks = [*load_seed_tasks(), *(read_task(record, "archive.parquet") for record in records)]
     return Dataset.from_list([task.to_record() for task in tasks])
 
 
-def told_apart(runs: Sequence[str]) -> list[str]:
+def run_prefixes(runs: Sequence[str]) -> list[str]:
     """What to put before a member's name so that members of different runs differ; nothing for a single run."""
     if len(runs) == 1:
         return [""]

@@ -19,9 +19,9 @@ CARD = """---
 
 # {name}
 
-{count} small verifiable Python tasks, the archive of a [PopuLoRA](https://arxiv.org/abs/2605.16727) run: LoRA teachers on
-{base} wrote them over {step} steps (`author` is `seed` for those that the run started with), a sandbox ran every program
-and refused what failed, depended on chance or was a duplicate.
+{count} small verifiable Python tasks, the archive of a [PopuLoRA](https://arxiv.org/abs/2605.16727) run: LoRA teachers
+on {base} wrote them over {step} steps (`author` is `seed` for those that the run started with), a sandbox ran every
+program and refused what failed, depended on chance or was a duplicate.
 
 | kind | tasks |
 |---|---:|
@@ -39,7 +39,7 @@ They seed another run: `PopuLoRATrainer(..., train_dataset=tasks)`, or `seed_tas
 |---|---|
 | `kind` | `code_o`: predict the output; `code_i`: find an input; `code_f`: write the program |
 | `program` | defines `f` |
-| `inputs`, `outputs` | canonical texts, read by `trl_populora.sandbox.values.decode`; an input is the tuple of arguments |
+| `inputs`, `outputs` | canonical texts (`trl_populora.sandbox.values.decode`); an input is the tuple of arguments |
 | `message`, `visible` | code_f alone: the hint, and how many pairs the solver sees |
 | `author`, `step`, `match` | who wrote it and when |
 | `solve_rate` | share of attempts that solved it; empty if nobody has tried |

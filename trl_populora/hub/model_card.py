@@ -36,8 +36,8 @@ The adapter at the root of this repository is **{best}**, the student with the h
 
 {ratings}
 
-`held out` is the solve rate on held-out tasks{held_out_base}; mu and sigma are TrueSkill ratings from the matches of the
-run; `born` counts steps.
+`held out` is the solve rate on held-out tasks{held_out_base}; mu and sigma are TrueSkill ratings from the matches of
+the run; `born` counts steps.
 {plots}
 ## Load it
 

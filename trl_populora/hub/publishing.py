@@ -63,9 +63,9 @@ class Uploads:
         self.args = args
         self.run = Path(args.output_dir)
 
-    def explained(self, repo: str | None = None) -> AbstractContextManager:
-        """[`explained`] for uploads of this run."""
-        return explained(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
+    def hub_errors(self, repo: str | None = None) -> AbstractContextManager:
+        """[`hub_errors`] for uploads of this run."""
+        return hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
 
     def is_due(self, pending: PushInProgress | None) -> bool:
         """Whether a checkpoint goes up now: one at a time unless `hub_always_push`."""
@@ -102,7 +102,7 @@ class Uploads:
         for job in pending.jobs if pending is not None else []:
             if job.done() and not job.cancelled() and (error := job.exception()) is not None:
                 try:
-                    with self.explained(repo):
+                    with self.hub_errors(repo):
                         raise error
                 except Exception as told:
                     logger.warning("%s", told)
@@ -184,7 +184,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
     place_best_student(root)
     draw_for_card(root)
     write_card(root, repo)
-    with explained(repo, str(run)):
+    with hub_errors(repo, str(run)):
         repo = HfApi().create_repo(repo, token=token, private=private, exist_ok=True).repo_id
         commit = HfApi().upload_folder(
             repo_id=repo,
@@ -217,7 +217,7 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
     """
     path = Path(run, "archive.parquet")
     card = archive_card(path, read_population(run), repo)
-    with explained(repo, str(run), "--archive_repo"):
+    with hub_errors(repo, str(run), "--archive_repo"):
         repo = HfApi().create_repo(repo, token=token, private=private, repo_type="dataset", exist_ok=True).repo_id
         commit = HfApi().create_commit(
             repo_id=repo,
@@ -230,7 +230,7 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
 
 
 @contextmanager
-def explained(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
+def hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
     """Turns what may go wrong between here and the Hub into one error that says why and what to do."""
     try:
         yield
@@ -252,7 +252,9 @@ def explained(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
 
 
 def _is_connection(error: Exception) -> bool:
-    """Whether an error comes from the network; the client changes its HTTP library, whose errors share no base class."""
+    """
+    Whether an error comes from the network; the client changes its HTTP library, whose errors share no base class.
+    """
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # a file that was not uploaded
         return _is_connection(error.__cause__)
     return isinstance(error, (ConnectionError, HfHubHTTPError)) or type(error).__module__.startswith("httpx")

@@ -209,8 +209,8 @@ class EvolutionCallback(TrainerCallback):
         read (`Callable`): Factors of a member by name. Collective.
         write (`Callable`): `(name, factors)` puts factors into a live member for a test. Collective.
         replace (`Callable`): The trainer's `replace_member`. Collective.
-        forgotten (`Callable`): `(child, parent)` -> nats per token that one live member lost against another on what its
-            role has got right; NaN if nothing is known. Collective.
+        forgotten (`Callable`): `(child, parent)` -> nats per token that one live member lost against another on what
+            its role has got right; NaN if nothing is known. Collective.
         log (`Callable`): Takes the metrics of each step.
 
     Raises:
@@ -264,7 +264,8 @@ class EvolutionCallback(TrainerCallback):
 
         Args:
             step (`int`): Optimizer steps so far.
-            optimizer, scheduler: The trainer's, with one parameter group per member: a child's learning rate may differ.
+            optimizer, scheduler: The trainer's, with one parameter group per member: a child's learning rate may
+            differ.
 
         Returns:
             `list[dict]`: The lines of the lineage.

@@ -4,12 +4,13 @@ space operators).
 
 An adapter comes and goes as `dict[str, Tensor]` with PEFT's keys: `<module>.lora_A.weight` (`[r, in]`) and
 `<module>.lora_B.weight` (`[out, r]`). What a module does is the product B A, so operators act on the product, through
-its core (see [`trl_populora.population.factors`]), wherever a factor-wise one would mix coordinates that mean different things in
-two parents.
+its core (see [`trl_populora.population.factors`]), wherever a factor-wise one would mix coordinates that mean
+different things in two parents.
 
 A mutation is called as `fn(factors, generator, strength=1.0, ...)`, a crossover as `fn(better, worse, generator,
-strength=1.0, ...)`. Strength 1 is the operator as published, 0 gives the (better) parent back, and halving it moves the
-child closer; the retention gate relies on that. The results have the keys, shapes and dtypes of the (better) parent.
+strength=1.0, ...)`. Strength 1 is the operator as published, 0 gives the (better) parent back, and halving it moves
+the child closer; the retention gate relies on that. The results have the keys, shapes and dtypes of the (better)
+parent.
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ class Run:
 
     @property
     def measures(self) -> list[str]:
-        """What its kinds measure of their tasks, those of programs first; `coverage` and `entropy` are the archive's."""
+        """
+        What its kinds measure of their tasks, those of programs first; `coverage` and `entropy` are the archive's.
+        """
         found = {key.removeprefix("curriculum/") for key in self.latest if key.startswith("curriculum/")}
         rest = found - {"coverage", "entropy", *PROGRAM_MEASURES}
         return [name for name in PROGRAM_MEASURES if name in found] + sorted(rest)

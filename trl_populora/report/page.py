@@ -40,8 +40,8 @@ th:first-child, td:first-child, .text { text-align: left; }
 .teacher { color: var(--teacher); font-weight: 600; } .student { color: var(--student); font-weight: 600; }
 details { border: 1px solid var(--line); border-radius: 8px; margin: .6rem 0; padding: .5rem .8rem; }
 summary { cursor: pointer; overflow-wrap: anywhere; }
-pre { background: var(--soft); border-radius: 6px; padding: .6rem; font-size: .82rem; line-height: 1.4; margin: .4rem 0;
-      white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { background: var(--soft); border-radius: 6px; padding: .6rem; font-size: .82rem; line-height: 1.4;
+      margin: .4rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .tag { border-radius: 4px; padding: 0 .4rem; font-size: .8rem; background: var(--soft); white-space: nowrap; }
 """
 

@@ -351,7 +351,7 @@ PLOTS = (
     Plot(
         "lineage",
         "Lineage",
-        "One bar per slot; the shade changes when a child takes it over, the arrow comes from the dot on its parent's slot.",
+        "One bar per slot; the shade changes when a child takes it over, the arrow comes from its parent's slot.",
         draw_lineage,
         4.2,
     ),

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "checkpoint-"
 UNFINISHED = "_unfinished"  # a leading underscore keeps it out of uploads to the Hub
-WHOLE = "whole.json"
+MANIFEST = "whole.json"
 
 
 def to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
@@ -176,11 +176,11 @@ def find_flaw(checkpoint: str | Path) -> str | None:
     if not root.is_dir():
         return "there is no such directory"
     try:
-        sizes = json.loads((root / WHOLE).read_text())["files"]
+        sizes = json.loads((root / MANIFEST).read_text())["files"]
     except FileNotFoundError:
-        return f"it lacks {WHOLE}, so it was never finished"
+        return f"it lacks {MANIFEST}, so it was never finished"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{WHOLE} is broken ({error!r})"
+        return f"{MANIFEST} is broken ({error!r})"
     for name, size in sizes.items():
         path = root / name
         if not path.is_file():
@@ -200,8 +200,8 @@ def _move_into_place(unfinished: Path, target: Path, world: int) -> None:
     """Lists and flushes the files of a complete checkpoint, then renames it; an older one of the same step goes."""
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
-    write_json(unfinished / WHOLE, {"format": FORMAT, "processes": world, "files": sizes})
-    for path in (*files, unfinished / WHOLE, unfinished):
+    write_json(unfinished / MANIFEST, {"format": FORMAT, "processes": world, "files": sizes})
+    for path in (*files, unfinished / MANIFEST, unfinished):
         _flush(path)
     replaced = unfinished.with_name("replaced")
     if target.exists():
@@ -338,7 +338,7 @@ def load_game(
     """
     root = Path(directory)
     saved = check_same_shape(root, shape, game.population.names)
-    processes = read_json(root / WHOLE)["processes"]
+    processes = read_json(root / MANIFEST)["processes"]
     same_processes = processes == args.world_size
     check_settings(args, root, saved, same_processes)
     state = load_nouns(root, nouns)
@@ -351,7 +351,7 @@ def load_game(
         output_dir = Path(args.output_dir)
         if root.resolve().parent != output_dir.resolve():  # the records there are of a run that does not go on
             records.set_aside(output_dir)
-        records.take_back(output_dir, saved["step"], root / "lineage.jsonl")
+        records.truncate_records(output_dir, saved["step"], root / "lineage.jsonl")
     if same_processes:
         path = root / f"rank_state_{args.process_index}.pt"
         try:

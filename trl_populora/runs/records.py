@@ -121,7 +121,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def take_back(output_dir: Path, step: int, lineage: Path) -> None:
+def truncate_records(output_dir: Path, step: int, lineage: Path) -> None:
     """
     Takes a run's records back to a checkpoint: what came after it will happen again.
 

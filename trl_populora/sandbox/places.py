@@ -6,7 +6,8 @@ from .pending import Pending
 
 
 MOST_IN_BACKGROUND = 4  # slow programs per worker that go on side by side
-# Programs under way per worker, so that one is run while others are handed over or end: 2 give 3 % less, 5 give 2 % more.
+# Programs under way per worker, so that one is run while others are handed over or end: 2 give 3 % less, 5 give 2 %
+# more.
 UNDER_WAY = 3
 
 

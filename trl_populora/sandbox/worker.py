@@ -70,8 +70,8 @@ class Worker:
             + ("; ".join(missing) or "none")
             + ". A program could: "
             + (", ".join(open_doors) or f"not be probed ({reason})")
-            + ". `allow_weak=True` runs them all the same, with a process, limits and a deadline but nothing that keeps"
-            " them from your files and your network: only where a virtual machine or a container is the wall."
+            + ". `allow_weak=True` runs them all the same, with a process, limits and a deadline but nothing that"
+            " keeps them from your files and your network: only where a virtual machine or a container is the wall."
         )
 
     def start(self, kind: int, job: int, fd: int, limit: float, owed: float, memory: int) -> None:

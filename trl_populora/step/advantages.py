@@ -184,7 +184,9 @@ def compute_advantages(
 
 
 def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Mean, standard deviation (n - 1; 0 for one row) and number n of the rows with the same id, NaN left out; `[R]`."""
+    """
+    Mean, standard deviation (n - 1; 0 for one row) and number n of the rows with the same id, NaN left out; `[R]`.
+    """
     _, slots_R = torch.unique(ids, dim=0, return_inverse=True)
     known_R = (~values_R.isnan()).to(values_R.dtype)
     filled_R = values_R.nan_to_num(nan=0.0)

@@ -205,7 +205,9 @@ class HeldOut:
         progress: bool = False,
         untrained: Container[str] = (),
     ) -> dict[str, float]:
-        """[`measure`] on every table; keys start with `prefix`, and with the table's name if it has one. Collective."""
+        """
+        [`measure`] on every table; keys start with `prefix`, and with the table's name if it has one. Collective.
+        """
         metrics: dict[str, float] = {}
         for name in self.tables:
             figures = self.measure(referee, player, members, name, progress, untrained)

@@ -1,7 +1,7 @@
 """Phases 1 to 4 of a population step: match, propose, verify, solve.
 
-[`play_step`] is the whole game of one step, read top to bottom. It knows nothing of TRL: a [`Player`] answers prompts, a
-[`Referee`] decides what is true, and [`Played`] holds all that the step leaves.
+[`play_step`] is the whole game of one step, read top to bottom. It knows nothing of TRL: a [`Player`] answers prompts,
+a [`Referee`] decides what is true, and [`Played`] holds all that the step leaves.
 
 Shapes: R rows of this rank, P proposals per teacher on this rank, G attempts per task.
 """
@@ -95,7 +95,9 @@ def play_step(game: Game, done: int) -> Played:
 def _propose(
     game: Game, matches: Sequence[Match], done: int, rng: random.Random
 ) -> tuple[list[Row], list[list[Task]]]:
-    """Phase 2: every teacher writes its proposals, the kinds in rotation (shifted each step, so all get their turn)."""
+    """
+    Phase 2: every teacher writes its proposals, the kinds in rotation (shifted each step, so all get their turn).
+    """
     kinds = list(game.referee.kinds.values())
     share = game.proposals // game.player.world
     rows, references = [], []

@@ -24,8 +24,8 @@ from .forms import normal_forms
 from .programs import ProgramError, defines_function, parse_bounded
 
 
-# How a task fared, noted once students have tried it: match, solve rate, and what its kind's `complexity` measures. These
-# are the code kinds', and columns of every archive; a user's own kind adds its own.
+# How a task fared, noted once students have tried it: match, solve rate, and what its kind's `complexity` measures.
+# These are the code kinds', and columns of every archive; a user's own kind adds its own.
 NOTED = ("match", "solve_rate", *PROGRAM_MEASURES)
 Note = Mapping[str, float]
 Entry = tuple[Task, bytes, "Note | None"]  # task, duplicate key, note
@@ -223,8 +223,8 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
         for text in texts:
             if not values.is_canonical(text):
                 raise ValueError(
-                    f"{where}: column `{column}` holds {text!r:.80}, which is no canonical text{_meant(text, column)}. "
-                    "`trl_populora.tasks.make_task` writes whole tasks."
+                    f"{where}: column `{column}` holds {text!r:.80}, which is no canonical "
+                    f"text{_meant(text, column)}. `trl_populora.tasks.make_task` writes whole tasks."
                 )
             if column == "inputs" and not isinstance(values.decode(text), tuple):
                 raise ValueError(
@@ -235,7 +235,9 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
 
 
 def _meant(text: str, column: str) -> str:
-    """The canonical text of a Python literal in its place, if it is one; `(3,)`, `3` and `f(3)` mean the same input."""
+    """
+    The canonical text of a Python literal in its place, if it is one; `(3,)`, `3` and `f(3)` mean the same input.
+    """
     try:
         value = literals.read_arguments(text) if column == "inputs" else literals.read_literal(text)
     except ValueError:

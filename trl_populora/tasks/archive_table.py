@@ -28,7 +28,8 @@ _CHUNK = 20_000
 
 def schema(measures: Sequence[str] = ()) -> pa.Schema:
     """
-    Columns of the table; `key` is the hash by which duplicates are recognised, in hex. A user's own kinds add `measures`.
+    Columns of the table; `key` is the hash by which duplicates are recognised, in hex. A user's own kinds add
+    `measures`.
     """
     import pyarrow as pa
 

@@ -126,7 +126,9 @@ class ProgramWithInput(CodeKind):
         return Task(self.name, proposal.program, proposal.inputs, outputs)
 
     def chance(self, task: Task) -> float:
-        """1/2 for an output that is `True` or `False`, and for each of several; nothing else tells its alternatives."""
+        """
+        1/2 for an output that is `True` or `False`, and for each of several; nothing else tells its alternatives.
+        """
         output = values.decode(task.outputs[0])
         bits = output if isinstance(output, (list, tuple)) else [output]
         return 0.5 ** len(bits) if bits and all(isinstance(bit, bool) for bit in bits) else 0.0

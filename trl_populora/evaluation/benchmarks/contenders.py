@@ -58,7 +58,7 @@ class Contender:
         return [f"`{name}`" for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
 
 
-def find(
+def find_contenders(
     run: str, members: list[str] | None, compare: list[str] | None, base: str | None
 ) -> tuple[str, list[Contender]]:
     """

@@ -15,7 +15,7 @@ from typing import Any
 
 from evalscope import TaskConfig, run_task
 
-from trl_populora.evaluation.benchmarks.code import make_sandbox, use
+from trl_populora.evaluation.benchmarks.code import install_backend, make_sandbox
 from trl_populora.files import write_json
 
 
@@ -34,7 +34,8 @@ def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
             "temperature": job["temperature"],
             "max_tokens": job["max_tokens"],
             "top_p": 1.0,
-            # A server's defaults may come from the base's `generation_config.json`, a penalty on repetition among them.
+            # A server's defaults may come from the base's `generation_config.json`, a penalty on repetition among
+            # them.
             "extra_body": {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
             "timeout": 3600,
         },
@@ -79,7 +80,7 @@ def main(path: str) -> None:
     """All benchmarks of a job; one that fails does not keep the others from being done."""
     job = json.loads(Path(path).read_text())
     with make_sandbox() as sandbox:
-        use(sandbox)
+        install_backend(sandbox)
         for name, pair in job["pairs"].items():
             directory = Path(pair["directory"])
             directory.mkdir(parents=True, exist_ok=True)
