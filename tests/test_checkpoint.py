@@ -20,24 +20,14 @@ import pytest
 import torch
 
 from tests import backend_worker
-from tests.populora_run import cut_run, make_trainer, run, state_of
-from tests.test_backends import BACKENDS, launch, run_script
+from tests.launching import BACKENDS, launch, run_script
+from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
 from tests.without_vllm import without_vllm
 from trl_populora.runs.checkpoint import MANIFEST, find_flaw, newest
 
 
 # 20 for the acceptance figure; a few show the same in seconds.
 KILLS = int(os.environ.get("POPULORA_KILLS", "3"))
-
-
-@pytest.fixture(scope="session")
-def base(random_base, seed_tasks):
-    Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
-    return random_base
-
-
-def assert_equal(wanted: dict, found: dict) -> None:
-    assert [key for key in wanted if wanted[key] != found[key]] == []
 
 
 class TestExactResume:

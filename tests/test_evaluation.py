@@ -13,8 +13,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from trl import GRPOConfig
 
+from tests.games import PROPOSALS, make_game, solve_by_plan
 from tests.populora_run import SETTINGS, make_trainer
-from tests.test_rollout import PROPOSALS, make_game, sandbox, solve_by_plan  # noqa: F401 - `sandbox` is a fixture
 from trl_populora import __main__ as cli
 from trl_populora.__main__ import read_tasks
 from trl_populora.adapters.weights import read_member, write_member
@@ -22,11 +22,18 @@ from trl_populora.evaluation.cross_play import assemble, cross_play, run_prefixe
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.payoff import Payoff
+from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.step.player import Completion
 from trl_populora.tasks.archive import TaskArchive
 
 
-def test_held_out_tasks_leave_no_trace(sandbox, seed_tasks):  # noqa: F811
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=2, limits=Limits(wall_seconds=1.0)) as sandbox:
+        yield sandbox
+
+
+def test_held_out_tasks_leave_no_trace(sandbox, seed_tasks):
     game = make_game(sandbox, seed_tasks, lambda i: "", lambda content, i: "```output\n2\n```")
     before = (game.population.state_dict(), len(game.archive))
     tasks = [task for task in seed_tasks if task.kind == "code_o"]
@@ -39,7 +46,7 @@ def test_held_out_tasks_leave_no_trace(sandbox, seed_tasks):  # noqa: F811
 
 
 class TestCrossPlay:
-    def test_every_student_meets_every_teachers_tasks(self, sandbox, seed_tasks):  # noqa: F811
+    def test_every_student_meets_every_teachers_tasks(self, sandbox, seed_tasks):
         """teacher_0 writes the truth table's four; teacher_1 nothing valid; student_1 is always wrong."""
 
         def generate(prompts, members, seed=None):

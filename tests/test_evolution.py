@@ -10,11 +10,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
 from scipy.stats import norm
 
 from tests.populora_run import letters
+from tests.small_run import small_trainer
 from trl_populora.adapters.weights import member_parameters, read_member
 from trl_populora.population.evolution import (
     DEFAULT_CROSSOVERS,
@@ -32,7 +31,6 @@ from trl_populora.population.factors import compare
 from trl_populora.population.matchmaking import BETA, Matchmaker
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.step.played import Played, Row
 from trl_populora.step.player import Completion
@@ -249,36 +247,18 @@ def make_trainer(random_base, seed_tasks, tmp_path_factory):
     def make(**overrides) -> PopuLoRATrainer:
         settings = {
             "output_dir": str(tmp_path_factory.mktemp("run")),
-            "teachers": 2,
-            "students": 2,
             "proposals_per_teacher": 2,
-            "attempts_per_task": 2,
-            "references_per_proposal": 1,
             "task_kinds": ["code_o"],
-            "prompt_style": "compact",
             "per_device_train_batch_size": 6,
             "max_completion_length": 8,
             "max_steps": 4,
-            "learning_rate": 1e-2,  # a random base needs a large step for its adapters to move visibly
             "lr_scheduler_type": "linear",
-            "sandbox_workers": 1,
             "evolve_every": 2,
             "evolve_burn_in": 1,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-            "save_strategy": "no",
-            "gradient_checkpointing": False,
-            "disable_tqdm": True,
             "save_rollouts": False,
         }
-        trainer = PopuLoRATrainer(
-            random_base,
-            letters,
-            PopuLoRAConfig(**(settings | overrides)),
-            train_dataset=Dataset.from_list([task.to_record() for task in seed_tasks]),
-            peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
-        )
+        tasks = [task.to_record() for task in seed_tasks]
+        trainer = small_trainer(random_base, tasks, letters, **(settings | overrides))
         made.append(trainer)
         return trainer
 

@@ -73,6 +73,15 @@ def test_the_house_has_few_floors_and_a_short_top_level():
     assert len([path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]) <= 8
 
 
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("test_*.py")), ids=lambda path: path.name)
+def test_no_test_imports_a_test(path):
+    """What several need stands in a module of its own; a fixture that is imported runs twice."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not any(part.startswith("test_") for name in names for part in name.split("."))
+
+
 @pytest.mark.parametrize("room", TORCH_FREE)
 def test_room_imports_without_torch(room):
     code = f"import sys; sys.modules['torch'] = None; import trl_populora.{room}"

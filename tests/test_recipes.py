@@ -19,9 +19,9 @@ from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from tests.launching import launch as two_processes
+from tests.launching import run_script
 from tests.models import save_base
-from tests.test_backends import launch as two_processes
-from tests.test_backends import run_script
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from tests.without_vllm import without_vllm
 from trl_populora.__main__ import train

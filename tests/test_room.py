@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from datasets import Dataset
 
+from tests.games import PROPOSALS, make_game, proposal, solve_by_plan
 from tests.models import make_tokenizer
-from tests.test_rollout import PROPOSALS, make_game, proposal, solve_by_plan
 from trl_populora.evaluation.cross_play import cross_play
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.step.played import Row

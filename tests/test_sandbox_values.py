@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.plain_data import HOSTILE_ANSWERS, plain
 from trl_populora.sandbox.literals import LiteralError, read_arguments, read_literal
 from trl_populora.sandbox.values import (
     NotPlainData,
@@ -22,29 +23,6 @@ from trl_populora.sandbox.values import (
 
 
 NAN = float("nan")
-scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.integers(-(2**200), 2**200),
-    st.floats(),
-    st.complex_numbers(),
-    st.text(),
-    st.text(st.characters(categories=("Cs", "Lu"))),
-    st.binary(),
-)
-keys = st.recursive(scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4)
-plain = st.recursive(
-    scalars,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.tuples(inner),
-        st.sets(keys, max_size=4),
-        st.frozensets(keys, max_size=4),
-        st.dictionaries(keys, inner, max_size=4),
-    ),
-    max_leaves=12,
-)
 
 
 @settings(max_examples=150, deadline=None)
@@ -189,74 +167,6 @@ def test_only_canonical_text_is_read(text):
 def test_short_integers_are_canonical(text):
     assert is_canonical(text)
     assert encode(decode(text)) == text
-
-
-HOSTILE_ANSWERS = [
-    "0) or (True",
-    "1); import os; f(1",
-    "f(1) or f(2)",
-    "f(f(1))",
-    "__import__('os').system('true')",
-    "().__class__.__bases__",
-    "9**9**9",
-    "1<<99999",
-    "'a'*9",
-    "10*10",
-    "1+1",
-    "1j+1",
-    "2+1j+1j",
-    "[i for i in [1]]",
-    "lambda: 0",
-    "f'{1}'",
-    "x",
-    "x=1",
-    "f(x=1)",
-    "*[1]",
-    "**{}",
-    "{**{}}",
-    "[*[1]]",
-    "1 if 1 else 2",
-    "not 1",
-    "~1",
-    "1 == 1",
-    "1; 2",
-    "-'a'",
-    "--------1",
-    "open('x')",
-    "set([1])",
-    "frozenset(1)",
-    "float('1')",
-    "complex(1)",
-    "{[]: 1}",
-    "{[1]}",
-    "{{}}",
-    "..." + "",
-    "`1`",
-    "1 # comment",
-    "(yield)",
-    "(x := 1)",
-    "1if 1else 2",
-    "0x",
-    "1__0",
-    "'unclosed",
-    "'''unclosed",
-    "(1",
-    "1)",
-    "(1]",
-    "\x00",
-    "'\x00'",
-    "1_",
-    "９",
-    "ｎａｎ",
-    "True.real",
-    "b'é'",
-    "1" * 5000,
-    "[" * 2000 + "]" * 2000,
-    "(" * 5000,
-    "'a'" * 30000,
-    "-" * 60000 + "1",
-    "1," * 40000,
-]
 
 
 @pytest.mark.parametrize("text", HOSTILE_ANSWERS, ids=range(len(HOSTILE_ANSWERS)))

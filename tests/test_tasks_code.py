@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.code_tasks import DOUBLE, block, grade, inputs_text, propose
 from tests.written import write_answer, write_proposal
 from trl_populora.sandbox import Gold, Sandbox, Status, Verdict
 from trl_populora.sandbox.values import decode, encode, equal
@@ -22,7 +23,6 @@ ADD_TASK = Task("code_o", ADD + "\n", (encode((3, 4)),), (encode([7, 1.0]),))
 ADD_BLOCK = "```python\ndef f(x, y):\n    return [x + y, 1.0]\n```\n"
 SQUARE = "def f(n):\n    while n < 0:\n        n -= 1\n    return n * n % 7"
 SQUARE_TASK = Task("code_i", SQUARE, (encode((3,)),), (encode(2),))
-DOUBLE = "def f(x):\n    total = x + x\n    return total"
 DOUBLE_TASK = Task("code_o", DOUBLE, (encode((1,)),), (encode(2),))
 HIDDEN_TASK = Task(
     "code_f",
@@ -40,29 +40,6 @@ OK = Verdict(Status.OK, "", ("1",), 0.0, 0.0, 0)
 def sandbox():
     with Sandbox(workers=2, allow_weak=True) as box:
         yield box
-
-
-def block(name, content):
-    return f"```{name}\n{content}\n```"
-
-
-def propose(kind, sandbox, text, references=(), seed=0):
-    """Parse, check and accept, as the rollout does."""
-    proposal = kind.parse_proposal(text, references)
-    if isinstance(proposal, Reject):
-        return proposal
-    (verdict,) = sandbox.run([kind.check(proposal)])
-    return kind.accept(proposal, verdict, random.Random(seed))
-
-
-def grade(kind, sandbox, task, text):
-    """`"right"`, `"wrong"` or `"malformed"`."""
-    attempt = kind.parse_attempt(text, task)
-    job = kind.trial(task, attempt)
-    verdict = sandbox.run([job])[0] if job is not None else None
-    right = kind.correct(task, attempt, verdict)
-    assert attempt.well_formed or (not right and job is None and attempt.answer == "" and attempt.reason)
-    return "right" if right else "wrong" if attempt.well_formed else "malformed"
 
 
 # Prompts
@@ -202,10 +179,6 @@ def test_a_long_output_is_refused_and_never_cut(sandbox):
 
     assert decode(propose(CodeO(), sandbox, text(398)).outputs[0]) == "a" * 398
     assert propose(CodeO(), sandbox, text(399)) is Reject.OVERSIZED
-
-
-def inputs_text(lines, message="twice the argument"):
-    return block("inputs", "\n".join(lines)) + "\n" + block("message", message)
 
 
 TEN = [repr(value) for value in (1, 2, -3, 4.5, "a", "bc", [], [1], (2,), "")]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from tests.test_tasks_code import DOUBLE, block, grade, inputs_text, propose
+from tests.code_tasks import DOUBLE, block, grade, inputs_text, propose
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import decode, encode
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task, TaskArchive

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import random
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from tests.countdown import Countdown
 from tests.written import write_answer, write_proposal
 from trl_populora.sandbox import Job, Sandbox, Status
 from trl_populora.tasks import (
@@ -27,67 +26,6 @@ from trl_populora.tasks import (
     load_seed_tasks,
     resolve_kind,
 )
-
-
-class Countdown(TaskKind):
-    """Reach a target with the four operations on given numbers, each used once: `3 4 5 -> 17`. Nothing runs."""
-
-    name = "countdown"
-    reference_kinds = ("countdown",)
-
-    def proposal_prompt(self, references, style):
-        return [{"role": "user", "content": "\n".join(["propose countdown", *(task.program for task in references)])}]
-
-    def parse_proposal(self, text, references):
-        if not re.fullmatch(r"\d{1,3}( \d{1,3}){1,5} -> \d{1,4}", text.strip()):
-            return Reject.FORMAT
-        return Proposal(self.name, text.strip(), ())
-
-    def check(self, proposal):
-        return None
-
-    def accept(self, proposal, verdict, rng):
-        assert verdict is None
-        return Task(self.name, proposal.program, (), ())
-
-    def solving_prompt(self, task, style):
-        return [{"role": "user", "content": f"solve countdown\n{task.program}\n"}]
-
-    def parse_attempt(self, text, task):
-        if len(text) > 80 or not re.fullmatch(r"[\d+\-*/() ]+", text):
-            return Attempt(False, "", Reject.FORMAT.value)
-        return Attempt(True, text)
-
-    def trial(self, task, attempt):
-        return None
-
-    def correct(self, task, attempt, verdict):
-        numbers, _, target = task.program.partition(" -> ")
-        if sorted(re.findall(r"\d+", attempt.answer)) != sorted(numbers.split()):
-            return False
-        try:
-            return _value(ast.parse(attempt.answer, mode="eval").body) == int(target)
-        except (SyntaxError, ZeroDivisionError):
-            return False
-
-    def complexity(self, task):
-        return {"numbers": float(len(task.program.split()) - 2)}
-
-
-OPERATIONS = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.Div: lambda a, b: a / b,
-}
-
-
-def _value(node):
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
-    raise SyntaxError("not one of the four operations")
 
 
 class NoKind:
@@ -130,7 +68,7 @@ def sandbox():
 
 
 def test_a_kind_outside_code_plays_through_the_same_interface(sandbox):
-    kind, archive, rng = resolve_kind(f"{__name__}:Countdown"), TaskArchive(), random.Random(0)
+    kind, archive, rng = resolve_kind("tests.countdown:Countdown"), TaskArchive(), random.Random(0)
     answers = ["(3 * 4) + 5", "3 * 5 + 4", "3 * 4 + 5 + 0", "3 * 4 ++", "f(3)", "5 / (4 - 4) + 3"]
     task, graded = play(kind, archive, sandbox, "3 4 5 -> 17\n", answers, rng)
     assert task.program == "3 4 5 -> 17"
