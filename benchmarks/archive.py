@@ -53,7 +53,9 @@ def make_task(number: int) -> Task:
 
 
 def fill(archive: TaskArchive, number: int) -> None:
-    """As resuming does: keys and coverage are given. Every program has a structure and a form of its own, the worst case."""
+    """
+    As resuming does: keys and coverage are given. Every program has a structure and a form of its own, the worst case.
+    """
     note = dict(zip(NOTED, (0.0, 0.5, 7.0, 4.0, 11.0, 6.0), strict=True))
     entries = ((make_task(n), hashlib.blake2b(str(n).encode(), digest_size=16).digest(), note) for n in range(number))
     forms = [n * 0x9E3779B97F4A7C15 % 2**64 for n in range(number)]

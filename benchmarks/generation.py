@@ -1,10 +1,10 @@
-"""Attempts of a population on the tiny base: in rounds (`trl_populora.generation.decoding`) against one call of `generate`.
+"""Attempts at tasks on the tiny base: in rounds (`trl_populora.generation.decoding`) against one call of `generate`.
 
     python benchmarks/generation.py [--repeats 5] [--tasks 16] [--worked]
 
-Four students, 8 attempts at each task, at most 200 tokens, as in the quick start. Both sides sample from the same members;
-they alternate, and the ratios are medians of CPU seconds over the repeats. `--worked` asks for answers that think first, as
-they are at the end of a quick start: longer ones, of which fewer end early. The last line is one JSON object.
+Four students, 8 attempts at each task, at most 200 tokens, as in the quick start. Both sides sample from the same
+members; they alternate, and the ratio is the median over the repeats, of CPU seconds. `--worked` asks for answers that
+think first, as at the end of a quick start: longer ones, of which fewer end early. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,22 +27,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  
 from trl_populora.adapters.layers import add_members  # noqa: E402
 from trl_populora.adapters.routing import Router  # noqa: E402
 from trl_populora.assets import tiny_base_path  # noqa: E402
-from trl_populora.generation.decoding import complete  # noqa: E402
+from trl_populora.generation.decoding import complete, complete_whole  # noqa: E402
 from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
 from trl_populora.tasks.code_o import CodeO  # noqa: E402
 
 
 STUDENTS, ATTEMPTS = 4, 8
-
-
-def whole(model, rows, members, route, sampling) -> list[list[int]]:
-    """One call of `generate`: padding on the left, every row until the longest ends."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[sampling.pad_token_id] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    with torch.no_grad(), route(members):
-        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=sampling)
-    return output[:, width:].tolist()
 
 
 def main() -> None:
@@ -73,7 +63,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {"whole": [], "in rounds": []}
     tokens = {}
     for repeat in range(arguments.repeats + 1):
-        for name, generate in (("whole", whole), ("in rounds", complete)):
+        for name, generate in (("whole", complete_whole), ("in rounds", complete)):
             torch.manual_seed(repeat)
             start = time.process_time()
             found = generate(model, rows, members, router.rows_of, sampling)

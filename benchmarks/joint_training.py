@@ -20,8 +20,8 @@ adds to it, against the arithmetic minimum: weight, gradient and two moments.
     python benchmarks/joint_training.py --preset 7b       # random weights in Qwen2.5-7B's shape, bf16, one 80 GB GPU
     python benchmarks/joint_training.py --preset 7b --set layers=1 hidden=448 intermediate=512 vocabulary=512 tokens=16
 
-`--set` changes fields of the preset; the last line walks the 7b path (bf16, checkpointing) on a CPU in seconds, and its
-figures mean nothing.
+`--set` changes fields of the preset; the last line walks the 7b path (bf16, checkpointing) on a CPU in seconds, and
+its figures mean nothing.
 
 The last line is one JSON object.
 """

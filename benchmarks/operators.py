@@ -41,11 +41,12 @@ import torch  # noqa: E402
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from trl_populora.assets import tiny_base_path  # noqa: E402
 from trl_populora.population.factors import Factors, compare, modules_of  # noqa: E402
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS  # noqa: E402
-from trl_populora.preparation import tiny_base_path  # noqa: E402
 from trl_populora.tasks import resolve_kind  # noqa: E402
 from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
+from trl_populora.tasks.templates import fenced, input_block, output_block  # noqa: E402
 
 
 try:
@@ -114,7 +115,7 @@ def train_adapter(kind_name: str, steps: int) -> Factors:
     for task in load_seed_tasks():
         if task.kind == kind_name:
             prompt = kind.solving_prompt(task, "compact")
-            answer = kind.render_answer(task.outputs[0] if kind_name == "code_o" else task.inputs[0])
+            answer = fenced(output_block(task.outputs[0]) if kind_name == "code_o" else input_block(task.inputs[0]))
             turns = [*prompt, {"role": "assistant", "content": answer}]
             texts.append(tokenizer.apply_chat_template(turns, tokenize=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -2,16 +2,18 @@
 
     python benchmarks/ratings.py [--runs 200] [--steps 200]
 
-4 teachers and 4 students play, are rated, and are replaced every 10 steps by the package's own matchmaker, selection and
-newborn ratings; only the model is simulated. Beside it, from the same starts, the rule that the package had before: a
-match is a mixture of a win and a loss, fitness is mu - 3 sigma, a child starts at the prior, and PFSP has kappa 1 and
-floor 0.01. Ratings and matchmaking are judged without evolution, too, where ranks do not depend on what was culled.
+4 teachers and 4 students play, are rated, and are replaced every 10 steps by the package's own matchmaker, selection
+and newborn ratings; only the model is simulated. Beside it, from the same starts, the rule that the package had
+before: a match is a mixture of a win and a loss, fitness is mu - 3 sigma, a child starts at the prior, and PFSP has
+kappa 1 and floor 0.01. Ratings and matchmaking are judged without evolution, too, where ranks do not depend on what
+was culled.
 
 The simulator, in probit units: a student solves a task with probability Phi(its skill - the teacher's + task noise).
 Skills begin apart, drift as random walks, and a child has its parents' mean, give or take. "12x8" is the package's
-default of 12 proposals and 8 attempts; "tiny" the embedded base's 6 and 3, with tasks so uneven that nobody solves 30 to
-40 % of them. START, DRIFT and BIRTH were set by the former rule's figures alone, as an earlier study has them for 12x8:
-rank correlations of .66, .72, .78 and .83 at steps 10, 50, 100 and 200, the worst of four culled in .61 of the events.
+default of 12 proposals and 8 attempts; "tiny" the embedded base's 6 and 3, with tasks so uneven that nobody solves 30
+to 40 % of them. START, DRIFT and BIRTH were set by the former rule's figures alone, as an earlier study has them for
+12x8: rank correlations of .66, .72, .78 and .83 at steps 10, 50, 100 and 200, the worst of four culled in .61 of the
+events.
 
 Left out: invalid proposals, kinds of task, skills that depend on the opponent, learning from even matches, and what
 keeps the two roles level, so that with evolution they part and no matchmaker can do much.

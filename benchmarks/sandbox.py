@@ -2,13 +2,13 @@
 
     python benchmarks/sandbox.py [--rounds 5] [--seconds 1.5] [--workers 2] [--soak 3000]
 
-Contenders take turns, round after round; a figure is the median over the rounds and a ratio is the median of the ratios
-within each round, so that a busy machine disturbs both sides alike; a loss is against the clean rates just before and
-just after. Peers:
+Contenders take turns, round after round; a figure is the median over the rounds and a ratio is the median of the
+ratios within each round, so that a busy machine disturbs both sides alike; a loss is against the clean rates just
+before and just after. Peers:
 
 * `python -I`: a fresh interpreter per program, as careful users do it by hand;
-* evalplus style: a `multiprocessing` fork per program with resource limits, disabled functions and a shared-memory verdict,
-  written here after the idea;
+* evalplus style: a `multiprocessing` fork per program with resource limits, disabled functions and a shared-memory
+  verdict, written here after the idea;
 * pebble: a pool of long-lived processes without isolation, as Absolute Zero uses it (only when installed).
 
 The last line is one JSON object.
@@ -47,7 +47,8 @@ BODIES = [
     "from collections import Counter\ndef f(x):\n    return dict(Counter(str(x * {n})))",
     "import itertools\ndef f(x):\n    return [list(p) for p in itertools.combinations(range(x % 4 + 2), 2)] + [{n}]",
     "import re\ndef f(x):\n    return re.sub(r'[aeiou]', str({n}), 'education' * (x % 3 + 1))",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n    def push(self, v):\n        self.items.append(v)\n"
+    "class Stack:\n    def __init__(self):\n        self.items = []\n    def push(self, v):\n        "
+    "self.items.append(v)\n"
     "def f(x):\n    s = Stack()\n    for i in range(x % 9 + {n} % 5):\n        s.push(i ^ {n})\n    return s.items",
 ]
 FULL_BODY = "import statistics\nfrom fractions import Fraction\n"
@@ -310,7 +311,8 @@ def main() -> None:
         head = rates[f"ours, {w}, light tier"]
         fresh, forked = rates[f"python -I, {w}"], rates[f"evalplus style, {w}"]
         print(
-            f"level {many.level}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {sys.version.split()[0]}"
+            f"level {many.level}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python "
+            f"{sys.version.split()[0]}"
         )
         print(f"\n{'programs per second':<32}{'median':>9}{'least':>9}{'most':>9}{'ours / it':>11}")
         for name, values in rates.items():

@@ -3,20 +3,21 @@
     python benchmarks/step_overhead.py [--clock cpu] [--vllm]
     python benchmarks/step_overhead.py --model Qwen/Qwen2.5-0.5B-Instruct --vllm --tokens 512    # bf16, needs a GPU
 
-`8` is 4 teachers and 4 students with `--proposals` each; `1` is the single agent, one adapter that plays both roles and
-writes four times as many proposals. Both go through the same trainer, so the baseline is one adapter served as LoRA.
+`8` is 4 teachers and 4 students with `--proposals` each; `1` is the single agent, one adapter that plays both roles
+and writes four times as many proposals. Both go through the same trainer, so the baseline is one adapter served as
+LoRA.
 
 Equal work: every row is sampled to `--tokens` tokens, past its end of turn; the whole row is trained on, but only what
 stands before the end of turn is read as a proposal or an answer, so that the sandbox has real programs to run. Both
 sides start from the same weights, sample under the same seed in every step, and learn at a rate of 1e-7, so that they
-write nearly the same texts (`tokens` and `valid` in the table tell how nearly) while every adapter still changes and has
-to be published.
+write nearly the same texts (`tokens` and `valid` in the table tell how nearly) while every adapter still changes and
+has to be published.
 
 Both trainers live at once and train in turn, a few steps per round; each round's first step, a warm-up, and its last,
-after which nobody evolves, are not counted. Medians over the steps. `evolve` is an event a step here, and a tenth of it counts (`evolve_every` is 10 by
-default). `publish` and `log-probs` are zero without vLLM: nothing is published, and TRL needs no old log-probabilities.
-`--clock cpu` counts CPU seconds of this process and of the sandbox's (with OMP_NUM_THREADS=1), for a machine that has
-other work. The last line is one JSON object.
+after which nobody evolves, are not counted. Medians over the steps. `evolve` is an event a step here, and a tenth of
+it counts (`evolve_every` is 10 by default). `publish` and `log-probs` are zero without vLLM: nothing is published, and
+TRL needs no old log-probabilities. `--clock cpu` counts CPU seconds of this process and of the sandbox's (with
+OMP_NUM_THREADS=1), for a machine that has other work. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ import torch  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from trl_populora import populora_trainer, rollout  # noqa: E402
-from trl_populora.population import evolution
+from trl_populora import populora_trainer  # noqa: E402
+from trl_populora.population import evolution  # noqa: E402
 from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
 from trl_populora.populora_trainer import PopuLoRATrainer  # noqa: E402
+from trl_populora.step import rollout  # noqa: E402
 
 
 PAIRS = 4  # teachers, and students
@@ -89,7 +91,9 @@ CLOCKS = {"wall": WallClock, "cpu": CpuClock}
 
 
 class FixedLengthTrainer(PopuLoRATrainer):
-    """A population whose rows all have the same number of tokens; notes the seconds of what has no phase of its own."""
+    """
+    A population whose rows all have the same number of tokens; notes the seconds of what has no phase of its own.
+    """
 
     def __init__(self, *args, clock, **kwargs):
         super().__init__(*args, **kwargs)
@@ -106,9 +110,9 @@ class FixedLengthTrainer(PopuLoRATrainer):
         self.spent[phase] += self.clock() - start
         return result
 
-    def _generate_rows(self, prompts, members):
-        # Nothing is told early: a row's text is cut here first.
-        return [replace(row, text=self._read(row.completion_ids)) for row in super()._generate_rows(prompts, members)]
+    def _generate_rows(self, prompts, members, seed=None):
+        rows = super()._generate_rows(prompts, members, seed)
+        return [replace(row, text=self._read(row.completion_ids)) for row in rows]
 
     def _read(self, ids: list[int]) -> str:
         end = next((i for i, token in enumerate(ids) if token in self.end_of_turn), len(ids))
@@ -116,7 +120,7 @@ class FixedLengthTrainer(PopuLoRATrainer):
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         score = super()._get_per_token_logps_and_entropies
-        if self.router.route is not None:  # inside the loss
+        if self._loss_rows is not None:
             return score(*args, **kwargs)
         return self._timed("log-probs", score, *args, **kwargs)
 

@@ -5,8 +5,8 @@
 
 Each name is a recipe `recipes/tiny/config_<name>.yaml`; its runs lie in `<output>/<name>/seed_<n>`, are saved every 25
 steps, and are continued where they stopped when the command is given again. Then the saved members of all runs play
-each other and solve held-out tasks, and `<output>/comparison.html` compares everything; `--compare_only` does just this,
-for the first `--steps` of runs that may have gone on.
+each other and solve held-out tasks, and `<output>/comparison.html` compares everything; `--compare_only` does just
+this, for the first `--steps` of runs that may have gone on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,9 +26,8 @@ from tiny_programs import TRAINED_LEVELS
 from tiny_scores import random_task
 
 from trl_populora.adapters.routing import BASE_NAME
-from trl_populora.evaluation.cross_play import assemble, cross_play, score_members
-from trl_populora.report.payoff import Payoff
-from trl_populora.report.run import write_payoff
+from trl_populora.evaluation.cross_play import assemble
+from trl_populora.report.payoff import Payoff, write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task
 
@@ -56,7 +54,9 @@ def train(name: str, seed: int, steps: int, run: Path) -> None:
 
 
 def held_out_tasks(count: int = 96) -> list[Task]:
-    """Tasks of all kinds and of the levels that the base knows, from programs that neither it nor any run was shown."""
+    """
+    Tasks of all kinds and of the levels that the base knows, from programs that neither it nor any run was shown.
+    """
     writer, archive = DialogueWriter(random.Random("arms race"), held_out=True), TaskArchive()
     kinds = ("code_o", "code_i", "code_f")
     while len(archive) < count:
@@ -68,18 +68,17 @@ def held_out_tasks(count: int = 96) -> list[Task]:
 def play(runs: list[Path], seed: int = 0) -> tuple[Payoff, float]:
     """Cross-play of the members of all runs, and the base's score on the held-out tasks."""
     tasks = held_out_tasks()
-    with tempfile.TemporaryDirectory() as directory:
-        trainer, names = assemble([str(run) for run in runs], directory, seed=seed)
-        teachers, students = ([member.name for member in trainer.population.role(r)] for r in ("teacher", "student"))
-        payoff = cross_play(trainer.game, teachers, students, proposals=9, attempts=3, seed=seed)
-        payoff.given = score_members(trainer.game, students, tasks, attempts=3)
-        base = score_members(trainer.game, [BASE_NAME], tasks, attempts=3)[BASE_NAME]
-        trainer.close()
-    return payoff.renamed(names), base
+    with assemble([str(run) for run in runs], seed=seed) as contest:
+        payoff = contest.play(proposals=9, attempts=3, seed=seed)
+        payoff.given = contest.score(contest.students, tasks, attempts=3)
+        base = contest.score([BASE_NAME], tasks, attempts=3)[BASE_NAME]
+    return payoff.renamed(contest.names), base
 
 
 def compare(output: Path, configs: list[str], seeds: list[int], steps: int) -> Path:
-    """Writes the comparison page of the first `steps` of all runs; those that were saved there also play each other."""
+    """
+    Writes the comparison page of the first `steps` of all runs; those that were saved there also play each other.
+    """
     paths = {name: {seed: output / name / f"seed_{seed}" for seed in seeds} for name in configs}
     begun = {
         name: {seed: pages.load(run)[:steps] for seed, run in of.items() if (run / "metrics.jsonl").exists()}

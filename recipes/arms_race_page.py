@@ -14,8 +14,8 @@ from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 
+from trl_populora.report.load import load_history
 from trl_populora.report.payoff import Payoff
-from trl_populora.report.run import load_history
 from trl_populora.runs.records import PLAYED
 
 
@@ -209,7 +209,8 @@ def write_page(output: Path, tables: Sequence[tuple[str, list[list[str]]]], pict
         parts.append(f'<h2>{escape(path.stem)}</h2><img alt="{escape(path.stem)}" src="data:image/png;base64,{data}">')
     page = output / "comparison.html"
     page.write_text(
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, '
         f'initial-scale=1"><title>The arms race</title><style>{STYLE}</style></head><body><h1>The arms race</h1>'
         + "".join(parts)
         + "</body></html>\n"

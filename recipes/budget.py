@@ -4,9 +4,10 @@
     python recipes/budget.py recipes/Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml --gpu A100-80GB --processes 8
 
 Prints what one GPU of the training node holds at its fullest moment, for prompts as they are at the start of a run and
-for the longest that the limits of the task kinds allow, then the room left for vLLM's cache, and the seconds of a step.
-Parameters are exact (a test compares them with transformers and PEFT). Bytes that activations need were counted with
-saved-tensor hooks on one routed decoder layer under bf16 autocast. What is merely assumed is a constant with a name.
+for the longest that the limits of the task kinds allow, then the room left for vLLM's cache, and the seconds of a
+step. Parameters are exact (a test compares them with transformers and PEFT). Bytes that activations need were counted
+with saved-tensor hooks on one routed decoder layer under bf16 autocast. What is merely assumed is a constant with a
+name.
 
 What it leaves out: fragmentation beyond `RESERVE`, other engines than vLLM, pipeline and tensor parallelism.
 """
@@ -170,7 +171,8 @@ def seconds(args: PopuLoRAConfig, shape: Shape, gpu: Gpu, engines: int, processe
     Seconds of a step by phase, for the prompts of the start of a run.
 
     Decoding is bound by reading weights and cache or by arithmetic, whichever is slower. Training takes 8 FLOP per
-    parameter and token: forward, its recomputation, the way back through frozen weights, and the old log-probabilities.
+    parameter and token: forward, its recomputation, the way back through frozen weights, and the old
+    log-probabilities.
     """
     completion = MEAN_COMPLETION * args.max_completion_length
     row = prompt_tokens(args.references_per_proposal, longest=False) + completion

@@ -60,7 +60,9 @@ class OneRoleTrainer(PopuLoRATrainer):
 
 
 def hard_tasks(count: int, seed: int, held_out: bool = False) -> list[Task]:
-    """Different code_o tasks of the two hardest levels; `held_out` draws from programs kept out of the base's training."""
+    """
+    Different code_o tasks of the two hardest levels; `held_out` draws from programs kept out of the base's training.
+    """
     writer = DialogueWriter(random.Random(f"{seed}/{held_out}"), held_out)
     archive = TaskArchive()
     while len(archive) < count:
@@ -129,7 +131,8 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
 def mean_solve_rate(trainer: PopuLoRATrainer, tasks: list[Task]) -> float:
     """Mean over students and tasks, four attempts each."""
     names = [member.name for member in trainer.population.students]
-    rates = [solve_rates(trainer.game, name, tasks, attempts=4) for name in tqdm(names, desc="held out", leave=False)]
+    bar, game = tqdm(names, desc="held out", leave=False), trainer.game
+    rates = [solve_rates(game.referee, game.player, name, tasks, attempts=4) for name in bar]
     return statistics.fmean(rate for part in rates for rate in part)
 
 

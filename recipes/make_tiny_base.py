@@ -3,8 +3,8 @@ Makes the embedded tiny base: a 2.8M-parameter Qwen3 trained from scratch on exe
 
 Full run (about an hour on two quiet cores, each with its own half of every batch; then the scores):
 
-    torchrun --nproc_per_node 2 recipes/make_tiny_base.py --steps 5000 --work runs/tiny_base --output runs/tiny_base/model
-    python recipes/tiny_scores.py --model runs/tiny_base/model --tasks 60 --card
+    torchrun --nproc_per_node 2 recipes/make_tiny_base.py --steps 5000 --work runs/tiny_base --output
+    runs/tiny_base/model python recipes/tiny_scores.py --model runs/tiny_base/model --tasks 60 --card
 
 Smoke run (under a minute; the weights are useless, every step of the way is taken):
 

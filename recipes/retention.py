@@ -1,8 +1,8 @@
 """Does a child keep its parents' ability? Breeds one child per operator from two trained students and trains all on.
 
     python recipes/retention.py                                   # all operators, seeds 0 1 2
-    python recipes/retention.py --seeds 3                         # one more seed; finished ones are read, not run again
-    python recipes/retention.py --operators clone dare --seeds 0 --parent_steps 4 --steps 3 --output runs/short
+    python recipes/retention.py --seeds 3                         # one more seed; finished ones are read, not run
+    again python recipes/retention.py --operators clone dare --seeds 0 --parent_steps 4 --steps 3 --output runs/short
 
 Two students learn 12 fixed tasks of code_o on the embedded base (the teachers are frozen and every proposal is turned
 down, so that nothing but the students' ability moves). Then each operator breeds one child from them, all children

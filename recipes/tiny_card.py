@@ -117,7 +117,8 @@ def model_card(figures: dict, tasks: int, made: str, headroom: dict[str, dict] |
         f"below:\n{own_f['valid']:.2f} of its proposals are valid, any of 8 is {own_f['any of 8'] - own_f['pass@1']:.2f} "
         f"above pass@1, and {own_f['no spread']:.2f} of its groups are without spread.",
         "\n## Headroom under self-play\n\n60 steps of `recipes/tiny/config_2t2s.yaml`, then the 312 tasks of "
-        "`eval_tasks.jsonl` (levels 2 to 5, 26 per kind and\nlevel, held-out combinations), 2 attempts of each of the 2 "
+        "`eval_tasks.jsonl` (levels 2 to 5, 26 per kind and\nlevel, held-out combinations), 2 attempts of each of "
+        "the 2 "
         "students and of the base:\n`python recipes/tiny_headroom.py --seeds 0 1 2`.\n",
         table(("seed", "kind", "base", "students", "gain"), headroom_rows),
         f"\n## Proposing and solving its own proposals\n\n{2 * tasks} proposals per kind with two held-out references "
@@ -125,8 +126,8 @@ def model_card(figures: dict, tasks: int, made: str, headroom: dict[str, dict] |
         table(("kind", "valid", "distinct", *COLUMNS, "rejects"), propose_rows),
         f"\n## Solving held-out programs by level\n\n{tasks} tasks per kind and level; levels 5 and 6 were never trained.\n",
         table(("kind", "level", *COLUMNS), solve_rows),
-        "\n`no spread`: share of groups of 8 that are all right or all wrong; `none right`: all wrong; `worked`, `direct`: how\n"
-        "often an answer is right that has to be so, its first token given. Made by\n"
+        "\n`no spread`: share of groups of 8 that are all right or all wrong; `none right`: all wrong; `worked`, "
+        "`direct`: how\noften an answer is right that has to be so, its first token given. Made by\n"
         f"`python recipes/tiny_scores.py --model trl_populora/assets/tiny --tasks {tasks}`, then `--card --headroom FILE`.\n",
     )
     return "\n".join(sections)

@@ -4,7 +4,8 @@ The training text of the embedded tiny base: tasks of all kinds in the compact f
 A document is one prefix (say, a program to be run) with several branches (an input each, and its answer). A branch
 attends to the prefix and to itself only and counts its positions on from the prefix, so every branch is exactly the
 conversation that the model is shown later, while the prefix is computed once. Under one and the same prompt an answer
-is direct or, for code_o and code_i, sometimes worked (`tiny_traces.py`). Used by `make_tiny_base.py`, and for held-out tasks by the studies on that base.
+is direct or, for code_o and code_i, sometimes worked (`tiny_traces.py`). Used by `make_tiny_base.py`, and for held-out
+tasks by the studies on that base.
 """
 
 from __future__ import annotations

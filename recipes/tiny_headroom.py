@@ -30,7 +30,8 @@ from trl_populora.__main__ import TrainArguments, build_trainer
 from trl_populora.assets import tiny_base_path, tiny_eval_tasks
 from trl_populora.model_options import MemberConfig
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.report.run import load_evaluations, plot_run
+from trl_populora.report.load import load_evaluations
+from trl_populora.report.plots import plot_run
 from trl_populora.runs.checkpoint import newest
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import load_seed_tasks

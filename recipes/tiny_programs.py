@@ -3,8 +3,8 @@ The programs the embedded tiny base is trained on: a narrow graded grammar whose
 
 A program is a chain of operations on integers, lists of digits and short strings, one line each; its level is the
 number of operations (1 to 4 for training; levels 5 and 6 have six and eight and are kept out of supervised training).
-Everything here is trusted text made by [`ProgramWriter`], so it is run with a plain `exec`: this is the one place where
-no sandbox is needed. Used by `make_tiny_base.py` and by the studies on that base.
+Everything here is trusted text made by [`ProgramWriter`], so it is run with a plain `exec`: this is the one place
+where no sandbox is needed. Used by `make_tiny_base.py` and by the studies on that base.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def random_task(kind: str, level: int, writer: DialogueWriter) -> Task:
 
 def write_tasks(path: Path, count: int, levels: Sequence[int], held_out: bool, seed: int = 0) -> None:
     """
-    Writes `count` different tasks, kinds and levels in turn, each with its `level`: such as training may start from, or
-    such as nothing was trained on.
+    Writes `count` different tasks, kinds and levels in turn, each with its `level`: such as training may start from,
+    or such as nothing was trained on.
     """
     name = "held-out tasks" if held_out else "seed tasks"
     writer, archive, lines = DialogueWriter(random.Random(f"{seed}:{name}"), held_out), TaskArchive(), []
@@ -215,7 +215,7 @@ class Scorer:
 
 def score(directory: Path, tasks: int, seed: int = 0) -> None:
     """
-    Writes all figures of the model card to `scores.json`; `tasks` per kind and level, twice as many proposals per kind.
+    Writes all figures of the model card to `scores.json`: `tasks` per kind and level, twice as many proposals a kind.
 
     The file is written after every part, and a part that it has already is left out.
     """

@@ -1,12 +1,12 @@
 """
 Worked answers of the tiny base: what stands between `<think>` and `</think>`, one executed statement a line.
 
-A line has the values put in and then the result: `t = 'hqq'.replace('z', 'h') = 'hqq'`. *Forwards*, for code_o, is every
-statement in turn, the returned expression last. *Backwards*, for code_i, goes from the output to the first statement;
-each line ends with what the operand must be. Guess and check (a guess, forwards, compared with what is wanted, and a
-further guess) was tried for code_i and code_f halfway through the training: for code_i it solved .24, .12 and .17 of the
-tasks of levels 2, 3 and 4 where working back solved .76, .59 and .39; for code_f, with constants tried on two visible
-pairs, .44, .18 and .24 against .38, .25 and .19 of direct answers. Used by `tiny_documents.py`.
+A line has the values put in and then the result: `t = 'hqq'.replace('z', 'h') = 'hqq'`. *Forwards*, for code_o, is
+every statement in turn, the returned expression last. *Backwards*, for code_i, goes from the output to the first
+statement; each line ends with what the operand must be. Guess and check (a guess, forwards, compared with what is
+wanted, and a further guess) was tried for code_i and code_f halfway through the training: for code_i it solved .24,
+.12 and .17 of the tasks of levels 2, 3 and 4 where working back solved .76, .59 and .39; for code_f, with constants
+tried on two visible pairs, .44, .18 and .24 against .38, .25 and .19 of direct answers. Used by `tiny_documents.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Every key of the YAML can be overridden on the command line (`--max_steps 60`); `--help` lists them in the order
 population, tasks, matchmaking, rewards, sandbox, evolution. `--resume` continues from the newest whole checkpoint.
-The code is `run_training` in `trl_populora/__main__.py`, some thirty lines; `populora train` is the same in one process.
-The run directory holds, at the end:
+The code is `run_training` in `trl_populora/__main__.py`, some thirty lines; `populora train` is the same in one
+process. The run directory holds, at the end:
 
     members/<name>/          one ordinary PEFT adapter directory per member; the best student's lies at the root, too
     population.json          ratings, ages and parents of the members
@@ -13,7 +13,8 @@ The run directory holds, at the end:
     metrics.jsonl            one line per step; times.jsonl: the seconds of its phases
     run.png                  ratings, solve rates and rewards over the steps
 
-What it leaves out: evaluation on benchmarks, pushing to the Hub (`populora push`), the long report (`populora report`).
+What it leaves out: evaluation on benchmarks, pushing to the Hub (`populora push`), the long report (`populora
+report`).
 """
 
 import sys

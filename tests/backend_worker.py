@@ -22,7 +22,7 @@ from accelerate import PartialState
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from tests.fixed_rows import ATTEMPTS, PROPOSALS, SETTINGS, STUDENTS, TEACHERS, play_fixed_rows
+from tests.fixed_rows import POPULATION, TEACHERS, play_fixed_rows
 from trl_populora.adapters.optim import withhold_gradients
 from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
 from trl_populora.populora_config import PopuLoRAConfig
@@ -112,19 +112,7 @@ def why_refused(kind: type[Exception], function, *arguments) -> str:
 
 
 def make_trainer(base: str, output: str, **options) -> PopuLoRATrainer:
-    args = PopuLoRAConfig(
-        output,
-        teachers=TEACHERS,
-        students=STUDENTS,
-        proposals_per_teacher=PROPOSALS,
-        attempts_per_task=ATTEMPTS,
-        task_kinds=["code_o"],
-        per_device_train_batch_size=12,
-        save_rollouts=False,
-        sandbox_workers=1,
-        gradient_checkpointing=False,
-        **(SETTINGS | options),
-    )
+    args = PopuLoRAConfig(output, **(POPULATION | options))
     trainer = PopuLoRATrainer(base, args=args, peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
     play_fixed_rows(trainer)
     return trainer

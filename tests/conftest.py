@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
+from pathlib import Path
 
 
 # Before torch is imported: models here are too small for two threads, and OpenMP pools that share cores fight.
@@ -18,7 +20,9 @@ import pytest  # noqa: E402
 
 @pytest.fixture(autouse=True, scope="module")
 def _environment_is_given_back():
-    """TRL sets RANK, MASTER_PORT and others for a colocated engine; later tests' child processes would inherit them."""
+    """
+    TRL sets RANK, MASTER_PORT and others for a colocated engine; later tests' child processes would inherit them.
+    """
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -27,7 +31,9 @@ def _environment_is_given_back():
 
 @pytest.fixture(autouse=True, scope="module")
 def _processes_are_forgotten():
-    """Accelerate remembers for good how many processes the first trainer saw, and a later file's would wait for them."""
+    """
+    Accelerate remembers for good how many processes the first trainer saw, and a later file's would wait for them.
+    """
     yield
     forget_processes()
 
@@ -67,47 +73,24 @@ def random_base(tmp_path_factory) -> str:
 @pytest.fixture
 def make_args(tmp_path):
     """Arguments of a small run: 2T+2S, 4 proposals, 2 attempts, 24 rows in 3 micro-batches, CPU, fp32, no logging."""
-    from trl_populora.populora_config import PopuLoRAConfig
+    from tests.small_run import small_args
 
-    def make(**overrides):
-        settings = {
-            "output_dir": str(tmp_path / "run"),
-            "teachers": 2,
-            "students": 2,
-            "proposals_per_teacher": 4,
-            "attempts_per_task": 2,
-            "references_per_proposal": 1,
-            "inputs_per_function": 4,
-            "prompt_style": "compact",
-            "per_device_train_batch_size": 8,
-            "max_completion_length": 24,
-            "max_steps": 2,
-            "learning_rate": 1e-2,  # a random base needs a large step for its adapters to move visibly
-            "sandbox_workers": 1,
-            "evolve_every": 0,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-            "save_strategy": "no",
-            "gradient_checkpointing": False,
-            "disable_tqdm": True,
-        }
-        return PopuLoRAConfig(**(settings | overrides))
-
-    return make
+    return lambda **overrides: small_args(**({"output_dir": str(tmp_path / "run")} | overrides))
 
 
 @pytest.fixture
 def lora():
     """Rank 4 on attention and MLP."""
-    from peft import LoraConfig
+    from tests.small_run import small_lora
 
-    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    return small_lora()
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """What `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` in the environment would do, had the client not been imported yet."""
+    """
+    What `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` in the environment would do, had the client not been imported yet.
+    """
     import huggingface_hub
     import transformers
 
@@ -153,6 +136,13 @@ def seed_tasks():
             tasks.append(Task(kind, program, tuple(inputs[:1]), tuple(outputs[:1])))
         tasks.append(Task("code_f", program, tuple(inputs), tuple(outputs), message="a small function", visible=2))
     return tasks
+
+
+@pytest.fixture(scope="session")
+def base(random_base, seed_tasks):
+    """The random base with the tasks that `populora_run.make_trainer` reads."""
+    Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
+    return random_base
 
 
 @pytest.fixture

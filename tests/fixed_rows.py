@@ -14,6 +14,7 @@ from peft import PeftModel
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.small_run import QUIET
 from trl_populora.step.played import Played, Row
 from trl_populora.step.player import Completion
 from trl_populora.step.rewards import student_reward, teacher_reward
@@ -23,17 +24,23 @@ TEACHERS, STUDENTS, PROPOSALS, ATTEMPTS = 4, 4, 4, 2
 VOCABULARY = 250
 
 # Both trainers get these. A large rate, so that three steps leave the initial weights far behind.
-SETTINGS = {
-    "learning_rate": 1e-2,
+SETTINGS = QUIET | {
     "lr_scheduler_type": "linear",
     "max_steps": 3,
     "max_completion_length": 12,
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": [],
-    "save_strategy": "no",
     "logging_steps": 1,
-    "disable_tqdm": True,
+}
+# A population's trainer gets these beside.
+POPULATION = SETTINGS | {
+    "teachers": TEACHERS,
+    "students": STUDENTS,
+    "proposals_per_teacher": PROPOSALS,
+    "attempts_per_task": ATTEMPTS,
+    "task_kinds": ["code_o"],
+    "per_device_train_batch_size": 12,
+    "save_rollouts": False,
+    "sandbox_workers": 1,
+    "gradient_checkpointing": False,
 }
 
 

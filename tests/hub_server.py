@@ -28,8 +28,8 @@ class HubServer(ThreadingHTTPServer):
     Repositories in memory.
 
     Attributes:
-        repos (`dict[str, dict[str, bytes]]`): Contents of the main branch by repository and path; a dataset's name begins
-            with `datasets/`.
+        repos (`dict[str, dict[str, bytes]]`): Contents of the main branch by repository and path; a dataset's name
+            begins with `datasets/`.
         tokens (`dict[str, str]`): `"write"` or `"read"` by token.
         messages (`list[str]`): Commit messages, in order.
         dies_at (`str` or `None`): `"commit"` or `"lfs"`: the connection is closed there, without an answer.

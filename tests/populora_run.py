@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+from tests.small_run import SMALL, small_trainer
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
 
@@ -50,29 +51,15 @@ class Letters(TaskKind):
         return bool(set(task.message) & set(attempt.answer))
 
 
-SETTINGS = {
+SETTINGS = SMALL | {
     "task_kinds": ["tests.populora_run:Letters", "code_o"],
-    "teachers": 2,
-    "students": 2,
-    "proposals_per_teacher": 4,
-    "attempts_per_task": 2,
-    "references_per_proposal": 1,
-    "inputs_per_function": 4,
-    "prompt_style": "compact",
     "per_device_train_batch_size": 12,
     "max_completion_length": 8,
-    "learning_rate": 1e-2,
-    "sandbox_workers": 1,
     "determinism_runs": 1,
     "sandbox_allow_weak": True,  # nothing is run here: a random base writes no program
     "evolve_every": 3,
     "evolve_burn_in": 1,
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": [],
     "save_strategy": "steps",
-    "gradient_checkpointing": False,
-    "disable_tqdm": True,
 }
 
 
@@ -93,19 +80,12 @@ EVALUATED = {"evaluated": True, "eval_strategy": "steps", "eval_steps": 2, "eval
 def make_trainer(base: str, output_dir: str, settings: dict):
     """A trainer of the shared shape: 2T+2S, 24 rows a step, an evolution event every 3 steps."""
     import torch
-    from datasets import Dataset
-    from peft import LoraConfig
-
-    from trl_populora.populora_config import PopuLoRAConfig
-    from trl_populora.populora_trainer import PopuLoRATrainer
 
     torch.set_num_threads(1)
-    tasks = Dataset.from_list(json.loads(Path(base, "tasks.json").read_text()))
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    settings = SETTINGS | settings
-    held_out = Dataset.from_list(HELD_OUT) if settings.pop("evaluated", False) else None
-    args = PopuLoRAConfig(output_dir, **settings)
-    return PopuLoRATrainer(base, letters, args, train_dataset=tasks, eval_dataset=held_out, peft_config=lora)
+    tasks = json.loads(Path(base, "tasks.json").read_text())
+    settings = SETTINGS | {"output_dir": output_dir} | settings
+    held_out = HELD_OUT if settings.pop("evaluated", False) else None
+    return small_trainer(base, tasks, letters, held_out, **settings)
 
 
 def run(base: str, output_dir: str, settings: dict, resume: bool = False) -> None:
@@ -152,6 +132,10 @@ def state_of(trainer) -> dict:
         "metrics": [timeless(entry) for entry in read_lines(run / "metrics.jsonl")],
         "rollouts": {p.name: p.read_bytes() for p in sorted(run.glob("rollouts/*.parquet"))},
     }
+
+
+def assert_equal(wanted: dict, found: dict) -> None:
+    assert [key for key in wanted if wanted[key] != found[key]] == []
 
 
 def timeless(entry: dict) -> str:

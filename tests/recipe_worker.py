@@ -1,7 +1,7 @@
 """A recipe as one process of a launcher: `recipe_worker.py RESULT ARGUMENTS`, the arguments of `train_populora.py`.
 
-Writes to `RESULT` what the launcher made of the process, because one that starts fewer processes, or no DeepSpeed, does
-so silently, and whether the processes are still connected at the end.
+Writes to `RESULT` what the launcher made of the process, because one that starts fewer processes, or no DeepSpeed,
+does so silently, and whether the processes are still connected at the end.
 """
 
 from __future__ import annotations

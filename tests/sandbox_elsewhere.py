@@ -2,9 +2,10 @@
 
     python sandbox_elsewhere.py FOLDER [container | user | user-bubblewrap]
 
-FOLDER is the repository. Needs the standard library only; prints one JSON object. As `container`, the process first gives
-up what a default container gives up: it becomes uid 1000 without capabilities, and a seccomp filter refuses namespaces,
-mounts, chroot, tracing, keys and, for good measure, Landlock. As `user` it only becomes uid 1000; as `user-bubblewrap` the sandbox also runs in its hard mode.
+FOLDER is the repository. Needs the standard library only; prints one JSON object. As `container`, the process first
+gives up what a default container gives up: it becomes uid 1000 without capabilities, and a seccomp filter refuses
+namespaces, mounts, chroot, tracing, keys and, for good measure, Landlock. As `user` it only becomes uid 1000; as
+`user-bubblewrap` the sandbox also runs in its hard mode.
 """
 
 import ctypes

@@ -1,9 +1,14 @@
 """Looks at the host that the sandbox tests share."""
 
 import contextlib
+import json
 import os
+import subprocess
 import time
 from pathlib import Path
+
+
+ROOT = Path(__file__).parent.parent
 
 
 def sessions_alive(sessions):
@@ -28,3 +33,18 @@ def wait_until(condition, seconds=30.0):
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.01)
+
+
+def run_elsewhere(python, *arguments):
+    command = [python, "-B", str(ROOT / "tests" / "sandbox_elsewhere.py"), str(ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def check(found):
+    assert found["unexpected"] == []
+    assert found["reached"] == []
+    assert found["leftovers"] == []
+    assert found["respawns"] == 0
+    assert found["count"] > 300

@@ -59,7 +59,7 @@ def test_each_row_is_computed_by_its_member(stock, rows):
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["off", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("rows", ROUTES.values(), ids=ROUTES.keys())
+@pytest.mark.parametrize("rows", [rows for rows in ROUTES.values() if max(rows) >= 0])
 def test_gradients_are_those_of_stock_peft_and_zero_for_absent_members(stock, rows, checkpointing):
     model, router, names = make_population(3)
     if checkpointing is not None:
@@ -224,7 +224,7 @@ def test_supported_options_match_stock_peft(tmp_path, options):
         torch.testing.assert_close(together[rows], token_logps(alone, ids[rows]).detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", ROUTES.values(), ids=ROUTES.keys())
+@pytest.mark.parametrize("rows", [rows for rows in ROUTES.values() if max(rows) >= 0])
 def test_a_shared_expert_which_gets_the_tokens_of_all_rows_at_once_is_routed(rows):
     """Log-probabilities and gradients of a real qwen2_moe are those of stock PEFT on each row alone."""
     model, router, names = make_population(3, base=make_mixture())

@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.fixed_rows import ATTEMPTS, PROPOSALS, SETTINGS, STUDENTS, TEACHERS, play_fixed_rows
+from tests.fixed_rows import POPULATION, play_fixed_rows
 from trl_populora.adapters.weights import read_member, save_member, write_member
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
@@ -29,22 +29,8 @@ class Observed(PopuLoRATrainer):
 
 @pytest.fixture
 def trainer(random_base, tmp_path, lora):
-    args = PopuLoRAConfig(
-        str(tmp_path / "run"),
-        teachers=TEACHERS,
-        students=STUDENTS,
-        proposals_per_teacher=PROPOSALS,
-        attempts_per_task=ATTEMPTS,
-        task_kinds=["code_o"],
-        per_device_train_batch_size=12,
-        evolve_every=0,
-        save_rollouts=False,
-        sandbox_workers=1,
-        gradient_checkpointing=False,
-        num_iterations=2,
-        beta=0.04,
-        **(SETTINGS | {"max_steps": 2}),
-    )
+    settings = POPULATION | {"evolve_every": 0, "num_iterations": 2, "beta": 0.04, "max_steps": 2}
+    args = PopuLoRAConfig(str(tmp_path / "run"), **settings)
     trainer = Observed(random_base, args=args, peft_config=lora)
     trainer.seen = []
     play_fixed_rows(trainer)

@@ -214,8 +214,8 @@ TRICKS: dict[str, Teacher] = {
     ),
     "threads": Teacher(
         numbered(
-            "import threading\ndef f(a):\n    r = []\n    t = [threading.Thread(target=r.append, args=(i,)) for i in range(4)]\n"
-            "    [x.start() for x in t]\n    return r[0]"
+            "import threading\ndef f(a):\n    r = []\n    t = [threading.Thread(target=r.append, args=(i,)) for i in "
+            "range(4)]\n    [x.start() for x in t]\n    return r[0]"
         ),
         FOUR,
     ),

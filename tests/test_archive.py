@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 import time
 from collections import Counter, deque
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -26,16 +28,25 @@ def make(number, kind="code_o", program="def f(x):\n    return x + {}"):
     )
 
 
-EMPTY = {"counts": {}, "sum": 0.0}
+def contents(archive):
+    """Everything that decides what is sampled and accepted next."""
+    return list(archive.entries()), archive.coverage.state_dict()
+
+
+def saved_and_loaded(archive, path, cap=16384):
+    save_archive(archive, path)
+    read = TaskArchive(cap)
+    load_archive(read, path, json.loads(json.dumps(archive.coverage.state_dict())))
+    return read
 
 
 def test_adding_a_task_twice_changes_nothing():
     archive = TaskArchive()
     assert archive.add(make(1))
-    before = archive.state_dict()
+    before = contents(archive)
     assert not archive.add(make(1))
     assert not archive.add(replace(make(1), author="teacher_1", step=9))
-    assert archive.state_dict() == before
+    assert contents(archive) == before
     assert len(archive) == 1
     assert make(1) in archive
     assert make(2) not in archive
@@ -77,7 +88,7 @@ def test_another_order_of_the_same_dictionary_makes_no_other_task():
     assert all(archive.add(Task("mine", "24", (text,), ())) for text in ('["d"', '["d",'))
 
 
-def test_programs_are_counted_with_their_constants_apart_and_for_good():
+def test_programs_are_counted_with_their_constants_apart_and_for_good(tmp_path):
     archive = TaskArchive(cap=1)
     programs = [
         "def f(x):\n    return x + {}",
@@ -89,8 +100,7 @@ def test_programs_are_counted_with_their_constants_apart_and_for_good():
             archive.add(make(number, program=program))
     archive.add(replace(make(1), kind="code_i"))
     assert archive.programs == 2
-    again = TaskArchive()
-    again.load_state_dict(json.loads(json.dumps(archive.state_dict())))
+    again = saved_and_loaded(archive, tmp_path / "archive.parquet")
     assert again.programs == 2
 
 
@@ -151,52 +161,18 @@ def test_sampling_returns_fewer_when_there_are_fewer():
     assert archive.sample(["code_i"], 3, random.Random(0)) == []
 
 
-def test_a_resumed_archive_goes_on_as_if_nothing_had_happened():
+def test_a_resumed_archive_goes_on_as_if_nothing_had_happened(tmp_path):
     straight = TaskArchive(cap=5)
     for number in range(8):
         straight.add(make(number, kind=("code_o", "code_i")[number % 3 == 0]))
-    resumed = TaskArchive(cap=5)
-    resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    resumed = saved_and_loaded(straight, tmp_path / "archive.parquet", cap=5)
     assert list(resumed) == list(straight)
     one, two = random.Random(1), random.Random(1)
     for number in range(8, 20):
         assert straight.add(make(number % 15)) == resumed.add(make(number % 15))
         assert straight.sample(["code_i", "code_o"], 3, one) == resumed.sample(["code_i", "code_o"], 3, two)
-    assert resumed.state_dict() == straight.state_dict()
+    assert contents(resumed) == contents(straight)
     assert resumed.metrics() == straight.metrics()
-
-
-def test_an_archive_of_version_0_1_is_read_and_its_duplicates_are_known(tmp_path):
-    """Its keys were others, dead code made another task, and nobody had counted programs."""
-    padded = replace(make(1), program="def f(x):\n    pass\n    return x + 1")
-    archive = TaskArchive()
-    noted = {"match": 0, "solve_rate": 0.5}
-    archive.restore([(make(1), b"1" * 16, None), (padded, b"2" * 16, noted), (make(2), b"3" * 16, None)], EMPTY)
-    path = tmp_path / "archive.parquet"
-    save_archive(archive, path)
-    coverage = archive.coverage.state_dict()
-    del coverage["forms"]
-    table = pq.read_table(path)
-    pq.write_table(table.replace_schema_metadata({"populora_archive": "1"}), path)
-    read = TaskArchive()
-    load_archive(read, path, coverage)
-    assert list(read) == [replace(make(1), step=2), replace(make(2), step=3)], "its steps were counted from 0"
-    assert not read.add(padded)
-    assert read.programs == 1
-    assert read.add(make(3))
-
-
-@pytest.mark.parametrize(("version", "later"), [("2", 1), ("3", 0)])
-def test_steps_of_older_archives_count_from_one_and_given_tasks_have_none(tmp_path, version, later):
-    archive, path = TaskArchive(), tmp_path / "archive.parquet"
-    archive.add(replace(make(1), author="seed", step=0))
-    archive.add(make(2))
-    save_archive(archive, path)
-    pq.write_table(pq.read_table(path).replace_schema_metadata({"populora_archive": version}), path)
-    read = TaskArchive()
-    load_archive(read, path, archive.coverage.state_dict())
-    assert [task.step for task in read] == [0, 2 + later]
-    assert not read.add(make(2))
 
 
 def test_what_an_own_kind_measures_is_a_column_and_survives(tmp_path):
@@ -207,52 +183,31 @@ def test_what_an_own_kind_measures_is_a_column_and_survives(tmp_path):
     archive.note(tasks[0], match=0, solve_rate=0.5, ast_depth=4.0)
     archive.note(tasks[1], match=1, solve_rate=1.0, numbers=3.0)
     archive.note(tasks[3], match=1, solve_rate=0.0, atoms=9.0, numbers=1.0)
-    table = archive.to_dataset().to_dict()
+    save_archive(archive, path)
+    table = pq.read_table(path).to_pydict()
     assert table["numbers"] == [None, 3.0, None, 1.0]
     assert table["atoms"] == [None, None, None, 9.0]
     assert table["ast_depth"] == [4.0, None, None, None]
     for _ in range(2):
-        save_archive(archive, path)
-        read = TaskArchive()
-        load_archive(read, path, archive.coverage.state_dict())
+        read = saved_and_loaded(archive, path)
         assert list(read.entries()) == list(archive.entries())
         assert read.measures == archive.measures == ["atoms", "numbers"]
         archive = read
 
 
-def test_loading_replaces_what_was_there_and_obeys_the_cap():
+def test_loading_replaces_what_was_there_and_obeys_the_cap(tmp_path):
     full, small = TaskArchive(), TaskArchive(cap=2)
     for number in range(4):
         full.add(make(number))
     small.add(make(99))
-    small.load_state_dict(full.state_dict())
+    save_archive(full, tmp_path / "archive.parquet")
+    load_archive(small, tmp_path / "archive.parquet", full.coverage.state_dict())
     assert [task.step for task in small] == [2, 3]
     assert make(99) not in small
     assert small.add(make(0))
 
 
-@pytest.mark.parametrize(
-    ("damage", "complaint"),
-    [
-        (lambda state: state.pop("tasks"), "lacks the field `tasks`"),
-        (lambda state: state.update(version=0), "`version` 0, this package reads 1"),
-        (
-            lambda state: state["tasks"]["code_o"][1].pop("program"),
-            "tasks of 'code_o', row 1: column `program` is missing",
-        ),
-    ],
-)
-def test_a_broken_state_is_refused_by_name(damage, complaint):
-    archive = TaskArchive()
-    archive.add(make(1))
-    archive.add(make(2))
-    state = archive.state_dict()
-    damage(state)
-    with pytest.raises(ValueError, match=complaint):
-        TaskArchive().load_state_dict(state)
-
-
-def test_a_dataset_holds_every_field(tmp_path):
+def test_a_saved_archive_opens_as_a_dataset_with_every_field(tmp_path):
     from datasets import load_dataset
 
     archive = TaskArchive()
@@ -260,16 +215,14 @@ def test_a_dataset_holds_every_field(tmp_path):
         archive.add(make(number))
     inputs = (encode((1,)), encode((2,)))
     archive.add(Task("code_f", "def f(x):\n    return x", inputs, inputs, "hint", 1, "teacher_1", 4))
-    dataset = archive.to_dataset()
+    path = tmp_path / "archive.parquet"
+    save_archive(archive, path)
+    read = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     fields = ["kind", "program", "inputs", "outputs", "message", "visible", "author", "step"]
-    assert dataset.column_names == [*fields, "match", "solve_rate", "ast_depth", "cyclomatic", "lines", "variables"]
-    assert list(TaskArchive.from_dataset(dataset)) == list(archive)
-    dataset.to_parquet(tmp_path / "tasks.parquet")
-    read = load_dataset(
-        "parquet", data_files=str(tmp_path / "tasks.parquet"), split="train", cache_dir=str(tmp_path / "cache")
-    )
+    noted = ["match", "solve_rate", "ast_depth", "cyclomatic", "lines", "variables"]
+    assert read.column_names == [*fields, *noted, "key"]
     assert list(TaskArchive.from_dataset(read)) == list(archive)
-    assert len(TaskArchive().to_dataset()) == 0
+    assert len(saved_and_loaded(TaskArchive(), path)) == 0
 
 
 ROW = make(1).to_record()
@@ -386,9 +339,8 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     @rule()
     def save_and_resume(self):
-        state = json.loads(json.dumps(self.archive.state_dict()))
-        self.archive = TaskArchive(cap=4)
-        self.archive.load_state_dict(state)
+        with tempfile.TemporaryDirectory() as directory:
+            self.archive = saved_and_loaded(self.archive, Path(directory, "archive.parquet"), cap=4)
 
     @invariant()
     def same_tasks_in_the_same_order(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,15 @@ import ratings  # noqa: E402
 
 from trl_populora.population.matchmaking import Match  # noqa: E402
 from trl_populora.population.members import Population  # noqa: E402
+
+
+def test_every_benchmark_finds_what_it_measures():
+    """Modules and names move; a script that nobody has run since would be found out by the next reader."""
+    benchmarks = Path(ratings.__file__).parent
+    names = sorted(path.stem for path in benchmarks.glob("*.py"))
+    assert len(names) >= 7
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(benchmarks)!r}); import {', '.join(names)}"]
+    subprocess.run(command, check=True)
 
 
 class TestRatings:

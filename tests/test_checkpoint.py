@@ -20,24 +20,14 @@ import pytest
 import torch
 
 from tests import backend_worker
-from tests.populora_run import cut_run, make_trainer, run, state_of
-from tests.test_backends import BACKENDS, launch, run_script
+from tests.launching import BACKENDS, launch, run_script
+from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
 from tests.without_vllm import without_vllm
-from trl_populora.runs.checkpoint import WHOLE, find_flaw, newest
+from trl_populora.runs.checkpoint import MANIFEST, find_flaw, newest
 
 
 # 20 for the acceptance figure; a few show the same in seconds.
 KILLS = int(os.environ.get("POPULORA_KILLS", "3"))
-
-
-@pytest.fixture(scope="session")
-def base(random_base, seed_tasks):
-    Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
-    return random_base
-
-
-def assert_equal(wanted: dict, found: dict) -> None:
-    assert [key for key in wanted if wanted[key] != found[key]] == []
 
 
 class TestExactResume:
@@ -231,9 +221,9 @@ def rewrite(file: str, change):
 
 
 def enlist(root: Path, file: str) -> None:
-    listing = json.loads((root / WHOLE).read_text())
+    listing = json.loads((root / MANIFEST).read_text())
     listing["files"][file] = (root / file).stat().st_size
-    (root / WHOLE).write_text(json.dumps(listing))
+    (root / MANIFEST).write_text(json.dumps(listing))
 
 
 def cut_off(file: str, listed: bool = False):
@@ -271,9 +261,9 @@ def of_an_earlier_version(root: Path) -> None:
     path = root / "rank_state_0.pt"
     state = torch.load(path)
     torch.save({name: value for name, value in state.items() if name != "played"} | {"rows": [], "idle": []}, path)
-    sizes = json.loads((root / WHOLE).read_text())
+    sizes = json.loads((root / MANIFEST).read_text())
     sizes["files"][path.name] = path.stat().st_size
-    (root / WHOLE).write_text(json.dumps(sizes))
+    (root / MANIFEST).write_text(json.dumps(sizes))
 
 
 class TestDamage:
@@ -282,8 +272,8 @@ class TestDamage:
         [
             (cut_off("optimizer.pt"), r"the file optimizer.pt has \d+ bytes instead of \d+"),
             (lambda root: (root / "members/student_0/adapter_model.safetensors").unlink(), "student_0.*is missing"),
-            (lambda root: (root / WHOLE).unlink(), "it lacks whole.json, so it was never finished"),
-            (cut_off(WHOLE), "whole.json is broken"),
+            (lambda root: (root / MANIFEST).unlink(), "it lacks whole.json, so it was never finished"),
+            (cut_off(MANIFEST), "whole.json is broken"),
             (cut_off("game.json", listed=True), r"game.json cannot be read"),
             (
                 cut_off("members/teacher_1/adapter_model.safetensors", listed=True),
@@ -298,7 +288,7 @@ class TestDamage:
             (rewrite("population.json", lambda s: s.update(base_model="Qwen/Other")), None),
             (
                 rewrite("population.json", lambda s: s["base_config"].update(hidden_size=64)),
-                r"population.json: field `base_config.hidden_size` is 64, this trainer has 32. Use the population's own",
+                r"population.json: field `base_config.hidden_size` is 64, this trainer has 32. Use the population's",
             ),
             (rewrite("population.json", lambda s: s["lora"].update(r=8)), "field `lora.r` is 8, this trainer has 4"),
             (

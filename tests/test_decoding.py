@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from trl_populora.generation import decoding
-from trl_populora.generation.decoding import complete, why_whole
+from trl_populora.generation.decoding import complete, complete_whole, why_whole
 
 from .adapter_models import make_population
 
@@ -80,6 +80,7 @@ def test_greedy_completions_are_those_of_generate(name):
     config = settings(eos_token_id=[0, cut[0][4]])
     found = complete(model, PROMPTS, rows, no_route, config)
     assert found == generated(model, PROMPTS, config)
+    assert found == complete_whole(model, PROMPTS, rows, no_route, config)
     assert len(set(map(len, found))) > 1, "rows end at different times"
 
 
@@ -145,6 +146,7 @@ def test_settings_that_look_at_all_tokens_look_at_those_of_earlier_rounds():
         (BASES["Llama"], {}, False, ""),
         (BASES["Gemma 3, both kinds of layers"], {}, False, ""),
         (BASES["Llama"], {}, True, "parts of the base"),
+        (BASES["Llama"], {"cache_implementation": "static"}, False, "static"),
         (BASES["Llama"], {"min_new_tokens": 4}, False, "min_new_tokens count"),
         (Qwen3NextConfig(num_hidden_layers=4), {}, False, "linear_attention"),
     ],

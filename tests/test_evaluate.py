@@ -16,7 +16,7 @@ import pytest
 from tests.adapter_models import make_population
 from trl_populora import __main__ as cli
 from trl_populora.adapters.weights import save_member
-from trl_populora.evaluation.benchmarks.contenders import Contender, find
+from trl_populora.evaluation.benchmarks.contenders import Contender, find_contenders
 from trl_populora.evaluation.benchmarks.jobs import Pair, make_pairs
 from trl_populora.evaluation.benchmarks.processes import end, start
 from trl_populora.evaluation.benchmarks.server import _as_vllm_reads, _flags
@@ -120,7 +120,7 @@ class TestOptions:
         os.rename(run, other)
         os.makedirs(alone)
         (alone / "adapter_config.json").write_text(json.dumps(ADAPTER))
-        base, contenders = find(str(other), None, [str(other), str(alone)], None)
+        base, contenders = find_contenders(str(other), None, [str(other), str(alone)], None)
         assert base.endswith("assets/tiny")
         assert [(each.name, each.role) for each in contenders] == [
             ("teacher_0", "teacher"),
@@ -140,7 +140,7 @@ class TestOptions:
         path.write_text(json.dumps(state | {"members": agent}))
         adapter = Path(run, "members", "agent")
         for members, name in ((None, "student_0"), (["teacher_0"], "teacher_0")):
-            _, contenders = find(run, members, [run], None)
+            _, contenders = find_contenders(run, members, [run], None)
             assert [(each.name, each.adapter) for each in contenders] == [
                 (name, adapter),
                 ("base", None),
@@ -154,7 +154,7 @@ class TestOptions:
 
         def folders(**options):
             settings = EvaluateArguments(run, benchmarks=["gsm8k"], dataset_args=str(tmp_path / "own.json"), **options)
-            base, contenders = find(run, None, None, None)
+            base, contenders = find_contenders(run, None, None, None)
             return [pair.directory for pair in make_pairs(settings, base, contenders, tmp_path)]
 
         first = folders()
@@ -185,10 +185,10 @@ class TestPrograms:
         from evalscope.api.mixin import CodeExecutionSandboxMixin
         from evalscope.api.registry import get_benchmark
 
-        from trl_populora.evaluation.benchmarks.code import use
+        from trl_populora.evaluation.benchmarks.code import install_backend
 
         theirs = CodeExecutionSandboxMixin._get_backend
-        use(sandbox)
+        install_backend(sandbox)
 
         def run(benchmark: str, program: str, timeout: int = 20) -> dict:
             config = TaskConfig(model="m", datasets=[benchmark], eval_type="openai_api", api_url="http://x")
@@ -230,7 +230,8 @@ class TestPrograms:
 class TestProcesses:
     def test_what_is_started_ends_when_its_starter_is_killed(self, tmp_path):
         code = (
-            "import sys, time; from pathlib import Path; from trl_populora.evaluation.benchmarks.processes import start\n"
+            "import sys, time; from pathlib import Path; from trl_populora.evaluation.benchmarks.processes import "
+            "start\n"
             "print(start(['-c', 'import time; time.sleep(600)'], Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
         )
         starter = subprocess.Popen([sys.executable, "-c", code, tmp_path / "log"], stdout=subprocess.PIPE, text=True)

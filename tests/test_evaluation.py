@@ -13,32 +13,40 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from trl import GRPOConfig
 
+from tests.games import PROPOSALS, make_game, solve_by_plan
 from tests.populora_run import SETTINGS, make_trainer
-from tests.test_rollout import PROPOSALS, make_game, sandbox, solve_by_plan  # noqa: F401 - `sandbox` is a fixture
 from trl_populora import __main__ as cli
 from trl_populora.__main__ import read_tasks
-from trl_populora.adapters.weights import read_member
-from trl_populora.evaluation.cross_play import assemble, cross_play, score_members, solve_rates, told_apart
+from trl_populora.adapters.weights import read_member, write_member
+from trl_populora.evaluation.cross_play import assemble, cross_play, run_prefixes, score_members, solve_rates
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.payoff import Payoff
+from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.step.player import Completion
 from trl_populora.tasks.archive import TaskArchive
 
 
-def test_held_out_tasks_leave_no_trace(sandbox, seed_tasks):  # noqa: F811
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=2, limits=Limits(wall_seconds=1.0)) as sandbox:
+        yield sandbox
+
+
+def test_held_out_tasks_leave_no_trace(sandbox, seed_tasks):
     game = make_game(sandbox, seed_tasks, lambda i: "", lambda content, i: "```output\n2\n```")
     before = (game.population.state_dict(), len(game.archive))
     tasks = [task for task in seed_tasks if task.kind == "code_o"]
-    assert solve_rates(game, "student_0", tasks, attempts=2) == [1.0, 0.0, 0.0, 0.0]  # only a + 1 of 1 is 2
-    assert score_members(game, ["student_0"], tasks, attempts=1) == {"student_0": 0.25}
+    sides = game.referee, game.player
+    assert solve_rates(*sides, "student_0", tasks, attempts=2) == [1.0, 0.0, 0.0, 0.0]  # only a + 1 of 1 is 2
+    assert score_members(*sides, ["student_0"], tasks, attempts=1) == {"student_0": 0.25}
     assert (game.population.state_dict(), len(game.archive)) == before
     with pytest.raises(ValueError, match="The given tasks are of code_i; these members play code_o"):
-        score_members(game, ["student_0"], [task for task in seed_tasks if task.kind == "code_i"])
+        score_members(*sides, ["student_0"], [task for task in seed_tasks if task.kind == "code_i"])
 
 
 class TestCrossPlay:
-    def test_every_student_meets_every_teachers_tasks(self, sandbox, seed_tasks):  # noqa: F811
+    def test_every_student_meets_every_teachers_tasks(self, sandbox, seed_tasks):
         """teacher_0 writes the truth table's four; teacher_1 nothing valid; student_1 is always wrong."""
 
         def generate(prompts, members, seed=None):
@@ -55,7 +63,7 @@ class TestCrossPlay:
         game = make_game(sandbox, seed_tasks, None, None, teachers=2, students=2, generate=generate)
         before = (game.population.state_dict(), len(game.archive))
         teachers, students = ["teacher_0", "teacher_1"], ["student_0", "student_1"]
-        payoff = cross_play(game, teachers, students, proposals=4, attempts=4)
+        payoff = cross_play(game.referee, game.player, game.archive, teachers, students, proposals=4, attempts=4)
         assert payoff.valid == [0.75, 0.0]
         assert payoff.solved[0] == [pytest.approx((1 + 0.5 + 0) / 3), 0.0]
         assert all(math.isnan(rate) for rate in payoff.solved[1])
@@ -84,17 +92,17 @@ def runs(random_base, seed_tasks, tmp_path_factory):
 
 class TestSavedPopulations:
     def test_contestants_are_the_saved_members(self, runs, tmp_path):
-        trainer, names = assemble([str(runs / "pair"), str(runs / "agent")], str(tmp_path))
-        trainer.close()
-        assert list(names.values()) == [
+        with assemble([str(runs / "pair"), str(runs / "agent")]) as contest:
+            pass
+        assert list(contest.names.values()) == [
             *("pair teacher_0", "pair teacher_1", "agent teacher_0"),
             *("pair student_0", "pair student_1", "agent student_0"),
         ]
-        for slot, name in names.items():
+        for slot, name in contest.names.items():
             run, member = name.split()
             adapter = "agent" if run == "agent" else member
             saved = load_file(runs / run / "members" / adapter / "adapter_model.safetensors")
-            live = read_member(trainer.model, slot)
+            live = read_member(contest.model, slot)
             assert saved.keys() == live.keys()
             assert all(torch.equal(saved[key], live[key]) for key in saved)
 
@@ -109,11 +117,28 @@ class TestSavedPopulations:
         for kept in (sampling, {"temperature": 0.7}):
             rest = {name: value for name, value in saved["settings"].items() if name not in sampling}
             path.write_text(json.dumps(saved | {"settings": rest | kept}))
-            trainer, _ = assemble([str(tmp_path / "pair")], str(tmp_path / "out"))
-            trainer.close()
+            with assemble([str(tmp_path / "pair")]) as contest:
+                args, config = contest.args, contest.model.get_base_model().generation_config
             defaults = {name: getattr(GRPOConfig("x", use_cpu=True, bf16=False), name) for name in sampling}
-            assert {name: getattr(trainer.args, name) for name in sampling} == defaults | kept
-            assert (trainer.generation_config.temperature, 65 in trainer.eos_token_ids) == (0.7, kept is sampling)
+            assert {name: getattr(args, name) for name in sampling} == defaults | kept
+            assert (config.temperature, 65 in config.eos_token_id) == (0.7, kept is sampling)
+
+    @pytest.mark.parametrize("seed", [3, None])
+    def test_a_player_without_a_trainer_says_what_the_trainers_would(self, runs, random_base, tmp_path, seed):
+        """The same members, asked the same in one batch, from the same random numbers."""
+        with assemble([str(runs / "pair")]) as contest:
+            trainer = make_trainer(random_base, str(tmp_path / "run"), {"save_strategy": "no"})
+            trainer.close()
+            for name in trainer.population.names:
+                write_member(trainer.model, name, read_member(contest.model, name))
+            prompts = [[{"role": "user", "content": "solve " + "abc" * i}] for i in range(5)]
+            members, said = [*trainer.population.names, "base"], []
+            trainer.model.eval()
+            for player in (trainer.game.player, contest.player):
+                torch.manual_seed(11)
+                said.append(player.generate(prompts, members, seed=seed))
+        assert said[0] == said[1]
+        assert len({completion.text for completion in said[0]}) > 1
 
     def test_a_run_of_an_own_kind_plays_with_what_its_archive_holds(self, random_base, tmp_path, capsys, monkeypatch):
         recipes = Path(__file__).parent.parent / "recipes"
@@ -126,9 +151,8 @@ class TestSavedPopulations:
         trainer = PopuLoRATrainer(random_base, args=args, train_dataset=seeds, peft_config=lora)
         trainer.train()
         trainer.save_model()
-        trainer, _ = assemble([str(run)], str(tmp_path / "out"))
-        trainer.close()
-        shown = [task for task in trainer.archive if task.kind == "arithmetic"]
+        with assemble([str(run)]) as contest:
+            shown = [task for task in contest.archive if task.kind == "arithmetic"]
         assert shown == list(TaskArchive.from_dataset(seeds))
         options = ["--proposals", "2", "--attempts", "1", "--out", str(tmp_path / "out")]
         cli.main(["crossplay", str(run), *options])
@@ -148,12 +172,12 @@ class TestSavedPopulations:
         for given, told in [(["pair", "agent"], 0), (["pair", "other"], 1)]:
             places = [str(tmp_path / name if name == "other" else runs / name) for name in given]
             caplog.clear()
-            trainer, _ = assemble(places, str(tmp_path / "out"))
-            trainer.close()
+            with assemble(places) as contest:
+                pass
             lines = [line for line in caplog.messages if "kinds of task differ" in line]
             assert len(lines) == told
         assert f"other was trained on code_o. All play {', '.join(SETTINGS['task_kinds'])}." in lines[0]
-        assert {task.kind for task in trainer.archive} >= {"letters", "code_o"}
+        assert {task.kind for task in contest.archive} >= {"letters", "code_o"}
 
     def test_the_command(self, runs, seed_tasks, tmp_path, capsys):
         tasks = tmp_path / "tasks.jsonl"
@@ -181,7 +205,7 @@ class TestSavedPopulations:
     )
     def test_members_of_different_runs_are_told_apart(self, tmp_path, given, wanted):
         places = {"pair": str(tmp_path / "pair"), "agent": str(tmp_path / "agent")}
-        assert told_apart([run.format(**places) for run in given]) == [name.format(**places) for name in wanted]
+        assert run_prefixes([run.format(**places) for run in given]) == [name.format(**places) for name in wanted]
 
     def test_a_population_given_twice_is_refused(self, runs, tmp_path):
         given = [str(runs / "pair"), str(runs / "agent" / ".." / "pair")]

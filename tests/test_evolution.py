@@ -10,12 +10,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
 from scipy.stats import norm
 
 from tests.populora_run import letters
-from trl_populora.adapters.weights import read_member
+from tests.small_run import small_trainer
+from trl_populora.adapters.weights import member_parameters, read_member
 from trl_populora.population.evolution import (
     DEFAULT_CROSSOVERS,
     DEFAULT_MUTATIONS,
@@ -32,7 +31,6 @@ from trl_populora.population.factors import compare
 from trl_populora.population.matchmaking import BETA, Matchmaker
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.step.played import Played, Row
 from trl_populora.step.player import Completion
@@ -249,36 +247,18 @@ def make_trainer(random_base, seed_tasks, tmp_path_factory):
     def make(**overrides) -> PopuLoRATrainer:
         settings = {
             "output_dir": str(tmp_path_factory.mktemp("run")),
-            "teachers": 2,
-            "students": 2,
             "proposals_per_teacher": 2,
-            "attempts_per_task": 2,
-            "references_per_proposal": 1,
             "task_kinds": ["code_o"],
-            "prompt_style": "compact",
             "per_device_train_batch_size": 6,
             "max_completion_length": 8,
             "max_steps": 4,
-            "learning_rate": 1e-2,  # a random base needs a large step for its adapters to move visibly
             "lr_scheduler_type": "linear",
-            "sandbox_workers": 1,
             "evolve_every": 2,
             "evolve_burn_in": 1,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-            "save_strategy": "no",
-            "gradient_checkpointing": False,
-            "disable_tqdm": True,
             "save_rollouts": False,
         }
-        trainer = PopuLoRATrainer(
-            random_base,
-            letters,
-            PopuLoRAConfig(**(settings | overrides)),
-            train_dataset=Dataset.from_list([task.to_record() for task in seed_tasks]),
-            peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
-        )
+        tasks = [task.to_record() for task in seed_tasks]
+        trainer = small_trainer(random_base, tasks, letters, **(settings | overrides))
         made.append(trainer)
         return trainer
 
@@ -316,6 +296,24 @@ class TestSettings:
         trainer = self.seasoned(make_trainer, tournament_size=size, crossover_rate=0.0)
         plans = [plan_births(trainer.population, trainer.evolution.breeding, random.Random(i)) for i in range(30)]
         assert {birth.parents[0] for births in plans for birth in births if birth.role == "student"} == fathers
+
+    @pytest.mark.parametrize("inherit", [False, True])
+    def test_inherit_optimizer(self, make_trainer, inherit):
+        """A child starts with its first parent's moments, or with none."""
+        trainer = make_trainer(max_steps=2, evolve_every=100, crossover_rate=0.0, inherit_optimizer=inherit)
+        trainer.train()
+        for member in trainer.population:
+            member.age = 20
+
+        def moments(name):
+            parameters = member_parameters(trainer.model, name).values()
+            return [trainer.optimizer.optimizer.state[parameter]["exp_avg"].clone() for parameter in parameters]
+
+        for event in trainer.evolution.evolve(20, trainer.optimizer, trainer.lr_scheduler):
+            child, parent = (moments(each.split("@")[0]) for each in (event["child"], event["parents"][0]["member"]))
+            assert any(value.any() for value in parent)
+            expected = parent if inherit else [torch.zeros_like(value) for value in parent]
+            assert all(map(torch.equal, child, expected))
 
     def test_pfsp_kappa_and_floor(self, make_trainer):
         for settings, weight in (({}, 0.0), ({"pfsp_floor": 0.3}, 0.3), ({"pfsp_kappa": 0.0}, 1.0)):
@@ -472,6 +470,17 @@ class TestRetentionGate:
         assert knowing._forgotten("student_0", "student_1") > 0.1
         monkeypatch.setattr(knowing, "played", Played([], []))
         assert math.isnan(knowing._forgotten("student_0", "student_1"))
+
+    def test_retention_rows_says_how_many_are_looked_at(self, knowing, monkeypatch):
+        every, own = (known_solutions(knowing.played.rows, "student", "student_1", limit) for limit in (16, 1))
+        pad = knowing.processing_class.pad_token_id
+        for rows, looked_at in ((16, every), (1, own)):
+            monkeypatch.setattr(knowing.args, "retention_rows", rows)
+            before, after = (
+                mean_logp(knowing._logps_of, knowing.population[name].index, looked_at, pad, 2, torch.device("cpu"))
+                for name in ("student_1", "student_0")
+            )
+            assert knowing._forgotten("student_0", "student_1") == pytest.approx(before - after, abs=1e-6)
 
     @pytest.mark.parametrize(("strength", "outcome"), [(0.01, "kept"), (0.5, "milder"), (1e3, "cloned")])
     def test_a_child_that_forgets_is_bred_milder_and_at_last_cloned(self, knowing, strength, outcome):

@@ -12,11 +12,10 @@ import torch
 from datasets import Dataset
 from transformers import EarlyStoppingCallback
 
-from tests.populora_run import EVALUATED, HELD_OUT, cut_run, make_trainer, state_of
-from tests.test_checkpoint import assert_equal, base  # noqa: F401 - `base` is a fixture
+from tests.populora_run import EVALUATED, HELD_OUT, assert_equal, cut_run, make_trainer, state_of
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.members import Population
-from trl_populora.report.run import load_evaluations, load_history
+from trl_populora.report.load import load_evaluations, load_history
 from trl_populora.sandbox.values import encode
 from trl_populora.step.held_out import HeldOut, Tried, scores
 from trl_populora.tasks.base import Task
@@ -60,7 +59,7 @@ class TestScores:
 
 
 class TestWhileTraining:
-    def test_reaches_log_files_bar_and_card_and_names_the_best_student(self, base, tmp_path, capsys):  # noqa: F811
+    def test_reaches_log_files_bar_and_card_and_names_the_best_student(self, base, tmp_path, capsys):
         trainer = make_trainer(base, str(tmp_path), EVALUATED | {"max_steps": 4})
         trainer.train()
         trainer.save_model()
@@ -87,7 +86,7 @@ class TestWhileTraining:
         assert saved["best_student_by"] == "held-out solve rate"
         assert saved["held_out_base"] == told[0]["eval_base/solve_rate"]
 
-    def test_looking_changes_nothing(self, base, tmp_path):  # noqa: F811
+    def test_looking_changes_nothing(self, base, tmp_path):
         """Weights, ratings, archive, matches and rollouts of a run with and without evaluation, bit for bit."""
         settings = {"max_steps": 6, "evolve_every": 3, "save_strategy": "no"}
         states = []
@@ -100,13 +99,13 @@ class TestWhileTraining:
             states.append({key: state[key] for key in ("members", "archive", "lineage", "rollouts")} | {"game": game})
         assert_equal(*states)
 
-    def test_a_cut_run_with_evaluation_equals_a_straight_one(self, base, tmp_path):  # noqa: F811
+    def test_a_cut_run_with_evaluation_equals_a_straight_one(self, base, tmp_path):
         settings = EVALUATED | {"max_steps": 8}
         straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
         straight.train()
         assert_equal(state_of(straight), state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=5)))
 
-    def test_a_task_that_is_held_out_never_enters_the_archive(self, base, tmp_path):  # noqa: F811
+    def test_a_task_that_is_held_out_never_enters_the_archive(self, base, tmp_path):
         trainer = make_trainer(base, str(tmp_path), EVALUATED | {"max_steps": 1})
         held_out = Task("code_i", "def f(x):\n    return x - 1", (encode((7,)),), ("6",))
         assert held_out in trainer.game.referee.held_out, "another kind, other names: the same question"
@@ -117,7 +116,7 @@ class TestWhileTraining:
 
 
 class TestBestModel:
-    def test_the_best_checkpoint_is_kept_and_loaded_whole(self, base, tmp_path):  # noqa: F811
+    def test_the_best_checkpoint_is_kept_and_loaded_whole(self, base, tmp_path):
         settings = {
             "max_steps": 8,
             "save_strategy": "steps",
@@ -137,7 +136,7 @@ class TestBestModel:
         saved = json.loads(Path(trainer.state.best_model_checkpoint, "population.json").read_text())
         assert [m.mu for m in trainer.population] == [member["mu"] for member in saved["members"]]
 
-    def test_early_stopping_works(self, base, tmp_path):  # noqa: F811
+    def test_early_stopping_works(self, base, tmp_path):
         settings = {"max_steps": 40, "save_strategy": "no", "metric_for_best_model": "solve_rate_mean"}
         trainer = make_trainer(base, str(tmp_path), EVALUATED | settings | {"learning_rate": 0.0, "evolve_every": 0})
         trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
@@ -146,7 +145,7 @@ class TestBestModel:
 
 
 class TestEvaluate:
-    def test_by_hand_before_and_after_training_on_other_tasks_too(self, base, tmp_path):  # noqa: F811
+    def test_by_hand_before_and_after_training_on_other_tasks_too(self, base, tmp_path):
         settings = {"max_steps": 1, "save_strategy": "no", "learning_rate": 0.0, "eval_attempts": 40}
         trainer = make_trainer(base, str(tmp_path), {"evaluated": True} | settings)
         before = trainer.evaluate()
@@ -170,7 +169,7 @@ class TestEvaluate:
         assert found["test_letters_solve_rate_mean"] > 0
         assert trainer._closed
 
-    def test_without_tasks(self, base, tmp_path):  # noqa: F811
+    def test_without_tasks(self, base, tmp_path):
         trainer = make_trainer(base, str(tmp_path), {"max_steps": 1})
         with pytest.raises(ValueError, match="`evaluate` needs tasks: give `eval_dataset`"):
             trainer.evaluate()
@@ -253,7 +252,7 @@ def figures_of(*command: str) -> list[dict]:
 
 
 @pytest.mark.multiprocess
-def test_two_processes_and_one_give_the_same_figures(base, tmp_path):  # noqa: F811
+def test_two_processes_and_one_give_the_same_figures(base, tmp_path):
     worker = ("tests.held_out_worker", "ranks", base)
     (alone,) = figures_of(*worker, str(tmp_path / "one"))
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset
 
+from trl_populora.given_tasks import load_archive
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.preparation import load_archive, make_kinds
+from trl_populora.preparation import make_kinds
 
 
 def test_a_kind_that_is_about_known_programs_needs_some(make_args, seed_tasks):

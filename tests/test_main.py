@@ -1,4 +1,6 @@
-"""The command line: what it prints, what it refuses; `push` is tested in `test_hub.py`, `train` in `test_recipes.py`."""
+"""
+The command line: what it prints, what it refuses; `push` is tested in `test_hub.py`, `train` in `test_recipes.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from trl import TrlParser
 
 import trl_populora
 from trl_populora import __main__ as cli
+from trl_populora.given_tasks import load_archive
 from trl_populora.model_options import MemberConfig, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.preparation import load_archive, make_kinds
-from trl_populora.report.payoff import Payoff
-from trl_populora.report.run import write_payoff
+from trl_populora.preparation import make_kinds
+from trl_populora.report.payoff import Payoff, write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import save_archive
 
@@ -157,7 +159,7 @@ class TestPlainInstall:
         assert json.loads((tmp_path / "crossplay.json").read_text())["solved"] == [[0.25, None]]
 
     def test_other_modules_that_are_missing_are_errors(self, monkeypatch, saved):
-        monkeypatch.setitem(sys.modules, "trl_populora.report.run", None)
+        monkeypatch.setitem(sys.modules, "trl_populora.report.terminal", None)
         with pytest.raises(ModuleNotFoundError):
             cli.main(["info", saved])
 

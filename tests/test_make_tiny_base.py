@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from tests.written import write_answer, write_proposal
 from trl_populora.sandbox import Job, Sandbox, Status, values
 from trl_populora.step.held_out import HeldOut
 from trl_populora.tasks.archive import load_seed_tasks
@@ -110,12 +111,12 @@ def test_dialogues_are_byte_for_byte_what_the_kinds_render():
         inputs, outputs = (tuple(map(values.encode, column)) for column in (example.inputs, example.outputs))
         task = Task("code_o", program, inputs[:1], outputs[:1])
         pairs = [
-            (writer.deduction(example), code_o.solving_prompt(task, "compact"), code_o.render_answer(outputs[0])),
-            (writer.abduction(example), code_i.solving_prompt(task, "compact"), code_i.render_answer(inputs[0])),
+            (writer.deduction(example), code_o.solving_prompt(task, "compact"), write_answer("code_o", outputs[0])),
+            (writer.abduction(example), code_i.solving_prompt(task, "compact"), write_answer("code_i", inputs[0])),
             (
                 writer.inputs_proposal(example),
                 code_f.proposal_prompt([task], "compact"),
-                code_f.render_proposal(Proposal("code_f", program, inputs, example.program.message)),
+                write_proposal(Proposal("code_f", program, inputs, example.program.message)),
             ),
         ]
         for dialogue, prompt, answer in pairs:
@@ -131,7 +132,7 @@ def test_dialogues_are_byte_for_byte_what_the_kinds_render():
         inputs, outputs = ([column[index] for index in chosen + rest] for column in (inputs, outputs))
         task = Task("code_f", program, tuple(inputs), tuple(outputs), example.program.message, visible=3)
         assert code_f.solving_prompt(task, "compact")[0]["content"] == induction.user
-        assert code_f.render_answer(program) == induction.assistant
+        assert write_answer("code_f", program) == induction.assistant
 
 
 def columns(example):
@@ -159,7 +160,7 @@ def test_proposals_show_references_as_the_kinds_do(kind_class):
             assert kind.proposal_prompt(tasks, "compact")[0]["content"] == dialogue.user
             proposal = kind.parse_proposal(dialogue.assistant, tasks)
             assert isinstance(proposal, Proposal)
-            assert kind.render_proposal(proposal) == dialogue.assistant
+            assert write_proposal(proposal) == dialogue.assistant
 
 
 def test_packed_loss_equals_the_dialogues_one_by_one(tokenizer, monkeypatch):
@@ -221,7 +222,9 @@ def test_two_processes_draw_different_documents_and_together_those_of_their_step
 class TestWorkedAnswers:
     @pytest.mark.parametrize("level", OPERATIONS_AT_LEVEL)
     def test_every_line_is_true(self, level):
-        """Forwards a line is an equation; backwards one, too, once the operand has the value that the line ends with."""
+        """
+        Forwards a line is an equation; backwards one, too, once the operand has the value that the line ends with.
+        """
         writer = DialogueWriter(random.Random(level))
         for _ in range(30):
             example = writer.example(level, 1)

@@ -16,7 +16,7 @@ from scipy.stats import chisquare, norm, spearmanr
 from trl_populora.population.matchmaking import (
     Match,
     Matchmaker,
-    everyone_plays,
+    no_student_idles,
     pfsp_weight,
     student_share,
     win_probability,
@@ -247,7 +247,7 @@ class TestPairing:
     def test_who_may_be_left_idle_is_known_beforehand(self, teachers, students):
         population, matchmaker = Population(teachers, students), Matchmaker("uniform", seed=3)
         busy = [len({match.student for match in matchmaker.pair(population)}) for _ in range(60)]
-        assert everyone_plays(teachers, students) == (min(busy) == students)
+        assert no_student_idles(teachers, students) == (min(busy) == students)
 
     @pytest.mark.parametrize(
         ("strategy", "kappa", "floor"), [("pfsp", 1.0, 0.0), ("pfsp", 3.0, 0.01), ("uniform", 1.0, 0.0)]

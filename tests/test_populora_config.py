@@ -104,7 +104,7 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ({"teachers": 0}, "`teachers` must be at least 1, got 0"),
         ({"attempts_per_task": 1}, "`attempts_per_task` must be at least 2"),
         ({"matchmaking": "elo"}, "`matchmaking` must be one of pfsp, uniform, got 'elo'"),
-        ({"loss_type": "bnpo"}, "`loss_type` must be one of grpo, dapo, dr_grpo, cispo, got 'bnpo'"),
+        ({"loss_type": "bnpo"}, "`loss_type` must be one of grpo, dr_grpo, dapo, cispo, got 'bnpo'"),
         ({"prompt_style": "haiku"}, "`prompt_style`"),
         ({"task_kinds": []}, "`task_kinds` is empty"),
         ({"cull_fraction": 1.0}, "`cull_fraction` must be in"),

@@ -25,7 +25,9 @@ from trl_populora.population.matchmaking import student_share
 from trl_populora.population.members import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.preparation import load_tokenizer
-from trl_populora.report.run import load_evaluations, load_history, load_run, plot_run, write_report
+from trl_populora.report.load import load_evaluations, load_history, load_run
+from trl_populora.report.page import write_report
+from trl_populora.report.plots import plot_run
 from trl_populora.runs.records import OnlyKnown, read_lines
 from trl_populora.step.rewards import student_reward, teacher_reward
 
@@ -320,7 +322,9 @@ class TestRecords:
         assert logged["match/student_share_mean"] == pytest.approx(sum(shares) / len(shares))
 
     def test_every_record_counts_steps_from_one(self, make_trainer):
-        """The step that a line of metrics names is the one that rollouts, archive, lineage and completion tables name."""
+        """
+        The step that a line of metrics names is the one that rollouts, archive, lineage and completion tables name.
+        """
         letters_only = Dataset.from_list([task for task in HELD_OUT if task["kind"] == "letters"])
         settings = {"max_steps": 3, "evolve_every": 2, "evolve_burn_in": 1, "log_completions": True}
         trainer = make_trainer(task_kinds=["tests.populora_run:Letters"], train_dataset=letters_only, **settings)

@@ -19,9 +19,9 @@ from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from tests.launching import launch as two_processes
+from tests.launching import run_script
 from tests.models import save_base
-from tests.test_backends import launch as two_processes
-from tests.test_backends import run_script
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from tests.without_vllm import without_vllm
 from trl_populora.__main__ import train
@@ -73,7 +73,9 @@ SMALL = {
 
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory) -> str:
-    """A random Qwen2 of two narrow layers with the tiny base's tokenizer and template; it is asked in the chat style."""
+    """
+    A random Qwen2 of two narrow layers with the tiny base's tokenizer and template; it is asked in the chat style.
+    """
     tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
     options = {"num_key_value_heads": 1, "max_position_embeddings": 2048}
     # Heads of 32 are the smallest that vLLM's CPU attention knows.

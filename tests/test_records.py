@@ -8,7 +8,7 @@ import pytest
 
 from trl_populora.population.members import Population
 from trl_populora.runs.checkpoint import newest
-from trl_populora.runs.records import Records, read_lines, set_aside, sort_of, take_back, write_rollouts
+from trl_populora.runs.records import Records, read_lines, set_aside, sort_of, write_rollouts
 from trl_populora.step.played import Row
 
 
@@ -108,21 +108,3 @@ def test_rollouts_tell_a_member_from_its_successor_and_its_opponent(tmp_path):
 )
 def test_a_log_says_what_it_is_about(logs, sort):
     assert sort_of(logs) == sort
-
-
-def test_the_rollouts_of_a_run_that_counted_from_zero_are_renumbered_when_it_goes_on(tmp_path):
-    game = SimpleNamespace(population=Population(1, 1), player=SimpleNamespace(rank=0, world=1))
-    rows = [
-        Row("teacher", "teacher_0", "code_o", 0, prompt=[{"content": "?"}]),
-        Row("student", "student_0", "code_o", 0, prompt=[{"content": "!"}]),
-    ]
-    for done in range(4):  # killed in its fourth step
-        write_rollouts(str(tmp_path), done, game, rows, [float(done)] * 2, [0.0] * 2)
-    for _ in range(2):  # and once more, when all count from 1
-        take_back(tmp_path, 2, tmp_path / "none")
-        found = {path.name: pq.read_table(path).to_pydict() for path in (tmp_path / "rollouts").glob("*")}
-        assert {name: (set(table["step"]), set(table["reward"])) for name, table in found.items()} == {
-            "step_00001.parquet": ({1}, {0.0}),
-            "step_00002.parquet": ({2}, {1.0}),
-        }
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["rollouts"]

@@ -17,25 +17,17 @@ from matplotlib.text import Text
 
 from tests.populora_run import EVALUATED, make_trainer
 from trl_populora import __main__ as cli
+from trl_populora.report.canvas import STYLE, draw_payoff, smooth
+from trl_populora.report.load import Run, load_history, load_run, load_samples
+from trl_populora.report.page import write_report
+from trl_populora.report.payoff import payoff_size
 from trl_populora.report.plots import (
     CURRICULUM,
     PLOTS,
-    STYLE,
-    Run,
-    _smooth,
     draw_curriculum,
-    draw_payoff,
     draw_rejects,
     draw_rewards,
-)
-from trl_populora.report.run import (
-    _draw_rewards,
-    load_history,
-    load_run,
-    load_samples,
-    payoff_size,
     plot_run,
-    write_report,
 )
 
 
@@ -80,7 +72,9 @@ class TestPage:
         assert "<img src=x" not in page
 
     def test_a_run_in_progress(self, finished, tmp_path):
-        """Two of four steps logged, an evaluation being written, rollouts one step ahead of the metrics, no members yet."""
+        """
+        Two of four steps logged, an evaluation being written, rollouts one step ahead of the metrics, no members yet.
+        """
         run = tmp_path / "run"
         shutil.copytree(finished, run, ignore=shutil.ignore_patterns("members", "population.json", "archive.parquet"))
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -109,28 +103,12 @@ class TestReading:
             if attempts:
                 assert sum(a["correct"] for a in attempts) / len(attempts) == proposal["solve_rate"]
 
-    def test_history_from_the_trainer_state_of_an_older_run(self, finished, tmp_path):
-        state = {"log_history": load_history(finished)}
-        (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-        assert load_history(tmp_path) == load_history(finished)
-
     def test_a_step_that_was_evaluated_keeps_its_times(self, finished):
         assert [entry["step"] for entry in load_run(finished).evaluations] == [0, 2, 4]
         assert all(entry["time/propose"] > 0 for entry in load_history(finished))
 
-    def test_an_older_run_counted_its_rollouts_from_zero(self, finished, tmp_path):
-        for path in finished.glob("*.jsonl"):
-            shutil.copy(path, tmp_path)
-        (tmp_path / "rollouts").mkdir()
-        for step in range(4):
-            table = pq.read_table(finished / "rollouts" / f"step_{step + 1:05d}.parquet")
-            old = table.set_column(0, "step", pa.array([step] * len(table)))
-            pq.write_table(old, tmp_path / "rollouts" / f"step_{step:05d}.parquet")
-        assert str(load_run(tmp_path).rows) == str(load_run(finished).rows), "as text NaN equals NaN"
-        assert str(load_samples(tmp_path)) == str(load_samples(finished))
-
     def test_a_directory_that_is_no_run(self, tmp_path):
-        with pytest.raises(ValueError, match="holds no metrics.jsonl, trainer_state.json or checkpoint"):
+        with pytest.raises(ValueError, match="holds no metrics.jsonl"):
             load_run(tmp_path)
 
     def test_broken_metrics_are_named(self, tmp_path):
@@ -140,18 +118,17 @@ class TestReading:
 
     def test_a_long_run_is_smoothed_over_its_own_past(self):
         run = Run("long", [{"step": step} for step in range(150)])
-        assert _smooth([0.0, 4.0, 8.0, 0.0, 0.0], run) == [0.0, 2.0, 4.0, 3.0, 3.0]
+        assert smooth([0.0, 4.0, 8.0, 0.0, 0.0], run) == [0.0, 2.0, 4.0, 3.0, 3.0]
 
 
 def test_the_overview_picture(finished, tmp_path):
     assert plot_run(finished, tmp_path / "run.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("draw", [_draw_rewards, draw_rewards])
-def test_rewards_of_any_size_are_in_the_picture(draw):
+def test_rewards_of_any_size_are_in_the_picture():
     run = Run("rich", [{"step": s, "rewards/teacher_reward/mean": -3.0 * s} for s in (1, 2)])
     figure = Figure()
-    draw(figure if draw is draw_rewards else figure.subplots(), run)
+    draw_rewards(figure, run)
     low, high = figure.axes[0].get_ylim()
     assert low < -6 < 0 < high
 

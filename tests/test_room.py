@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from datasets import Dataset
 
+from tests.games import PROPOSALS, make_game, proposal, solve_by_plan
 from tests.models import make_tokenizer
-from tests.test_rollout import PROPOSALS, make_game, proposal, solve_by_plan
 from trl_populora.evaluation.cross_play import cross_play
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.step.played import Row
@@ -84,7 +84,7 @@ class TestReferences:
         game.player.generate = lambda prompts, *rest, **seed: seen.extend(prompts) or generate(prompts, *rest, **seed)
         budget = max(tokens(kind_prompt(game, task)) for task in game.archive if task.kind == "code_o") + 40
         game.referee.room = room_of(budget)
-        cross_play(game, ["teacher_0"], ["student_0"], proposals=4)
+        cross_play(game.referee, game.player, game.archive, ["teacher_0"], ["student_0"], 4, references=4)
         assert max(map(tokens, seen)) <= budget
 
     def test_the_key_is_there_in_every_step(self, sandbox, seed_tasks):

@@ -48,8 +48,8 @@ def f(x):
 """
 
 
-def attempt(program, inputs, outputs, **options):
-    gold = Gold(tuple(encode(value) for value in outputs), **options)
+def attempt(program, inputs, outputs):
+    gold = Gold(tuple(encode(value) for value in outputs))
     return Job(program, tuple(arguments(value) for value in inputs), gold=gold)
 
 
@@ -94,11 +94,9 @@ def test_outputs_are_compared_as_answers_are(sandbox):
     program = "def f(x):\n    return x + 0.5 if x else True"
     jobs = [
         attempt(program, [0, 1], [1, 1.5]),
-        attempt(program, [0, 1], [1, 1.5], strict=True),
-        attempt(program, [1, 0], [1.5001, 1], tolerance=0.01),
         attempt(program, [1, 0], [1.5001, 1]),
     ]
-    assert [len(verdict.outputs) for verdict in sandbox.run(jobs)] == [2, 1, 2, 1]
+    assert [len(verdict.outputs) for verdict in sandbox.run(jobs)] == [2, 1]
 
 
 def test_many_large_outputs_are_compared(sandbox):
@@ -125,10 +123,9 @@ def test_no_inputs_means_compile_and_look_for_f(sandbox):
     assert "SyntaxError" in verdicts[2].reason
 
 
-def test_batches_keep_their_order_and_streams_their_indices(sandbox):
+def test_batches_keep_their_order(sandbox):
     jobs = [Job(f"{ADD}# {i}", (arguments(i),)) for i in range(60)]
     assert [verdict.outputs for verdict in sandbox.run(jobs)] == [(str(i + 1),) for i in range(60)]
-    assert {index: verdict.outputs for index, verdict in sandbox.stream(jobs)} == {i: (str(i + 1),) for i in range(60)}
 
 
 def test_threads_share_one_sandbox(sandbox):

@@ -12,8 +12,7 @@ from trl_populora.sandbox import bubblewrap as bubblewrap_module
 from trl_populora.sandbox.values import encode
 
 from .sandbox_cases import PWNED, process_and_escape
-from .sandbox_support import sessions_alive
-from .test_sandbox_elsewhere import check, run_elsewhere
+from .sandbox_support import check, run_elsewhere, sessions_alive
 
 
 ROOT = Path(__file__).parent.parent

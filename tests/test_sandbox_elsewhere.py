@@ -1,6 +1,5 @@
 """The same programs under other Pythons, and as uid 1000 in a process shut in like a default container."""
 
-import json
 import os
 import platform
 import shutil
@@ -9,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from .sandbox_support import check, run_elsewhere
 
 
 ROOT = Path(__file__).parent.parent
@@ -21,21 +22,6 @@ def interpreter(version):
         return None  # covered by `test_sandbox_hostile.py`
     found = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
     return str(found[-1]) if found else shutil.which(f"python{version}")
-
-
-def run_elsewhere(python, *arguments):
-    command = [python, "-B", str(ROOT / "tests" / "sandbox_elsewhere.py"), str(ROOT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
-def check(found):
-    assert found["unexpected"] == []
-    assert found["reached"] == []
-    assert found["leftovers"] == []
-    assert found["respawns"] == 0
-    assert found["count"] > 300
 
 
 @pytest.mark.parametrize("version", [each for each in VERSIONS if interpreter(each)])

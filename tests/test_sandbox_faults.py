@@ -126,7 +126,8 @@ OWNER = """
     from trl_populora.sandbox.values import encode
     box = Sandbox(workers=2)
     for i in range(4):
-        box.submit(Job(f"def f(x):\\n    while True: pass\\n# {{i}}", (encode((1,)),), limits=Limits(wall_seconds=600)))
+        program = f"def f(x):\\n    while True: pass\\n# {{i}}"
+        box.submit(Job(program, (encode((1,)),), limits=Limits(wall_seconds=600)))
     while sum(len(each.jobs) for each in box._supervisor._workers()) < 4:
         time.sleep(0.01)
     print(*[each.process.pid for each in box._supervisor._workers()], flush=True)
@@ -257,7 +258,7 @@ def test_where_memory_is_short_slow_programs_wait_and_have_all_their_time():
     """One place in the background: the others that are slow begin anew when it is free, and quick ones do not wait."""
     slow = "def f(x):\n    n = 0\n    for i in range(1_000_000): n += i & 3\n    return n"
     with Sandbox(workers=1, limits=Limits(wall_seconds=0.5)) as box:
-        box._supervisor.room_in_background = 0
+        box._supervisor.places.memory = 0
         loops = [box.submit(Job(f"{LOOP}\n# {i}", ONE)) for i in range(3)]
         honest = [box.submit(Job(f"{slow}\n# {i}", ONE, runs=2)) for i in range(3)]
         quick = [box.submit(Job(f"def f(x): return x + {i}", ONE)) for i in range(20)]

@@ -19,7 +19,7 @@ from trl_populora.sandbox.literals import LiteralError, read_arguments, read_lit
 from trl_populora.sandbox.sharing import _read
 from trl_populora.sandbox.values import decode, encode, to_literal
 
-from .test_sandbox_values import HOSTILE_ANSWERS, plain
+from .plain_data import HOSTILE_ANSWERS, plain
 
 
 SECONDS = 1.0  # of CPU time for one case; they take a millisecond

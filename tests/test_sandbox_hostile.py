@@ -1,6 +1,7 @@
 """Hostile, degenerate and benign programs: no unexpected verdict, nothing reached, nothing left behind.
 
-The same programs run a second time with the soft layer off, when every module can be imported and only the walls stand.
+The same programs run a second time with the soft layer off, when every module can be imported and only the walls
+stand.
 """
 
 import contextlib

@@ -1,6 +1,5 @@
 """The verdict from bytes and observations, the messages, and the tables behind the walls."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_populora.sandbox import Limits, Status, modules, protocol, seccomp, text
+from trl_populora.sandbox import Limits, Status, modules, protocol, seccomp
 from trl_populora.sandbox.child import read_payload
 from trl_populora.sandbox.health import PROBES, level
 from trl_populora.sandbox.judge import Observation, combine, judge_run, largest_frame
@@ -308,55 +307,6 @@ old = {id(block) >> 12 for block in junk}
 new = [id(bytes(size - 33)) >> 12 for size in sizes]
 print(sum(page in old for page in new))
 """
-
-
-ENLARGED = """
-import ctypes, sys
-sys.path.insert(0, sys.argv[1])
-from trl_populora.sandbox import text
-
-if sys.argv[2] == "refused":
-    assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
-start, end = text._range_of_code(text._mappings())
-try:
-    text.enlarge_pages()
-except OSError as error:
-    print(error, file=sys.stderr)
-(code,) = [each for each in text._mappings() if each.start <= start < each.end]
-print(code.rights, code.huge == end - start, code.path == "", sorted("what runs now") != [], sep=";")
-"""
-ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="tried on x86-64 only")
-@pytest.mark.parametrize("huge_pages", ["offered", "refused"])
-def test_the_interpreter_lives_on_huge_pages_that_nobody_can_write_to(huge_pages):
-    command = [sys.executable, "-c", ENLARGED, str(Path(__file__).parents[1]), huge_pages]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    if huge_pages == "refused" or not ENABLED.exists() or "[never]" in ENABLED.read_text():
-        assert "the kernel gives no huge pages" in done.stderr
-        assert done.stdout.endswith(";False;False;True\n")
-    else:
-        assert done.stdout == "r-xp;True;True;True\n"
-
-
-# In megabytes from a border of huge pages: a mapping before the code, the code, and one after it.
-PLACES = [(-3, -1), (-1, 3), (3, 5)]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "moved"),
-    [("r--p", "r--p", (-2, 4)), ("---p", "---p", (0, 2)), ("rw-p", "r--p", (0, 4)), ("r--p", "rw-p", (-2, 2))],
-)
-def test_only_what_can_be_read_and_not_written_is_moved(before, after, moved):
-    border = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value >> 21 << 21
-    mappings = [
-        text._Mapping(border + (start << 20), border + (end << 20), rights, "python", 0)
-        for (start, end), rights in zip(PLACES, (before, "r-xp", after), strict=True)
-    ]
-    assert tuple((address - border) / (1 << 20) for address in text._range_of_code(mappings)) == moved
-    with pytest.raises(OSError, match="does not say where"):
-        text._range_of_code(mappings[:1])
 
 
 def test_after_settling_new_objects_share_no_page_with_old_ones():

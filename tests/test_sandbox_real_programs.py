@@ -1,13 +1,13 @@
 """Programs that language models wrote, against the outputs recorded for them; skipped where the files are absent.
 
-They are the seed tasks published with Absolute Zero Reasoner (github.com/LeapLabTHU/Absolute-Zero-Reasoner, MIT licence,
-commit a82124e), written by Qwen2.5-Coder-3B, and not copied into this repository.
+They are the seed tasks published with Absolute Zero Reasoner (github.com/LeapLabTHU/Absolute-Zero-Reasoner, MIT
+licence, commit a82124e), written by Qwen2.5-Coder-3B, and not copied into this repository.
 
 Of the 256 rows of `azr_seed_3b_coder.jsonl`, 240 agree with their recorded output. The other 16, all explained:
 
 | rows | verdict | why |
 |---|---|---|
-| 46, 191, 213 | bad_output | the output is a `defaultdict` or `Counter`; recorded is its repr, ours takes exact plain types only |
+| 46, 191, 213 | bad_output | a `defaultdict` or `Counter`; recorded is its repr, ours takes plain data |
 | 98, 186, 217, 218 | bad_output | a generator or `reversed` object; their check recorded an empty output for it |
 | 128 | bad_output | the output holds `dict_items`; recorded is its repr |
 | 224 | bad_output | the output needs more than 65536 bytes; recorded is cut at 403 characters |
@@ -106,7 +106,9 @@ def test_every_program_is_judged_and_agrees_or_is_explained(name):
 
 @pytest.mark.parametrize("name", EXPLAINED)
 def test_inputs_as_tasks_keep_them_give_what_python_gives(name):
-    """All that are literals, dictionaries in the order written; those written as a call, which is read as its arguments."""
+    """
+    All that are literals, dictionaries in the order written; those written as a call, which is read as its arguments.
+    """
     pairs = []
     for row in read_rows(name):
         for number, (given, _) in enumerate(calls(row)):

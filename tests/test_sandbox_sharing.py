@@ -36,8 +36,8 @@ JOBS = [
     Job("def g(x): return x * 2", ONE, function="g"),
     Job(LOOP, ONE, limits=Limits(wall_seconds=0.2)),
     Job("def f(x): return 'x' * 1000", ONE, limits=Limits(output_bytes=100)),
-    Job("def f(x): return x", ONE * 3, gold=Gold(("1", "true", "3"), strict=True)),
-    Job("def f(x): return x", ONE * 3, gold=Gold(("1", "true", "1.01"), tolerance=0.1)),
+    Job("def f(x): return x", ONE * 3, gold=Gold(("1", "3", "1"))),
+    Job("def f(x): return x", ONE * 3, gold=Gold(("1", "true", "1.0"))),
 ]
 OTHER = f"""
 import json, sys
@@ -83,8 +83,7 @@ def test_a_client_starts_no_process_and_leaves_nothing(box):
     wait_until(lambda: all(each.name != "sandbox line" for each in threading.enumerate()))
     before, threads, zygotes = descriptors(), threading.active_count(), box.report()["zygotes"]
     with SandboxClient(box.share()) as client:
-        assert dict(client.stream(JOBS[2:5])).keys() == {0, 1, 2}
-        usage = client.run(JOBS[4:5])[0]
+        usage = client.run(JOBS[2:5])[2]
         assert min(usage.cpu_seconds, usage.wall_seconds, usage.peak_bytes) > 0
     assert box.report()["zygotes"] == zygotes
     wait_until(lambda: threading.active_count() == threads)

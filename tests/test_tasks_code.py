@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.code_tasks import DOUBLE, block, grade, inputs_text, propose
+from tests.written import write_answer, write_proposal
 from trl_populora.sandbox import Gold, Sandbox, Status, Verdict
 from trl_populora.sandbox.values import decode, encode, equal
 from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Proposal, Reject, Task, resolve_kind
@@ -21,7 +23,6 @@ ADD_TASK = Task("code_o", ADD + "\n", (encode((3, 4)),), (encode([7, 1.0]),))
 ADD_BLOCK = "```python\ndef f(x, y):\n    return [x + y, 1.0]\n```\n"
 SQUARE = "def f(n):\n    while n < 0:\n        n -= 1\n    return n * n % 7"
 SQUARE_TASK = Task("code_i", SQUARE, (encode((3,)),), (encode(2),))
-DOUBLE = "def f(x):\n    total = x + x\n    return total"
 DOUBLE_TASK = Task("code_o", DOUBLE, (encode((1,)),), (encode(2),))
 HIDDEN_TASK = Task(
     "code_f",
@@ -39,29 +40,6 @@ OK = Verdict(Status.OK, "", ("1",), 0.0, 0.0, 0)
 def sandbox():
     with Sandbox(workers=2, allow_weak=True) as box:
         yield box
-
-
-def block(name, content):
-    return f"```{name}\n{content}\n```"
-
-
-def propose(kind, sandbox, text, references=(), seed=0):
-    """Parse, check and accept, as the rollout does."""
-    proposal = kind.parse_proposal(text, references)
-    if isinstance(proposal, Reject):
-        return proposal
-    (verdict,) = sandbox.run([kind.check(proposal)])
-    return kind.accept(proposal, verdict, random.Random(seed))
-
-
-def grade(kind, sandbox, task, text):
-    """`"right"`, `"wrong"` or `"malformed"`."""
-    attempt = kind.parse_attempt(text, task)
-    job = kind.trial(task, attempt)
-    verdict = sandbox.run([job])[0] if job is not None else None
-    right = kind.correct(task, attempt, verdict)
-    assert attempt.well_formed or (not right and job is None and attempt.answer == "" and attempt.reason)
-    return "right" if right else "wrong" if attempt.well_formed else "malformed"
 
 
 # Prompts
@@ -84,15 +62,14 @@ def test_compact_prompts_are_the_bytes_that_the_tiny_base_was_trained_on():
         assert messages == [{"role": "user", "content": content}]
 
 
-def test_rendered_answers_are_the_bytes_that_the_tiny_base_was_trained_on():
-    code_o, code_i, code_f = KINDS
-    assert code_o.render_answer(encode([7, 1.0])) == "```output\n[7, 1.0]\n```"
-    assert code_i.render_answer(encode((3, [4]))) == "```input\n3, [4]\n```"
-    assert code_f.render_answer(DOUBLE + "\n") == block("python", DOUBLE)
+def test_what_the_tests_write_are_the_bytes_that_the_tiny_base_was_trained_on():
+    assert write_answer("code_o", encode([7, 1.0])) == "```output\n[7, 1.0]\n```"
+    assert write_answer("code_i", encode((3, [4]))) == "```input\n3, [4]\n```"
+    assert write_answer("code_f", DOUBLE + "\n") == block("python", DOUBLE)
     proposal = Proposal("code_o", DOUBLE, (encode((3,)),))
-    assert code_o.render_proposal(proposal) == block("python", DOUBLE) + "\n" + block("input", "3")
+    assert write_proposal(proposal) == block("python", DOUBLE) + "\n" + block("input", "3")
     proposal = Proposal("code_f", DOUBLE, (encode((3,)), encode(("a",))), "a hint")
-    assert code_f.render_proposal(proposal) == block("inputs", "3\n'a'") + "\n" + block("message", "a hint")
+    assert write_proposal(proposal) == block("inputs", "3\n'a'") + "\n" + block("message", "a hint")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -202,10 +179,6 @@ def test_a_long_output_is_refused_and_never_cut(sandbox):
 
     assert decode(propose(CodeO(), sandbox, text(398)).outputs[0]) == "a" * 398
     assert propose(CodeO(), sandbox, text(399)) is Reject.OVERSIZED
-
-
-def inputs_text(lines, message="twice the argument"):
-    return block("inputs", "\n".join(lines)) + "\n" + block("message", message)
 
 
 TEN = [repr(value) for value in (1, 2, -3, 4.5, "a", "bc", [], [1], (2,), "")]
@@ -351,13 +324,6 @@ def test_code_o_truth(text, verdict, sandbox):
     assert grade(CodeO(), sandbox, ADD_TASK, text) == verdict
 
 
-def test_strict_and_tolerant_comparison_are_options(sandbox):
-    assert grade(CodeO(strict=True), sandbox, ADD_TASK, block("output", "[7.0, True]")) == "wrong"
-    assert grade(CodeO(strict=True), sandbox, ADD_TASK, block("output", "[7, 1.0]")) == "right"
-    assert grade(CodeO(), sandbox, ADD_TASK, block("output", "[7, 1.0000001]")) == "wrong"
-    assert grade(CodeO(tolerance=1e-6), sandbox, ADD_TASK, block("output", "[7, 1.0000001]")) == "right"
-
-
 def test_code_o_needs_no_run():
     attempt = CodeO().parse_attempt(block("output", "1"), ADD_TASK)
     assert CodeO().trial(ADD_TASK, attempt) is None
@@ -437,9 +403,7 @@ def test_code_f_truth(program, verdict, sandbox):
 def test_code_f_runs_on_the_hidden_inputs_only():
     attempt = CodeF().parse_attempt(block("python", DOUBLE), HIDDEN_TASK)
     assert CodeF().trial(HIDDEN_TASK, attempt).inputs == HIDDEN_TASK.inputs[3:]
-    for kind in (CodeF(), CodeF(strict=True, tolerance=0.5)):
-        gold = kind.trial(HIDDEN_TASK, attempt).gold
-        assert gold == Gold(HIDDEN_TASK.outputs[3:], kind.strict, kind.tolerance)
+    assert CodeF().trial(HIDDEN_TASK, attempt).gold == Gold(HIDDEN_TASK.outputs[3:])
 
 
 @pytest.mark.parametrize(
@@ -497,17 +461,16 @@ PLAIN = st.recursive(
 @settings(deadline=None)
 @given(PLAIN)
 def test_every_value_survives_as_an_output(value):
-    attempt = CodeO().parse_attempt(CodeO().render_answer(encode(value)), ADD_TASK)
+    attempt = CodeO().parse_attempt(write_answer("code_o", encode(value)), ADD_TASK)
     assert attempt.well_formed
     assert attempt.answer == encode(value)
-    assert equal(decode(attempt.answer), value, strict=True)
 
 
 @settings(deadline=None)
 @given(st.lists(PLAIN, max_size=3).map(tuple))
 def test_every_argument_tuple_survives_as_an_input(values):
     written = encode(values, ordered=True)
-    attempt = CodeI().parse_attempt(CodeI().render_answer(written), SQUARE_TASK)
+    attempt = CodeI().parse_attempt(write_answer("code_i", written), SQUARE_TASK)
     assert attempt.well_formed
     assert attempt.answer == written
 
@@ -529,8 +492,8 @@ STATEMENTS = st.sampled_from(
 def test_a_rendered_proposal_is_read_back(statements, values):
     program = "\n    ".join(["def f(x, y=0):", *statements, "return x"])
     proposal = Proposal("code_o", program, (encode(values, ordered=True),))
-    if len(CodeO().render_proposal(proposal).partition("```input\n")[2]) < 400:
-        assert CodeO().parse_proposal(CodeO().render_proposal(proposal), []) == proposal
+    if len(write_proposal(proposal).partition("```input\n")[2]) < 400:
+        assert CodeO().parse_proposal(write_proposal(proposal), []) == proposal
 
 
 @settings(deadline=None)
@@ -543,7 +506,7 @@ def test_a_rendered_proposal_is_read_back(statements, values):
 def test_a_rendered_set_of_inputs_is_read_back_or_has_equal_inputs(given_values, message):
     kind, message = CodeF(inputs_per_task=3), message.strip()
     proposal = Proposal("code_f", DOUBLE, tuple(encode((value,), ordered=True) for value in given_values), message)
-    parsed = kind.parse_proposal(kind.render_proposal(proposal), [DOUBLE_TASK])
+    parsed = kind.parse_proposal(write_proposal(proposal), [DOUBLE_TASK])
     if parsed is Reject.DUPLICATE_INPUTS:
         assert any(equal(a, b) for i, a in enumerate(given_values) for b in given_values[:i])
     elif not message or message.startswith("```"):
@@ -576,10 +539,7 @@ ANYTHING = st.lists(
 def test_no_text_makes_a_parser_raise(text):
     for kind in (CodeO(), CodeI(), CodeF(inputs_per_task=2)):
         proposal = kind.parse_proposal(text, [DOUBLE_TASK])
-        assert (
-            isinstance(proposal, Reject)
-            or kind.parse_proposal(kind.render_proposal(proposal), [DOUBLE_TASK]) == proposal
-        )
+        assert isinstance(proposal, Reject) or kind.parse_proposal(write_proposal(proposal), [DOUBLE_TASK]) == proposal
         attempt = kind.parse_attempt(text, HIDDEN_TASK)
         assert attempt.well_formed == (attempt.reason == "")
         assert attempt.reason in {"", *(reason.value for reason in Reject)}

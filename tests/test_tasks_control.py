@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from tests.test_rollout import make_game, proposal
-from tests.test_tasks_kinds import Countdown
+from tests.countdown import Countdown
+from tests.games import make_game, proposal
 from trl_populora.assets import tiny_base_path
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.sandbox import Sandbox

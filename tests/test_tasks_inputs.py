@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
+import pyarrow.parquet as pq
 import pytest
 
-from tests.test_tasks_code import DOUBLE, block, grade, inputs_text, propose
+from tests.code_tasks import DOUBLE, block, grade, inputs_text, propose
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import decode, encode
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task, TaskArchive
+from trl_populora.tasks.archive_table import load_archive, save_archive
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +25,17 @@ WRITTEN = "{'b': {2: 0, 1: 0}, 'a': 3}"
 
 
 @pytest.mark.parametrize("kind", [CodeO(), CodeI()], ids=["code_o", "code_i"])
-def test_a_program_sees_the_dictionary_that_was_written(kind, sandbox):
-    """Its order is the same in text, run, prompt, reference, archive and table; JSON and parquet keep it."""
+def test_a_program_sees_the_dictionary_that_was_written(kind, sandbox, tmp_path):
+    """Its order is the same in text, run, prompt, reference, archive and table; parquet keeps it."""
     task = propose(kind, sandbox, block("python", KEYS) + "\n" + block("input", WRITTEN))
     assert decode(task.outputs[0]) == eval(f"(lambda d: [*d, *d['b']])({WRITTEN})") == ["b", "a", 2, 1]
     archive = TaskArchive()
     archive.add(task)
+    save_archive(archive, tmp_path / "archive.parquet")
     again = TaskArchive()
-    again.load_state_dict(json.loads(json.dumps(archive.state_dict())))
-    for kept in (task, *archive, *again, *TaskArchive.from_dataset(archive.to_dataset())):
+    load_archive(again, tmp_path / "archive.parquet", archive.coverage.state_dict())
+    table = pq.read_table(tmp_path / "archive.parquet").to_pylist()
+    for kept in (task, *archive, *again, *TaskArchive.from_dataset(table)):
         assert kept == task
         assert f"```input\n{WRITTEN}\n```" in CodeO().solving_prompt(kept, "compact")[-1]["content"]
         assert f"```input\n{WRITTEN}\n```" in kind.proposal_prompt([kept], "compact")[-1]["content"]
@@ -62,7 +65,9 @@ def test_the_order_of_an_output_does_not_count(sandbox):
 
 
 def test_an_input_written_as_a_call_is_its_arguments(sandbox):
-    """`f(1)` is what models write where the arguments are asked for; everybody is shown `1`, and `f(1)` is what runs."""
+    """
+    `f(1)` is what models write where the arguments are asked for; everybody is shown `1`, and `f(1)` is what runs.
+    """
     task = propose(CodeO(), sandbox, block("python", DOUBLE) + "\n" + block("input", "f(1)"))
     assert (task.inputs, task.outputs) == ((encode((1,)),), (encode(2),))
     assert "```input\n1\n```" in CodeO().solving_prompt(task, "compact")[-1]["content"]

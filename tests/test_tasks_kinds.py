@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import random
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from tests.countdown import Countdown
+from tests.written import write_answer, write_proposal
 from trl_populora.sandbox import Job, Sandbox, Status
 from trl_populora.tasks import (
     TASK_KINDS,
@@ -26,67 +26,6 @@ from trl_populora.tasks import (
     load_seed_tasks,
     resolve_kind,
 )
-
-
-class Countdown(TaskKind):
-    """Reach a target with the four operations on given numbers, each used once: `3 4 5 -> 17`. Nothing runs."""
-
-    name = "countdown"
-    reference_kinds = ("countdown",)
-
-    def proposal_prompt(self, references, style):
-        return [{"role": "user", "content": "\n".join(["propose countdown", *(task.program for task in references)])}]
-
-    def parse_proposal(self, text, references):
-        if not re.fullmatch(r"\d{1,3}( \d{1,3}){1,5} -> \d{1,4}", text.strip()):
-            return Reject.FORMAT
-        return Proposal(self.name, text.strip(), ())
-
-    def check(self, proposal):
-        return None
-
-    def accept(self, proposal, verdict, rng):
-        assert verdict is None
-        return Task(self.name, proposal.program, (), ())
-
-    def solving_prompt(self, task, style):
-        return [{"role": "user", "content": f"solve countdown\n{task.program}\n"}]
-
-    def parse_attempt(self, text, task):
-        if len(text) > 80 or not re.fullmatch(r"[\d+\-*/() ]+", text):
-            return Attempt(False, "", Reject.FORMAT.value)
-        return Attempt(True, text)
-
-    def trial(self, task, attempt):
-        return None
-
-    def correct(self, task, attempt, verdict):
-        numbers, _, target = task.program.partition(" -> ")
-        if sorted(re.findall(r"\d+", attempt.answer)) != sorted(numbers.split()):
-            return False
-        try:
-            return _value(ast.parse(attempt.answer, mode="eval").body) == int(target)
-        except (SyntaxError, ZeroDivisionError):
-            return False
-
-    def complexity(self, task):
-        return {"numbers": float(len(task.program.split()) - 2)}
-
-
-OPERATIONS = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.Div: lambda a, b: a / b,
-}
-
-
-def _value(node):
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
-    raise SyntaxError("not one of the four operations")
 
 
 class NoKind:
@@ -129,7 +68,7 @@ def sandbox():
 
 
 def test_a_kind_outside_code_plays_through_the_same_interface(sandbox):
-    kind, archive, rng = resolve_kind(f"{__name__}:Countdown"), TaskArchive(), random.Random(0)
+    kind, archive, rng = resolve_kind("tests.countdown:Countdown"), TaskArchive(), random.Random(0)
     answers = ["(3 * 4) + 5", "3 * 5 + 4", "3 * 4 + 5 + 0", "3 * 4 ++", "f(3)", "5 / (4 - 4) + 3"]
     task, graded = play(kind, archive, sandbox, "3 4 5 -> 17\n", answers, rng)
     assert task.program == "3 4 5 -> 17"
@@ -208,11 +147,11 @@ def test_the_seed_tasks_that_ship_are_true_distinct_and_solvable(sandbox):
     for task in tasks:
         kind = CodeF(len(task.inputs)) if task.kind == "code_f" else resolve_kind(task.kind)
         gold = {"code_o": task.outputs[0], "code_i": task.inputs[0], "code_f": task.program}[task.kind]
-        attempt = kind.parse_attempt(kind.render_answer(gold), task)
+        attempt = kind.parse_attempt(write_answer(kind.name, gold), task)
         assert attempt == Attempt(True, gold)
         known = [task] if task.kind == "code_f" else []
         proposal = Proposal(task.kind, task.program, task.inputs, task.message)
-        assert kind.parse_proposal(kind.render_proposal(proposal), known) == proposal
+        assert kind.parse_proposal(write_proposal(proposal), known) == proposal
 
 
 TORCH_FREE = """

@@ -138,7 +138,7 @@ def test_publishing_one_member_changes_its_outputs_and_no_others(served, greedy)
 
 
 def test_seeded_rows_with_more_prompt_tokens_than_the_engine_reads_at_once(served, monkeypatch):
-    """vLLM's CPU engine ended here: it takes back the sample of a half-read prompt, which torch's generator refuses."""
+    """vLLM's CPU engine ended here: it takes back a half-read prompt's sample, which torch's generator refuses."""
     served.publish_all(30)
     monkeypatch.setattr(served.generation, "seed", 3)
     rng = random.Random(1)

@@ -9,20 +9,19 @@ import json
 import sys
 
 from accelerate.utils import gather_object
-from peft import LoraConfig
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.populora_run import letters
+from tests.small_run import small_trainer
 from tests.vllm_models import largest_difference, logprobs_of
 from trl_populora.adapters.weights import read_member, write_member
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 
 
 def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
     """
-    Fills the list that it returns: how far the log-probabilities with which vLLM sampled a replaced member's first rows
-    are from those of the child, and from those of the member that was replaced.
+    Fills the list that it returns: how far the log-probabilities with which vLLM sampled a replaced member's first
+    rows are from those of the child, and from those of the member that was replaced.
     """
     play, replace, old, seen = trainer.rollout_func, trainer.evolution.replace, {}, []
 
@@ -53,29 +52,16 @@ def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
 
 def main(settings: dict) -> None:
     base, resume = settings.pop("base"), settings.pop("resume", False)
-    args = PopuLoRAConfig(
-        teachers=2,
-        students=2,
-        proposals_per_teacher=4,
-        attempts_per_task=2,
-        inputs_per_function=4,
-        prompt_style="compact",
-        per_device_train_batch_size=4,
-        max_completion_length=16,
-        learning_rate=1e-2,
-        sandbox_workers=1,
-        evolve_every=settings.pop("evolve_every", 0),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        disable_tqdm=True,
-        use_vllm=True,
-        vllm_engine_kwargs={"enforce_eager": True},
-        **({"references_per_proposal": 1, "vllm_max_model_length": 1024} | settings),
-    )
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    trainer = PopuLoRATrainer(base, letters, args, peft_config=lora)
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "max_completion_length": 16,
+        "save_strategy": "steps",
+        "use_vllm": True,
+        "vllm_engine_kwargs": {"enforce_eager": True},
+        "vllm_max_model_length": 1024,
+    }
+    trainer = small_trainer(base, None, letters, **(defaults | settings))
+    args = trainer.args
     newborns = watch_newborns(trainer)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir) if resume else None)
     sums = {name: _sum(read_member(trainer.model, name)) for name in trainer.population.names}

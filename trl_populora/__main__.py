@@ -171,7 +171,8 @@ def build_trainer(recipe, args, model):
 
 def run_training(recipe, args, model) -> None:
     """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
-    from trl_populora.report.run import plot_run, print_population
+    from trl_populora.report.plots import plot_run
+    from trl_populora.report.terminal import print_population
     from trl_populora.runs.checkpoint import newest_of_all
 
     trainer = build_trainer(recipe, args, model)
@@ -186,8 +187,8 @@ def run_training(recipe, args, model) -> None:
             _say(f"Its story is in {plot_run(args.output_dir)}.")
         except ModuleNotFoundError as error:
             _say(f"There is no picture: {_way_out(error)}")
-    # Left to the end of the interpreter, gloo's threads abort a process now and then (pytorch#179291), and the launcher
-    # calls a finished run failed.
+    # Left to the end of the interpreter, gloo's threads abort a process now and then (pytorch#179291), and the
+    # launcher calls a finished run failed.
     trainer.accelerator.end_training()
 
 
@@ -214,7 +215,7 @@ def read_tasks(source: str | None):
 
 def report(arguments: Sequence[str]) -> None:
     """Draws the pictures of a run and writes report.html."""
-    from trl_populora.report.run import write_report
+    from trl_populora.report.page import write_report
 
     (options,) = _parse(ReportArguments, "report", arguments)
     name = None if Path(options.run).is_dir() else options.run
@@ -235,7 +236,7 @@ def push(arguments: Sequence[str]) -> None:
 
 def info(arguments: Sequence[str]) -> None:
     """Shows the members of a run with their ratings."""
-    from trl_populora.report.run import print_population
+    from trl_populora.report.terminal import print_population
 
     (options,) = _parse(InfoArguments, "info", arguments)
     print_population(_local(options.run))
@@ -243,21 +244,17 @@ def info(arguments: Sequence[str]) -> None:
 
 def crossplay(arguments: Sequence[str]) -> None:
     """Lets every student of some runs attempt fresh tasks of every teacher."""
-    from trl_populora.evaluation.cross_play import assemble, cross_play, score_members
-    from trl_populora.report.run import write_payoff
+    from trl_populora.evaluation.cross_play import assemble
+    from trl_populora.report.payoff import write_payoff
     from trl_populora.tasks.archive import TaskArchive
 
     (options,) = _parse(CrossPlayArguments, "crossplay", arguments)
     given = None if options.tasks is None else list(TaskArchive.from_dataset(read_tasks(options.tasks)))
-    trainer, names = assemble(options.runs, options.out, seed=options.seed)
-    try:
-        teachers, students = ([member.name for member in trainer.population.role(r)] for r in ("teacher", "student"))
-        payoff = cross_play(trainer.game, teachers, students, options.proposals, options.attempts, options.seed)
+    with assemble(options.runs, seed=options.seed) as contest:
+        payoff = contest.play(options.proposals, options.attempts, options.seed)
         if given is not None:
-            payoff.given = score_members(trainer.game, trainer.population.names, given, options.attempts)
-    finally:
-        trainer.close()
-    _say(f"Cross-play written to {write_payoff(payoff.renamed(names), options.out)}.")
+            payoff.given = contest.score([*contest.teachers, *contest.students], given, options.attempts)
+    _say(f"Cross-play written to {write_payoff(payoff.renamed(contest.names), options.out)}.")
 
 
 def evaluate(arguments: Sequence[str]) -> None:

@@ -26,7 +26,8 @@ def member_lora(model: ModelConfig) -> LoraConfig:
     The adapter of every member, as TRL builds it; all linear layers where no target is named.
 
     Raises:
-        `ValueError`: If an option asks for a quantised base, or for training without adapters. What else members cannot
+        `ValueError`: If an option asks for a quantised base, or for training without adapters. What else members
+        cannot
             be is refused by [`~trl_populora.adapters.checks.check_lora_config`].
     """
     for option in fields(ModelConfig):

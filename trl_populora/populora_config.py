@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trl import GRPOConfig
 
-
-EXACT_LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
-PROMPT_STYLES = ("chat", "compact")
-BASELINES = ("group", "member")
+from trl_populora.population.evolution import RATING_RESETS
+from trl_populora.population.matchmaking import STRATEGIES
+from trl_populora.step.advantages import BASELINES, LOSS_NORMALISERS
+from trl_populora.tasks.base import STYLES
 
 
 @dataclass
@@ -129,8 +129,9 @@ class PopuLoRAConfig(GRPOConfig):
             (Jaderberg et al., 2017) uses 0.2; 0 keeps one rate for all.
 
         eval_attempts (`int`, *optional*, defaults to `4`):
-            Attempts of every student at every held-out task of `eval_dataset`, sampled as in training. `eval_strategy`,
-            `eval_steps` and `eval_on_start` say when; `per_device_eval_batch_size` rows are generated at once.
+            Attempts of every student at every held-out task of `eval_dataset`, sampled as in training.
+            `eval_strategy`, `eval_steps` and `eval_on_start` say when; `per_device_eval_batch_size` rows are generated
+            at once.
         eval_teachers (`bool`, *optional*, defaults to `False`):
             Teachers attempt the held-out tasks as well.
 
@@ -246,11 +247,15 @@ class PopuLoRAConfig(GRPOConfig):
                 f"{self.steps_per_generation}`: both follow from the population ({rows} rows per step here). Leave "
                 "them unset and choose `per_device_train_batch_size`."
             )
-        if self.num_generations not in (8, self.attempts_per_task):
-            raise ValueError(
-                f"`num_generations={self.num_generations}` and `attempts_per_task={self.attempts_per_task}` are the "
-                "same thing here. Set only `attempts_per_task`."
-            )
+        for theirs, default, ours in (
+            ("num_generations", 8, "attempts_per_task"),
+            ("num_generations_eval", None, "eval_attempts"),
+        ):
+            if getattr(self, theirs) not in (default, getattr(self, ours)):
+                raise ValueError(
+                    f"`{theirs}={getattr(self, theirs)}` and `{ours}={getattr(self, ours)}` are the same thing here. "
+                    f"Set only `{ours}`."
+                )
         self.num_generations = self.attempts_per_task
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # every member takes part in every backward
@@ -264,11 +269,6 @@ class PopuLoRAConfig(GRPOConfig):
             )
         if self.bf16 is None and not torch.accelerator.is_available():  # type: ignore[has-type]
             self.bf16 = False  # TRL's default, which a machine without accelerator refuses
-        if self.num_generations_eval not in (None, self.eval_attempts):
-            raise ValueError(
-                f"`num_generations_eval={self.num_generations_eval}` and `eval_attempts={self.eval_attempts}` are the same "
-                "thing here. Set only `eval_attempts`."
-            )
         self.num_generations_eval = 1  # TRL would want it to divide the evaluation batch, which holds single rows here
         super().__post_init__()
         self.num_generations_eval = self.eval_attempts
@@ -280,43 +280,28 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _check_population(self):
         """Refuse counts with which no step can be played."""
-        for name, least in {
-            "teachers": 1,
-            "students": 1,
-            "proposals_per_teacher": 2,  # a single one has no other to be compared with
-            "attempts_per_task": 2,
-            "references_per_proposal": 0,
-            "inputs_per_function": 2,
-            "archive_size": 1,
-            "determinism_runs": 1,
-            "evolve_every": 0,
-            "eval_attempts": 1,
-            "evolve_burn_in": 0,
-            "tournament_size": 1,
-            "mutation_strength": 0,
-            "retention_rows": 1,
-            "retention_tolerance": 0,
-            "num_iterations": 1,
-            "pfsp_kappa": 0,
-            "pfsp_floor": 0,
-            "sandbox_workers": 1,
-            "sandbox_memory_mb": 1,
-        }.items():
+        at_least = {
+            0: "references_per_proposal evolve_every evolve_burn_in mutation_strength retention_tolerance pfsp_kappa"
+            " pfsp_floor",
+            1: "teachers students archive_size determinism_runs eval_attempts tournament_size retention_rows"
+            " num_iterations sandbox_workers sandbox_memory_mb",
+            2: "proposals_per_teacher attempts_per_task inputs_per_function",  # one alone is compared with nothing
+        }
+        for name, least in ((name, least) for least, names in at_least.items() for name in names.split()):
             if getattr(self, name) is not None and not getattr(self, name) >= least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
         if not self.sandbox_seconds > 0:
             raise ValueError(f"`sandbox_seconds` must be positive, got {self.sandbox_seconds}.")
         if self.evolve_every % self.num_iterations:
             raise ValueError(
-                f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, or a "
-                "child would be trained on the rows of the member it replaced."
+                f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, "
+                "or a child would be trained on the rows of the member it replaced."
             )
-        if not 0 <= self.cull_fraction < 1:
-            raise ValueError(f"`cull_fraction` must be in [0, 1), got {self.cull_fraction}.")
+        for name in ("cull_fraction", "learning_rate_perturbation"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be in [0, 1), got {getattr(self, name)}.")
         if not 0 <= self.crossover_rate <= 1:
             raise ValueError(f"`crossover_rate` must be in [0, 1], got {self.crossover_rate}.")
-        if not 0 <= self.learning_rate_perturbation < 1:
-            raise ValueError(f"`learning_rate_perturbation` must be in [0, 1), got {self.learning_rate_perturbation}.")
         proposals = self.teachers * self.proposals_per_teacher
         if proposals % self.attempts_per_task:
             raise ValueError(
@@ -343,11 +328,12 @@ class PopuLoRAConfig(GRPOConfig):
     def _check_choices(self):
         """Refuse names that nothing in the package answers to, and loss options that couple members."""
         choices = {
-            "matchmaking": ("pfsp", "uniform"),
-            "rating_reset": ("parents", "prior"),
+            "matchmaking": STRATEGIES,
+            "rating_reset": RATING_RESETS,
             "teacher_baseline": BASELINES,
             "student_baseline": BASELINES,
-            "loss_type": EXACT_LOSS_TYPES,
+            "loss_type": LOSS_NORMALISERS,
+            "prompt_style": (*STYLES, None),
             "scale_rewards": ("group", "none", True, False),
         }
         for name, allowed in choices.items():
@@ -355,8 +341,6 @@ class PopuLoRAConfig(GRPOConfig):
                 raise ValueError(
                     f"`{name}` must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}."
                 )
-        if self.prompt_style is not None and self.prompt_style not in PROMPT_STYLES:
-            raise ValueError(f"`prompt_style` must be 'chat', 'compact' or unset, got {self.prompt_style!r}.")
         if isinstance(self.task_kinds, str) or not all(isinstance(kind, str) for kind in self.task_kinds):
             raise TypeError(
                 f"`task_kinds` must be a list of names, got {self.task_kinds!r}: for example `['code_o']`, or "

@@ -6,7 +6,6 @@ Shape key: R rows of this rank, W processes, M members, G attempts per task, T c
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +21,7 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
-from trl_populora import preparation
+from trl_populora import given_tasks, preparation
 from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.checks import check_is_base
 from trl_populora.adapters.layers import add_members
@@ -36,7 +35,7 @@ from trl_populora.hub import publishing
 from trl_populora.hub.model_card import write_card
 from trl_populora.population.evolution import EvolutionCallback
 from trl_populora.population.matchmaking import Matchmaker
-from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import checkpoint, nodes, records
 from trl_populora.runs.alarms import Alarms
@@ -45,15 +44,11 @@ from trl_populora.runs.progress import PHASES, use_step_line
 from trl_populora.runs.saved_population import Shape, describe
 from trl_populora.sandbox import Runner
 from trl_populora.step import batching
-from trl_populora.step.advantages import flat_fraction, member_factors, step_advantages
+from trl_populora.step.advantages import score_step
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.referee import Referee
-from trl_populora.step.retention import common_count, known_solutions, mean_logp
-from trl_populora.step.rollout import Game, play_step
-from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import TaskKind
-from trl_populora.tasks.control import control_texts
+from trl_populora.step.retention import forgotten, known_solutions
+from trl_populora.step.rollout import play_step
 
 
 logger = logging.getLogger(__name__)
@@ -78,14 +73,16 @@ class PopuLoRATrainer(GRPOTrainer):
     - `_prepare_inputs`: deals the rows into micro-batches of member segments; rows without advantage become blank.
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows.
     - `create_optimizer`, `_clip_grad_norm`, `_get_grad_norm`: one parameter group and one gradient norm per member.
-    - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives a member's own model.
+    - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives a member's own
+      model.
     - `train`: `resume_from_checkpoint=True` takes the newest whole checkpoint; Ctrl-C and SIGTERM leave one.
     - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
     - `save_model`, `_save`: one ordinary PEFT directory per member, `population.json`, the best student at the root.
-    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then the
-      state of the game (on every backend; DeepSpeed brings its members itself), then the loss that is not logged yet.
-    - `create_model_card`, `init_hf_repo`, `push_to_hub`, `_push_from_checkpoint`, `_finish_current_push`: a card of the
-      population; uploads of frozen copies while training goes on; a failed one says why and how to complete it.
+    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then
+      the state of the game (on every backend; DeepSpeed brings its members itself), then the loss that is not logged
+      yet.
+    - `create_model_card`, `init_hf_repo`, `push_to_hub`, `_push_from_checkpoint`, `_finish_current_push`: a card of
+      the population; uploads of frozen copies while training goes on; a failed one says why and how to complete it.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]):
@@ -148,14 +145,14 @@ class PopuLoRATrainer(GRPOTrainer):
         args = PopuLoRAConfig("populora") if args is None else args
         preparation.refuse_unsupported(args, unsupported)
         preparation.check_output_dir(args.output_dir)
+        lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
         source = resolve_model_path(model) if isinstance(model, str) else model
         check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
-        lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
         if args.use_vllm:
             check_vllm(source, args, lora_config)
         kinds = preparation.make_kinds(args)
-        archive = preparation.load_archive(train_dataset, kinds, args)
-        held_out = preparation.load_held_out(eval_dataset, kinds, archive, args)
+        archive = given_tasks.load_archive(train_dataset, kinds, args)
+        held_out = given_tasks.load_held_out(eval_dataset, kinds, archive, args)
 
         set_seed(args.seed)
         base = preparation.load_base(model, args)
@@ -166,16 +163,9 @@ class PopuLoRATrainer(GRPOTrainer):
         members = add_members(
             base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
         )
-        extra_classes = reward_processing_classes
-        if extra_classes is not None and not isinstance(extra_classes, list):
-            extra_classes = [extra_classes]
-
-        # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of a
-        # loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
-        hidden = {"beta": 0.0, "model_init_kwargs": None, "use_vllm": False}
-        given = {name: getattr(args, name) for name in hidden}
-        try:
-            args.__dict__.update(hidden)
+        # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of
+        # a loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
+        with preparation.hidden(args, beta=0.0, model_init_kwargs=None, use_vllm=False):
             super().__init__(
                 model=members,
                 reward_funcs=preparation.reward_functions(args, reward_funcs),
@@ -183,112 +173,84 @@ class PopuLoRATrainer(GRPOTrainer):
                 train_dataset=preparation.placeholder_dataset(args),
                 eval_dataset=None if held_out is None else preparation.placeholder_dataset(args),
                 processing_class=tokenizer,
-                reward_processing_classes=None if extra_classes is None else [None, None, *extra_classes],
+                reward_processing_classes=preparation.reward_processors(reward_processing_classes),
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
-        finally:
-            args.__dict__.update(given)
         self.beta = args.beta
         self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
-        self.eos_token_ids = end_tokens(
-            tokenizer, self.eos_token_ids, args.generation_kwargs, self.chat_template_kwargs
-        )
+        known, template_kwargs = self.eos_token_ids, self.chat_template_kwargs
+        self.eos_token_ids = end_tokens(tokenizer, known, args.generation_kwargs, template_kwargs)
         self.generation_config.update(eos_token_id=self.eos_token_ids, stop_strings=None)
+        if not args.use_vllm:
+            warn_of_unknown(args.generation_kwargs)
+            sharded = preparation.is_zero3(args) or self.is_fsdp_enabled
+            self._generates_whole = decoding.why_whole(base.config, self.generation_config, sharded)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
-        self.rollout_func = self._play
-        self.held_out = held_out
+        self.rollout_func, self.held_out = self._play, held_out
         self.shape = Shape.of(members, model if isinstance(model, str) else base.config.name_or_path)
         self.staging, self.uploads = checkpoint.Staging(args, self.accelerator), publishing.Uploads(args)
-        self.game = self._make_game(kinds, archive, preparation.prompt_style(args, base))
+        referee = preparation.make_referee(args, kinds, base, tokenizer, held_out)
+        processes = self.accelerator.process_index, self.accelerator.num_processes
+        player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
+        self.game = preparation.make_game(args, self.population, archive, referee, player)
+        given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
+        self._start_afresh()
+        self._add_callbacks()
+        if args.warm_start:
+            publishing.warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
+        context = self._attach_engine() if args.use_vllm else preparation.trained_context(base)
+        room = preparation.prompt_room(context, args, lambda prompt: self._tokenize_prompts([prompt])[0][0])
+        preparation.fit_into_context(referee, archive, held_out, room)
+
+    def _start_afresh(self) -> None:
+        """What is kept from one override to another."""
         self._closed = False
-        preparation.check_outputs(preparation.given_tables(train_dataset, held_out), self.game)
         self.played = Played([], [])
         self._loss_rows: torch.Tensor | None = None  # of the micro-batch in the loss, those that are computed
         self._deepspeed_norms: dict[str, float] = {}
         self._clips_inside_deepspeed = False
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
-        self.evolution = self._make_evolution() if args.evolve_every else None
+
+    def _add_callbacks(self) -> None:
+        adapter = self.population.adapter
+        self.evolution = (
+            None
+            if not self.args.evolve_every
+            else EvolutionCallback(
+                self.args,
+                self.population,
+                read=lambda name: weights.read_member(self.model_wrapped, adapter(name)),
+                write=lambda name, factors: weights.write_member(self.model_wrapped, adapter(name), factors),
+                replace=self.replace_member,
+                forgotten=self._forgotten,
+                log=self._log_values,
+            )
+        )
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
         for callback in (self.evolution, records.Records(self.describe), Alarms()):
             if callback is not None:
                 self.add_callback(callback)
-        if args.warm_start:
-            publishing.warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
-        if args.use_vllm:
-            from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
 
-            self.vllm_generation = population_generation(
-                args,
-                self.model,
-                self.population.adapters,
-                self.router,
-                self.accelerator,
-                tokenizer,
-                self.eos_token_ids,
-            )
-            self.use_vllm, self._last_loaded_step = True, -1
-        else:
-            warn_of_unknown(args.generation_kwargs)
-            sharded = preparation.is_zero3(args) or self.is_fsdp_enabled
-            self._generates_whole = decoding.why_whole(base.config, self.generation_config, sharded)
-            if self._generates_whole:
-                logger.info("Every row is generated until the longest ends: %s.", self._generates_whole)
-        self._fit_into_context()
+    def _attach_engine(self) -> int:
+        """Tokens that it holds."""
+        from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
 
-    def _make_evolution(self) -> EvolutionCallback:
-        adapter = self.population.adapter
-        return EvolutionCallback(
+        self.vllm_generation = population_generation(
             self.args,
-            self.population,
-            read=lambda name: weights.read_member(self.model_wrapped, adapter(name)),
-            write=lambda name, factors: weights.write_member(self.model_wrapped, adapter(name), factors),
-            replace=self.replace_member,
-            forgotten=self._forgotten,
-            log=self._log_values,
+            self.model,
+            self.population.adapters,
+            self.router,
+            self.accelerator,
+            self.processing_class,
+            self.eos_token_ids,
         )
-
-    def _fit_into_context(self) -> None:
-        """Given tasks that have no room in the context are left out where there are others, and refused if held out."""
-        referee = self.game.referee
-        config = self.model.get_base_model().config.get_text_config()
-        trained_on = getattr(config, "max_position_embeddings", None)
-        context = self.vllm_generation.context_length() if self.use_vllm else trained_on
-        referee.room = preparation.prompt_room(
-            context, self.args, lambda prompt: self._tokenize_prompts([prompt])[0][0]
-        )
-        referee.leave_out_long(self.archive)
-        preparation.check_archive(self.archive, referee.kinds)
-        for tasks in self.held_out.tables.values() if self.held_out else ():
-            for task in tasks:
-                referee.solving_prompt(task)
-
-    def _make_game(self, kinds: dict[str, TaskKind], archive: TaskArchive, style: str) -> Game:
-        """What the steps are played with."""
-        args = self.args
-        return Game(
-            population=self.population,
-            matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
-            archive=archive,
-            referee=Referee(
-                kinds, preparation.make_sandbox(args), style, control_texts(self.processing_class), self.held_out or ()
-            ),
-            player=Player(
-                self._generate_rows,
-                lambda value: gather_object([value]),
-                self.accelerator.process_index,
-                self.accelerator.num_processes,
-            ),
-            proposals=args.proposals_per_teacher,
-            attempts=args.attempts_per_task,
-            references=args.references_per_proposal,
-            seed=args.seed,
-            iterations=args.num_iterations,
-        )
+        self.use_vllm, self._last_loaded_step = True, -1
+        return self.vllm_generation.context_length()
 
     @property
     def archive(self):
@@ -379,13 +341,8 @@ class PopuLoRATrainer(GRPOTrainer):
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
         start, was_closed, was_training = time.perf_counter(), self._closed, self.model.training
         self._open()
-        held_out = self.held_out
-        if eval_dataset is not None:
-            held_out = preparation.load_held_out(eval_dataset, self.game.referee.kinds, None, self.args)
-        if held_out is None:
-            raise ValueError("`evaluate` needs tasks: give `eval_dataset` to it or to the trainer.")
-        if held_out is not self.held_out:
-            preparation.check_outputs(preparation.given_tables(None, held_out), self.game)
+        sides, progress = (self.game.referee, self.game.player), not self.args.disable_tqdm
+        held_out = given_tasks.to_measure(eval_dataset, self.held_out, *sides, self.args)
         members = [*self.population] if self.args.eval_teachers else self.population.students
         untrained = {
             m.name for m in members if weights.adds_nothing(self.model_wrapped, self.population.adapter(m.name))
@@ -393,11 +350,7 @@ class PopuLoRATrainer(GRPOTrainer):
         self.model.eval()
         log_completions, self.log_completions = self.log_completions, False  # they are the training's
         try:
-            metrics: dict[str, float] = {}
-            for name in held_out.tables:
-                prefix = f"{metric_key_prefix}_{name}_" if name else f"{metric_key_prefix}_"
-                figures = held_out.measure(self.game, members, name, not self.args.disable_tqdm, untrained)
-                metrics |= {prefix + key: value for key, value in figures.items()}
+            metrics = held_out.measure_all(*sides, members, metric_key_prefix, progress, untrained)
             metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
             self.log(metrics)
         finally:
@@ -425,12 +378,7 @@ class PopuLoRATrainer(GRPOTrainer):
             self._phase_seconds[phase] += spent
         metrics = played.metrics | self.matchmaker.metrics() | self.population.metrics() | self.archive.metrics()
         self._log_values(metrics)
-        completions = [row.completion for row in played.rows]
-        return played.columns | {
-            "prompt_ids": [c.prompt_ids for c in completions],
-            "completion_ids": [c.completion_ids for c in completions],
-            "logprobs": None if completions[0].logprobs is None else [c.logprobs for c in completions],
-        }
+        return played.columns | played.tokens
 
     def _generate_rows(
         self, prompts: list[Messages], members: Sequence[str], seed: int | None = None
@@ -468,30 +416,21 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        played, device = self.played, output["advantages"].device
-        members = torch.tensor([self.population[record["member"]].index for record in played.records], device=device)
-        rewards = (played.rewards * self.reward_weights.to(device)).nansum(dim=1)
-        baselines = {"teacher": self.args.teacher_baseline, "student": self.args.student_baseline}
-        advantages = step_advantages(played.records, rewards, members, baselines, self.args.scale_rewards)
+        played, args = self.played, self.args
         tokens = self.accelerator.gather(output["completion_mask"].sum(1))
-        factors = member_factors(members, tokens, self.loss_type)
+        baselines = {"teacher": args.teacher_baseline, "student": args.student_baseline}
+        scored = score_step(
+            played, self.population, self.reward_weights, tokens, baselines, args.scale_rewards, self.loss_type
+        )
         # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
-        self._metrics["train"]["frac_reward_zero_std"][-1] = flat_fraction(played.records, rewards)
-
+        self._metrics["train"]["frac_reward_zero_std"][-1] = scored.flat
+        self._logs["advantages"].extend(scored.advantages.tolist())  # a full deque: TRL's own advantages drop out
         start = self.accelerator.process_index * len(played.rows)
-        mine = slice(start, start + len(played.rows))
-        output |= {"advantages": advantages[mine], "member": members[mine], "member_factor": factors[mine]}
-        self._logs["advantages"].extend(advantages.tolist())  # a full deque: TRL's own advantages drop out
-        if self.args.save_rollouts:
-            records.write_rollouts(
-                self.args.output_dir,
-                self.state.global_step + 1,
-                self.game,
-                played.rows,
-                rewards[mine].tolist(),
-                advantages[mine].tolist(),
-            )
-        return output
+        mine = scored.part(slice(start, start + len(played.rows)))
+        if args.save_rollouts:
+            step, worth = self.state.global_step + 1, (mine.rewards.tolist(), mine.advantages.tolist())
+            records.write_rollouts(args.output_dir, step, self.game, played.rows, *worth)
+        return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
@@ -621,19 +560,14 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _forgotten(self, child: str, parent: str) -> float:
         """Nats per token that a live member lost against another on what its role has just got right."""
+        training, size = self.model.training, self.args.per_device_train_batch_size
+        pad, device = self.processing_class.pad_token_id, self.accelerator.device
         solutions = known_solutions(self.played.rows, self.population[child].role, parent, self.args.retention_rows)
-        solutions = solutions[: common_count(solutions)]
-        if not solutions:
-            return math.nan
-        pad, size = self.processing_class.pad_token_id, self.args.per_device_train_batch_size
-        training = self.model.training
         self.model.eval()  # dropout would be taken for forgetting
-        before, after = (
-            mean_logp(self._logps_of, self.population[name].index, solutions, pad, size, self.accelerator.device)
-            for name in (parent, child)
-        )
+        one, other = (self.population[name].index for name in (child, parent))
+        loss = forgotten(self._logps_of, one, other, solutions, pad, size, device)
         self.model.train(training)
-        return before - after
+        return loss
 
     def _logps_of(self, member: int, ids: torch.Tensor, mask: torch.Tensor, length: int) -> torch.Tensor:
         with self.router.rows_of([member] * len(ids)):
@@ -693,7 +627,8 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         if self.args.device.type == "cpu":
-            # With several CPU processes it is "cpu:0", to which transformers 5.17 (vLLM's) would load, and torch cannot.
+            # With several CPU processes it is "cpu:0", to which transformers 5.17 (vLLM's) would load, and torch
+            # cannot.
             self.args.__dict__["_setup_devices"] = torch.device("cpu")
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
@@ -719,17 +654,17 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None, **details):
         root = Path(self.args.output_dir)
-        if self.is_world_process_zero() and (root / "population.json").exists():
+        if self.is_world_process_zero() and (root / POPULATION_FILE).exists():
             write_card(root, self.hub_model_id or model_name or root.name, tags, details)
 
     def init_hf_repo(self, token=None, **kwargs):
-        with publishing.explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
+        with self.uploads.hub_errors():
             super().init_hf_repo(token=token, **kwargs)
 
     def push_to_hub(self, commit_message="End of training", **kwargs):
         if self.is_world_process_zero():
             publishing.draw_for_card(Path(self.args.output_dir))
-        with publishing.explained(self.args.hub_model_id or Path(self.args.output_dir).name, self.args.output_dir):
+        with self.uploads.hub_errors():
             return super().push_to_hub(commit_message=commit_message, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder):

@@ -1,4 +1,4 @@
-"""What has to be there before a run: base model, tokenizer, seed tasks, reward functions, a place to write.
+"""What has to be there before a run: base model, tokenizer, kinds, sandbox, reward functions, a place to write.
 
 Everything is checked here, before training starts, and each refusal names the value and the way out.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,20 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path
 
 from trl_populora.assets import resolve_model_path
-from trl_populora.population.matchmaking import everyone_plays
+from trl_populora.given_tasks import check_archive
+from trl_populora.population.matchmaking import Matchmaker, no_student_idles
+from trl_populora.population.members import Population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.sandbox import Job, Limits, Runner, Sandbox, SandboxClient, Status
+from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
 from trl_populora.step.held_out import HeldOut
-from trl_populora.step.player import Messages
-from trl_populora.step.referee import WAY_OUT
+from trl_populora.step.player import Messages, Player
+from trl_populora.step.referee import WAY_OUT, Referee
 from trl_populora.step.rewards import make_student_reward, make_teacher_reward
 from trl_populora.step.rollout import Game
-from trl_populora.tasks import load_seed_tasks, resolve_kind
-from trl_populora.tasks.archive import TaskArchive, read_task
-from trl_populora.tasks.base import Task, TaskKind
-from trl_populora.tasks.code import CodeKind
+from trl_populora.tasks import resolve_kind
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.base import TaskKind
+from trl_populora.tasks.control import control_texts
 
 
 logger = logging.getLogger(__name__)
@@ -95,58 +97,6 @@ def is_zero3(args: PopuLoRAConfig) -> bool:
     return args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
 
 
-def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], args: PopuLoRAConfig) -> TaskArchive:
-    """
-    Builds the archive from a table of tasks, or from the 256 tasks that ship with the package.
-
-    Raises:
-        `TypeError`: If it is not a `datasets.Dataset`.
-        `ValueError`: If it holds prompts, a column is missing or broken, or no task is of a kind that the run plays.
-    """
-    if train_dataset is None:
-        archive = TaskArchive(args.archive_size)
-        for task in load_seed_tasks():
-            archive.add(task)
-    elif isinstance(train_dataset, Dataset):
-        if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
-            raise ValueError(
-                "`train_dataset` holds prompts; a population writes its own. It takes tasks to start from, a row each "
-                "with `kind`, `program`, `inputs` and `outputs`, or nothing: leave it unset for the 256 built-in tasks."
-            )
-        archive = TaskArchive.from_dataset(train_dataset, cap=args.archive_size)
-        for task in archive:
-            if isinstance(kinds.get(task.kind), CodeKind) and task.visible >= len(task.inputs):
-                raise ValueError(
-                    f"`train_dataset` holds a task of kind {task.kind} with {len(task.inputs)} `inputs`, {task.visible} "
-                    f"of them `visible`: nothing is left to grade. Its program is {task.program!r:.200}."
-                )
-    else:
-        raise TypeError(
-            f"`train_dataset` must be a `datasets.Dataset` of tasks or None, got `{type(train_dataset).__name__}`. A "
-            "table can be read with `load_dataset('json', data_files=...)['train']`."
-        )
-    check_archive(archive, kinds)
-    return archive
-
-
-def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind]) -> None:
-    """
-    Raises:
-        `ValueError`: If students have no task to start with, or a kind no program to propose about.
-    """
-    if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
-        raise ValueError(
-            f"`train_dataset` holds no task of the kinds {', '.join(kinds)}; students need at least one to start "
-            "with. Add seed tasks of these kinds, or change `task_kinds`."
-        )
-    for kind in kinds.values():
-        if not kind.writes_program and not archive.sample(kind.reference_kinds, 1, random.Random(0)):
-            raise ValueError(
-                f"`train_dataset` holds no task of the kinds {', '.join(kind.reference_kinds)}, and {kind.name} proposes "
-                f"about their programs. Add such a task, or leave {kind.name} out of `task_kinds`."
-            )
-
-
 def prompt_room(
     context: int | None, args: PopuLoRAConfig, tokenize: Callable[[Messages], list[int]]
 ) -> Callable[[Messages], int]:
@@ -155,8 +105,8 @@ def prompt_room(
 
     Args:
         context (`int` or `None`): Tokens that the vLLM engine or server holds, else what the base was trained on:
-            transformers goes on beyond it without notice, and its completions turn to noise. `None` for a base without a
-            limit, as a state-space model is.
+            transformers goes on beyond it without notice, and its completions turn to noise. `None` for a base without
+            a limit, as a state-space model is.
         args ([`PopuLoRAConfig`]): Its `max_completion_length`.
         tokenize (`Callable`): Token ids of a prompt.
 
@@ -168,114 +118,43 @@ def prompt_room(
     free = context - (args.max_completion_length or 1)
     if free <= 0:
         raise ValueError(
-            f"`max_completion_length={args.max_completion_length}` leaves no room for a prompt in a context of {context} "
-            f"tokens. {WAY_OUT}"
+            f"`max_completion_length={args.max_completion_length}` leaves no room for a prompt in a context of "
+            f"{context} tokens. {WAY_OUT}"
         )
     return lambda prompt: free - len(tokenize(prompt))
 
 
-def load_held_out(
-    eval_dataset: Any, kinds: Mapping[str, TaskKind], archive: TaskArchive | None, args: PopuLoRAConfig
-) -> HeldOut | None:
+def fit_into_context(
+    referee: Referee, archive: TaskArchive, held_out: HeldOut | None, room: Callable[[Messages], int]
+) -> None:
     """
-    Builds the held-out tasks from one table or several; the training's archive may hold none of them.
+    Tells the referee how much room there is; leaves out given tasks that have none where there are others.
 
     Raises:
-        `TypeError`: If a table is not a `datasets.Dataset`.
-        `ValueError`: If evaluation is wanted without tasks, or a table is empty, holds prompts, a broken cell, a kind
-            that is not played, or a task of the archive.
+        `ValueError`: If a held-out task does not fit, or no task is left to start from.
     """
-    if eval_dataset is None:
-        for name, wanted in {
-            "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
-            "eval_steps": args.eval_steps is not None,
-            "eval_on_start": args.eval_on_start,
-        }.items():
-            if wanted:
-                raise ValueError(
-                    f"`{name}={getattr(args, name)!s}` needs held-out tasks: pass `eval_dataset=` (on the command line "
-                    "`--eval_tasks`), a table with the columns of seed tasks, or leave it unset."
-                )
-        return None
-    named = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    tables = {name: _held_out_table(_field(name), table, kinds) for name, table in named.items()}
-    if not tables:
-        raise ValueError("`eval_dataset` is an empty dict; name at least one table.")
-    batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM schedules rows by itself
-    held_out = HeldOut(tables, args.eval_attempts, batch, args.seed)
-    if shared := [task for task in archive or () if task in held_out]:
-        raise ValueError(
-            f"{len(shared)} of the {len(archive or ())} tasks to start from ask what `eval_dataset` holds out, so nothing "
-            f"would be learned from a high score. Take them out of `train_dataset`. The first is {shared[0].program!r:.200}."
-        )
-    return held_out
+    referee.room = room
+    referee.leave_out_long(archive)
+    check_archive(archive, referee.kinds)
+    for tasks in held_out.tables.values() if held_out else ():
+        for task in tasks:
+            referee.solving_prompt(task)
 
 
-def _held_out_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> list[Task]:
-    if not isinstance(table, Dataset):
-        raise TypeError(f"`{field}` must be a `datasets.Dataset` of tasks, got `{type(table).__name__}`.")
-    if "prompt" in table.column_names and "kind" not in table.column_names:
-        raise ValueError(
-            f"`{field}` holds prompts; held-out tasks are rows with `kind`, `program`, `inputs` and `outputs`, as seed "
-            "tasks are."
-        )
-    tasks = [read_task(row, f"`{field}`, row {number}") for number, row in enumerate(table)]
-    if not tasks:
-        raise ValueError(f"`{field}` is empty; give at least one task, or leave it unset.")
-    for number, task in enumerate(tasks):
-        if task.kind not in kinds:
-            raise ValueError(
-                f"`{field}`, row {number}: column `kind` is {task.kind!r}, this run plays {', '.join(kinds)}. Leave such "
-                "rows out, or add the kind to `task_kinds`."
-            )
-    return tasks
+def trained_context(model: PreTrainedModel) -> int | None:
+    """Tokens that a base was trained to hold, if there is a limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def given_tables(train_dataset: Dataset | None, held_out: HeldOut | None) -> dict[str, list[Task]]:
-    """What the user has claimed to be true: the tasks of both datasets under the names that messages give them."""
-    tables = {} if held_out is None else {_field(name): tasks for name, tasks in held_out.tables.items()}
-    if train_dataset is not None:
-        tables["train_dataset"] = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]
-    return tables
-
-
-def _field(name: str) -> str:
-    return f"eval_dataset[{name!r}]" if name else "eval_dataset"
-
-
-def check_outputs(tables: Mapping[str, Sequence[Task]], game: Game) -> None:
-    """
-    Runs given tasks of the code kinds once, about a thousand a second. Collective: the ranks share the work.
-
-    Args:
-        tables (`Mapping[str, Sequence[Task]]`): By the name of the dataset; the order is that of its rows.
-        game (`Game`): Its kinds and sandbox.
-
-    Raises:
-        `ValueError`: If a program does not give the outputs that a row claims; names dataset, row and both values.
-    """
-    code = {name: kind for name, kind in game.referee.kinds.items() if isinstance(kind, CodeKind)}
-    rows = [(field, number, task) for field, tasks in tables.items() for number, task in enumerate(tasks)]
-    mine = [row for row in rows if row[2].kind in code][game.player.rank :: game.player.world]
-    verdicts = game.referee.sandbox.run([Job(task.program, task.inputs) for _, _, task in mine])
-    flaws = []
-    for (field, number, task), verdict in zip(mine, verdicts, strict=True):
-        where = f"`{field}`, row {number}"
-        if verdict.status is not Status.OK:
-            flaws.append(f"{where}: the program ends with `{verdict.status.value}`: {task.program!r:.200}.")
-            continue
-        for given, returned, claimed in zip(task.inputs, verdict.outputs, task.outputs, strict=True):
-            if not code[task.kind].same(returned, claimed):
-                flaws.append(
-                    f"{where}: column `outputs` holds {claimed!r:.80}, the program returns {returned!r:.80} for "
-                    f"{given!r:.80}."
-                )
-                break
-    if found := [flaw for part in game.player.gather(flaws) for flaw in part]:
-        raise ValueError(
-            f"{len(found)} of {len(rows)} given task(s) are wrong. {' '.join(found[:5])} `make_task(kind, program, inputs)` "
-            "writes true ones."
-        )
+@contextmanager
+def hidden(args: PopuLoRAConfig, **values: Any) -> Iterator[None]:
+    """Shows other values of some settings to what is built inside the block."""
+    given = {name: getattr(args, name) for name in values}
+    args.__dict__.update(values)
+    try:
+        yield
+    finally:
+        args.__dict__.update(given)
 
 
 def check_output_dir(path: str) -> None:
@@ -308,8 +187,9 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
         raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice; its share is the rotation's.")
     if args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
         logger.warning(
-            "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared with "
-            "its others of the same kind, and with all of its match where it is the only one of its kind: so few say "
+            "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "
+            "with its others of the same kind, and with all of its match where it is the only one of its kind: so "
+            "few say "
             "little.",
             args.proposals_per_teacher,
             len(kinds),
@@ -381,12 +261,12 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
     if _fsdp_version(args) == 1:
         raise ValueError(
-            "`fsdp_version=1` is not supported: FSDP1 flattens members and base into common pieces, of which no member's "
-            "weights or gradient norm can be told. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
+            "`fsdp_version=1` is not supported: FSDP1 flattens members and base into common pieces, of which no "
+            "member's weights or gradient norm can be told. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
             "`fsdp_config={'version': 2}`)."
         )
-    if args.deepspeed_plugin is not None and not everyone_plays(args.teachers, args.students):
-        fits = max(s for s in range(1, args.students) if everyone_plays(args.teachers, s))
+    if args.deepspeed_plugin is not None and not no_student_idles(args.teachers, args.students):
+        fits = max(s for s in range(1, args.students) if no_student_idles(args.teachers, s))
         raise ValueError(
             f"`teachers={args.teachers}` and `students={args.students}`: a step has one match per teacher, so some "
             "steps would leave a student idle, and DeepSpeed cannot leave it out of the optimizer step: its momentum "
@@ -419,3 +299,39 @@ def reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
         make_student_reward(args.student_reward_correct, args.student_reward_wrong, args.student_reward_malformed),
         *extra,
     ]
+
+
+def reward_processors(given: Any) -> list | None:
+    """Tokenizers of the user's reward models; the two rewards built in are none."""
+    if given is None:
+        return None
+    return [None, None, *(given if isinstance(given, list) else [given])]
+
+
+def make_referee(
+    args: PopuLoRAConfig,
+    kinds: Mapping[str, TaskKind],
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: HeldOut | None = None,
+) -> Referee:
+    """What decides in a run; starts the sandbox. Collective."""
+    return Referee(kinds, make_sandbox(args), prompt_style(args, base), control_texts(tokenizer), held_out or ())
+
+
+def make_game(
+    args: PopuLoRAConfig, population: Population, archive: TaskArchive, referee: Referee, player: Player
+) -> Game:
+    """What the steps are played with."""
+    return Game(
+        population=population,
+        matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
+        archive=archive,
+        referee=referee,
+        player=player,
+        proposals=args.proposals_per_teacher,
+        attempts=args.attempts_per_task,
+        references=args.references_per_proposal,
+        seed=args.seed,
+        iterations=args.num_iterations,
+    )

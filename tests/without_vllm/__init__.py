@@ -1,5 +1,7 @@
-"""A Python as `make quickstart` installs it, without vLLM. TRL imports vLLM wherever there is one, which takes 4 s in each
-process that a test starts."""
+"""
+A Python as `make quickstart` installs it, without vLLM. TRL imports vLLM wherever there is one, which takes 4 s in
+each process that a test starts.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
             raise ValueError(
                 f"The model already has the adapters {sorted(getattr(model, 'peft_config', None) or {})}, and the "
                 "population brings its own. Pass the base model alone: `PeftModel.from_pretrained(base, "
-                "adapter).merge_and_unload()` keeps what an adapter learned, `warm_start` goes on from a saved population."
+                "adapter).merge_and_unload()` keeps what an adapter learned, `warm_start` goes on from a saved "
+                "population."
             )
     elif (Path(model) / "population.json").is_file():
         raise ValueError(

@@ -1,4 +1,6 @@
-"""Adapters whose modules have ranks or alphas of their own, written so that readers of `r` and `lora_alpha` see them."""
+"""
+Adapters whose modules have ranks or alphas of their own, written so that readers of `r` and `lora_alpha` see them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ def largest_rank(lora_config: LoraConfig) -> int:
 
 def fold_patterns(directory: str | Path) -> None:
     """
-    Rewrites an adapter with `rank_pattern` or `alpha_pattern` as an equal one without: every module's scaling goes into
-    its B, and zeros fill up smaller ranks. vLLM knows one rank and one scaling for all modules.
+    Rewrites an adapter with `rank_pattern` or `alpha_pattern` as an equal one without: every module's scaling goes
+    into its B, and zeros fill up smaller ranks. vLLM knows one rank and one scaling for all modules.
 
     Args:
         directory (`str` or `Path`): A PEFT adapter directory; one without patterns stays as it is.

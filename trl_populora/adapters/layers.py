@@ -36,8 +36,8 @@ class RoutedLinear(nn.Module, LoraLayer):
     partitioned (`stage3_param_persistence_threshold`, see `accelerate_configs/zero3.yaml`).
 
     Attributes:
-        takes_all_tokens (`bool`): Whether inputs `[R * T, in_features]` are the tokens of all rows in their order, as the
-            shared expert of a mixture gets them. Of another layer they could be any tokens.
+        takes_all_tokens (`bool`): Whether inputs `[R * T, in_features]` are the tokens of all rows in their order, as
+            the shared expert of a mixture gets them. Of another layer they could be any tokens.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class RoutedLinear(nn.Module, LoraLayer):
         route = self._checked_route(x)
         result = self.base_layer(x, *args, **kwargs)
         if not route.present:
-            return self._touch(result)
+            return result
         dtype = result.dtype
-        inputs = self._cast_input_dtype(x, self.lora_A[self.members[0]].weight.dtype)
+        inputs = x.to(self.lora_A[self.members[0]].weight.dtype)
         if route.ordered:
             return (result + self._low_rank(inputs, route)).to(dtype)
         order = route.order(x.device)
@@ -110,14 +110,6 @@ class RoutedLinear(nn.Module, LoraLayer):
         scale = None if route.factors is None else route.factor_tensor(weights[0].device)
         return _Stack.apply(route.present, scale, *weights)
 
-    def _touch(self, result: torch.Tensor) -> torch.Tensor:
-        """Lets a batch of base rows still reach every member's gradient, with zeros."""
-        if not torch.is_grad_enabled():
-            return result
-        nobody = Route(())
-        zero = self._stacked("lora_A", nobody).sum() + self._stacked("lora_B", nobody).sum()
-        return result + zero.to(result.dtype)
-
     def _checked_route(self, x: torch.Tensor) -> Route:
         route = None if self.router is None else self.router.route_for(x.shape[0])
         if route is None:
@@ -130,8 +122,9 @@ class RoutedLinear(nn.Module, LoraLayer):
         if len(route.rows) != x.shape[0]:
             raise ValueError(
                 f"The route has {len(route.rows)} rows, the batch has {x.shape[0]}. Beam search and "
-                "`num_return_sequences` multiply rows: repeat the prompts and the route instead. If neither is meant, the "
-                "base calls this layer with tokens of several rows at once: leave it out of `target_modules`."
+                "`num_return_sequences` multiply rows: repeat the prompts and the route instead. If neither is "
+                "meant, the base calls this layer with tokens of several rows at once: leave it out of "
+                "`target_modules`."
             )
         if route.present and route.present[-1] >= len(self.members):
             raise ValueError(f"The route names member {route.present[-1]}, there are {len(self.members)} members.")
@@ -230,8 +223,8 @@ def _check_mixtures(model: PeftModel) -> None:
             inside = path[len(mixture) + 1 :]
             if not inside.startswith("shared"):
                 raise ValueError(
-                    f"`target_modules` takes in {inside!r} of the mixture of experts {mixture!r}, which is called with "
-                    "tokens that are not in the order of the rows, so they cannot be routed by row. Name "
+                    f"`target_modules` takes in {inside!r} of the mixture of experts {mixture!r}, which is called "
+                    "with tokens that are not in the order of the rows, so they cannot be routed by row. Name "
                     "`target_modules` that leave it out, as the attention's: q_proj, k_proj, v_proj, o_proj."
                 )
             layer.takes_all_tokens = True
@@ -242,9 +235,9 @@ def _check_coverage(model: PeftModel, all_linear: bool) -> None:
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if stray := sorted({type(m.get_base_layer()).__name__ for m in layers if not isinstance(m, RoutedLinear)}):
         raise ValueError(
-            f"The base has target layers of type `{', '.join(stray)}`; only `nn.Linear` layers are routed by row. Name "
-            "`target_modules` that are (of a mixture of experts, its attention: q_proj, k_proj, v_proj, o_proj), or choose "
-            "another base."
+            f"The base has target layers of type `{', '.join(stray)}`; only `nn.Linear` layers are routed by row. "
+            "Name `target_modules` that are (of a mixture of experts, its attention: q_proj, k_proj, v_proj, "
+            "o_proj), or choose another base."
         )
     base = model.get_base_model()
     shared = {id(e.weight) for e in (base.get_input_embeddings(), base.get_output_embeddings()) if e is not None}
@@ -256,7 +249,8 @@ def _check_coverage(model: PeftModel, all_linear: bool) -> None:
     share = adapted / max(1, sum(map(_size, matrices.values())))
     if all_linear and share < 0.5:
         logger.warning(
-            "Members adapt %.0f %% of the base's weights, embeddings apart. The others, as experts of a mixture often are, "
+            "Members adapt %.0f %% of the base's weights, embeddings apart. The others, as experts of a mixture "
+            "often are, "
             "are in no `nn.Linear` and stay frozen.",
             100 * share,
         )

@@ -1,6 +1,7 @@
 """How good members are outside the step: solve rates on given tasks, and cross-play of saved populations.
 
-Nothing here touches ratings, archives or adapters of a run. Benchmarks that people quote are `populora evaluate`'s.
+Nothing here touches ratings, archives or adapters of a run, and nothing needs a trainer. Benchmarks that people quote
+are `populora evaluate`'s.
 """
 
 from __future__ import annotations
@@ -10,37 +11,48 @@ import math
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pyarrow.parquet as pq
 import torch
+from accelerate.utils import set_seed
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from tqdm import tqdm
 
+from trl_populora import preparation
+from trl_populora.adapters.layers import add_members
+from trl_populora.adapters.routing import Router
+from trl_populora.generation.plain import plain_player, tokenize
+from trl_populora.given_tasks import load_archive
 from trl_populora.hub.publishing import fetch
+from trl_populora.population.members import Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.payoff import Payoff
 from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import SAMPLING, check_same_shape, read_json
+from trl_populora.runs.saved_population import SAMPLING, Shape, check_same_shape
 from trl_populora.step.held_out import attempt
-from trl_populora.step.rollout import Game
+from trl_populora.step.player import Player
+from trl_populora.step.referee import Referee
 from trl_populora.tasks import TASK_KINDS, load_seed_tasks, resolve_kind
-from trl_populora.tasks.archive import read_task
+from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task
 
 
 logger = logging.getLogger(__name__)
 
 
-def solve_rates(game: Game, member: str, tasks: Sequence[Task], attempts: int = 1, batch: int = 64) -> list[float]:
+def solve_rates(
+    referee: Referee, player: Player, member: str, tasks: Sequence[Task], attempts: int = 1, batch: int = 64
+) -> list[float]:
     """
     Lets one member attempt every task, sampled as in training.
 
     Args:
-        game (`Game`): The trainer's `game`.
+        referee ([`Referee`]), player ([`Player`]): A trainer's (`trainer.game.referee`), or those of [`assemble`].
         member (`str`): Name of the member.
         tasks (`Sequence[Task]`): What to solve.
         attempts (`int`, *optional*, defaults to `1`): Attempts per task.
@@ -49,85 +61,126 @@ def solve_rates(game: Game, member: str, tasks: Sequence[Task], attempts: int = 
     Returns:
         `list[float]`: Fraction of right attempts per task, in the order of the tasks.
     """
-    tried = attempt(game, [member], tasks, attempts, batch)[member]
+    tried = attempt(referee, player, [member], tasks, attempts, batch)[member]
     return [fmean(outcome.correct for outcome in group) for group in tried]
 
 
-def score_members(game: Game, members: Sequence[str], tasks: Sequence[Task], attempts: int = 4) -> dict[str, float]:
+def score_members(
+    referee: Referee, player: Player, members: Sequence[str], tasks: Sequence[Task], attempts: int = 4
+) -> dict[str, float]:
     """
     Each member's mean solve rate on the same tasks, teachers included: what it can do outside its matches.
 
     Raises:
-        `ValueError`: If no task is of a kind that the game plays; others are left out.
+        `ValueError`: If no task is of a kind that the referee knows; others are left out.
     """
-    known = [task for task in tasks if task.kind in game.referee.kinds]
+    known = [task for task in tasks if task.kind in referee.kinds]
     if not known:
         kinds = ", ".join(sorted({task.kind for task in tasks})) or "no kind"
-        raise ValueError(f"The given tasks are of {kinds}; these members play {', '.join(game.referee.kinds)}.")
+        raise ValueError(f"The given tasks are of {kinds}; these members play {', '.join(referee.kinds)}.")
     bar = tqdm(members, desc="given tasks", unit="member")
-    return {member: fmean(solve_rates(game, member, known, attempts)) for member in bar}
+    return {member: fmean(solve_rates(referee, player, member, known, attempts)) for member in bar}
 
 
 def cross_play(
-    game: Game,
+    referee: Referee,
+    player: Player,
+    archive: TaskArchive,
     teachers: Sequence[str],
     students: Sequence[str],
     proposals: int = 12,
     attempts: int = 4,
+    references: int = 6,
     seed: int = 0,
 ) -> Payoff:
     """
     Every student attempts fresh proposals of every teacher.
 
-    All teachers are shown the same references, drawn from the game's archive, and all students attempt the same tasks.
+    All teachers are shown the same references, and all students attempt the same tasks.
 
     Args:
-        game (`Game`): The trainer's `game`.
+        referee ([`Referee`]), player ([`Player`]): Who judges and who generates.
+        archive ([`TaskArchive`]): References are drawn from it.
         teachers, students (`Sequence[str]`): Members to play, by name.
-        proposals (`int`, *optional*, defaults to `12`): Proposals per teacher, the game's kinds in rotation.
+        proposals (`int`, *optional*, defaults to `12`): Proposals per teacher, the referee's kinds in rotation.
         attempts (`int`, *optional*, defaults to `4`): Attempts of each student at each valid task.
+        references (`int`, *optional*, defaults to `6`): Tasks that a proposing teacher is shown.
         seed (`int`, *optional*, defaults to `0`): Chooses the references.
 
     Returns:
         [`Payoff`]: Its matrix is `[T][S]`.
     """
     rng = random.Random(f"cross-play/{seed}")
-    names = list(game.referee.kinds)
+    names = list(referee.kinds)
     kinds = [names[slot % len(names)] for slot in range(proposals)]
-    prompts, references = [], []
-    for kind in map(game.referee.kinds.__getitem__, kinds):
-        drawn = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
-        prompt, shown = game.referee.proposal_prompt(kind, drawn)
+    prompts, shown = [], []
+    for kind in map(referee.kinds.__getitem__, kinds):
+        prompt, kept = referee.proposal_prompt(
+            kind, archive.sample(kind.reference_kinds, kind.reference_count(references), rng)
+        )
         prompts.append(prompt)
-        references.append(shown)
+        shown.append(kept)
     payoff = Payoff(list(teachers), list(students))
     for teacher in tqdm(teachers, desc="cross-play", unit="teacher"):
-        texts = [completion.text for completion in game.player.generate(prompts, [teacher] * proposals)]
-        tasks = [task for task in game.referee.judge(kinds, texts, references, rng) if isinstance(task, Task)]
+        texts = [completion.text for completion in player.generate(prompts, [teacher] * proposals)]
+        tasks = [task for task in referee.judge(kinds, texts, shown, rng) if isinstance(task, Task)]
         payoff.valid.append(len(tasks) / proposals)
         payoff.solved.append(
-            [fmean(solve_rates(game, student, tasks, attempts)) if tasks else math.nan for student in students]
+            [fmean(solve_rates(referee, player, name, tasks, attempts)) if tasks else math.nan for name in students]
         )
     return payoff
 
 
-def assemble(
-    runs: Sequence[str], output_dir: str, tasks: Dataset | None = None, **settings
-) -> tuple[PopuLoRATrainer, dict[str, str]]:
+@dataclass
+class Contest:
+    """
+    Members of several saved populations on one base, ready to play. A context that ends the sandbox.
+
+    Args:
+        args ([`PopuLoRAConfig`]): Kinds, lengths and sampling.
+        model ([`~peft.PeftModel`]): The base with all members.
+        names (`dict[str, str]`): For each member a readable name.
+        referee ([`Referee`]), player ([`Player`]), archive ([`TaskArchive`]): What [`cross_play`] takes.
+        teachers, students (`list[str]`): Members by role.
+    """
+
+    args: PopuLoRAConfig
+    model: PeftModel
+    names: dict[str, str]
+    referee: Referee
+    player: Player
+    archive: TaskArchive
+    teachers: list[str]
+    students: list[str]
+
+    def play(self, proposals: int, attempts: int, seed: int = 0) -> Payoff:
+        """[`cross_play`] of all members."""
+        references = self.args.references_per_proposal
+        given = (self.teachers, self.students, proposals, attempts, references, seed)
+        return cross_play(self.referee, self.player, self.archive, *given)
+
+    def score(self, members: Sequence[str], tasks: Sequence[Task], attempts: int) -> dict[str, float]:
+        """[`score_members`] of some, or of `base`."""
+        return score_members(self.referee, self.player, members, tasks, attempts)
+
+    def __enter__(self) -> Contest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.referee.sandbox.close()
+
+
+def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any) -> Contest:
     """
     Loads the members of several saved populations on one base, side by side.
 
     Args:
         runs (`Sequence[str]`): Directories (runs or their checkpoints) or Hub names of saved populations. They share
-            base and adapter shape; kinds, prompt style, lengths and sampling are the first one's. A warning tells where
-            the kinds differ.
-        output_dir (`str`): A directory for what a trainer needs to write.
+            base and adapter shape; kinds, prompt style, lengths and sampling are the first one's. A warning tells
+            where the kinds differ.
         tasks ([`~datasets.Dataset`], *optional*): Tasks to draw references from; by default the package's own and,
             for a user's own kinds, those in the archives of the runs.
         settings: Further settings of [`PopuLoRAConfig`].
-
-    Returns:
-        A trainer that is not to be trained, and the contestants: for each of its members a readable name.
 
     Raises:
         `ValueError`: If a population is given twice, cannot be read, or does not fit the first one; names file and
@@ -136,57 +189,69 @@ def assemble(
     roots = [fetch(run) for run in runs]
     if len({root.resolve() for root in roots}) < len(roots):
         raise ValueError(f"A population plays once, but `runs` names one twice: {', '.join(runs)}.")
-    prefixes = told_apart(runs)
-    saved = [read_json(root / "population.json") for root in roots]
+    saved = [read_population(root) for root in roots]
+    args = _settings_of(saved[0], settings)
+    others = {run: theirs["settings"]["task_kinds"] for run, theirs in zip(runs, saved, strict=True)}
+    if any(set(kinds) != set(args.task_kinds) for kinds in others.values()):
+        trained = "; ".join(f"{run} was trained on {', '.join(kinds)}" for run, kinds in others.items())
+        logger.warning("The kinds of task differ: %s. All play %s.", trained, ", ".join(args.task_kinds))
+    kinds = preparation.make_kinds(args)
+    archive = load_archive(references_of(args.task_kinds, roots) if tasks is None else tasks, kinds, args)
+
+    set_seed(args.seed)
+    base = preparation.load_base(saved[0]["base_model"], args)
+    tokenizer = preparation.load_tokenizer(base, None, args)
     entries = {
-        role: [(i, m) for i, population in enumerate(saved) for m in population["members"] if m["role"] == role]
+        role: [(i, m) for i, theirs in enumerate(saved) for m in theirs["members"] if m["role"] == role]
         for role in ("teacher", "student")
     }
-    first, shape = saved[0]["settings"], saved[0]["lora"]
-    on_cpu = not torch.cuda.is_available()
-    defaults = {
-        "task_kinds": first["task_kinds"],
-        "prompt_style": saved[0]["prompt_style"],
-        "references_per_proposal": first["references_per_proposal"],
-        "inputs_per_function": first["inputs_per_function"],
-        "max_completion_length": first.get("max_completion_length", PopuLoRAConfig.max_completion_length),
-        "model_init_kwargs": {"dtype": "float32" if on_cpu else "bfloat16"},
-        "use_cpu": on_cpu,
-        "bf16": not on_cpu,
-        "report_to": [],
-    }
-    defaults |= {name: first[name] for name in SAMPLING if name in first}  # older files lack them
-    kinds = settings.get("task_kinds", first["task_kinds"])
-    others = {run: population["settings"]["task_kinds"] for run, population in zip(runs, saved, strict=True)}
-    if any(set(theirs) != set(kinds) for theirs in others.values()):
-        trained = "; ".join(f"{run} was trained on {', '.join(theirs)}" for run, theirs in others.items())
-        logger.warning("The kinds of task differ: %s. All play %s.", trained, ", ".join(kinds))
-    if tasks is None:
-        tasks = references_of(kinds, roots)
-    # The batch is never played: the smallest that the arithmetic allows.
-    batch = {"proposals_per_teacher": 2, "attempts_per_task": 2, "per_device_train_batch_size": 1, "evolve_every": 0}
-    given = {"teacher_baseline": "group"} | settings  # nor are advantages taken
-    counts = {"teachers": len(entries["teacher"]), "students": len(entries["student"])}
-    trainer = PopuLoRATrainer(
-        saved[0]["base_model"],
-        args=PopuLoRAConfig(output_dir, **(defaults | batch | counts | given)),
-        train_dataset=tasks,
-        peft_config=LoraConfig(**shape),
-    )
+    population, router = Population(len(entries["teacher"]), len(entries["student"])), Router()
+    model = add_members(base, population.names, LoraConfig(**saved[0]["lora"]), router, args.seed)
     for root in roots:
-        check_same_shape(root / "population.json", trainer.shape)
-    names = {}
+        check_same_shape(root, Shape.of(model, saved[0]["base_model"]))
+    prefixes, names = run_prefixes(runs), {}
     for role, contestants in entries.items():
-        for slot, (index, member) in zip(trainer.population.role(role), contestants, strict=True):
-            path = roots[index] / member["adapter"] / "adapter_model.safetensors"
-            write_member_file(trainer.model_wrapped, slot.name, path)
+        for slot, (index, member) in zip(population.role(role), contestants, strict=True):
+            write_member_file(model, slot.name, roots[index] / member["adapter"] / "adapter_model.safetensors")
             names[slot.name] = prefixes[index] + member["name"]
-    return trainer, names
+    referee = preparation.make_referee(args, kinds, base, tokenizer)
+    try:
+        context = preparation.trained_context(base)
+        room = preparation.prompt_room(context, args, lambda prompt: tokenize(tokenizer, [prompt], args)[0])
+        preparation.fit_into_context(referee, archive, None, room)
+    except ValueError:
+        referee.sandbox.close()
+        raise
+    player = plain_player(model, tokenizer, router, population.names, args)
+    teachers, students = ([member.name for member in population.role(role)] for role in entries)
+    return Contest(args, model, names, referee, player, archive, teachers, students)
+
+
+def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRAConfig:
+    """Settings of a saved population that decide what its members are asked and say, under those given."""
+    first, on_cpu = saved["settings"], not torch.cuda.is_available()
+    theirs = {name: first[name] for name in ("task_kinds", "references_per_proposal", "inputs_per_function")}
+    # Older files lack some of these.
+    theirs |= {name: first[name] for name in ("max_completion_length", *SAMPLING) if name in first}
+    return PopuLoRAConfig(
+        "unused",
+        **theirs
+        | {
+            "prompt_style": saved["prompt_style"],
+            "model_init_kwargs": {"dtype": "float32" if on_cpu else "bfloat16"},
+            "use_cpu": on_cpu,
+            "bf16": not on_cpu,
+            "report_to": [],
+            "teacher_baseline": "group",  # no advantages are taken
+        }
+        | settings,
+    )
 
 
 def references_of(kinds: Sequence[str], roots: Sequence[Path]) -> Dataset | None:
     """
-    Tasks that teachers of these kinds can be shown: the package's, and what the runs' archives hold of a user's own kinds.
+    Tasks that teachers of these kinds can be shown: the package's, and what the runs' archives hold of a user's own
+    kinds.
 
     Args:
         kinds (`Sequence[str]`): As in `task_kinds`.
@@ -204,15 +269,15 @@ def references_of(kinds: Sequence[str], roots: Sequence[Path]) -> Dataset | None
     archives = [path for root in roots if (path := root / "archive.parquet").exists()]
     if not archives:
         raise ValueError(
-            f"No archive.parquet in {', '.join(map(str, roots))}: teachers are shown tasks of the kind {', '.join(own)} from it. "
-            "Give a run or a checkpoint that was saved whole."
+            f"No archive.parquet in {', '.join(map(str, roots))}: teachers are shown tasks of the kind "
+            f"{', '.join(own)} from it. Give a run or a checkpoint that was saved whole."
         )
     records = [row for path in archives for row in pq.read_table(path, filters=[("kind", "in", own)]).to_pylist()]
     tasks = [*load_seed_tasks(), *(read_task(record, "archive.parquet") for record in records)]
     return Dataset.from_list([task.to_record() for task in tasks])
 
 
-def told_apart(runs: Sequence[str]) -> list[str]:
+def run_prefixes(runs: Sequence[str]) -> list[str]:
     """What to put before a member's name so that members of different runs differ; nothing for a single run."""
     if len(runs) == 1:
         return [""]

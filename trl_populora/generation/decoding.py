@@ -1,9 +1,9 @@
 """Generation by transformers without the work that changes nothing: a prompt is read once, and ended rows leave.
 
-`generate` reads a prompt once per row and computes every row until the longest ends. In a step the G attempts at a task
-share their prompt, and most answers are short while a few are long. So each prompt is read once for all of its rows,
-and the rest comes in rounds: between two of them the rows that ended leave the batch. Samples have the distribution of
-`generate`'s; greedy ones are the same.
+`generate` reads a prompt once per row and computes every row until the longest ends. In a step the G attempts at a
+task share their prompt, and most answers are short while a few are long. So each prompt is read once for all of its
+rows, and the rest comes in rounds: between two of them the rows that ended leave the batch. Samples have the
+distribution of `generate`'s; greedy ones are the same.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def why_whole(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool
         return "ranks that hold parts of the base meet in every forward"
     if not layers <= _SELECTABLE:
         return f"the cache of {', '.join(sorted(layers - _SELECTABLE))} layers does not give rows away"
+    if sampling.cache_implementation:
+        return f"`cache_implementation={sampling.cache_implementation}` is a cache of fixed size"
     return f"{', '.join(counting)} count from the prompt's end" if counting else ""
 
 
@@ -55,15 +57,12 @@ def complete(
     order = sorted(range(len(prompts)), key=lambda row: members[row])  # the layers need not gather a member's rows
     number: dict[tuple, int] = {}
     group = [number.setdefault((members[row], tuple(prompts[row])), len(number)) for row in order]
-    width = max(len(prompt) for _, prompt in number)
-    padded = [[sampling.pad_token_id] * (width - len(prompt)) + list(prompt) for _, prompt in number]
-    ids = torch.tensor(padded, device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for _, p in number], device=model.device)
+    ids, mask = _padded([prompt for _, prompt in number], sampling, model.device)
+    width = ids.shape[1]
     with torch.no_grad(), route([member for member, _ in number]):
         cache = _read(model, ids, mask)
     going = torch.tensor(group, device=model.device)
 
-    ends = torch.tensor(sampling.eos_token_id, device=model.device).view(-1)
     rows = order
     completions: list[list[int]] = [[] for _ in order]
     while rows:
@@ -76,15 +75,46 @@ def complete(
             output = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=part)
         new, ids, cache = output.sequences[:, ids.shape[1] :], output.sequences, output.past_key_values
         mask = torch.cat([mask, torch.ones_like(new)], dim=1)
-        ended = torch.isin(new, ends)
-        lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, new.shape[1])
-        for row, tokens, length in zip(rows, new.tolist(), lengths.tolist(), strict=True):
-            completions[row] += tokens[:length]
+        found, ended = _until_end(new, sampling)
+        for row, tokens in zip(rows, found, strict=True):
+            completions[row] += tokens
         if ids.shape[1] == width + sampling.max_new_tokens:
             break
-        going = (~ended.any(1)).nonzero().squeeze(1)
+        going = (~ended).nonzero().squeeze(1)
         rows = [rows[position] for position in going.tolist()]
     return completions
+
+
+def complete_whole(
+    model: PreTrainedModel | PeftModel,
+    prompts: Sequence[Sequence[int]],
+    members: Sequence[int],
+    route: Callable[[list[int]], AbstractContextManager],
+    sampling: GenerationConfig,
+) -> list[list[int]]:
+    """[`complete`] with one call of `generate`, for models that [`why_whole`] names."""
+    ids, mask = _padded(prompts, sampling, model.device)
+    with torch.no_grad(), route(list(members)):
+        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=sampling)
+    return _until_end(output[:, ids.shape[1] :], sampling)[0]
+
+
+def _padded(
+    prompts: Sequence[Sequence[int]], sampling: GenerationConfig, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask, `[R, P]`, padded on the left."""
+    width = max(map(len, prompts))
+    ids = [[sampling.pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _until_end(tokens: torch.Tensor, sampling: GenerationConfig) -> tuple[list[list[int]], torch.Tensor]:
+    """Rows `[R, T]` up to their end token, and which have one, bool `[R]`."""
+    ends = torch.isin(tokens, torch.tensor(sampling.eos_token_id, device=tokens.device).view(-1))
+    ended = ends.any(1)
+    lengths = torch.where(ended, ends.int().argmax(1) + 1, tokens.shape[1]).tolist()
+    return [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)], ended
 
 
 def _read(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Tensor) -> Cache:

@@ -10,7 +10,9 @@ import torch
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Inside the block torch's generators start from `seed`, afterwards they are where they were; `None` does nothing."""
+    """
+    Inside the block torch's generators start from `seed`, afterwards they are where they were; `None` does nothing.
+    """
     if seed is None:
         yield
         return

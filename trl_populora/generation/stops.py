@@ -42,8 +42,8 @@ def end_tokens(
             tokens = tokenizer.encode(stop, add_special_tokens=False) if name in TEXT_STOPS else [int(stop)]
             if len(tokens) != 1:
                 raise ValueError(
-                    f"`generation_kwargs` gives {name}={stop!r}, which is {len(tokens)} tokens. A completion that ends "
-                    "there would count as cut off. Give single tokens as `stop_token_ids`."
+                    f"`generation_kwargs` gives {name}={stop!r}, which is {len(tokens)} tokens. A completion that "
+                    "ends there would count as cut off. Give single tokens as `stop_token_ids`."
                 )
             ids += tokens
     return list(dict.fromkeys(ids))

@@ -103,19 +103,21 @@ class PopulationGeneration(VLLMGeneration):
         count, config = len(self.members), self.model.peft_config[self.members[0]]
         computed_in = {"bf16": "bfloat16", "fp16": "float16"}
         base_dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
-        return {
-            "enable_lora": True,
-            "max_loras": count,
-            "max_cpu_loras": 2 * count + 1,  # two versions of each while they are published, and the base's
-            "max_lora_rank": permitted_rank(config),
-            # vLLM's own choice turns an fp32 base into bf16, and its log-probabilities drift from the trainer's.
-            "dtype": computed_in.get(self.accelerator.mixed_precision, base_dtype),
-        } | (self._whole_prompts() if self.accelerator.device.type == "cpu" else {}) | self.engine_kwargs
+        return (
+            {
+                "enable_lora": True,
+                "max_loras": count,
+                "max_cpu_loras": 2 * count + 1,  # two versions of each while they are published, and the base's
+                "max_lora_rank": permitted_rank(config),
+                # vLLM's own choice turns an fp32 base into bf16, and its log-probabilities drift from the trainer's.
+                "dtype": computed_in.get(self.accelerator.mixed_precision, base_dtype),
+            }
+            | (self._whole_prompts() if self.accelerator.device.type == "cpu" else {})
+            | self.engine_kwargs
+        )
 
     def _whole_prompts(self) -> dict[str, Any]:
-        """
-        Prompts are read whole: after half of one vLLM turns the sample's generator back, which torch's on a CPU cannot.
-        """
+        """Prompts are read whole: after half of one vLLM takes a sample back, which torch's CPU generator refuses."""
         trained_on = self.model.get_base_model().config.get_text_config().max_position_embeddings
         longest = self.max_model_length or trained_on
         return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}  # 4096 is TRL's

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import DatasetCardData
 
 from trl_populora.tasks.archive_table import schema
+from trl_populora.tasks.complexity import PROGRAM_MEASURES
 
 
 CARD = """---
@@ -18,9 +19,9 @@ CARD = """---
 
 # {name}
 
-{count} small verifiable Python tasks, the archive of a [PopuLoRA](https://arxiv.org/abs/2605.16727) run: LoRA teachers on
-{base} wrote them over {step} steps (`author` is `seed` for those that the run started with), a sandbox ran every program
-and refused what failed, depended on chance or was a duplicate.
+{count} small verifiable Python tasks, the archive of a [PopuLoRA](https://arxiv.org/abs/2605.16727) run: LoRA teachers
+on {base} wrote them over {step} steps (`author` is `seed` for those that the run started with), a sandbox ran every
+program and refused what failed, depended on chance or was a duplicate.
 
 | kind | tasks |
 |---|---:|
@@ -38,11 +39,11 @@ They seed another run: `PopuLoRATrainer(..., train_dataset=tasks)`, or `seed_tas
 |---|---|
 | `kind` | `code_o`: predict the output; `code_i`: find an input; `code_f`: write the program |
 | `program` | defines `f` |
-| `inputs`, `outputs` | canonical texts, read by `trl_populora.sandbox.values.decode`; an input is the tuple of arguments |
+| `inputs`, `outputs` | canonical texts (`trl_populora.sandbox.values.decode`); an input is the tuple of arguments |
 | `message`, `visible` | code_f alone: the hint, and how many pairs the solver sees |
 | `author`, `step`, `match` | who wrote it and when |
 | `solve_rate` | share of attempts that solved it; empty if nobody has tried |
-| `ast_depth`, `cyclomatic`, `lines`, `variables` | complexity of the program |{measures}
+| {complexity} | complexity of the program |{measures}
 | `key` | hash by which duplicates are recognised |
 """
 
@@ -81,6 +82,7 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
         count=f"{kinds.total():,}",
         base=population["base_model"],
         step=population["step"],
+        complexity=", ".join(f"`{name}`" for name in PROGRAM_MEASURES),
         measures=f"\n| {', '.join(f'`{name}`' for name in own)} | what tasks of other kinds measure |" if own else "",
         kinds="\n".join(f"| {kind} | {count:,} |" for kind, count in sorted(kinds.items())),
     )

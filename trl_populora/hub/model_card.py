@@ -11,9 +11,10 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from trl_populora.assets import TINY
+from trl_populora.files import written_whole
+from trl_populora.population.members import read_population
 from trl_populora.report.plots import PLOTS
 from trl_populora.runs.records import read_lines
-from trl_populora.runs.saved_population import read_json
 
 
 TAGS = ("trl", "populora", "lora", "peft", "reinforcement-learning")
@@ -35,8 +36,8 @@ The adapter at the root of this repository is **{best}**, the student with the h
 
 {ratings}
 
-`held out` is the solve rate on held-out tasks{held_out_base}; mu and sigma are TrueSkill ratings from the matches of the
-run; `born` counts steps.
+`held out` is the solve rate on held-out tasks{held_out_base}; mu and sigma are TrueSkill ratings from the matches of
+the run; `born` counts steps.
 {plots}
 ## Load it
 
@@ -119,7 +120,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         tags (`list[str]`, *optional*): Added to the package's own.
         details (`dict`, *optional*): Further metadata, for example `license` and `language`.
     """
-    population = read_json(root / "population.json")
+    population = read_population(root)
     base, members = population["base_model"], population["members"]
     patterns = [population["lora"].get(f"{name}_pattern") or {} for name in ("rank", "alpha")]
     largest = max([population["lora"]["r"], *patterns[0].values()])
@@ -158,9 +159,8 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         lineage=_lineage(root / "lineage.jsonl"),
         settings=json.dumps(population.get("settings", {}), indent=2),
     )
-    unfinished = root / "README.md.tmp"
-    unfinished.write_text(text)
-    unfinished.replace(root / "README.md")
+    with written_whole(root / "README.md") as unfinished:
+        unfinished.write_text(text)
 
 
 def _base_code(base: str) -> dict[str, str]:

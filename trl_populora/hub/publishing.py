@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Loca
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
+from trl_populora.files import written_whole
 from trl_populora.hub.archive_card import archive_card
 from trl_populora.hub.model_card import PICTURES, write_card
-from trl_populora.population.members import PRIOR_SIGMA, Population
+from trl_populora.population.members import POPULATION_FILE, PRIOR_SIGMA, Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.report.run import draw_plots, load_run
+from trl_populora.report.load import load_run
+from trl_populora.report.plots import draw_plots
 from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import Shape, best_adapter, check_same_shape, read_json
+from trl_populora.runs.saved_population import Shape, best_adapter, check_same_shape
 
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ RESUME_ONLY = (
 )
 NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp", *(f"{name}*" for name in RESUME_ONLY if name != "trainer_state")]
 STAGES = "_push"
-POPULATION = ("population.json", "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
+POPULATION = (POPULATION_FILE, "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
 
 
 class Uploads:
@@ -60,6 +62,10 @@ class Uploads:
     def __init__(self, args: PopuLoRAConfig):
         self.args = args
         self.run = Path(args.output_dir)
+
+    def hub_errors(self, repo: str | None = None) -> AbstractContextManager:
+        """[`hub_errors`] for uploads of this run."""
+        return hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
 
     def is_due(self, pending: PushInProgress | None) -> bool:
         """Whether a checkpoint goes up now: one at a time unless `hub_always_push`."""
@@ -96,7 +102,7 @@ class Uploads:
         for job in pending.jobs if pending is not None else []:
             if job.done() and not job.cancelled() and (error := job.exception()) is not None:
                 try:
-                    with explained(repo or "the Hub", self.args.output_dir):
+                    with self.hub_errors(repo):
                         raise error
                 except Exception as told:
                     logger.warning("%s", told)
@@ -106,9 +112,8 @@ def place_best_student(root: Path) -> None:
     """Copies the best student's adapter to the root of a saved population."""
     best = best_adapter(root)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        unfinished = root / f"{name}.tmp"
-        shutil.copyfile(best / name, unfinished)
-        unfinished.replace(root / name)
+        with written_whole(root / name) as unfinished:
+            shutil.copyfile(best / name, unfinished)
 
 
 def draw_for_card(root: Path) -> None:
@@ -173,13 +178,13 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
         `RuntimeError`: If the upload fails; the message says why and how to complete it.
     """
     root = Path(run)
-    members = read_json(root / "population.json")["members"]
+    members = read_population(root)["members"]
     if not all((root / member["adapter"] / "adapter_model.safetensors").exists() for member in members):
         raise ValueError(f"{root} was not saved to its end; push a checkpoint of it, or resume it.")
     place_best_student(root)
     draw_for_card(root)
     write_card(root, repo)
-    with explained(repo, str(run)):
+    with hub_errors(repo, str(run)):
         repo = HfApi().create_repo(repo, token=token, private=private, exist_ok=True).repo_id
         commit = HfApi().upload_folder(
             repo_id=repo,
@@ -211,8 +216,8 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
         `RuntimeError`: If the upload fails; the message says why and how to complete it.
     """
     path = Path(run, "archive.parquet")
-    card = archive_card(path, read_json(Path(run, "population.json")), repo)
-    with explained(repo, str(run), "--archive_repo"):
+    card = archive_card(path, read_population(run), repo)
+    with hub_errors(repo, str(run), "--archive_repo"):
         repo = HfApi().create_repo(repo, token=token, private=private, repo_type="dataset", exist_ok=True).repo_id
         commit = HfApi().create_commit(
             repo_id=repo,
@@ -225,7 +230,7 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
 
 
 @contextmanager
-def explained(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
+def hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
     """Turns what may go wrong between here and the Hub into one error that says why and what to do."""
     try:
         yield
@@ -247,7 +252,9 @@ def explained(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
 
 
 def _is_connection(error: Exception) -> bool:
-    """Whether an error comes from the network; the client changes its HTTP library, whose errors share no base class."""
+    """
+    Whether an error comes from the network; the client changes its HTTP library, whose errors share no base class.
+    """
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # a file that was not uploaded
         return _is_connection(error.__cause__)
     return isinstance(error, (ConnectionError, HfHubHTTPError)) or type(error).__module__.startswith("httpx")
@@ -301,11 +308,11 @@ def warm_start(path_or_repo: str, model: torch.nn.Module, population: Population
         `ValueError`: If the population cannot be read, or was trained on another base or with another adapter shape.
     """
     root = fetch(path_or_repo)
-    saved = check_same_shape(root / "population.json", shape)
+    saved = check_same_shape(root, shape)
     for role in ("teacher", "student"):
         ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
         if not ranked:
-            raise ValueError(f"{root / 'population.json'}: field `members` holds no {role}.")
+            raise ValueError(f"{root / POPULATION_FILE}: field `members` holds no {role}.")
         for slot, member in enumerate(population.role(role)):
             source: dict[str, Any] = ranked[slot % len(ranked)]
             adapter = population.adapter(member.name)

@@ -27,12 +27,13 @@ from transformers import TrainerCallback
 from trl_populora.population.factors import Factors, compare
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
-from trl_populora.populora_config import PopuLoRAConfig
 
 
 # The paper's own eight, evenly. The others of the tables are there to be named.
 DEFAULT_MUTATIONS = ("svd_perturb", "layer_gaussian", "component_mask", "full_gaussian")
 DEFAULT_CROSSOVERS = ("dare", "module_swap", "svd_subspace", "extrapolate")
+
+RATING_RESETS = ("parents", "prior")  # what a newborn's rating may be
 
 # After so many halvings a child is within a few per cent of its parent; then it may as well be the parent.
 GATE_ATTEMPTS = 4
@@ -208,8 +209,8 @@ class EvolutionCallback(TrainerCallback):
         read (`Callable`): Factors of a member by name. Collective.
         write (`Callable`): `(name, factors)` puts factors into a live member for a test. Collective.
         replace (`Callable`): The trainer's `replace_member`. Collective.
-        forgotten (`Callable`): `(child, parent)` -> nats per token that one live member lost against another on what its
-            role has got right; NaN if nothing is known. Collective.
+        forgotten (`Callable`): `(child, parent)` -> nats per token that one live member lost against another on what
+            its role has got right; NaN if nothing is known. Collective.
         log (`Callable`): Takes the metrics of each step.
 
     Raises:
@@ -218,7 +219,7 @@ class EvolutionCallback(TrainerCallback):
 
     def __init__(
         self,
-        args: PopuLoRAConfig,
+        args: Any,
         population: Population,
         read: Callable[[str], Factors],
         write: Callable[[str, Factors], None],
@@ -263,7 +264,8 @@ class EvolutionCallback(TrainerCallback):
 
         Args:
             step (`int`): Optimizer steps so far.
-            optimizer, scheduler: The trainer's, with one parameter group per member: a child's learning rate may differ.
+            optimizer, scheduler: The trainer's, with one parameter group per member: a child's learning rate may
+            differ.
 
         Returns:
             `list[dict]`: The lines of the lineage.

@@ -67,22 +67,19 @@ def product_norms(factors: Factors) -> Tensor:
     return _inner(factors, factors).clamp(min=0).sqrt()
 
 
-def compare(child: Factors, parent: Factors, scaling_ratio: float = 1.0) -> dict[str, float]:
+def compare(child: Factors, parent: Factors) -> dict[str, float]:
     """
     Cosine and norm ratio of a child's update to a parent's, over all modules together.
 
     Args:
         child, parent (`dict[str, Tensor]`):
             Factors with the same keys.
-        scaling_ratio (`float`, *optional*, defaults to `1.0`):
-            The parent's LoRA scaling over the child's.
 
     Returns:
         `dict[str, float]`: `cosine` and `norm_ratio`; both NaN if the parent is zero, `cosine` also if the child is.
     """
     ours, theirs = (float(_inner(f, f).sum().clamp(min=0).sqrt()) for f in (child, parent))
-    theirs *= scaling_ratio
-    both = float(_inner(child, parent).sum()) * scaling_ratio
+    both = float(_inner(child, parent).sum())
     return {
         "cosine": both / (ours * theirs) if ours * theirs else math.nan,
         "norm_ratio": ours / theirs if theirs else math.nan,
@@ -122,32 +119,28 @@ def _gram(parts: list[Tensor]) -> Tensor:
 def on_cores(
     parents: Sequence[Factors],
     combine: Callable[[list[Tensor]], Tensor],
-    scalings: Sequence[float] = (1.0,),
-    norm_of: Sequence[float] | None = (1.0,),
+    norm_of: Sequence[float] | None,
 ) -> Factors:
     """
     Child whose product is the rank-r truncation of what `combine` makes of the parents' cores.
 
     Args:
         parents (`Sequence[dict[str, Tensor]]`):
-            Factors with the same keys and shapes; the first one gives keys, dtypes, scaling and gauge.
+            Factors with the same keys and shapes; the first one gives keys, dtypes and gauge.
         combine (`Callable`):
             Maps the parents' cores, a list of fp64 `[n, R, R]` over the n modules of one rank, to one such tensor.
-        scalings (`Sequence[float]`, *optional*, defaults to `(1.0,)`):
-            LoRA scaling of each parent; products are compared after scaling and the child carries the first one's.
-        norm_of (`Sequence[float]`, *optional*, defaults to `(1.0,)`):
+        norm_of (`Sequence[float]` or `None`):
             Weight of each parent in the norm that every module of the child is rescaled to, a weighted mean of the
-            parents' (scaled) products' norms. `None` leaves the norm as it comes.
+            parents' products' norms. `None` leaves the norm as it comes.
     """
     batches: dict[int, list[tuple[str, str]]] = {}
     for down, up in modules_of(parents[0]):
         batches.setdefault(parents[0][down].shape[0], []).append((down, up))
-    ratios = [scaling / scalings[0] for scaling in scalings]
     child = dict.fromkeys(parents[0])
     for rank, pairs in batches.items():
         down_gram = torch.stack([_gram([p[down] for p in parents]) for down, _ in pairs])
         up_gram = torch.stack([_gram([p[up].T for p in parents]) for _, up in pairs])
-        down_maps, up_maps = _recombine(down_gram, up_gram, ratios, combine, norm_of)
+        down_maps, up_maps = _recombine(down_gram, up_gram, rank, combine, norm_of)
         for (down, up), down_map, up_map in zip(pairs, down_maps, up_maps, strict=True):
             of_down, of_up = down_map.split(rank, dim=1), up_map.split(rank, dim=0)
             child_down, child_up = of_down[0] @ parents[0][down].float(), parents[0][up].float() @ of_up[0]
@@ -158,19 +151,15 @@ def on_cores(
     return child
 
 
-def _recombine(down_gram: Tensor, up_gram: Tensor, ratios: list[float], combine, norm_of):
+def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of):
     """
     Child factors as fp32 linear maps of the parents' own: `[n, r, R]` for A and `[n, R, r]` for B, given the Gram
     matrices (`[n, R, R]`, fp64) of the parents' rows of A and columns of B side by side.
     """
-    rank = down_gram.shape[-1] // len(ratios)
     to_row_space, from_row_space = _basis(down_gram)
     to_column_space, from_column_space = _basis(up_gram)
-    blocks = [slice(rank * p, rank * (p + 1)) for p in range(len(ratios))]
-    cores = [
-        ratio * to_column_space[..., block] @ to_row_space[..., block].mT
-        for ratio, block in zip(ratios, blocks, strict=True)
-    ]
+    blocks = [slice(start, start + rank) for start in range(0, down_gram.shape[-1], rank)]
+    cores = [to_column_space[..., block] @ to_row_space[..., block].mT for block in blocks]
     core = combine(cores)
 
     # The top eigenvectors of C^T C are the right singular vectors. The tiny ridge on the directions that the row space

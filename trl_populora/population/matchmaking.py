@@ -2,8 +2,8 @@
 Phase 1 (match) and the rating half of phase 5: who meets whom, and what the meeting says about both.
 
 Pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019) over TrueSkill (Herbrich et al., 2006)
-win probabilities, as in PopuLoRA (arXiv 2605.16727). Ratings follow the matches' scores; `benchmarks/ratings.py` compares
-that with wins and losses. No torch.
+win probabilities, as in PopuLoRA (arXiv 2605.16727). Ratings follow the matches' scores; `benchmarks/ratings.py`
+compares that with wins and losses. No torch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TAU = PRIOR_SIGMA / 20
 SHARE_SD = 0.25
 
 
-def everyone_plays(teachers: int, students: int) -> bool:
+def no_student_idles(teachers: int, students: int) -> bool:
     """
     Whether every student surely has a match in every step of [`Matchmaker`], which only keeps their loads even.
 
-    After n matches each has played n / S times, rounded down or up. Who is ahead plays again if after the step even the
-    least busy have played more than that. Equal numbers, or a number of students that divides the teachers', do.
+    After n matches each has played n / S times, rounded down or up. Who is ahead plays again if after the step even
+    the least busy have played more than that. Equal numbers, or a number of students that divides the teachers', do.
     """
     behind = range(0, teachers * students, teachers)  # after so many matches all loads are equal again
     return all((n + teachers) // students > -(-n // students) for n in behind)
@@ -55,9 +55,9 @@ def student_share(valid: bool, solve_rate: float, chance: float = 0.0) -> float:
     Student's share of one proposal; the teacher's is the rest. A match's score is the mean over its proposals.
 
     The same floor as the teacher's reward: nothing for an invalid proposal, and a task that nobody solved, or no more
-    often than by guessing, earns the teacher no reward, hence no victory either (both sides failed: a draw). PopuLoRA is
-    not explicit about this rule. A teacher without valid tasks loses every match, so the ratings of its students rise
-    although they solved nothing: compare ratings only beside `propose/valid_rate`.
+    often than by guessing, earns the teacher no reward, hence no victory either (both sides failed: a draw). PopuLoRA
+    is not explicit about this rule. A teacher without valid tasks loses every match, so the ratings of its students
+    rise although they solved nothing: compare ratings only beside `propose/valid_rate`.
 
     Args:
         valid (`bool`):

@@ -6,12 +6,13 @@ Holds plain numbers only (no tensors, no torch), so that every rank can keep its
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
+
+from trl_populora.files import read_json
 
 
 ROLES = ("teacher", "student")
@@ -19,6 +20,18 @@ ROLES = ("teacher", "student")
 # TrueSkill's own prior (Herbrich et al., 2006), which PopuLoRA keeps: a member of the first step is anybody.
 PRIOR_MU = 25.0
 PRIOR_SIGMA = 25.0 / 3
+
+POPULATION_FILE = "population.json"
+
+
+def read_population(directory: str | Path) -> dict[str, Any]:
+    """
+    What a saved population says of itself; [`~trl_populora.runs.saved_population.describe`] names the fields.
+
+    Raises:
+        `ValueError`: If its `population.json` is missing, broken or of another version.
+    """
+    return read_json(Path(directory, POPULATION_FILE))
 
 
 @dataclass
@@ -107,13 +120,13 @@ class Population:
         Raises:
             ValueError: If there is no usable `population.json`.
         """
-        path = Path(path_or_repo, "population.json")
+        root = Path(path_or_repo)
         try:
-            if not Path(path_or_repo).is_dir():
+            if not root.is_dir():
                 from huggingface_hub import hf_hub_download
 
-                path = Path(hf_hub_download(path_or_repo, path.name, revision=revision, token=token))
-            saved = json.loads(path.read_text())["members"]
+                root = Path(hf_hub_download(path_or_repo, POPULATION_FILE, revision=revision, token=token)).parent
+            saved = read_population(root)["members"]
             roles = [member["role"] for member in saved]
             names = {field.name for field in fields(Member)} - {"index"}
             members = [{name: value for name, value in member.items() if name in names} for member in saved]
@@ -124,7 +137,7 @@ class Population:
                 member["index"] = live.index
             population.load_state_dict({"members": members})
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} describes no population ({error!r}).") from error
+            raise ValueError(f"{root / POPULATION_FILE} describes no population ({error!r}).") from error
         return population
 
     def __len__(self) -> int:

@@ -4,11 +4,12 @@ space operators).
 
 An adapter comes and goes as `dict[str, Tensor]` with PEFT's keys: `<module>.lora_A.weight` (`[r, in]`) and
 `<module>.lora_B.weight` (`[out, r]`). What a module does is the product B A, so operators act on the product, through
-its core (see [`trl_populora.population.factors`]), wherever a factor-wise one would mix coordinates that mean different things in
-two parents.
+its core (see [`trl_populora.population.factors`]), wherever a factor-wise one would mix coordinates that mean
+different things in two parents.
 
-Every operator takes a `strength`: 1 is the operator as published, 0 gives the (better) parent back, and halving it
-moves the child closer; the retention gate relies on that. The results have the keys, shapes and dtypes of the (better)
+A mutation is called as `fn(factors, generator, strength=1.0, ...)`, a crossover as `fn(better, worse, generator,
+strength=1.0, ...)`. Strength 1 is the operator as published, 0 gives the (better) parent back, and halving it moves
+the child closer; the retention gate relies on that. The results have the keys, shapes and dtypes of the (better)
 parent.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import wraps
+from typing import Any
 
 import torch
 from peft.utils.merge_utils import task_arithmetic
@@ -44,26 +46,40 @@ def _copy(factors: Factors) -> Factors:
     return {key: value.clone() for key, value in factors.items()}
 
 
-def _mutation(operator: Callable[..., Factors]) -> Callable[..., Factors]:
-    """Check the arguments and give the parent back, bit for bit, at strength 0."""
+def _operator(make: Callable[..., Factors]) -> Callable[..., Factors]:
+    """Checks the arguments, and gives the (better) parent back, bit for bit, at strength 0."""
 
-    @wraps(operator)
-    def checked(factors: Factors, generator: Generator, *, strength: float = 1.0, **options) -> Factors:
-        _check(strength, [factors])
-        return operator(factors, generator, strength=strength, **options) if strength else _copy(factors)
-
-    return checked
-
-
-def _crossover(operator: Callable[..., Factors]) -> Callable[..., Factors]:
-    """Check the arguments and give the better parent back, bit for bit, at strength 0."""
-
-    @wraps(operator)
-    def checked(better: Factors, worse: Factors, generator: Generator, *, strength: float = 1.0, **options) -> Factors:
-        _check(strength, [better, worse])
-        return operator(better, worse, generator, strength=strength, **options) if strength else _copy(better)
+    @wraps(make)
+    def checked(*parents_and_generator: Any, strength: float = 1.0, **options: Any) -> Factors:
+        *parents, generator = parents_and_generator
+        _check(strength, parents)
+        return make(*parents, generator, strength, **options) if strength else _copy(parents[0])
 
     return checked
+
+
+def _of_cores(combine: Callable[..., Tensor]) -> Callable[..., Factors]:
+    """
+    An operator on the products, from what it makes of the parents' cores: `combine(cores, generator, strength, ...)`.
+
+    With `keep_norm`, the default, each module is rescaled to the parents' norm (see [`_norm_of`]).
+    """
+
+    @wraps(combine)
+    def operator(*given: Any, keep_norm: bool = True, **options: Any) -> Factors:
+        *parents, generator, strength = given
+        weights = _norm_of(strength) if len(parents) > 1 else (1.0,)
+        return on_cores(
+            parents, lambda cores: combine(cores, generator, strength, **options), weights if keep_norm else None
+        )
+
+    return _operator(operator)
+
+
+def _norm_of(strength: float) -> tuple[float, float]:
+    """Two parents' weights in the child's norm: the mean of the two at strength 1, the better one's towards 0."""
+    part = min(strength / 2, 1.0)
+    return 1 - part, part
 
 
 def _normal(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor:
@@ -74,7 +90,11 @@ def _uniform(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor
     return torch.rand(*shape, generator=generator, device=generator.device).to(like)
 
 
-# Mutations: fn(factors, generator, *, strength, ...) -> factors.
+def _weighted(cores: list[Tensor], weights: Sequence[float]) -> Tensor:
+    return task_arithmetic(cores, torch.tensor(weights, dtype=cores[0].dtype, device=cores[0].device))
+
+
+# Mutations
 
 
 def _add_noise(factors: Factors, pairs: list[tuple[str, str]], generator: Generator, scale: float, keep_norm: bool):
@@ -93,9 +113,9 @@ def _add_noise(factors: Factors, pairs: list[tuple[str, str]], generator: Genera
     return child
 
 
-@_mutation
+@_operator
 def full_gaussian(
-    factors: Factors, generator: Generator, *, strength: float = 1.0, scale: float = 0.15, keep_norm: bool = True
+    factors: Factors, generator: Generator, strength: float, *, scale: float = 0.15, keep_norm: bool = True
 ) -> Factors:
     """
     Gaussian noise on every tensor, relative to the tensor's own size, so that A and B are disturbed alike.
@@ -110,12 +130,12 @@ def full_gaussian(
     return _add_noise(factors, modules_of(factors), generator, strength * scale, keep_norm)
 
 
-@_mutation
+@_operator
 def layer_gaussian(
     factors: Factors,
     generator: Generator,
+    strength: float,
     *,
-    strength: float = 1.0,
     scale: float = 0.15,
     fraction: float = 1 / 3,
     keep_norm: bool = True,
@@ -140,34 +160,24 @@ def rotation(noise: Tensor, scale: float) -> Tensor:
     return torch.linalg.matrix_exp(skew * (scale / math.sqrt(noise.shape[-1])))
 
 
-@_mutation
-def svd_perturb(
-    factors: Factors, generator: Generator, *, strength: float = 1.0, scale: float = 0.1, keep_norm: bool = True
-) -> Factors:
+@_of_cores
+def svd_perturb(cores: list[Tensor], generator: Generator, strength: float, *, scale: float = 0.1) -> Tensor:
     """
     Scale the singular values log-normally and rotate both singular bases within their spaces.
 
     Args:
         scale (`float`, *optional*, defaults to `0.1`):
             Standard deviation of the log of the factors, and angle of the rotations (see [`rotation`]).
-        keep_norm (`bool`, *optional*, defaults to `True`):
-            Rescale each module to the parent's norm.
     """
-
-    def perturb(cores: list[Tensor]) -> Tensor:
-        (core,) = cores
-        left, values, right = torch.linalg.svd(core)
-        turns = [rotation(_normal(core.shape, generator, core), strength * scale) for _ in range(2)]
-        values = values * torch.exp(strength * scale * _normal(values.shape, generator, values))
-        return (left @ turns[0] * values.unsqueeze(-2)) @ (turns[1].mT @ right)
-
-    return on_cores([factors], perturb, norm_of=(1.0,) if keep_norm else None)
+    (core,) = cores
+    left, values, right = torch.linalg.svd(core)
+    turns = [rotation(_normal(core.shape, generator, core), strength * scale) for _ in range(2)]
+    values = values * torch.exp(strength * scale * _normal(values.shape, generator, values))
+    return (left @ turns[0] * values.unsqueeze(-2)) @ (turns[1].mT @ right)
 
 
-@_mutation
-def component_mask(
-    factors: Factors, generator: Generator, *, strength: float = 1.0, fraction: float = 0.3, keep_norm: bool = False
-) -> Factors:
+@_operator
+def component_mask(factors: Factors, generator: Generator, strength: float, *, fraction: float = 0.3) -> Factors:
     """
     Drop a random `fraction` of each module's singular components (about 30 % in the paper) and keep the rest as it is.
 
@@ -181,82 +191,49 @@ def component_mask(
         rank_of = _uniform(values.shape, generator, values).argsort(-1).argsort(-1)
         return (left * (values * (rank_of >= drop)).unsqueeze(-2)) @ right
 
-    return on_cores([factors], mask, norm_of=(1.0,) if keep_norm else None)
+    return on_cores([factors], mask, norm_of=None)
 
 
-# Crossovers: fn(better, worse, generator, *, strength, scalings, keep_norm, ...) -> factors. `scalings` are the LoRA
-# scalings (alpha / r) of the better and the worse parent; the child is made for the better one's.
+# Crossovers
 
 
-def _weighted(cores: list[Tensor], weights: Sequence[float]) -> Tensor:
-    return task_arithmetic(cores, torch.tensor(weights, dtype=cores[0].dtype, device=cores[0].device))
-
-
-def _norm_of(strength: float, keep_norm: bool) -> tuple[float, float] | None:
-    """The parents' weights in the child's norm: the mean of the two at strength 1, the better one's towards 0."""
-    part = min(strength / 2, 1.0)
-    return (1 - part, part) if keep_norm else None
-
-
-@_crossover
-def clone(better: Factors, worse: Factors, generator: Generator, *, strength: float = 1.0, **_) -> Factors:
+@_operator
+def clone(better: Factors, worse: Factors, generator: Generator, strength: float) -> Factors:
     """The better parent again: exploitation alone, as in population-based training (Jaderberg et al., 2017)."""
     return _copy(better)
 
 
-@_crossover
-def average(
-    better: Factors,
-    worse: Factors,
-    generator: Generator,
-    *,
-    strength: float = 1.0,
-    scalings: Sequence[float] = (1.0, 1.0),
-    keep_norm: bool = True,
-) -> Factors:
+@_of_cores
+def average(cores: list[Tensor], generator: Generator, strength: float) -> Tensor:
     """Mean of the two products (weight `strength / 2` on the worse), truncated to rank r."""
-    weights = (1 - strength / 2, strength / 2)
-    return on_cores([better, worse], lambda cores: _weighted(cores, weights), scalings, _norm_of(strength, keep_norm))
+    return _weighted(cores, (1 - strength / 2, strength / 2))
 
 
-@_crossover
-def slerp(
-    better: Factors,
-    worse: Factors,
-    generator: Generator,
-    *,
-    strength: float = 1.0,
-    scalings: Sequence[float] = (1.0, 1.0),
-    keep_norm: bool = True,
-) -> Factors:
+@_of_cores
+def slerp(cores: list[Tensor], generator: Generator, strength: float) -> Tensor:
     """Point on the great circle between the two products of each module, half-way at strength 1."""
-
-    def turn(cores: list[Tensor]) -> Tensor:
-        norms = [core.square().sum((-2, -1), keepdim=True).sqrt() for core in cores]
-        units = [torch.where(norm > 0, core / norm, 0.0) for core, norm in zip(cores, norms, strict=True)]
-        angle = torch.acos((units[0] * units[1]).sum((-2, -1), keepdim=True).clamp(-1, 1))
-        part = strength / 2
-        # Parallel products have no great circle of their own; the chord is the same path there.
-        flat = angle.sin() < 1e-6
-        weights = [
-            torch.where(flat, w, torch.sin(w * angle) / torch.where(flat, 1.0, angle.sin())) for w in (1 - part, part)
-        ]
-        length = (1 - part) * norms[0] + part * norms[1]
-        return length * (weights[0] * units[0] + weights[1] * units[1])
-
-    return on_cores([better, worse], turn, scalings, _norm_of(strength, keep_norm))
+    norms = [core.square().sum((-2, -1), keepdim=True).sqrt() for core in cores]
+    units = [torch.where(norm > 0, core / norm, 0.0) for core, norm in zip(cores, norms, strict=True)]
+    angle = torch.acos((units[0] * units[1]).sum((-2, -1), keepdim=True).clamp(-1, 1))
+    part = strength / 2
+    # Parallel products have no great circle of their own; the chord is the same path there.
+    flat = angle.sin() < 1e-6
+    weights = [
+        torch.where(flat, w, torch.sin(w * angle) / torch.where(flat, 1.0, angle.sin())) for w in (1 - part, part)
+    ]
+    length = (1 - part) * norms[0] + part * norms[1]
+    return length * (weights[0] * units[0] + weights[1] * units[1])
 
 
-@_crossover
+@_operator
 def extrapolate(
     better: Factors,
     worse: Factors,
     generator: Generator,
+    strength: float,
     *,
-    strength: float = 1.0,
-    scalings: Sequence[float] = (1.0, 1.0),
-    keep_norm: bool = True,
     reach: float = 0.5,
+    keep_norm: bool = True,
 ) -> Factors:
     """
     From the worse parent through the better and beyond: worse + factor (better - worse).
@@ -266,22 +243,12 @@ def extrapolate(
             The factor is uniform in [1, 1 + reach], 1 to 1.5 as in the paper, drawn once per child.
     """
     factor = 1 + strength * reach * float(torch.rand((), generator=generator, device=generator.device))
-    return on_cores(
-        [better, worse], lambda cores: _weighted(cores, (factor, 1 - factor)), scalings, _norm_of(strength, keep_norm)
-    )
+    norm_of = _norm_of(strength) if keep_norm else None
+    return on_cores([better, worse], lambda cores: _weighted(cores, (factor, 1 - factor)), norm_of)
 
 
-@_crossover
-def dare(
-    better: Factors,
-    worse: Factors,
-    generator: Generator,
-    *,
-    strength: float = 1.0,
-    scalings: Sequence[float] = (1.0, 1.0),
-    keep_norm: bool = True,
-    drop: float = 0.5,
-) -> Factors:
+@_of_cores
+def dare(cores: list[Tensor], generator: Generator, strength: float, *, drop: float = 0.5) -> Tensor:
     """
     Drop-and-rescale mix (DARE, Yu et al., 2023): the better parent plus half of a random part of the difference.
 
@@ -297,57 +264,31 @@ def dare(
     probability = min(strength * drop, 1.0)
     if probability >= 1:
         raise ValueError(f"`strength * drop` must be below 1 for the rest to be rescaled, got {strength * drop}.")
-
-    def mix(cores: list[Tensor]) -> Tensor:
-        left, right = singular_bases(cores)
-        difference = left.mT @ (cores[1] - cores[0]) @ right.mT
-        kept = _uniform(difference.shape, generator, difference) >= probability
-        return cores[0] + strength / 2 * left @ (difference * kept / (1 - probability)) @ right
-
-    return on_cores([better, worse], mix, scalings, _norm_of(strength, keep_norm))
+    left, right = singular_bases(cores)
+    difference = left.mT @ (cores[1] - cores[0]) @ right.mT
+    kept = _uniform(difference.shape, generator, difference) >= probability
+    return cores[0] + strength / 2 * left @ (difference * kept / (1 - probability)) @ right
 
 
-@_crossover
-def ties(
-    better: Factors,
-    worse: Factors,
-    generator: Generator,
-    *,
-    strength: float = 1.0,
-    scalings: Sequence[float] = (1.0, 1.0),
-    keep_norm: bool = True,
-    density: float = 0.5,
-) -> Factors:
+@_of_cores
+def ties(cores: list[Tensor], generator: Generator, strength: float, *, density: float = 0.5) -> Tensor:
     """
     TIES (Yadav et al., 2023) by PEFT's `ties`: trim to the largest `density` of the entries, elect signs, merge.
 
     Entries are those of the cores in the better parent's singular bases: there its own core is diagonal, so a
     conflict of signs is a component of it that the worse parent would undo. Half of the step at strength 0.5.
     """
-
-    def merge(cores: list[Tensor]) -> Tensor:
-        left, right = singular_bases(cores)
-        aligned = [left.mT @ core @ right.mT for core in cores]
-        # Rounding where one parent has nothing would vote, and halve what the other one has there.
-        aligned = [core * (core.abs() > RELATIVE_ZERO * core.abs().amax((-2, -1), keepdim=True)) for core in aligned]
-        weights = torch.ones(2, dtype=cores[0].dtype, device=cores[0].device)
-        merged = torch.stack([peft_ties(list(pair), weights, density) for pair in zip(*aligned, strict=True)])
-        return _weighted([cores[0], left @ merged @ right], (1 - strength, strength))
-
-    return on_cores([better, worse], merge, scalings, _norm_of(strength, keep_norm))
+    left, right = singular_bases(cores)
+    aligned = [left.mT @ core @ right.mT for core in cores]
+    # Rounding where one parent has nothing would vote, and halve what the other one has there.
+    aligned = [core * (core.abs() > RELATIVE_ZERO * core.abs().amax((-2, -1), keepdim=True)) for core in aligned]
+    weights = torch.ones(2, dtype=cores[0].dtype, device=cores[0].device)
+    merged = torch.stack([peft_ties(list(pair), weights, density) for pair in zip(*aligned, strict=True)])
+    return _weighted([cores[0], left @ merged @ right], (1 - strength, strength))
 
 
-@_crossover
-def svd_subspace(
-    better: Factors,
-    worse: Factors,
-    generator: Generator,
-    *,
-    strength: float = 1.0,
-    scalings: Sequence[float] = (1.0, 1.0),
-    keep_norm: bool = True,
-    fraction: float = 0.5,
-) -> Factors:
+@_of_cores
+def svd_subspace(cores: list[Tensor], generator: Generator, strength: float, *, fraction: float = 0.5) -> Tensor:
     """
     The better parent's top k singular components with the worse parent's components k+1 to r: rank r, no truncation.
 
@@ -355,43 +296,26 @@ def svd_subspace(
         fraction (`float`, *optional*, defaults to `0.5`):
             Share of the components that come from the worse parent at strength 1. The paper gives no k.
     """
-
-    def join(cores: list[Tensor]) -> Tensor:
-        rank = cores[0].shape[-1] // 2
-        top = rank - min(round(strength * fraction * rank), rank)
-        child = torch.zeros_like(cores[0])
-        for core, block in zip(cores, (slice(0, top), slice(top, rank)), strict=True):
-            # Eigenvectors of C^T C are right singular vectors, at a third of the cost.
-            right = torch.linalg.eigh(core.mT @ core).eigenvectors.flip(-1)[..., block]
-            child += core @ right @ right.mT
-        return child
-
-    return on_cores([better, worse], join, scalings, _norm_of(strength, keep_norm))
+    rank = cores[0].shape[-1] // 2
+    top = rank - min(round(strength * fraction * rank), rank)
+    child = torch.zeros_like(cores[0])
+    for core, block in zip(cores, (slice(0, top), slice(top, rank)), strict=True):
+        # Eigenvectors of C^T C are right singular vectors, at a third of the cost.
+        right = torch.linalg.eigh(core.mT @ core).eigenvectors.flip(-1)[..., block]
+        child += core @ right @ right.mT
+    return child
 
 
-@_crossover
-def module_swap(
-    better: Factors,
-    worse: Factors,
-    generator: Generator,
-    *,
-    strength: float = 1.0,
-    scalings: Sequence[float] = (1.0, 1.0),
-    keep_norm: bool = True,
-) -> Factors:
+@_operator
+def module_swap(better: Factors, worse: Factors, generator: Generator, strength: float) -> Factors:
     """
-    Each module whole from one parent: from the worse with probability `strength / 2`.
-
-    Every part has its own parent's norm and is kept exactly, so `keep_norm` has nothing to do here. Where the scalings
-    differ, B absorbs the ratio.
+    Each module whole from one parent: from the worse with probability `strength / 2`. Every part keeps its own norm.
     """
     child, pairs = _copy(better), modules_of(better)
-    ratio = scalings[1] / scalings[0]
     from_worse = torch.rand(len(pairs), generator=generator, device=generator.device) < strength / 2
-    for (down, up), swap in zip(pairs, from_worse.tolist(), strict=True):
+    for pair, swap in zip(pairs, from_worse.tolist(), strict=True):
         if swap:
-            child[down] = worse[down].to(better[down].dtype, copy=True)
-            child[up] = (worse[up] * ratio if ratio != 1 else worse[up].clone()).to(better[up].dtype)
+            child |= {key: worse[key].to(better[key].dtype, copy=True) for key in pair}
     return child
 
 

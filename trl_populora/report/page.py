@@ -11,7 +11,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trl_populora.report.plots import Plot, Run
+from trl_populora.files import written_whole
+from trl_populora.report.load import Run, load_run, load_samples
+from trl_populora.report.plots import Plot, draw_plots
 
 
 # Characters of a completion that are shown, and rows of the table of births before it folds.
@@ -38,10 +40,33 @@ th:first-child, td:first-child, .text { text-align: left; }
 .teacher { color: var(--teacher); font-weight: 600; } .student { color: var(--student); font-weight: 600; }
 details { border: 1px solid var(--line); border-radius: 8px; margin: .6rem 0; padding: .5rem .8rem; }
 summary { cursor: pointer; overflow-wrap: anywhere; }
-pre { background: var(--soft); border-radius: 6px; padding: .6rem; font-size: .82rem; line-height: 1.4; margin: .4rem 0;
-      white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { background: var(--soft); border-radius: 6px; padding: .6rem; font-size: .82rem; line-height: 1.4;
+      margin: .4rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .tag { border-radius: 4px; padding: 0 .4rem; font-size: .8rem; background: var(--soft); white-space: nowrap; }
 """
+
+
+def write_report(run: str | Path, directory: str | Path | None = None, name: str | None = None) -> Path:
+    """
+    Writes `report.html`, one self-contained page, and its pictures as `plots/*.png`.
+
+    Args:
+        run (`str` or `Path`): The run's `output_dir`, also while it is going on, or a downloaded population.
+        directory (`str` or `Path`, *optional*): Where they go, the run itself by default.
+        name (`str`, *optional*): The page's title, the name of the run's directory by default.
+
+    Returns:
+        `Path`: The page.
+
+    Raises:
+        `ValueError`: If the run has not logged a step yet, or a file is broken.
+    """
+    records = load_run(run, name)
+    target = Path(run if directory is None else directory)
+    drawn = draw_plots(records, target / "plots")
+    with written_whole(target / "report.html") as unfinished:
+        unfinished.write_text(page(records, drawn, load_samples(run)), encoding="utf-8")
+    return target / "report.html"
 
 
 def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[tuple[dict, list[dict]]]) -> str:

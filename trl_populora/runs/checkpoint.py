@@ -37,10 +37,11 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
 from trl_populora.adapters import weights
-from trl_populora.population.members import Population
+from trl_populora.files import FORMAT, read_json, write_json
+from trl_populora.population.members import POPULATION_FILE, Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import records
-from trl_populora.runs.saved_population import FORMAT, Shape, check_same_shape, check_settings, read_json, write_json
+from trl_populora.runs.saved_population import Shape, check_same_shape, check_settings
 from trl_populora.step.rollout import Game
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import load_archive, save_archive
@@ -50,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "checkpoint-"
 UNFINISHED = "_unfinished"  # a leading underscore keeps it out of uploads to the Hub
-WHOLE = "whole.json"
+MANIFEST = "whole.json"
 
 
 def to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
@@ -175,11 +176,11 @@ def find_flaw(checkpoint: str | Path) -> str | None:
     if not root.is_dir():
         return "there is no such directory"
     try:
-        sizes = json.loads((root / WHOLE).read_text())["files"]
+        sizes = json.loads((root / MANIFEST).read_text())["files"]
     except FileNotFoundError:
-        return f"it lacks {WHOLE}, so it was never finished"
+        return f"it lacks {MANIFEST}, so it was never finished"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{WHOLE} is broken ({error!r})"
+        return f"{MANIFEST} is broken ({error!r})"
     for name, size in sizes.items():
         path = root / name
         if not path.is_file():
@@ -199,8 +200,8 @@ def _move_into_place(unfinished: Path, target: Path, world: int) -> None:
     """Lists and flushes the files of a complete checkpoint, then renames it; an older one of the same step goes."""
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
-    write_json(unfinished / WHOLE, {"format": FORMAT, "processes": world, "files": sizes})
-    for path in (*files, unfinished / WHOLE, unfinished):
+    write_json(unfinished / MANIFEST, {"format": FORMAT, "processes": world, "files": sizes})
+    for path in (*files, unfinished / MANIFEST, unfinished):
         _flush(path)
     replaced = unfinished.with_name("replaced")
     if target.exists():
@@ -244,7 +245,7 @@ def save(
     if not write:
         return
     tokenizer.save_pretrained(directory)
-    write_json(root / "population.json", about)
+    write_json(root / POPULATION_FILE, about)
     save_archive(game.archive, root / "archive.parquet")
 
 
@@ -305,7 +306,7 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
         `ValueError`: If a file is missing, broken or of another population; the message names file and field.
     """
     root = Path(directory)
-    check_same_shape(root / "population.json", shape, population.names)
+    check_same_shape(root, shape, population.names)
     for name in population.adapters:
         write_member_file(model, name, root / "members" / name / "adapter_model.safetensors")
 
@@ -336,10 +337,10 @@ def load_game(
         `ValueError`: If a file is missing, broken or of another population; the message names file and field.
     """
     root = Path(directory)
-    saved = check_same_shape(root / "population.json", shape, game.population.names)
-    processes = read_json(root / WHOLE)["processes"]
+    saved = check_same_shape(root, shape, game.population.names)
+    processes = read_json(root / MANIFEST)["processes"]
     same_processes = processes == args.world_size
-    check_settings(args, root / "population.json", saved, same_processes)
+    check_settings(args, root, saved, same_processes)
     state = load_nouns(root, nouns)
     if not isinstance(state.get("coverage"), dict):
         raise ValueError(f"{root / 'game.json'}: field `coverage` is missing or broken.")
@@ -350,7 +351,7 @@ def load_game(
         output_dir = Path(args.output_dir)
         if root.resolve().parent != output_dir.resolve():  # the records there are of a run that does not go on
             records.set_aside(output_dir)
-        records.take_back(output_dir, saved["step"], root / "lineage.jsonl")
+        records.truncate_records(output_dir, saved["step"], root / "lineage.jsonl")
     if same_processes:
         path = root / f"rank_state_{args.process_index}.pt"
         try:

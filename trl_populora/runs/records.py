@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 from accelerate import PartialState
 from transformers import TrainerCallback
 
+from trl_populora.population.members import POPULATION_FILE
 from trl_populora.step.played import Row
 from trl_populora.step.rollout import Game
-from trl_populora.runs.saved_population import write_json
+from trl_populora.files import write_json, written_whole
 
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ LEFT_BY_TRAINING = (
     "trainer_state.json",
 )
 LEFT_BY_READERS = ("run.png", "report.html", "plots", "evaluation.md", "evaluation.json", "evaluation.png")
-LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, "population.json", *LEFT_BY_READERS)
+LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, *LEFT_BY_READERS)
 ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
 
 
@@ -93,9 +94,9 @@ def write_rollouts(
     suffix = f"-rank{game.player.rank}" if game.player.world > 1 else ""
     path = Path(output_dir, "rollouts", f"step_{step:05d}{suffix}.parquet")
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    pq.write_table(table, unfinished, compression="zstd")
-    return unfinished.replace(path)
+    with written_whole(path) as unfinished:
+        pq.write_table(table, unfinished, compression="zstd")
+    return path
 
 
 def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
@@ -120,7 +121,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def take_back(output_dir: Path, step: int, lineage: Path) -> None:
+def truncate_records(output_dir: Path, step: int, lineage: Path) -> None:
     """
     Takes a run's records back to a checkpoint: what came after it will happen again.
 
@@ -132,29 +133,9 @@ def take_back(output_dir: Path, step: int, lineage: Path) -> None:
     for name in (METRICS, TIMES):
         _write_lines(output_dir / name, [e for e in read_lines(output_dir / name) if e["step"] <= step])
     _write_lines(output_dir / LINEAGE, read_lines(lineage))
-    if counts_from_zero(output_dir):
-        _count_from_one(output_dir / "rollouts")
     for path in Path(output_dir, "rollouts").glob("step_*.parquet"):
         if _step_of(path) > step:
             path.unlink()
-
-
-def counts_from_zero(output_dir: str | Path) -> bool:
-    """Whether the rollouts in a run's directory count their steps from 0, as version 0.1 did."""
-    return any(True for _ in Path(output_dir, "rollouts").glob("step_00000*.parquet"))
-
-
-def _count_from_one(rollouts: Path) -> None:
-    """Renumbers files and rows."""
-    renumbered = rollouts.with_name("_rollouts")
-    shutil.rmtree(renumbered, ignore_errors=True)
-    renumbered.mkdir()
-    for path in rollouts.glob("step_*.parquet"):
-        table, number = pq.read_table(path), _step_of(path)
-        table = table.set_column(0, "step", pa.array([number + 1] * len(table)))
-        pq.write_table(table, renumbered / path.name.replace(f"{number:05d}", f"{number + 1:05d}"), compression="zstd")
-    shutil.rmtree(rollouts)
-    renumbered.rename(rollouts)
 
 
 def _step_of(path: Path) -> int:
@@ -191,9 +172,8 @@ def set_aside(output_dir: str | Path) -> Path | None:
 
 
 def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    unfinished.replace(path)
+    with written_whole(path) as unfinished:
+        unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 class Records(TrainerCallback):
@@ -222,7 +202,7 @@ class Records(TrainerCallback):
             return  # an evaluation, and the directory is another run's
         if state.is_world_process_zero and sort_of(logs):
             append_metrics(args.output_dir, state.log_history[-1])
-            write_json(Path(args.output_dir, "population.json"), self.describe())
+            write_json(Path(args.output_dir, POPULATION_FILE), self.describe())
 
 
 class OnlyKnown(TrainerCallback):

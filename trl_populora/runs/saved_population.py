@@ -13,13 +13,13 @@ from typing import Any
 from peft import PeftModel
 from trl import GRPOConfig
 
+from trl_populora.files import FORMAT
+from trl_populora.population.members import POPULATION_FILE, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.rollout import Game
 
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")  # a file without them is from before they were written
 
@@ -125,19 +125,19 @@ def _settings(args: PopuLoRAConfig) -> dict[str, Any]:
     return {name: getattr(args, name) for name in (*own, *shared)}
 
 
-def check_same_shape(path: Path, shape: Shape, members: Sequence[str] | None = None) -> dict[str, Any]:
+def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = None) -> dict[str, Any]:
     """
-    Reads a `population.json` and refuses it if its adapters do not fit.
+    Reads a saved population and refuses it if its adapters do not fit.
 
     Args:
-        path (`Path`): The file.
+        root (`Path`): Its directory.
         shape (`Shape`): What they have to fit.
         members (`Sequence[str]`, *optional*): Whom the file must list, as a resumed run needs it.
 
     Raises:
         `ValueError`: If the file is broken, or its base, adapter shape or members differ; names file and field.
     """
-    saved = read_json(path)
+    path, saved = root / POPULATION_FILE, read_population(root)
     for field in ("base_model", "base_config", "lora", "members"):
         if field not in saved:
             raise ValueError(f"{path}: field `{field}` is missing.")
@@ -170,14 +170,14 @@ def check_same_shape(path: Path, shape: Shape, members: Sequence[str] | None = N
     return saved
 
 
-def check_settings(args: PopuLoRAConfig, path: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
+def check_settings(args: PopuLoRAConfig, root: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
     """
     Says which settings a resumed run changes, and refuses those that a checkpoint decides.
 
     Args:
         args ([`PopuLoRAConfig`]): Settings of the run that resumes.
-        path (`Path`): The checkpoint's `population.json`, for messages.
-        saved (`Mapping`): Its contents; settings that an older file lacks are not compared.
+        root (`Path`): The checkpoint, for messages.
+        saved (`Mapping`): Its `population.json`; settings that an older file lacks are not compared.
         same_processes (`bool`): Whether as many processes resume as have saved.
 
     Raises:
@@ -189,12 +189,12 @@ def check_settings(args: PopuLoRAConfig, path: Path, saved: Mapping[str, Any], s
     refused = [f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed if name in fixed]
     if refused:
         raise ValueError(
-            f"{path}: a resumed run cannot change {'; '.join(refused)}. Resume with the saved values, or start a new run "
+            f"{root / POPULATION_FILE}: a resumed run cannot change {'; '.join(refused)}. Resume with the saved values, or start a new run "
             "with `warm_start` to change them."
         )
     if changed:
         told = "; ".join(f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed)
-        logger.warning("Resuming %s with other settings, which hold from here on: %s.", path.parent, told)
+        logger.warning("Resuming %s with other settings, which hold from here on: %s.", root, told)
 
 
 def best_adapter(root: Path) -> Path:
@@ -204,27 +204,5 @@ def best_adapter(root: Path) -> Path:
     Raises:
         `ValueError`: If `population.json` is missing or broken.
     """
-    saved = read_json(root / "population.json")
+    saved = read_population(root)
     return root / next(m["adapter"] for m in saved["members"] if m["name"] == saved["best_student"])
-
-
-def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Writes a file that appears whole or not at all."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(value, indent=indent) + "\n")
-    unfinished.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        `ValueError`: If the file is missing, no JSON, or of another format.
-    """
-    try:
-        state = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}).") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"{path}: field `format` is {found!r}, this version reads {FORMAT}.")
-    return state

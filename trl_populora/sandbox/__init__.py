@@ -6,10 +6,10 @@
 
 Read in this order: `jobs.py` (what is asked and answered), `protocol.py` (the three messages), `confine.py` and
 `seccomp.py` (the walls), `zygote.py` and `child.py` (the inside), `judge.py` (the verdict), `supervisor.py`,
-`worker.py`, `pending.py` and `pool.py` (the outside), `runner.py` and `sharing.py` (one pool for several processes),
-`bubblewrap.py` (the hard mode), `health.py` (are the walls real?), `values.py` and `literals.py`
-(the only data that crosses), `soft.py`, `entropy.py` and `modules.py` (quality of data, not safety), `heap.py` and
-`text.py` (speed).
+`listener.py`, `places.py`, `worker.py`, `pending.py` and `pool.py` (the outside), `runner.py` and `sharing.py` (one
+pool for several processes), `bubblewrap.py` (the hard mode), `health.py` (are the walls real?), `values.py` and
+`literals.py` (the only data that crosses), `soft.py`, `entropy.py` and `modules.py` (quality of data, not safety),
+`heap.py` (speed).
 
 What is covered, and by what:
 

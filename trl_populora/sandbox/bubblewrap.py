@@ -1,7 +1,7 @@
 """The hard mode: `bwrap` around every zygote, a wall of somebody else's making outside of our own.
 
-Inside it a zygote has namespaces of bubblewrap's, a root folder of its own with Python in it and nothing else, all read
-only, and there it builds its walls as ever. That bubblewrap is really around it is checked from inside.
+Inside it a zygote has namespaces of bubblewrap's, a root folder of its own with Python in it and nothing else, all
+read only, and there it builds its walls as ever. That bubblewrap is really around it is checked from inside.
 """
 
 from __future__ import annotations

@@ -224,8 +224,8 @@ def _seccomp() -> None:
 
 def child_walls(layers: Layers) -> Callable[[int, int], None]:
     """
-    What every child calls first, with its address space in bytes and its CPU seconds (the kernel then kills; a backstop
-    to the deadline): limits of the calling process, then the second filter.
+    What every child calls first, with its address space in bytes and its CPU seconds (the kernel then kills; a
+    backstop to the deadline): limits of the calling process, then the second filter.
 
     Made ready in the zygote, because every page that a child touches is a page to copy.
     """

@@ -1,7 +1,11 @@
-"""Where a zygote's objects lie. A fork is paid for by the page: once to note it, and again when a side first writes to it.
+"""Where a zygote's objects lie. A fork is paid for by the page: once to note it, and again when a side first writes to
+it.
 
-Imports leave holes all over the heap, and what a child then makes, an object here and an object there, each time writes
-to another page. With the holes filled, its objects lie side by side on pages of their own.
+Imports leave holes all over the heap, and what a child then makes, an object here and an object there, each time
+writes to another page. With the holes filled, its objects lie side by side on pages of their own.
+
+Moving the interpreter's own code to huge pages was tried as well and taken out again: it brought a twentieth, and a
+reader had to trust a `mremap` under the code that runs.
 """
 
 from __future__ import annotations

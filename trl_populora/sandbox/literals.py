@@ -60,8 +60,8 @@ def read_arguments(text: str, function: str = "f") -> tuple:
     """
     The positional arguments of a call, from `3, [4]` or from exactly one call `f(3, [4])`.
 
-    So `f(3)` means the argument `3`, never what `f` returns for it: models write the whole call where the arguments are
-    asked for, and nothing is evaluated here. A task keeps and shows `3`, so everybody sees the call that is made.
+    So `f(3)` means the argument `3`, never what `f` returns for it: models write the whole call where the arguments
+    are asked for, and nothing is evaluated here. A task keeps and shows `3`, so everybody sees the call that is made.
 
     Args:
         text (`str`): What a solver wrote.

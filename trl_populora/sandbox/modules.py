@@ -1,9 +1,10 @@
 """Which modules programs may import, and in which tier of zygote they are warm (phase 3).
 
 The line is drawn at what computes: modules whose results nobody can work out by thinking (digests, checksums, seeded
-generators) are left out, as Absolute Zero Reasoner leaves them out; a scrambler that a program writes itself is in plain
-sight and stays. Loading more modules makes every fork dearer, so most programs run in zygotes that hold the light tier. A program that
-imports more is sent to the full tier: by a scan of its text in the trainer, or, when the scan is fooled, by the child.
+generators) are left out, as Absolute Zero Reasoner leaves them out; a scrambler that a program writes itself is in
+plain sight and stays. Loading more modules makes every fork dearer, so most programs run in zygotes that hold the
+light tier. A program that imports more is sent to the full tier: by a scan of its text in the trainer, or, when the
+scan is fooled, by the child.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     trainer -> zygote   ORDER   control socket; START comes with the child's end of a private socket pair, no payload
     zygote  -> trainer  EVENT   control socket: what the kernel said about the child
     trainer -> child    frame   private pair: the program and its inputs
-    child   -> trainer  frame   private pair: one frame, then end of file; frames of single outputs before, if asked for
+    child   -> trainer  frame   private pair: one frame, then end of file; frames of single outputs before, if asked
+    for
 
 A frame is a length of 4 bytes and as many bytes. The child's answer is ASCII lines: a status word, then one line per
 output or one line of reason: no object can come back, only text.
@@ -45,8 +46,8 @@ MAX_REASON = 300  # characters
 
 Payload = tuple[int, bool, int, bool, str, str, tuple[str, ...]]
 """
-What a child is told: number of the run, whether to look out for sets, most output bytes, whether to tell of each output
-at once, function, program, inputs.
+What a child is told: number of the run, whether to look out for sets, most output bytes, whether to tell of each
+output at once, function, program, inputs.
 """
 
 

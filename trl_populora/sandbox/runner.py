@@ -1,11 +1,9 @@
-"""What every way to a pool offers: jobs in, verdicts out, as a list or as they finish (phases 3 and 4)."""
+"""What every way to a pool offers: jobs in, verdicts out (phases 3 and 4)."""
 
 from __future__ import annotations
 
-import functools
-import queue
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 
 from .jobs import Job, Limits, Verdict
@@ -40,22 +38,8 @@ class Runner(ABC):
         wait(futures)
         return [future.result() for future in futures]
 
-    def stream(self, jobs: Iterable[Job]) -> Iterator[tuple[int, Verdict]]:
-        """Pairs of a job's index and its verdict, as they finish."""
-        done: queue.SimpleQueue = queue.SimpleQueue()
-        futures = [self.submit(job) for job in jobs]
-        for index, future in enumerate(futures):
-            future.add_done_callback(functools.partial(_note, done, index))
-        for _ in futures:
-            index, future = done.get()
-            yield index, future.result()
-
     def __enter__(self):
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _note(done: queue.SimpleQueue, index: int, future: Future[Verdict]) -> None:
-    done.put((index, future))

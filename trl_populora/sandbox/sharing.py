@@ -1,11 +1,11 @@
 """One pool for the ranks of a node: the rank that owns it serves the others over a local socket (phases 3 and 4).
 
-The owner's `Sandbox.share()` listens on an abstract Unix socket, which no file outlives and no path limits, and answers
-the programs of its own user only. The others hold a [`SandboxClient`], which does all that a `Sandbox` does. Jobs and
-verdicts travel as JSON lists under a length, so neither side can be handed an object.
+The owner's `Sandbox.share()` listens on an abstract Unix socket, which no file outlives and no path limits, and
+answers the programs of its own user only. The others hold a [`SandboxClient`], which does all that a `Sandbox` does.
+Jobs and verdicts travel as JSON lists under a length, so neither side can be handed an object.
 
-A client that goes away takes its waiting jobs with it. An owner that goes away ends every future of its clients with an
-error that names it; nothing is run a second time elsewhere, because the ranks of a run live and die together.
+A client that goes away takes its waiting jobs with it. An owner that goes away ends every future of its clients with
+an error that names it; nothing is run a second time elsewhere, because the ranks of a run live and die together.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def _read(stream: Any) -> list[Any] | None:
 
 
 def _pack_job(number: int, job: Job, limits: Limits) -> bytes:
-    gold = job.gold and list(vars(job.gold).values())
+    gold = None if job.gold is None else list(job.gold.outputs)
     limit_values = list(vars(limits).values())
     return _pack([number, job.program, list(job.inputs), job.runs, limit_values, job.function, gold, job.headroom])
 
 
 def _unpack_job(message: list[Any]) -> tuple[int, Job, Limits]:
     number, program, inputs, runs, limits, function, gold, headroom = message
-    gold = gold and Gold(tuple(gold[0]), *gold[1:])
+    gold = None if gold is None else Gold(tuple(gold))
     return number, Job(program, tuple(inputs), runs, None, function, gold, headroom), Limits(*limits)
 
 
@@ -275,8 +275,8 @@ class SandboxClient(Runner):
 
     def _farewell(self) -> str:
         return (
-            f"this process has closed its connection to {self.address!r}, or the process that owns the pool (its number"
-            " is in the name) has ended, and its own output says why"
+            f"this process has closed its connection to {self.address!r}, or the process that owns the pool (its "
+            "number is in the name) has ended, and its own output says why"
         )
 
 

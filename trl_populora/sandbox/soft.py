@@ -1,9 +1,9 @@
 """The soft layer: keeps honest programs to what a training task may use. It improves data; it protects nothing.
 
 The program gets a table of builtins and a few module facades of its own. An import outside the allow-list, `open`,
-`input` and `breakpoint` give `policy`; clocks, and hashes and object addresses used as numbers give `nondeterministic`,
-because no number of repetitions would find the year or a rare coin flip. The standard library itself keeps the real
-modules.
+`input` and `breakpoint` give `policy`; clocks, and hashes and object addresses used as numbers give
+`nondeterministic`, because no number of repetitions would find the year or a rare coin flip. The standard library
+itself keeps the real modules.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import select
-import socket
 import threading
 import time
 import weakref
@@ -17,7 +15,9 @@ from dataclasses import replace
 from . import health, protocol
 from .jobs import Job, Limits, Status, Verdict
 from .judge import Observation, combine, ended_at_wrong, judge_run
+from .listener import Listener
 from .pending import Pending
+from .places import Places
 from .worker import Worker
 
 
@@ -25,10 +25,6 @@ START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
 LONGEST_EXTENSION = 120.0  # see `zygote.py`
 FAILED_STARTS = 3  # zygotes in a row that may fail to start
-MOST_IN_BACKGROUND = 4  # slow programs per worker that go on side by side
-# Programs under way per worker, so that one is run while others are handed over or end: 2 give 3 % less, 5 give 2 % more.
-UNDER_WAY = 3
-_LEVELS = "CBA"
 
 
 class Supervisor:
@@ -39,9 +35,7 @@ class Supervisor:
         workers (`int`): Programs at a time.
         seed (`int`): Chooses the hash seeds.
         allow_weak (`bool`): Whether level C is accepted.
-        options (`dict`): What every zygote is told: `soft`, whether the soft layer is on; `cores`, processors to run
-            on; `without`, layers to leave out; `bubblewrap`, the namespaces that `bwrap` must have left, if any;
-            `packages`, the folder of each.
+        options (`dict`): What every zygote is told on its command line, and `soft`, whether the soft layer is on.
 
     Raises:
         RuntimeError: No zygote starts, or the host is too weak.
@@ -58,16 +52,10 @@ class Supervisor:
         self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
         self.running: dict[int, Pending] = {}
         self.numbers = itertools.count(1)
-        self.foreground = self.background = self.failed_starts = self.respawns = 0
-        self.room_in_background, self.background_bytes = _free_memory() // 2, 0
+        self.places, self.failed_starts, self.respawns = Places(workers), 0, 0
         self.failure: Exception | None = None
         self.closed, self.busy, self.ready = False, False, threading.Event()
-        self.epoll, self.next_check = select.epoll(), 0.0
-        self.handlers: dict[int, tuple] = {}
-        self.wake_read, self.wake_write = socket.socketpair()
-        for each in (self.wake_read, self.wake_write):
-            each.setblocking(False)
-        self._watch(self.wake_read, select.EPOLLIN, self._on_wake)
+        self.listener, self.next_check = Listener(), 0.0
         for index in (0, 1):
             self._populate((not self.soft, index))
         self.thread = threading.Thread(target=self._loop, name="sandbox", daemon=True)
@@ -79,17 +67,12 @@ class Supervisor:
 
     # Called from any thread.
 
-    @property
-    def level(self) -> str:
-        levels = [each.level for each in self._workers() if each.healthy]
-        return min(levels, key=_LEVELS.index) if levels else "C"
-
     def report(self) -> dict:
-        """The level, and the layers and probes of the zygote that gives it."""
+        """The weakest zygote's level, with its layers and probes."""
         healthy = [each for each in self._workers() if each.healthy]
-        worst = min(healthy, key=lambda each: _LEVELS.index(each.level), default=None)
+        worst = max(healthy, key=lambda each: each.level, default=None)  # "C" is the weakest
         return {
-            "level": self.level,
+            "level": worst.level if worst else "C",
             "layers": dict(worst.layers) if worst else {},
             "refused": dict(worst.refused) if worst else {},
             "zygotes": len(healthy),
@@ -106,41 +89,26 @@ class Supervisor:
             self._resolve(pending, Verdict(Status.POLICY, reason))
             return pending.future
         self.inbox.append(pending)
-        self._wake()
+        self.listener.wake()
         if self.closed and not self.thread.is_alive():
             self._refuse_all()
         return pending.future
 
     def close(self) -> None:
         self.closed = True
-        self._wake()
+        self.listener.wake()
         if self.thread is not threading.current_thread():
             self.thread.join(30)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self.wake_write.send(b"x")
 
     def _workers(self) -> list[Worker]:
         return [each for pool in list(self.pools.values()) for each in list(pool)]
 
     # The thread.
 
-    def _watch(self, source: socket.socket, mask: int, handler, *arguments: object) -> None:
-        self.handlers[source.fileno()] = (handler, arguments)
-        self.epoll.register(source.fileno(), mask)
-
-    def _forget(self, source: socket.socket) -> None:
-        if self.handlers.pop(source.fileno(), None):
-            self.epoll.unregister(source.fileno())
-
     def _loop(self) -> None:
         try:
             while not self.closed:
-                for fd, mask in self.epoll.poll(0.5):
-                    if fd in self.handlers:
-                        handler, arguments = self.handlers[fd]
-                        handler(*arguments, mask)
+                self.listener.listen(0.5)
                 self._pump()
                 if time.monotonic() > self.next_check:
                     self._check_late()
@@ -152,11 +120,6 @@ class Supervisor:
             self._shut_down()
             self.ready.set()
 
-    def _on_wake(self, _: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self.wake_read.recv(4096):
-                pass
-
     def _populate(self, slot: tuple[bool, int]) -> None:
         """The zygotes of one tier and hash seed; the two seeds of every job's first runs share the load."""
         full, index = slot
@@ -166,17 +129,17 @@ class Supervisor:
             hash_seed = 1 + (self.seed * 16 + index) % 4294967294
             worker = Worker(slot, hash_seed, self.options | {"full": full})
             pool.append(worker)
-            self._watch(worker.control, select.EPOLLIN, self._on_control, worker)
+            self.listener.watch(worker.control, select.EPOLLIN, self._on_control, worker)
 
     def _pump(self) -> None:
         while self.inbox:
             pending = self.inbox.popleft()
             self.unresolved.add(pending)
             self.queue.append(pending)
-        while self.queue and self.foreground < UNDER_WAY * self.workers:
+        while self.queue and self.places.is_free:
             if not self._dispatch(self.queue.popleft()):
                 break
-        while self.later and not self.queue and self._has_room(self.later[0]):
+        while self.later and not self.queue and self.places.has_room_behind(self.later[0]):
             self._dispatch(self.later.popleft())
         self._tell_pressure()
 
@@ -200,7 +163,7 @@ class Supervisor:
 
     def _tell_pressure(self) -> None:
         """Whether jobs wait for a free place, as far as the zygotes with slow children need to know."""
-        busy = self.foreground >= self.workers
+        busy = self.places.are_taken
         if busy != self.busy:
             self.busy = busy
             for worker in self._workers():
@@ -219,8 +182,7 @@ class Supervisor:
             return False
         with theirs:
             pending.late_at = _late_at(pending)
-            pending.foreground = True
-            self.foreground += 1
+            self.places.take(pending)
             self.running[number] = pending
             kind = protocol.PROBE if pending.probe_of else protocol.START
             seconds, owed, memory = limits.wall_seconds, limits.owed_cpu_seconds, limits.memory_bytes
@@ -230,19 +192,20 @@ class Supervisor:
                 self._lose(worker)
                 return True
         if pending.slow:
-            self._move_to_background(number, worker, pending)
+            worker.tell(protocol.YIELD, number)
+            self.places.move_behind(pending)
         # What a program says is read when it has ended, unless it is slow or has much to say.
         if pending.send() & select.EPOLLOUT:
             self._listen(number, pending, worker, select.EPOLLIN | select.EPOLLOUT)
         return True
 
     def _listen(self, number: int, pending: Pending, worker: Worker, mask: int = select.EPOLLIN) -> None:
-        if pending.socket.fileno() not in self.handlers:
-            self._watch(pending.socket, mask, self._on_socket, pending, worker, number)
+        if not self.listener.watches(pending.socket):
+            self.listener.watch(pending.socket, mask, self._on_socket, pending, worker, number)
 
     def _on_socket(self, pending: Pending, worker: Worker, number: int, mask: int) -> None:
         if mask & select.EPOLLOUT:
-            self.epoll.modify(pending.socket.fileno(), pending.send())
+            self.listener.change(pending.socket, pending.send())
         if mask & ~select.EPOLLOUT:
             was_wrong = pending.wrong
             pending.receive()
@@ -276,7 +239,7 @@ class Supervisor:
         """Go on with a run of which both the end of file and the zygote's word have come."""
         if not pending.end_of_file:
             return
-        self._forget(pending.socket)
+        self.listener.forget(pending.socket)
         if pending.event is not None:
             self._drop(number, pending)
             self._judge(pending)
@@ -286,33 +249,17 @@ class Supervisor:
         pending.slow = True
         if not pending.foreground:
             return
-        if self._has_room(pending):
-            self._move_to_background(number, worker, pending)
+        if self.places.has_room_behind(pending):
+            worker.tell(protocol.YIELD, number)
+            self.places.move_behind(pending)
         else:
             pending.put_back = True
             worker.tell(protocol.STOP, number)
 
-    def _has_room(self, pending: Pending) -> bool:
-        wanted = self.background_bytes + pending.limits.memory_bytes
-        fits = self.background < MOST_IN_BACKGROUND * self.workers and wanted <= self.room_in_background
-        return fits or not self.background
-
-    def _move_to_background(self, number: int, worker: Worker, pending: Pending) -> None:
-        worker.tell(protocol.YIELD, number)
-        pending.foreground = False
-        self.foreground -= 1
-        self.background += 1
-        self.background_bytes += pending.limits.memory_bytes
-
     def _drop(self, number: int, pending: Pending) -> None:
         del self.running[number]
-        if pending.foreground:
-            self.foreground -= 1
-        else:
-            self.background -= 1
-            self.background_bytes -= pending.limits.memory_bytes
-        pending.foreground = False
-        self._forget(pending.socket)
+        self.places.leave(pending)
+        self.listener.forget(pending.socket)
         pending.close()
 
     def _judge(self, pending: Pending) -> None:
@@ -348,7 +295,7 @@ class Supervisor:
         """A zygote has tried its own walls: let it serve, or give up when the host is too weak."""
         worker.refused = dict(zip(health.PROBES, refused, strict=False))
         if worker.level == "C" and not self.allow_weak:
-            self.failure = RuntimeError(_too_weak(worker, reason))
+            self.failure = RuntimeError(worker.weakness(reason))
             self.closed = True
             return
         worker.healthy, self.failed_starts = True, 0
@@ -360,7 +307,7 @@ class Supervisor:
 
     def _lose(self, worker: Worker) -> None:
         """A zygote is gone: start another, and give its jobs one more chance."""
-        self._forget(worker.control)
+        self.listener.forget(worker.control)
         words = "" if worker.healthy else worker.last_words()
         worker.kill()
         self.pools[worker.slot].remove(worker)
@@ -407,8 +354,7 @@ class Supervisor:
         for pending in self.running.values():
             pending.close()
         self._refuse_all()
-        for each in (self.epoll, self.wake_read, self.wake_write):
-            each.close()
+        self.listener.close()
 
     def _resolve(self, pending: Pending, result: Verdict | Exception) -> None:
         self.unresolved.discard(pending)
@@ -432,32 +378,6 @@ def _late_at(pending: Pending) -> float:
     return time.monotonic() + pending.limits.wall_seconds * LONGEST_EXTENSION + GRACE_SECONDS
 
 
-def _too_weak(worker: Worker, reason: str) -> str:
-    missing = [f"{name}: {reason}" for name, reason in worker.layers.items() if reason]
-    open_doors = [name for name, refused in worker.refused.items() if not refused]
-    return (
-        "this host cannot confine untrusted programs (level C). Missing layers: "
-        + ("; ".join(missing) or "none")
-        + ". A program could: "
-        + (", ".join(open_doors) or f"not be probed ({reason})")
-        + ". `allow_weak=True` runs them all the same, with a process, limits and a deadline but nothing that keeps"
-        " them from your files and your network: only where a virtual machine or a container is the wall."
-    )
-
-
-def _free_memory() -> int:
-    """Bytes that this host, or this container, has left."""
-    with open("/proc/meminfo") as file:
-        free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:
-                free = min(free, int(file.read()))
-        except (OSError, ValueError):
-            continue
-    return free
-
-
 _alive: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
@@ -473,7 +393,7 @@ def _after_fork() -> None:
             worker.process.returncode = 0  # not ours to wait for
         for pending in each.running.values():
             pending.close()
-        each.epoll.close()
+        each.listener.epoll.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -31,7 +31,7 @@ MAX_NODES = 20000  # scalars and containers in one value
 MAX_DEPTH = 64  # containers inside each other
 
 _SMALL = 1 << 63
-_SEQUENCES = {list: "l", tuple: "t"}
+_SEQUENCES: dict[type, str] = {list: "l", tuple: "t"}
 _SETS = {set: "s", frozenset: "z"}
 _INFINITE = ("nan", "inf", "-inf")
 
@@ -274,65 +274,30 @@ _BUILDERS = {
 }
 
 
-def equal(a: Any, b: Any, *, strict: bool = False, tolerance: float = 0.0) -> bool:
+def equal(a: Any, b: Any) -> bool:
     """
-    Whether two pieces of plain data are the same answer.
+    Whether two pieces of plain data are the same answer: Python's `==` with nan equal to nan.
 
-    The default is Python's `==` with nan equal to nan, so `1 == 1.0 == True` and `-0.0 == 0.0`.
-
-    Args:
-        a (`object`): Plain data, as [`decode`] gives it.
-        b (`object`): Plain data.
-        strict (`bool`, *optional*, defaults to `False`): Types, and the sign of a zero, must agree as well.
-        tolerance (`float`, *optional*, defaults to `0.0`): Largest absolute or relative difference of two floats.
-            Members of sets and keys of dicts are compared without it.
+    So `1 == 1.0 == True`, and `-0.0 == 0.0`.
     """
-    if strict and tolerance == 0.0:
-        return encode(a, **_ANY_SIZE) == encode(b, **_ANY_SIZE)
-    if (strict and type(a) is not type(b)) or _family(a) is not _family(b):
-        return False
-    if type(a) in _SEQUENCES:
-        return len(a) == len(b) and all(
-            equal(x, y, strict=strict, tolerance=tolerance) for x, y in zip(a, b, strict=True)
-        )
-    if type(a) is dict:
-        return _equal_dicts(a, b, strict, tolerance)
-    if type(a) in _SETS:
-        return _keys(a, strict) == _keys(b, strict)
-    if type(a) is float or type(b) is float:
-        return _equal_numbers(a, b, tolerance)
-    if type(a) is complex and type(b) is complex:
-        return _equal_numbers(a.real, b.real, tolerance) and _equal_numbers(a.imag, b.imag, tolerance)
-    return a == b
+    return _key(a) == _key(b)
 
 
 _ANY_SIZE: dict[str, Any] = {"max_bytes": 1 << 40, "max_nodes": 1 << 40, "max_depth": 400}
-_NUMBERS = (bool, int, float, complex)
 
 
-def _family(value: Any) -> type:
+def _key(value: Any) -> str:
+    """A text that two values share exactly when they are equal."""
     kind = type(value)
-    return complex if kind in _NUMBERS else set if kind in _SETS else kind
-
-
-def _equal_numbers(a: float, b: float, tolerance: float) -> bool:
-    if a == b or (a != a and b != b):
-        return True
-    if not tolerance or type(a) is not float or type(b) is not float or abs(a) == abs(b) or a - b != a - b:
-        return False
-    gap = abs(a - b)
-    return gap != float("inf") and gap <= max(tolerance, tolerance * max(abs(a), abs(b)))
-
-
-def _key(value: Any, strict: bool) -> str:
-    """A text that two keys share exactly when Python, with nan equal to nan, calls them equal."""
-    if strict or type(value) in (str, bytes):
-        return encode(value, **_ANY_SIZE)
-    if type(value) is tuple:
-        return "(" + ",".join(_key(item, strict) for item in value) + ")"
-    if type(value) is frozenset:
-        return "{" + ",".join(sorted(_key(item, strict) for item in value)) + "}"
-    return _number_key(value) if type(value) in _NUMBERS else "null"
+    if kind in (bool, int, float, complex):
+        return _number_key(value)
+    if kind in _SEQUENCES:
+        return f"{_SEQUENCES[kind]}({','.join(map(_key, value))})"
+    if kind in _SETS:
+        return f"s({','.join(sorted(map(_key, value)))})"
+    if kind is dict:
+        return f"d({','.join(sorted(f'{_key(key)}:{_key(item)}' for key, item in value.items()))})"
+    return encode(value, **_ANY_SIZE)
 
 
 def _number_key(value: complex) -> str:
@@ -341,25 +306,6 @@ def _number_key(value: complex) -> str:
     number = value.real
     whole = type(number) is not float or number.is_integer()
     return f"n{int(number):x}" if whole else f"n{number!r}"
-
-
-def _keys(members: Any, strict: bool) -> list[str]:
-    return sorted(_key(member, strict) for member in members)
-
-
-def _equal_dicts(a: dict, b: dict, strict: bool, tolerance: float) -> bool:
-    if len(a) != len(b) or _keys(a, strict) != _keys(b, strict):
-        return False
-    # Several nan keys share one text, so the pairs under a text are matched in the order of their values' texts.
-    order = [
-        sorted((_key(key, strict), encode(item, **_ANY_SIZE), index) for index, (key, item) in enumerate(side.items()))
-        for side in (a, b)
-    ]
-    items = [list(side.values()) for side in (a, b)]
-    return all(
-        equal(items[0][left[2]], items[1][right[2]], strict=strict, tolerance=tolerance)
-        for left, right in zip(*order, strict=True)
-    )
 
 
 def to_literal(value: Any) -> str:

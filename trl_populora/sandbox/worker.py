@@ -61,6 +61,19 @@ class Worker:
     def level(self) -> str:
         return health.level(self.layers, self.refused)
 
+    def weakness(self, reason: str) -> str:
+        """Why it may not serve; `reason` says what came of its probe."""
+        missing = [f"{name}: {why}" for name, why in self.layers.items() if why]
+        open_doors = [name for name, refused in self.refused.items() if not refused]
+        return (
+            "this host cannot confine untrusted programs (level C). Missing layers: "
+            + ("; ".join(missing) or "none")
+            + ". A program could: "
+            + (", ".join(open_doors) or f"not be probed ({reason})")
+            + ". `allow_weak=True` runs them all the same, with a process, limits and a deadline but nothing that"
+            " keeps them from your files and your network: only where a virtual machine or a container is the wall."
+        )
+
     def start(self, kind: int, job: int, fd: int, limit: float, owed: float, memory: int) -> None:
         """
         Hand over the child's end of a job's private socket.

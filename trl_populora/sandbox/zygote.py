@@ -34,7 +34,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from . import confine, health, heap, modules, soft, text
+from . import confine, health, heap, modules, soft
 from .child import outcome, read_payload, send
 from .protocol import (
     BUSY,
@@ -324,8 +324,6 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
         layers["namespaces"] = "left out on request"
     else:
         confine.enter_namespaces(layers)
-    with contextlib.suppress(OSError):
-        text.enlarge_pages()
     modules.preload(full=options["full"], hostile=not options["soft"])
     modules.preload_packages(options["packages"])
     soft.silence()

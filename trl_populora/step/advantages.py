@@ -7,15 +7,21 @@ rank keeps its own slice of the result. Shape key: `_R` rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
 
+from trl_populora.population.members import Population
+from trl_populora.step.played import Played
+
 
 # Added to a standard deviation before dividing by it, as in TRL's GRPO.
 STD_EPSILON = 1e-4
 FLAT = 1e-6  # rewards that differ by less count as equal, as in TRL's GRPO
+
+BASELINES = ("group", "member")  # what may be subtracted from a reward, see [`compute_advantages`]
 
 # What TRL's `_compute_loss` divides the sum over rows by: the number of rows, or the number of completion tokens.
 LOSS_NORMALISERS = {
@@ -24,6 +30,60 @@ LOSS_NORMALISERS = {
     "dapo": "tokens",
     "cispo": "tokens",
 }
+
+
+@dataclass(frozen=True)
+class Scored:
+    """
+    What the rows of a step are worth.
+
+    Args:
+        rewards, advantages, members, factors (`torch.Tensor`): Of shape `[R]`, see [`member_factors`] for the last.
+        flat (`float`): Share of the groups of attempts in which all were worth the same.
+    """
+
+    rewards: torch.Tensor
+    advantages: torch.Tensor
+    members: torch.Tensor
+    factors: torch.Tensor
+    flat: float
+
+    def part(self, rows: slice) -> Scored:
+        """The same of some rows."""
+        columns = {name: getattr(self, name)[rows] for name in ("rewards", "advantages", "members", "factors")}
+        return replace(self, **columns)
+
+
+def score_step(
+    played: Played,
+    population: Population,
+    reward_weights: torch.Tensor,
+    num_tokens_R: torch.Tensor,
+    baselines: Mapping[str, str],
+    scale_rewards: str,
+    loss_type: str,
+) -> Scored:
+    """
+    From a step with its rewards to what its rows are worth, over all ranks.
+
+    Args:
+        played ([`Played`]): The step; `rewards` is known.
+        population ([`Population`]): Whose members played.
+        reward_weights (`torch.Tensor`): One per reward function.
+        num_tokens_R (`torch.Tensor`): Completion tokens of each row that count in the loss.
+        baselines, scale_rewards: As in [`step_advantages`].
+        loss_type (`str`): As in [`member_factors`].
+    """
+    device = num_tokens_R.device
+    members_R = torch.tensor([population[record["member"]].index for record in played.records], device=device)
+    rewards_R = (played.rewards * reward_weights.to(device)).nansum(dim=1)
+    return Scored(
+        rewards_R,
+        step_advantages(played.records, rewards_R, members_R, baselines, scale_rewards),
+        members_R,
+        member_factors(members_R, num_tokens_R, loss_type),
+        flat_fraction(played.records, rewards_R),
+    )
 
 
 def step_advantages(
@@ -51,8 +111,8 @@ def step_advantages(
     for role, baseline in baselines.items():
         others_R = torch.tensor([record["role"] != role for record in records], device=rewards_R.device)
         own_R = rewards_R.masked_fill(others_R, float("nan"))
-        scale = baseline if scale_rewards == "group" else "none"
-        advantages_R += compute_advantages(own_R, members_R, kinds_R, groups_R, baseline, scale)
+        scaled = scale_rewards == "group"
+        advantages_R += compute_advantages(own_R, members_R, kinds_R, groups_R, baseline, scaled)
     return advantages_R
 
 
@@ -77,7 +137,7 @@ def compute_advantages(
     kinds_R: torch.Tensor,
     groups_R: torch.Tensor,
     baseline: str = "group",
-    scale_rewards: str = "group",
+    scaled: bool = True,
 ) -> torch.Tensor:
     """
     Advantages of the rows of one role.
@@ -97,38 +157,36 @@ def compute_advantages(
             teachers, whose prompts all differ (task-relative REINFORCE++ of Absolute Zero, arXiv 2505.03335, which
             does it per kind and role; one member is one policy here). A row that is its member's only one of its kind
             would be its own mean and teach nothing: the group's takes its place.
-        scale_rewards (`str`, *optional*, defaults to `"group"`):
-            Over which rows the standard deviation is taken that advantages are divided by: `"group"`, `"member"` (and
-            kind), or `"none"` to divide by nothing (Dr. GRPO, arXiv 2503.20783).
+        scaled (`bool`, *optional*, defaults to `True`):
+            Whether advantages are divided by the standard deviation over the rows of their baseline; Dr. GRPO (arXiv
+            2503.20783) does not.
 
     Returns:
         `torch.Tensor`: Advantages of shape `[R]`, on the device and in the type of the rewards.
 
     Raises:
-        ValueError: If `baseline` or `scale_rewards` has another value.
+        ValueError: If `baseline` has another value.
     """
-    if baseline not in ("group", "member"):
-        raise ValueError(f"`baseline` must be 'group' or 'member', got {baseline!r}.")
-    if scale_rewards not in ("group", "member", "none"):
-        raise ValueError(f"`scale_rewards` must be 'group', 'member' or 'none', got {scale_rewards!r}.")
+    if baseline not in BASELINES:
+        raise ValueError(f"`baseline` must be one of {', '.join(BASELINES)}, got {baseline!r}.")
     # On the CPU and in double precision: a sum on a GPU depends on the order in which rows arrive, and no member's
     # advantage may depend on another's rows by a single bit.
     rewards = rewards_R.detach().to(device="cpu", dtype=torch.float64)
-    of_group = _moments(rewards, groups_R.cpu())
-    of_member = _moments(rewards, torch.stack([members_R.cpu(), kinds_R.cpu()], dim=1))
-    alone = of_member[2] < 2
-    moments = {
-        "group": of_group,
-        "member": [torch.where(alone, *pair) for pair in zip(of_group, of_member, strict=True)],
-    }
-    advantages = rewards - moments[baseline][0]
-    if scale_rewards != "none":
-        advantages = advantages / (moments[scale_rewards][1] + STD_EPSILON)
+    means, deviations, _ = of_group = _moments(rewards, groups_R.cpu())
+    if baseline == "member":
+        of_member = _moments(rewards, torch.stack([members_R.cpu(), kinds_R.cpu()], dim=1))
+        alone = of_member[2] < 2
+        means, deviations, _ = (torch.where(alone, *pair) for pair in zip(of_group, of_member, strict=True))
+    advantages = rewards - means
+    if scaled:
+        advantages = advantages / (deviations + STD_EPSILON)
     return advantages.nan_to_num(nan=0.0).to(device=rewards_R.device, dtype=rewards_R.dtype)
 
 
 def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Mean, standard deviation (n - 1; 0 for one row) and number n of the rows with the same id, NaN left out; `[R]`."""
+    """
+    Mean, standard deviation (n - 1; 0 for one row) and number n of the rows with the same id, NaN left out; `[R]`.
+    """
     _, slots_R = torch.unique(ids, dim=0, return_inverse=True)
     known_R = (~values_R.isnan()).to(values_R.dtype)
     filled_R = values_R.nan_to_num(nan=0.0)

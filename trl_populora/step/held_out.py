@@ -16,7 +16,8 @@ from tqdm.auto import tqdm
 
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.population.members import Member
-from trl_populora.step.rollout import Game
+from trl_populora.step.player import Player
+from trl_populora.step.referee import Referee
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
 from trl_populora.tasks.forms import normal_forms
@@ -32,7 +33,8 @@ class Tried:
 
 
 def attempt(
-    game: Game,
+    referee: Referee,
+    player: Player,
     members: Sequence[str],
     tasks: Sequence[Task],
     attempts: int,
@@ -47,7 +49,8 @@ def attempt(
     sampled before, and what is sampled afterwards does not depend on the outcome.
 
     Args:
-        game (`Game`): Its player, referee and prompt style are used.
+        referee ([`Referee`]): Poses the tasks and grades.
+        player ([`Player`]): Generates.
         members (`Sequence[str]`): Names of members, or `base`.
         tasks (`Sequence[Task]`): What to solve.
         attempts (`int`): Attempts of each member at each task.
@@ -58,31 +61,30 @@ def attempt(
     Returns:
         `dict[str, list[list[Tried]]]`: Per member and task, in order, the attempts.
     """
-    prompts = {task: game.referee.solving_prompt(task) for task in tasks}
+    prompts = {task: referee.solving_prompt(task) for task in tasks}
     # Prompts of like length share a batch, which spares padding; the sort is stable, so the order is always the same.
     ordered = sorted(range(len(tasks)), key=lambda index: len(prompts[tasks[index]][-1]["content"]))
     rows = [(member, index) for member in members for index in ordered for _ in range(attempts)]
-    batch = batch or -(-len(rows) // game.player.world)
+    batch = batch or -(-len(rows) // player.world)
     batches = [rows[start : start + batch] for start in range(0, len(rows), batch)]
-    rounds = -(-len(batches) // game.player.world)
+    rounds = -(-len(batches) // player.world)
     mine: list[tuple[str, int, Tried]] = []
-    for turn in tqdm(
-        range(rounds), desc=describe, unit="batch", leave=False, disable=not describe or game.player.rank > 0
-    ):
-        number = turn * game.player.world + game.player.rank
+    quiet = not describe or player.rank > 0
+    for turn in tqdm(range(rounds), desc=describe, unit="batch", leave=False, disable=quiet):
+        number = turn * player.world + player.rank
         # A rank without a batch left generates along, as sharded models need, and throws the rows away.
         part = batches[min(number, len(batches) - 1)]
-        completions = game.player.generate(
+        completions = player.generate(
             [prompts[tasks[index]] for _, index in part],
             [member for member, _ in part],
             seed=None if seed is None else seed + number,
         )
         if number < len(batches):
             owners, texts = [tasks[index] for _, index in part], [completion.text for completion in completions]
-            for (member, index), text, grade in zip(part, texts, game.referee.grade(owners, texts), strict=True):
+            for (member, index), text, grade in zip(part, texts, referee.grade(owners, texts), strict=True):
                 mine.append((member, index, Tried(grade.right, has_thinking(text))))
     tried: dict[str, list[list[Tried]]] = {member: [[] for _ in tasks] for member in members}
-    for part in game.player.gather(mine):
+    for part in player.gather(mine):
         for member, index, outcome in part:
             tried[member][index].append(outcome)
     return tried
@@ -147,7 +149,8 @@ class HeldOut:
 
     def measure(
         self,
-        game: Game,
+        referee: Referee,
+        player: Player,
         members: Sequence[Member],
         name: str = "",
         progress: bool = False,
@@ -157,7 +160,8 @@ class HeldOut:
         Scores members on one table and, the first time, the base. Collective.
 
         Args:
-            game (`Game`): What generates and grades.
+            referee ([`Referee`]): Poses the tasks and grades.
+            player ([`Player`]): Generates.
             members (`Sequence[Member]`): The students, and teachers if they are wanted, too.
             name (`str`, *optional*, defaults to `""`): Name of the table.
             progress (`bool`, *optional*, defaults to `False`): Whether to show a bar.
@@ -169,7 +173,7 @@ class HeldOut:
         tasks, bar = self.tables[name], f"evaluate {name}".strip() if progress else ""
 
         def tries_of(names: Sequence[str]) -> dict[str, list[list[Tried]]]:
-            return attempt(game, names, tasks, self.attempts, self.batch, self.seed, bar) if names else {}
+            return attempt(referee, player, names, tasks, self.attempts, self.batch, self.seed, bar) if names else {}
 
         known = name in self.base
         base = {} if known and not any(m.name in untrained for m in members) else tries_of([BASE_NAME])
@@ -191,6 +195,25 @@ class HeldOut:
                 if key != "thinking_rate" and not key.startswith("solve_rate_")  # of one: said already
             }
         return figures | self.base[name]
+
+    def measure_all(
+        self,
+        referee: Referee,
+        player: Player,
+        members: Sequence[Member],
+        prefix: str,
+        progress: bool = False,
+        untrained: Container[str] = (),
+    ) -> dict[str, float]:
+        """
+        [`measure`] on every table; keys start with `prefix`, and with the table's name if it has one. Collective.
+        """
+        metrics: dict[str, float] = {}
+        for name in self.tables:
+            figures = self.measure(referee, player, members, name, progress, untrained)
+            start = f"{prefix}_{name}_" if name else f"{prefix}_"
+            metrics |= {start + key: value for key, value in figures.items()}
+        return metrics
 
     @property
     def base_rate(self) -> float | None:

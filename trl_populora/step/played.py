@@ -83,6 +83,13 @@ class Played:
         return {name: [getattr(row, name) for row in self.rows] for name in Row.COLUMNS}
 
     @property
+    def tokens(self) -> dict[str, list | None]:
+        """What was sampled for this rank's rows, likewise."""
+        parts = ("prompt_ids", "completion_ids", "logprobs")
+        found = {name: [getattr(row.completion, name) for row in self.rows] for name in parts}
+        return {name: None if values[0] is None else values for name, values in found.items()}
+
+    @property
     def members(self) -> set[str]:
         """Who has a row on any rank."""
         return {record["member"] for record in self.records}

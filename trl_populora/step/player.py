@@ -26,8 +26,8 @@ class Player:
     Generates for members, on one process or on several that work together.
 
     Args:
-        generate (`Callable`): `(prompts, members, seed=None) -> completions`, one completion per prompt, in order. With
-            a `seed` the samples depend on it and the rows alone, and no other generator moves. Collective.
+        generate (`Callable`): `(prompts, members, seed=None) -> completions`, one completion per prompt, in order.
+            With a `seed` the samples depend on it and the rows alone, and no other generator moves. Collective.
         gather (`Callable`): Collects one picklable object per rank into a list in rank order.
         rank, world (`int`): This process and their number.
     """

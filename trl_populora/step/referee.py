@@ -20,7 +20,10 @@ from trl_populora.tasks.control import THINK_TAGS, screen
 
 logger = logging.getLogger(__name__)
 
-WAY_OUT = "Lower `max_completion_length`, raise `vllm_max_model_length` if it is set, or choose a base with a longer context."
+WAY_OUT = (
+    "Lower `max_completion_length`, raise `vllm_max_model_length` if it is set, or choose a base with a longer "
+    "context."
+)
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,9 @@ class Grade:
 @dataclass
 class Referee:
     """
-    Poses tasks, judges proposals and grades attempts. A kind of a user's own that answers with a wrong type is named in
-    the error. No prompt is ever cut: a proposal prompt goes without references that it has no room for, and a task that
-    could not be put to a student is none.
+    Poses tasks, judges proposals and grades attempts. A kind of a user's own that answers with a wrong type is named
+    in the error. No prompt is ever cut: a proposal prompt goes without references that it has no room for, and a task
+    that could not be put to a student is none.
 
     Args:
         kinds (`Mapping[str, TaskKind]`): The run's task kinds, in rotation order.
@@ -45,8 +48,8 @@ class Referee:
         style (`str`): Prompt style, `"chat"` or `"compact"`.
         forbidden (`tuple[str, ...]`): Texts that no task may contain, see `tasks/control.py`.
         held_out (`Container[Task]`): Tasks that nobody may train on.
-        room (`Callable`): How many tokens of the context a prompt leaves free beside the longest completion; below 0 it
-            does not fit.
+        room (`Callable`): How many tokens of the context a prompt leaves free beside the longest completion; below 0
+            it does not fit.
     """
 
     kinds: Mapping[str, TaskKind]
@@ -75,8 +78,8 @@ class Referee:
             if self.room(prompt) >= 0:
                 return prompt, kept
         raise ValueError(
-            f"The shortest proposal prompt of {kind.name} is {-self.room(prompt)} tokens longer than the context has room "
-            f"for beside a completion. {WAY_OUT}"
+            f"The shortest proposal prompt of {kind.name} is {-self.room(prompt)} tokens longer than the context has "
+            f"room for beside a completion. {WAY_OUT}"
         )
 
     def solving_prompt(self, task: Task) -> Messages:

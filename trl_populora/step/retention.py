@@ -8,6 +8,7 @@ loss is an estimate of the KL divergence per token from parent to child.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -72,6 +73,24 @@ def _padded(rows: list[torch.Tensor], value: int, side: str = "right") -> torch.
     return pad(rows, padding_value=value, padding_side=side)
 
 
-def common_count(completions: Sequence[Completion]) -> int:
-    """The number of completions that every rank has, so that all of them run the same forwards."""
-    return min(gather_object([len(completions)]))
+def forgotten(
+    logps: Logps,
+    child: int,
+    parent: int,
+    completions: Sequence[Completion],
+    pad_token: int,
+    size: int,
+    device: torch.device,
+) -> float:
+    """
+    Nats per token that one live member lost against another; NaN if nothing is known. Collective.
+
+    Args:
+        child, parent (`int`): Their indices.
+        logps, completions, pad_token, size, device: As in [`mean_logp`]; of the completions as many as every rank has.
+    """
+    common = completions[: min(gather_object([len(completions)]))]
+    if not common:
+        return math.nan
+    before, after = (mean_logp(logps, member, common, pad_token, size, device) for member in (parent, child))
+    return before - after

@@ -7,12 +7,13 @@ for teachers, Absolute Zero Reasoner (arXiv 2505.03335) for students.
 A task that students meet no more often than by guessing counts as unsolved, for the teacher's reward and for the match
 alike. The line is drawn twice:
 
-* A kind says what guessing gives where the answer's form alone tells (`TaskKind.chance`). For code_o and code_i that is
-  1/2 for an output `True` or `False` and 1/2 for each of a list or tuple of them.
+* A kind says what guessing gives where the answer's form alone tells (`TaskKind.chance`). For code_o and code_i that
+  is 1/2 for an output `True` or `False` and 1/2 for each of a list or tuple of them.
 * One output does not tell the range it comes from, but many answers do. Where two mistakes were each made more often
   than the task was solved, the right answer is one of several that were guessed among ([`guessed`]). One mistake that
-  most attempts make is no guess: a task that misleads stays worth what the few that see through it leave. A coin with two
-  sides that are not `True` and `False` therefore earns what an honest task earns that half of the attempts solve, 0.5.
+  most attempts make is no guess: a task that misleads stays worth what the few that see through it leave. A coin with
+  two sides that are not `True` and `False` therefore earns what an honest task earns that half of the attempts solve,
+  0.5.
 """
 
 from __future__ import annotations

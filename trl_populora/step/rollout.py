@@ -1,7 +1,7 @@
 """Phases 1 to 4 of a population step: match, propose, verify, solve.
 
-[`play_step`] is the whole game of one step, read top to bottom. It knows nothing of TRL: a [`Player`] answers prompts, a
-[`Referee`] decides what is true, and [`Played`] holds all that the step leaves.
+[`play_step`] is the whole game of one step, read top to bottom. It knows nothing of TRL: a [`Player`] answers prompts,
+a [`Referee`] decides what is true, and [`Played`] holds all that the step leaves.
 
 Shapes: R rows of this rank, P proposals per teacher on this rank, G attempts per task.
 """
@@ -23,6 +23,7 @@ from trl_populora.step.referee import Referee
 from trl_populora.step.rewards import guessed
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Reject, Task, checked, measured
+from trl_populora.tasks.complexity import PROGRAM_MEASURES
 
 
 @dataclass
@@ -94,7 +95,9 @@ def play_step(game: Game, done: int) -> Played:
 def _propose(
     game: Game, matches: Sequence[Match], done: int, rng: random.Random
 ) -> tuple[list[Row], list[list[Task]]]:
-    """Phase 2: every teacher writes its proposals, the kinds in rotation (shifted each step, so all get their turn)."""
+    """
+    Phase 2: every teacher writes its proposals, the kinds in rotation (shifted each step, so all get their turn).
+    """
     kinds = list(game.referee.kinds.values())
     share = game.proposals // game.player.world
     rows, references = [], []
@@ -257,12 +260,9 @@ def step_metrics(
     for reason in Reject:
         metrics[f"verify/reject/{reason.value}"] = float(sum(r["reject_reason"] == reason.value for r in proposals))
     declared = {name for kind in kinds.values() for name in kind.measures}
-    for name in sorted({key for complexity in complexities for key in complexity} | declared | set(CURRICULUM)):
+    for name in sorted({key for complexity in complexities for key in complexity} | declared | {*PROGRAM_MEASURES}):
         metrics[f"curriculum/{name}"] = _mean([c[name] for c in complexities if name in c])
     return metrics
-
-
-CURRICULUM = ("ast_depth", "cyclomatic", "lines", "variables")
 
 
 def _mean(values: Sequence[float]) -> float:

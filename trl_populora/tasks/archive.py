@@ -14,25 +14,19 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_populora.sandbox import literals, values
 
 from .base import Task
-from .complexity import Coverage
+from .complexity import PROGRAM_MEASURES, Coverage
 from .forms import normal_forms
 from .programs import ProgramError, defines_function, parse_bounded
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-
-STATE_VERSION = 1
-
-# How a task fared, noted once students have tried it: match, solve rate, and what its kind's `complexity` measures. These
-# are the code kinds', and columns of every archive; a user's own kind adds its own.
-NOTED = ("match", "solve_rate", "ast_depth", "cyclomatic", "lines", "variables")
+# How a task fared, noted once students have tried it: match, solve rate, and what its kind's `complexity` measures.
+# These are the code kinds', and columns of every archive; a user's own kind adds its own.
+NOTED = ("match", "solve_rate", *PROGRAM_MEASURES)
 Note = Mapping[str, float]
 Entry = tuple[Task, bytes, "Note | None"]  # task, duplicate key, note
 
@@ -154,8 +148,6 @@ class TaskArchive:
             if entry[1] not in self._keys:
                 self._push(entry)
         self.coverage.load_state_dict(coverage)
-        if "forms" not in coverage:  # as runs of version 0.1 saved it
-            self.coverage.forms = {_key(task)[1] for task in self}
 
     def __contains__(self, task: object) -> bool:
         return isinstance(task, Task) and key_of(task) in self._keys
@@ -191,45 +183,6 @@ class TaskArchive:
     def metrics(self) -> dict[str, float]:
         """`archive/size` and the coverage of program space over everything ever added."""
         return {"archive/size": float(len(self)), **self.coverage.metrics()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that decides what is sampled and accepted next; survives JSON."""
-        tasks = {kind: [ring[i].to_record() for i in range(len(ring))] for kind, ring in self._rings.items()}
-        return {"version": STATE_VERSION, "tasks": tasks, "coverage": self.coverage.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """
-        Restores a saved archive; this archive's own `cap` applies.
-
-        Raises:
-            `ValueError`: If a field of the state is missing or was written by another version.
-        """
-        for field in ("version", "tasks", "coverage"):
-            if field not in state:
-                raise ValueError(f"Archive state lacks the field `{field}`; it holds {sorted(state)}.")
-        if state["version"] != STATE_VERSION:
-            raise ValueError(
-                f"Archive state has `version` {state['version']!r}, this package reads {STATE_VERSION}: resume with "
-                "the version of trl-populora that saved it."
-            )
-        tasks = [
-            Task.from_record(record, f"archive state, tasks of {kind!r}, row {row}")
-            for kind, records in state["tasks"].items()
-            for row, record in enumerate(records)
-        ]
-        self.restore(((task, key_of(task), None) for task in tasks), state["coverage"])
-
-    def to_dataset(self) -> Dataset:
-        """
-        All tasks as a [`datasets.Dataset`], kind by kind, oldest first: the fields of [`Task`], then how each fared
-        (`match`, `solve_rate`) and its complexity; empty for tasks that no student has tried, and for measures of other
-        kinds.
-        """
-        from datasets import Dataset
-
-        from .archive_table import to_table
-
-        return Dataset(to_table(self))
 
     @classmethod
     def from_dataset(cls, dataset: Iterable[Mapping[str, Any]], cap: int = 16384) -> TaskArchive:
@@ -270,8 +223,8 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
         for text in texts:
             if not values.is_canonical(text):
                 raise ValueError(
-                    f"{where}: column `{column}` holds {text!r:.80}, which is no canonical text{_meant(text, column)}. "
-                    "`trl_populora.tasks.make_task` writes whole tasks."
+                    f"{where}: column `{column}` holds {text!r:.80}, which is no canonical "
+                    f"text{_meant(text, column)}. `trl_populora.tasks.make_task` writes whole tasks."
                 )
             if column == "inputs" and not isinstance(values.decode(text), tuple):
                 raise ValueError(
@@ -282,7 +235,9 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
 
 
 def _meant(text: str, column: str) -> str:
-    """The canonical text of a Python literal in its place, if it is one; `(3,)`, `3` and `f(3)` mean the same input."""
+    """
+    The canonical text of a Python literal in its place, if it is one; `(3,)`, `3` and `f(3)` mean the same input.
+    """
     try:
         value = literals.read_arguments(text) if column == "inputs" else literals.read_literal(text)
     except ValueError:

@@ -6,12 +6,13 @@ It opens with `load_dataset("parquet", data_files="archive.parquet")`. One row p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .archive import NOTED, Entry, TaskArchive, key_of
+from trl_populora.files import written_whole
+
+from .archive import NOTED, Entry, TaskArchive
 from .base import Task
 
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SCHEMA_VERSION = 3
-_OTHER_KEYS, _STEPS_FROM_ZERO = "1", ("1", "2")  # how versions differ; in the first also in what makes a duplicate
 _VERSION_KEY = b"populora_archive"
 
 # Rows written and read at a time: bounds the memory of an archive of a million tasks.
@@ -28,7 +28,8 @@ _CHUNK = 20_000
 
 def schema(measures: Sequence[str] = ()) -> pa.Schema:
     """
-    Columns of the table; `key` is the hash by which duplicates are recognised, in hex. A user's own kinds add `measures`.
+    Columns of the table; `key` is the hash by which duplicates are recognised, in hex. A user's own kinds add
+    `measures`.
     """
     import pyarrow as pa
 
@@ -50,25 +51,14 @@ def schema(measures: Sequence[str] = ()) -> pa.Schema:
     )
 
 
-def to_table(archive: TaskArchive) -> pa.Table:
-    """An archive as a table for people: without the keys."""
-    import pyarrow as pa
-
-    batch = _batch(list(archive.entries()), archive.measures)
-    return pa.Table.from_batches([batch]).drop_columns(["key"]).replace_schema_metadata(None)
-
-
 def save_archive(archive: TaskArchive, path: str | Path) -> None:
     """Writes the archive to a parquet file, which appears whole or not at all."""
     import pyarrow.parquet as pq
 
-    path = Path(path)
-    unfinished = path.with_suffix(".tmp")
-    entries = iter(archive.entries())
-    with pq.ParquetWriter(unfinished, schema(archive.measures), compression="zstd") as writer:
+    entries, columns = iter(archive.entries()), schema(archive.measures)
+    with written_whole(path) as unfinished, pq.ParquetWriter(unfinished, columns, compression="zstd") as writer:
         while chunk := list(islice(entries, _CHUNK)):
             writer.write_batch(_batch(chunk, archive.measures))
-    unfinished.replace(path)
 
 
 def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any]) -> None:
@@ -92,7 +82,7 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
     with file:
         found = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode()
-        if found not in (*_STEPS_FROM_ZERO, str(SCHEMA_VERSION)):
+        if found != str(SCHEMA_VERSION):
             raise ValueError(
                 f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
                 f"{SCHEMA_VERSION}. The tasks themselves can seed a new run: pass the table as `train_dataset`."
@@ -103,15 +93,7 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
             if (held := file.schema_arrow.field(field.name).type) != field.type:
                 raise ValueError(f"{path}: column `{field.name}` holds {held}, expected {field.type}.")
         try:
-            entries = _entries(file, path)
-            if found in _STEPS_FROM_ZERO:
-                entries = (
-                    (task if task.author == "seed" else replace(task, step=task.step + 1), key, note)
-                    for task, key, note in entries
-                )
-            if found == _OTHER_KEYS:
-                entries = ((task, key_of(task), note) for task, _, note in entries)
-            archive.restore(entries, coverage)
+            archive.restore(_entries(file, path), coverage)
         except OSError as error:  # a damaged page
             raise ValueError(f"{path} is damaged ({error}).") from error
 

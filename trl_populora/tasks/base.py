@@ -5,8 +5,10 @@ and decides from the verdict; it holds no state and never runs anything itself. 
 so a user's own kind needs no change in the package: write the class and name it in `PopuLoRAConfig(task_kinds=[...])`.
 
 Values travel as canonical texts: an entry of `Task.inputs` is the text of one argument *tuple*, dicts in the order
-written (`trl_populora.sandbox.values.encode(arguments, ordered=True)`), an entry of `Task.outputs` the text of one return
-value (`encode(value)`), because what a program takes in has an order that it may use, and what it gives back is compared.
+written (`trl_populora.sandbox.values.encode(arguments, ordered=True)`), an entry of `Task.outputs` the text of one
+return
+value (`encode(value)`), because what a program takes in has an order that it may use, and what it gives back is
+compared.
 """
 
 from __future__ import annotations

@@ -85,7 +85,9 @@ class KindCheck:
     _told: set[tuple] = field(default_factory=set)
 
     def call(self, method: str, wanted: tuple[type, ...], *arguments: Any) -> Any:
-        """What a method answers; `None`, and a problem, if it raises, takes too long or answers with something else."""
+        """
+        What a method answers; `None`, and a problem, if it raises, takes too long or answers with something else.
+        """
         try:
             with _at_most(SECONDS):
                 value = getattr(self.kind, method)(*arguments)
@@ -173,7 +175,8 @@ class KindCheck:
 
 def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Runner, write: Callable[[str], Any]) -> KindCheck:
     """
-    Shows a kind's prompts, runs given tasks as if they were proposed, and gives its parsers texts that models might write.
+    Shows a kind's prompts, runs given tasks as if they were proposed, and gives its parsers texts that models might
+    write.
 
     Args:
         kind ([`TaskKind`]): The kind, configured.

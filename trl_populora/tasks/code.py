@@ -21,22 +21,15 @@ class CodeKind(TaskKind):
     A kind whose tasks are programs with a top-level `f`.
 
     The limits are class attributes, to be changed in a subclass. Nothing over a limit is ever cut: it is rejected.
-
-    Args:
-        strict (`bool`, *optional*, defaults to `False`): Whether `1`, `1.0` and `True` are different values. The
-            default compares like Python's `==`, as Absolute Zero Reasoner does.
-        tolerance (`float`, *optional*, defaults to `0.0`): Allowed difference between floats.
+    Answers compare like Python's `==`, as in Absolute Zero Reasoner.
     """
 
     max_program_chars = 3000  # AZR's prompt budget of 6144 tokens holds K = 6 references of about this size
     max_value_chars = 400  # one input or output, as literals; AZR cuts outputs here and makes the cut text the gold
     max_answer_chars = 4000  # ten times the longest gold: longer answers are malformed, not merely wrong
     determinism_runs = 2  # paper: determinism is checked by running twice
-    measures = ("ast_depth", "cyclomatic", "lines", "variables")
+    measures = complexity.PROGRAM_MEASURES
     cpu_headroom = 2.0  # a task needs half of the limit in CPU time: beside others the same run may need more
-
-    def __init__(self, strict: bool = False, tolerance: float = 0.0):
-        self.strict, self.tolerance = strict, tolerance
 
     def configure(self, settings: Any) -> None:
         """A class that has set `determinism_runs` for itself keeps it."""
@@ -45,7 +38,7 @@ class CodeKind(TaskKind):
 
     def same(self, one: str, other: str) -> bool:
         """Whether two canonical texts are the same answer."""
-        return values.equal(values.decode(one), values.decode(other), strict=self.strict, tolerance=self.tolerance)
+        return values.equal(values.decode(one), values.decode(other))
 
     def read_program(self, text: str) -> str:
         """Checks a program's size, syntax and `f`; returns it without trailing blank lines."""
@@ -119,10 +112,6 @@ class ProgramWithInput(CodeKind):
             text = "\n\n".join([templates.REFERENCES, *shown, text])
         return templates.user_turn(text)
 
-    def render_proposal(self, proposal: Proposal) -> str:
-        """The completion text that [`parse_proposal`] reads back as `proposal`."""
-        return templates.fenced(templates.program_block(proposal.program), templates.input_block(proposal.inputs[0]))
-
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
         try:
             program, given = read_blocks(text, ("python", "input"))
@@ -137,7 +126,9 @@ class ProgramWithInput(CodeKind):
         return Task(self.name, proposal.program, proposal.inputs, outputs)
 
     def chance(self, task: Task) -> float:
-        """1/2 for an output that is `True` or `False`, and for each of several; nothing else tells its alternatives."""
+        """
+        1/2 for an output that is `True` or `False`, and for each of several; nothing else tells its alternatives.
+        """
         output = values.decode(task.outputs[0])
         bits = output if isinstance(output, (list, tuple)) else [output]
         return 0.5 ** len(bits) if bits and all(isinstance(bit, bool) for bit in bits) else 0.0

@@ -25,7 +25,6 @@ class CodeF(CodeKind):
 
     Args:
         inputs_per_task (`int`, *optional*, defaults to `10`): Inputs of one task (Absolute Zero Reasoner).
-        strict, tolerance (*optional*): As in [`CodeKind`].
 
     Raises:
         `ValueError`: If there are too few inputs for one visible and one hidden pair.
@@ -37,12 +36,11 @@ class CodeF(CodeKind):
     max_message_chars = 400  # one or two lines; as long as an output
     max_message_lines = 2
 
-    def __init__(self, inputs_per_task: int = 10, strict: bool = False, tolerance: float = 0.0):
+    def __init__(self, inputs_per_task: int = 10):
         if inputs_per_task < 2:
             raise ValueError(
                 f"`inputs_per_task` must be at least 2, one visible and one hidden pair, got {inputs_per_task}."
             )
-        super().__init__(strict, tolerance)
         self.inputs_per_task = inputs_per_task
 
     def configure(self, settings: Any) -> None:
@@ -66,11 +64,6 @@ class CodeF(CodeKind):
         )
         return templates.user_turn(text)
 
-    def render_proposal(self, proposal: Proposal) -> str:
-        """The completion text that [`parse_proposal`] reads back as `proposal`."""
-        lines = "\n".join(templates.arguments(text) for text in proposal.inputs)
-        return templates.fenced(("inputs", lines), ("message", proposal.message))
-
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
         program = self._known_program(references)
         try:
@@ -86,7 +79,7 @@ class CodeF(CodeKind):
             return reason_of(error)
         if contains_program(message, program):
             return Reject.LEAKED_PROGRAM
-        # Equal is what the solver's program would see: `1` and `True` are one input, whatever the grading mode.
+        # Equal is what the solver's program would see: `1` and `True` are one input.
         decoded = [values.decode(text) for text in inputs]
         if any(values.equal(a, b) for i, a in enumerate(decoded) for b in decoded[:i]):
             return Reject.DUPLICATE_INPUTS
@@ -115,10 +108,6 @@ class CodeF(CodeKind):
         text = templates.SOLVE_PROGRAM.format(task=shown, program_chars=self.max_program_chars)
         return templates.user_turn(text)
 
-    def render_answer(self, answer: str) -> str:
-        """The completion text that [`parse_attempt`] reads back as the program `answer`."""
-        return templates.fenced(templates.program_block(answer))
-
     def parse_attempt(self, text: str, task: Task) -> Attempt:
         try:
             (program,) = read_blocks(text, ("python",))
@@ -140,7 +129,7 @@ class CodeF(CodeKind):
         )
 
     def _gold(self, task: Task) -> Gold:
-        return Gold(task.outputs[task.visible :], self.strict, self.tolerance)
+        return Gold(task.outputs[task.visible :])
 
     def _known_program(self, references: Sequence[Task]) -> str:
         if len(references) != 1:

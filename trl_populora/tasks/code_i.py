@@ -20,10 +20,6 @@ class CodeI(ProgramWithInput):
     def given(self, task: Task) -> tuple[str, str]:
         return templates.output_block(task.outputs[0])
 
-    def render_answer(self, answer: str) -> str:
-        """The completion text that [`parse_attempt`] reads back as the canonical argument tuple `answer`."""
-        return templates.fenced(templates.input_block(answer))
-
     def read_answer(self, written: str) -> str:
         return self.read_arguments(written, self.max_answer_chars)
 

@@ -20,10 +20,6 @@ class CodeO(ProgramWithInput):
     def given(self, task: Task) -> tuple[str, str]:
         return templates.input_block(task.inputs[0])
 
-    def render_answer(self, answer: str) -> str:
-        """The completion text that [`parse_attempt`] reads back as the canonical text `answer`."""
-        return templates.fenced(templates.output_block(answer))
-
     def read_answer(self, written: str) -> str:
         return self.read_value(written, self.max_answer_chars)
 

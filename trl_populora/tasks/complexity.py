@@ -15,6 +15,8 @@ from typing import Any
 from .programs import BOUND_BY_DEFINITION, bound_names, parse_bounded, without_docstrings
 
 
+PROGRAM_MEASURES = ("ast_depth", "cyclomatic", "lines", "variables")  # what [`measure`] tells, in this order
+
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.Assert)
 _BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _LEAVES = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
@@ -46,12 +48,7 @@ def measure(program: str) -> dict[str, float]:
         if not isinstance(node, BOUND_BY_DEFINITION):
             variables.update(bound_names(node))
         stack.extend((child, depth + 1) for child in _children(node))
-    return {
-        "ast_depth": float(deepest),
-        "cyclomatic": float(1 + decisions),
-        "lines": float(len(lines)),
-        "variables": float(len(variables)),
-    }
+    return dict(zip(PROGRAM_MEASURES, map(float, (deepest, 1 + decisions, len(lines), len(variables))), strict=True))
 
 
 def _decisions(node: ast.AST) -> int:
@@ -158,7 +155,7 @@ class Coverage:
         return {"counts": dict(self.counts), "sum": self._sum, "forms": sorted(self.forms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.counts, self.forms = dict(state["counts"]), set(state.get("forms", ()))
+        self.counts, self.forms = dict(state["counts"]), set(state["forms"])
         self.seen = sum(self.counts.values())
         # Restored rather than recomputed: the order of additions decides its last bits.
         self._sum = state["sum"]

@@ -1,8 +1,8 @@
 """Normal forms: when two programs are the same for duplicates, and when one is new to a run (phase 3).
 
-What costs nothing to write must not count as another program: names, layout, comments, and code that does nothing. Only
-what is plain from the text is taken for dead, so equal forms mean equal programs; different forms may still compute the
-same. Used to compare, never to change a program. Linear in the size of the tree.
+What costs nothing to write must not count as another program: names, layout, comments, and code that does nothing.
+Only what is plain from the text is taken for dead, so equal forms mean equal programs; different forms may still
+compute the same. Used to compare, never to change a program. Linear in the size of the tree.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def make_sandbox() -> Sandbox:
     return Sandbox(soft=False, packages=("numpy", "numpy.linalg", "numpy.random"))
 
 
-def use(sandbox: Sandbox) -> None:
+def install_backend(sandbox: Sandbox) -> None:
     """Gives the sandbox to every code benchmark of this process."""
 
     def backend(adapter: Any) -> CodeExecutionBackend:

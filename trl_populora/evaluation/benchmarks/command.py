@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from trl_populora.evaluation.benchmarks.contenders import BASE, find
+from trl_populora.evaluation.benchmarks.contenders import BASE, find_contenders
 from trl_populora.evaluation.benchmarks.jobs import make_pairs, run
 from trl_populora.evaluation.benchmarks.server import connect, served
 from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
@@ -33,7 +33,7 @@ def evaluate(settings: EvaluateArguments, out: Path, say: Callable[[str], None])
     """
     if importlib.util.find_spec("evalscope") is None:
         raise RuntimeError("EvalScope is not installed. Install it with `pip install -e '.[eval]'`.")
-    base, contenders = find(settings.run, settings.members, settings.compare, settings.base)
+    base, contenders = find_contenders(settings.run, settings.members, settings.compare, settings.base)
     root = out / ANSWERS
     root.mkdir(parents=True, exist_ok=True)
     pairs = make_pairs(settings, base, contenders, root)

@@ -11,7 +11,8 @@ from pathlib import Path
 from trl_populora.assets import resolve_model_path
 from trl_populora.hub.model_card import VLLM_RANKS
 from trl_populora.hub.publishing import fetch
-from trl_populora.runs.saved_population import best_adapter, read_json
+from trl_populora.population.members import read_population
+from trl_populora.runs.saved_population import best_adapter
 
 
 BASE = "base"
@@ -57,7 +58,7 @@ class Contender:
         return [f"`{name}`" for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
 
 
-def find(
+def find_contenders(
     run: str, members: list[str] | None, compare: list[str] | None, base: str | None
 ) -> tuple[str, list[Contender]]:
     """
@@ -68,7 +69,7 @@ def find(
             have the same name.
     """
     root = fetch(run)
-    saved = read_json(root / "population.json")
+    saved = read_population(root)
     names = [member["name"] for member in saved["members"]]
     if unknown := [name for name in members or () if name not in names]:
         raise ValueError(f"`members` names {', '.join(unknown)}; {run} has {', '.join(names)}.")

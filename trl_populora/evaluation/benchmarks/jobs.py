@@ -20,7 +20,7 @@ from trl_populora.evaluation.benchmarks.processes import end, start
 from trl_populora.evaluation.benchmarks.server import Server
 from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.evaluation.benchmarks.suite import BENCHMARKS
-from trl_populora.runs.saved_population import write_json
+from trl_populora.files import write_json
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,9 @@ def connect(url: str, contenders: Sequence[Contender]) -> tuple[Server, str]:
     for contender in contenders:
         if patterns := contender.patterns():
             raise ValueError(
-                f"{contender.name} was trained with {', '.join(patterns)}, and a vLLM server scales every module by `r` and "
-                "`lora_alpha` alone: it would answer as another adapter. Leave `server` out; the one that is started "
-                "otherwise is given an equal adapter."
+                f"{contender.name} was trained with {', '.join(patterns)}, and a vLLM server scales every module by "
+                "`r` and `lora_alpha` alone: it would answer as another adapter. Leave `server` out; the one that is "
+                "started otherwise is given an equal adapter."
             )
     server = Server(url)
     models = server.models()
@@ -140,8 +140,8 @@ def _as_vllm_reads(contender: Contender, directory: Path) -> Contender:
 
 def _flags(adapters: Sequence[Contender]) -> list[str]:
     size = next(size for size in VLLM_RANKS if size >= max(each.rank() for each in adapters))
-    # With fewer slots members would wait for each other. One more stays empty: vLLM 0.31 on a CPU gives rows of the base
-    # that share a batch with adapters the last slot, whose index is -1 (its pull request 48421 mends that).
+    # With fewer slots members would wait for each other. One more stays empty: vLLM 0.31 on a CPU gives rows of the
+    # base that share a batch with adapters the last slot, whose index is -1 (its pull request 48421 mends that).
     slots = str(len(adapters) + 1)
     flags = ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(size)]
     # The sampling defaults of the base's own `generation_config.json` would hold for answers that say nothing of them.

@@ -31,7 +31,8 @@ class EvaluateArguments:
         base (`str`, *optional*):
             The base model, where it is not to be found under the name that the population gives.
         dataset_args (`str`, *optional*):
-            YAML or JSON file: EvalScope's `dataset_args` by benchmark, over ours. `local_path` is relative to the file.
+            YAML or JSON file: EvalScope's `dataset_args` by benchmark, over ours. `local_path` is relative to the
+            file.
         hub (`str`, *optional*, defaults to `"huggingface"`):
             Where data comes from, `"huggingface"` or `"modelscope"`.
         limit (`int`, *optional*):

@@ -10,7 +10,8 @@ from typing import Any
 from trl_populora.evaluation.benchmarks.contenders import SUMMARY, Contender
 from trl_populora.evaluation.benchmarks.jobs import Pair
 from trl_populora.evaluation.benchmarks.suite import BENCHMARKS
-from trl_populora.runs.saved_population import write_json
+from trl_populora.files import write_json
+from trl_populora.report.canvas import picture
 
 
 AVERAGE = "average"
@@ -108,26 +109,22 @@ def save(table: Table, directory: Path, details: dict[str, Any]) -> None:
 
 def draw(table: Table, path: Path) -> None:
     """A heat map: each row in shades from its lowest to its highest score."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(
-        figsize=(2 + 0.75 * len(table.columns), 1.6 + 0.4 * len(table.rows)), layout="constrained"
-    )
     shades = []
     for row in table.rows.values():
         known = [score for score in row.values() if score is not None]
         low, span = (min(known), max(known) - min(known)) if known else (0.0, 0.0)
         shades.append([0.5 if not span or (score := row[c]) is None else (score - low) / span for c in table.columns])
-    axis.imshow(shades, cmap="cividis", vmin=0, vmax=1, aspect="auto")
-    for y, (row, shade) in enumerate(zip(table.rows.values(), shades, strict=True)):
-        for x, column in enumerate(table.columns):
-            color = "white" if shade[x] < 0.6 else "black"
-            axis.text(x, y, _text(row[column]), ha="center", va="center", fontsize=8, color=color)
-    axis.set_xticks(range(len(table.columns)), table.columns, rotation=40, ha="right", fontsize=8)
-    axis.set_yticks(range(len(table.rows)), [_title(name) for name in table.rows], fontsize=8)
-    axis.set_title("Score in percent; shades compare the columns of a row", fontsize=9)
-    figure.savefig(path, dpi=110, metadata={"Software": None})  # no version stamp: same scores, same bytes
-    plt.close(figure)
+
+    def paint(figure: Any) -> None:
+        axis = figure.subplots()
+        axis.imshow(shades, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+        for y, (row, shade) in enumerate(zip(table.rows.values(), shades, strict=True)):
+            for x, column in enumerate(table.columns):
+                color = "white" if shade[x] < 0.6 else "black"
+                axis.text(x, y, _text(row[column]), ha="center", va="center", fontsize=8, color=color)
+        axis.set_xticks(range(len(table.columns)), table.columns, rotation=40, ha="right", fontsize=8)
+        axis.set_yticks(range(len(table.rows)), [_title(name) for name in table.rows], fontsize=8)
+        axis.grid(False)
+        axis.set_title("Score in percent; shades compare the columns of a row", fontsize=9)
+
+    picture(path, (2 + 0.75 * len(table.columns), 1.6 + 0.4 * len(table.rows)), paint)

@@ -15,7 +15,8 @@ from typing import Any
 
 from evalscope import TaskConfig, run_task
 
-from trl_populora.evaluation.benchmarks.code import make_sandbox, use
+from trl_populora.evaluation.benchmarks.code import install_backend, make_sandbox
+from trl_populora.files import write_json
 
 
 def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
@@ -33,7 +34,8 @@ def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
             "temperature": job["temperature"],
             "max_tokens": job["max_tokens"],
             "top_p": 1.0,
-            # A server's defaults may come from the base's `generation_config.json`, a penalty on repetition among them.
+            # A server's defaults may come from the base's `generation_config.json`, a penalty on repetition among
+            # them.
             "extra_body": {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
             "timeout": 3600,
         },
@@ -74,18 +76,11 @@ def advice(error: Exception) -> str:
     return ". If it is the data, try the other `hub`, or name a local copy in `dataset_args` (`local_path`)"
 
 
-def leave(path: Path, value: dict[str, Any]) -> None:
-    """Writes a file that appears whole or not at all; `saved_population` has the same, but with it comes torch."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(value) + "\n")
-    unfinished.replace(path)
-
-
 def main(path: str) -> None:
     """All benchmarks of a job; one that fails does not keep the others from being done."""
     job = json.loads(Path(path).read_text())
     with make_sandbox() as sandbox:
-        use(sandbox)
+        install_backend(sandbox)
         for name, pair in job["pairs"].items():
             directory = Path(pair["directory"])
             directory.mkdir(parents=True, exist_ok=True)
@@ -93,9 +88,9 @@ def main(path: str) -> None:
                 result = run(job, name, directory)
             except Exception as error:
                 traceback.print_exc()
-                leave(directory / "error.json", {"error": f"{type(error).__name__}: {error}{advice(error)}"})
+                write_json(directory / "error.json", {"error": f"{type(error).__name__}: {error}{advice(error)}"})
             else:
-                leave(directory / "result.json", result)
+                write_json(directory / "result.json", result)
 
 
 if __name__ == "__main__":

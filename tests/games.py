@@ -1,0 +1,80 @@
+"""Scripted players in the place of models: real parsing, sandbox, rewards and ratings."""
+
+from __future__ import annotations
+
+from trl_populora.population.matchmaking import Matchmaker
+from trl_populora.population.members import Population
+from trl_populora.step.player import Completion, Player
+from trl_populora.step.referee import Referee
+from trl_populora.step.rollout import Game
+from trl_populora.tasks import CodeO
+from trl_populora.tasks.archive import TaskArchive
+
+
+G = 4
+
+
+def proposal(program: str, arguments: str) -> str:
+    return f"```python\n{program}\n```\n```input\n{arguments}\n```"
+
+
+def make_game(
+    sandbox,
+    seed_tasks,
+    teach,
+    solve,
+    kinds=None,
+    teachers=1,
+    students=1,
+    proposals=4,
+    generate=None,
+    ranks=None,
+    rules=None,
+    **settings,
+) -> Game:
+    """A game whose teachers say `teach(i)` to their i-th prompt and whose students say `solve(prompt, i)`."""
+    archive = TaskArchive()
+    for task in seed_tasks:
+        archive.add(task)
+
+    def by_script(prompts, members, seed=None):
+        counts: dict[str, int] = {}
+        completions = []
+        for prompt, member in zip(prompts, members, strict=True):
+            content = prompt[0]["content"]
+            index = counts[content] = counts.get(content, -1) + 1
+            number = sum(counts.values()) + len(counts) - 1
+            text = teach(number) if member.startswith("teacher") else solve(content, index)
+            completions.append(Completion([1], [2], text))
+        return completions
+
+    defaults = {
+        "population": Population(teachers, students),
+        "matchmaker": Matchmaker(seed=0),
+        "archive": archive,
+        "referee": Referee({kind.name: kind for kind in kinds or [CodeO()]}, sandbox, "compact", **(rules or {})),
+        "player": Player(generate or by_script, **(ranks or {})),
+        "proposals": proposals,
+        "attempts": G,
+        "references": 1,
+        "seed": 0,
+    }
+    return Game(**(defaults | settings))
+
+
+# Four proposals, in order: solved by all, by half, by none, and one that does not run.
+PROPOSALS = [
+    proposal("def f(a):\n    return a * 10 + 1", "1"),
+    proposal("def f(a):\n    return a * 10 + 2", "2"),
+    proposal("def f(a):\n    return a * 10 + 3", "3"),
+    proposal("def f(a):\n    return a / 0", "4"),
+]
+
+
+def solve_by_plan(content: str, index: int) -> str:
+    """Right always, right for two of four (one malformed, one wrong), wrong always."""
+    if "+ 1" in content:
+        return "```output\n11\n```"
+    if "+ 2" in content:
+        return ["```output\n22\n```", "```output\n22\n```", "twenty-two", "```output\n0\n```"][index]
+    return "```output\n0\n```"

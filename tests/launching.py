@@ -1,0 +1,49 @@
+"""Runs of two processes, as `accelerate launch` starts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.without_vllm import without_vllm
+
+
+ROOT = Path(__file__).parent.parent
+BACKENDS = {
+    "ddp": ("cpu_ddp.yaml", "DistributedDataParallel", None),
+    "zero2": ("cpu_zero2.yaml", "DeepSpeedEngine", 2),
+    "zero3": ("cpu_zero3.yaml", "DeepSpeedEngine", 3),
+}
+
+
+def run_script(command: list[str], output: Path, seconds: int = 540, vllm: bool = False) -> str:
+    """Runs a command in the new directory `output`, returns what it printed, and raises with its log if it fails."""
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    # ACCELERATE_USE_CPU=true from outside would silently turn the DeepSpeed configurations into DDP.
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    environment = inherited | variables if vllm else without_vllm(inherited | variables)
+    output.mkdir()
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=output, check=False
+    )
+    if done.returncode:
+        raise AssertionError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-20000:]}")
+    return done.stdout
+
+
+def launch(config: str) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = str(ROOT / "accelerate_configs" / config)
+    module = "accelerate.commands.launch"
+    return [sys.executable, "-m", module, "--config_file", path, "--main_process_port", str(port)]

@@ -1,0 +1,24 @@
+"""Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from trl_populora.files import write_json, written_whole
+
+
+def test_a_file_that_is_not_finished_leaves_the_one_before(tmp_path):
+    path = tmp_path / "found.json"
+    write_json(path, {"step": 1})
+
+    def fail(text):
+        with written_whole(path) as unfinished:
+            unfinished.write_text(text)
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail("{")
+    assert path.read_text() == '{\n  "step": 1\n}\n'
+    write_json(path, {"step": 2}, indent=None)
+    assert path.read_text() == '{"step": 2}\n'
+    assert [each.name for each in tmp_path.iterdir()] == ["found.json"], "what was cut off is written over"

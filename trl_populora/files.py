@@ -1,0 +1,44 @@
+"""Files that appear whole or not at all, whatever ends the process that writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+FORMAT = 1  # of what this package writes as JSON and reads again
+
+
+@contextmanager
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """Gives a place to write to; what is there takes the place of `path` when the block ends without an error."""
+    path = Path(path)
+    unfinished = path.with_name(f"{path.name}.tmp")  # a name that uploads and readers pass over
+    yield unfinished
+    unfinished.replace(path)
+
+
+def write_json(path: str | Path, value: Any, indent: int | None = 2) -> None:
+    """Writes a JSON file, whole or not at all."""
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=indent) + "\n")
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """
+    An object of this package's own format.
+
+    Raises:
+        `ValueError`: If the file is missing, no JSON, or of another format.
+    """
+    try:
+        state = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}).") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"{path}: field `format` is {found!r}, this version reads {FORMAT}.")
+    return state

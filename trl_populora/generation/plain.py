@@ -1,0 +1,86 @@
+"""A player without a trainer: members of a live model answer with transformers, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peft import PeftModel
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from trl_populora.adapters.routing import BASE, BASE_NAME, Router
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.step.player import Completion, Messages, Player
+
+from .decoding import complete, complete_whole, why_whole
+from .sampling import seeded
+from .stops import STOPS, end_tokens, warn_of_unknown
+
+
+def sampling_config(
+    base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, args: PopuLoRAConfig
+) -> GenerationConfig:
+    """How members of a run with these settings are sampled, as TRL has it."""
+    warn_of_unknown(args.generation_kwargs)
+    known = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
+    known = [tokenizer.eos_token_id, *(token for token in known if token is not None)]
+    given = {name: value for name, value in (args.generation_kwargs or {}).items() if name not in STOPS}
+    return GenerationConfig(
+        **{
+            "max_new_tokens": args.max_completion_length,
+            "do_sample": True,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": end_tokens(tokenizer, known, args.generation_kwargs, args.chat_template_kwargs),
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+            "cache_implementation": args.cache_implementation,
+        }
+        | given,
+        disable_compile=True,
+    )
+
+
+def plain_player(
+    model: PeftModel, tokenizer: PreTrainedTokenizerBase, router: Router, members: Sequence[str], args: PopuLoRAConfig
+) -> Player:
+    """
+    Generates as the trainer of such a run would without vLLM.
+
+    Args:
+        model ([`~peft.PeftModel`]): The members' model; its generation config is replaced.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): With a chat template.
+        router ([`Router`]): The model's.
+        members (`Sequence[str]`): Names in the order of routes.
+        args ([`PopuLoRAConfig`]): How to sample.
+    """
+    index = {name: number for number, name in enumerate(members)} | {BASE_NAME: BASE}
+    model.eval()
+    # Otherwise what the base's own config says would hold wherever ours is at its default.
+    config = model.get_base_model().generation_config = sampling_config(
+        model.get_base_model().generation_config, tokenizer, args
+    )
+    by_rounds = not why_whole(model.config, config, sharded=False)
+
+    def generate(prompts: list[Messages], names: Sequence[str], seed: int | None = None) -> list[Completion]:
+        ids = tokenize(tokenizer, prompts, args)
+        with seeded(seed):
+            answer = complete if by_rounds else complete_whole
+            completions = answer(model, ids, [index[name] for name in names], router.rows_of, config)
+        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+        return [Completion(*row) for row in zip(ids, completions, texts, strict=True)]
+
+    return Player(generate)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], args: PopuLoRAConfig) -> list[list[int]]:
+    """Token ids of prompts up to where the assistant begins."""
+    return tokenizer.apply_chat_template(
+        prompts,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **(args.chat_template_kwargs or {}),
+    )["input_ids"]

@@ -1,0 +1,196 @@
+"""The tasks that a user gives: those to start from and those held out, read and checked before a run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from datasets import Dataset
+
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.sandbox import Job, Status
+from trl_populora.step.held_out import HeldOut
+from trl_populora.step.player import Player
+from trl_populora.step.referee import Referee
+from trl_populora.tasks import load_seed_tasks
+from trl_populora.tasks.archive import TaskArchive, read_task
+from trl_populora.tasks.base import Task, TaskKind
+from trl_populora.tasks.code import CodeKind
+
+
+def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], args: PopuLoRAConfig) -> TaskArchive:
+    """
+    Builds the archive from a table of tasks, or from the 256 tasks that ship with the package.
+
+    Raises:
+        `TypeError`: If it is not a `datasets.Dataset`.
+        `ValueError`: If it holds prompts, a column is missing or broken, or no task is of a kind that the run plays.
+    """
+    if train_dataset is None:
+        archive = TaskArchive(args.archive_size)
+        for task in load_seed_tasks():
+            archive.add(task)
+    elif isinstance(train_dataset, Dataset):
+        if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
+            raise ValueError(
+                "`train_dataset` holds prompts; a population writes its own. It takes tasks to start from, a row each "
+                "with `kind`, `program`, `inputs` and `outputs`, or nothing: leave it unset for the 256 built-in "
+                "tasks."
+            )
+        archive = TaskArchive.from_dataset(train_dataset, cap=args.archive_size)
+        for task in archive:
+            if isinstance(kinds.get(task.kind), CodeKind) and task.visible >= len(task.inputs):
+                raise ValueError(
+                    f"`train_dataset` holds a task of kind {task.kind} with {len(task.inputs)} `inputs`, "
+                    f"{task.visible} of them `visible`: nothing is left to grade. Its program is "
+                    f"{task.program!r:.200}."
+                )
+    else:
+        raise TypeError(
+            f"`train_dataset` must be a `datasets.Dataset` of tasks or None, got `{type(train_dataset).__name__}`. A "
+            "table can be read with `load_dataset('json', data_files=...)['train']`."
+        )
+    check_archive(archive, kinds)
+    return archive
+
+
+def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind]) -> None:
+    """
+    Raises:
+        `ValueError`: If students have no task to start with, or a kind no program to propose about.
+    """
+    if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
+        raise ValueError(
+            f"`train_dataset` holds no task of the kinds {', '.join(kinds)}; students need at least one to start "
+            "with. Add seed tasks of these kinds, or change `task_kinds`."
+        )
+    for kind in kinds.values():
+        if not kind.writes_program and not archive.sample(kind.reference_kinds, 1, random.Random(0)):
+            raise ValueError(
+                f"`train_dataset` holds no task of the kinds {', '.join(kind.reference_kinds)}, and {kind.name} "
+                f"proposes about their programs. Add such a task, or leave {kind.name} out of `task_kinds`."
+            )
+
+
+def load_held_out(
+    eval_dataset: Any, kinds: Mapping[str, TaskKind], archive: TaskArchive | None, args: PopuLoRAConfig
+) -> HeldOut | None:
+    """
+    Builds the held-out tasks from one table or several; the training's archive may hold none of them.
+
+    Raises:
+        `TypeError`: If a table is not a `datasets.Dataset`.
+        `ValueError`: If evaluation is wanted without tasks, or a table is empty, holds prompts, a broken cell, a kind
+            that is not played, or a task of the archive.
+    """
+    if eval_dataset is None:
+        for name, wanted in {
+            "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
+            "eval_steps": args.eval_steps is not None,
+            "eval_on_start": args.eval_on_start,
+        }.items():
+            if wanted:
+                raise ValueError(
+                    f"`{name}={getattr(args, name)!s}` needs held-out tasks: pass `eval_dataset=` (on the command "
+                    "line `--eval_tasks`), a table with the columns of seed tasks, or leave it unset."
+                )
+        return None
+    named = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    tables = {name: _held_out_table(_field(name), table, kinds) for name, table in named.items()}
+    if not tables:
+        raise ValueError("`eval_dataset` is an empty dict; name at least one table.")
+    batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM schedules rows by itself
+    held_out = HeldOut(tables, args.eval_attempts, batch, args.seed)
+    if shared := [task for task in archive or () if task in held_out]:
+        raise ValueError(
+            f"{len(shared)} of the {len(archive or ())} tasks to start from ask what `eval_dataset` holds out, so "
+            "nothing would be learned from a high score. Take them out of `train_dataset`. The first is "
+            f"{shared[0].program!r:.200}."
+        )
+    return held_out
+
+
+def to_measure(
+    eval_dataset: Any, own: HeldOut | None, referee: Referee, player: Player, args: PopuLoRAConfig
+) -> HeldOut:
+    """
+    What an evaluation goes by: tasks given to it, which are checked, or the trainer's own. Collective.
+
+    Raises:
+        `ValueError`: If there are none, or those given cannot be used.
+    """
+    found = own if eval_dataset is None else load_held_out(eval_dataset, referee.kinds, None, args)
+    if found is None:
+        raise ValueError("`evaluate` needs tasks: give `eval_dataset` to it or to the trainer.")
+    if found is not own:
+        check_outputs(given_tables(None, found), referee, player)
+    return found
+
+
+def _held_out_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> list[Task]:
+    if not isinstance(table, Dataset):
+        raise TypeError(f"`{field}` must be a `datasets.Dataset` of tasks, got `{type(table).__name__}`.")
+    if "prompt" in table.column_names and "kind" not in table.column_names:
+        raise ValueError(
+            f"`{field}` holds prompts; held-out tasks are rows with `kind`, `program`, `inputs` and `outputs`, as "
+            "seed tasks are."
+        )
+    tasks = [read_task(row, f"`{field}`, row {number}") for number, row in enumerate(table)]
+    if not tasks:
+        raise ValueError(f"`{field}` is empty; give at least one task, or leave it unset.")
+    for number, task in enumerate(tasks):
+        if task.kind not in kinds:
+            raise ValueError(
+                f"`{field}`, row {number}: column `kind` is {task.kind!r}, this run plays {', '.join(kinds)}. Leave "
+                "such rows out, or add the kind to `task_kinds`."
+            )
+    return tasks
+
+
+def given_tables(train_dataset: Dataset | None, held_out: HeldOut | None) -> dict[str, list[Task]]:
+    """What the user has claimed to be true: the tasks of both datasets under the names that messages give them."""
+    tables = {} if held_out is None else {_field(name): tasks for name, tasks in held_out.tables.items()}
+    if train_dataset is not None:
+        tables["train_dataset"] = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]
+    return tables
+
+
+def _field(name: str) -> str:
+    return f"eval_dataset[{name!r}]" if name else "eval_dataset"
+
+
+def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player: Player) -> None:
+    """
+    Runs given tasks of the code kinds once, about a thousand a second. Collective: the ranks share the work.
+
+    Args:
+        tables (`Mapping[str, Sequence[Task]]`): By the name of the dataset; the order is that of its rows.
+        referee ([`Referee`]): Its kinds and sandbox.
+        player ([`Player`]): Knows the ranks.
+
+    Raises:
+        `ValueError`: If a program does not give the outputs that a row claims; names dataset, row and both values.
+    """
+    code = {name: kind for name, kind in referee.kinds.items() if isinstance(kind, CodeKind)}
+    rows = [(field, number, task) for field, tasks in tables.items() for number, task in enumerate(tasks)]
+    mine = [row for row in rows if row[2].kind in code][player.rank :: player.world]
+    verdicts = referee.sandbox.run([Job(task.program, task.inputs) for _, _, task in mine])
+    flaws = []
+    for (field, number, task), verdict in zip(mine, verdicts, strict=True):
+        where = f"`{field}`, row {number}"
+        if verdict.status is not Status.OK:
+            flaws.append(f"{where}: the program ends with `{verdict.status.value}`: {task.program!r:.200}.")
+            continue
+        for given, returned, claimed in zip(task.inputs, verdict.outputs, task.outputs, strict=True):
+            if not code[task.kind].same(returned, claimed):
+                flaws.append(
+                    f"{where}: column `outputs` holds {claimed!r:.80}, the program returns {returned!r:.80} for "
+                    f"{given!r:.80}."
+                )
+                break
+    if found := [flaw for part in player.gather(flaws) for flaw in part]:
+        raise ValueError(
+            f"{len(found)} of {len(rows)} given task(s) are wrong. {' '.join(found[:5])} `make_task(kind, program, "
+            "inputs)` writes true ones."
+        )

@@ -1,0 +1,70 @@
+"""The members of a run as a table on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from trl_populora.population.members import POPULATION_FILE, read_population
+from trl_populora.report.canvas import COLORS
+
+
+HEADER = ("member", "rating", "mu - 3 sigma", "held out", "matches", "born", "made by", "parents")
+
+
+def print_population(run: str | Path) -> None:
+    """
+    Prints the members of a run with their ratings and their solve rates on held-out tasks, best first in each role; as
+    plain text without rich.
+
+    Raises:
+        `ValueError`: If `population.json` is missing or broken.
+    """
+    if not Path(run, POPULATION_FILE).exists():
+        raise ValueError(f"{run} holds no population.json: no run has logged a step or an evaluation there.")
+    population = read_population(run)
+    title = f"Population after {population['step']} steps on {population['base_model']}"
+    if (base := population.get("held_out_base")) is not None:
+        title += f", which solves {percent(base)} of the held-out tasks"
+    members = sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["mu"]))
+    roles = [[_cells(member) for member in members if member["role"] == role] for role in COLORS]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        lines = [HEADER, *roles[0], *roles[1]]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            title += "\n" + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        sys.stdout.write(title + "\n")
+        return
+    table = Table(title=title)
+    for column in HEADER:
+        table.add_column(
+            column, justify="left" if column in ("member", "made by", "parents") else "right", no_wrap=True
+        )
+    for rows in roles:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    console = Console()
+    # Into a file or a log, where rich assumes 80 columns, two parents' names would be cut.
+    (console if console.is_terminal else Console(width=120)).print(table)
+
+
+def _cells(member: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        member["name"],
+        f"{member['mu']:.1f} ± {member['sigma']:.1f}",
+        f"{member['mu'] - 3 * member['sigma']:.1f}",
+        "-" if member.get("held_out") is None else percent(member["held_out"]),
+        str(member["age"]),
+        f"step {member['born']}",
+        member["operator"],
+        " + ".join(member["parents"]) or "-",
+    )
+
+
+def percent(rate: float) -> str:
+    return f"{100 * rate:.0f} %" if rate == rate else "-"
