@@ -90,7 +90,7 @@ class TestPage:
         shutil.copytree(finished, run, ignore=shutil.ignore_patterns("rollouts"))
         page = write_report(run).read_text()
         assert "kept no rollouts" in page
-        assert page.count("data:image/png") == len([plot for plot in PLOTS if not plot.needs_rows])
+        assert page.count("data:image/png") == len([plot for plot in PLOTS if plot.needs != "rows"])
 
 
 class TestReading:

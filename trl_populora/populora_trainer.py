@@ -216,11 +216,9 @@ class PopuLoRATrainer(GRPOTrainer):
         self._pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
 
     def _add_callbacks(self) -> None:
-        adapter = self.population.adapter
-        self.evolution = (
-            None
-            if not self.args.evolve_every
-            else EvolutionCallback(
+        adapter, self.evolution = self.population.adapter, None
+        if self.args.evolve_every:
+            self.evolution = EvolutionCallback(
                 self.args,
                 self.population,
                 read=lambda name: weights.read_member(self.model_wrapped, adapter(name)),
@@ -229,7 +227,6 @@ class PopuLoRATrainer(GRPOTrainer):
                 forgotten=self._forgotten,
                 log=self._log_values,
             )
-        )
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
         for callback in (self.evolution, records.Records(self.describe), Alarms()):

@@ -11,7 +11,7 @@ from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.player import Completion, Messages, Player
 
-from .decoding import complete, complete_whole, why_whole
+from . import decoding
 from .sampling import seeded
 from .stops import STOPS, end_tokens, warn_of_unknown
 
@@ -59,16 +59,14 @@ def plain_player(
     index = {name: number for number, name in enumerate(members)} | {BASE_NAME: BASE}
     model.eval()
     # Otherwise what the base's own config says would hold wherever ours is at its default.
-    config = model.get_base_model().generation_config = sampling_config(
-        model.get_base_model().generation_config, tokenizer, args
-    )
-    by_rounds = not why_whole(model.config, config, sharded=False)
+    base = model.get_base_model()
+    config = base.generation_config = sampling_config(base.generation_config, tokenizer, args)
+    complete = decoding.complete_whole if decoding.why_whole(base.config, config, sharded=False) else decoding.complete
 
     def generate(prompts: list[Messages], names: Sequence[str], seed: int | None = None) -> list[Completion]:
         ids = tokenize(tokenizer, prompts, args)
         with seeded(seed):
-            answer = complete if by_rounds else complete_whole
-            completions = answer(model, ids, [index[name] for name in names], router.rows_of, config)
+            completions = complete(model, ids, [index[name] for name in names], router.rows_of, config)
         texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
         return [Completion(*row) for row in zip(ids, completions, texts, strict=True)]
 

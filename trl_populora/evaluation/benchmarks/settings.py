@@ -12,42 +12,7 @@ from trl_populora.evaluation.benchmarks.suite import BENCHMARKS, check_benchmark
 
 @dataclass
 class EvaluateArguments:
-    """
-    What `populora evaluate` needs.
-
-    Args:
-        run (`str`):
-            Directory of a run, or the Hub name of a population.
-        benchmarks (`list[str]`, *optional*):
-            Keys of `BENCHMARKS`; all ten by default.
-        members (`list[str]`, *optional*):
-            Members to evaluate; all by default.
-        compare (`list[str]`, *optional*):
-            Other runs, populations or PEFT adapters on the same base, each a column of its own: the single agent.
-        server (`str`, *optional*):
-            URL of a running vLLM server that holds all of them under their names.
-        server_args (`str`, *optional*):
-            Flags for the vLLM server that is started otherwise.
-        base (`str`, *optional*):
-            The base model, where it is not to be found under the name that the population gives.
-        dataset_args (`str`, *optional*):
-            YAML or JSON file: EvalScope's `dataset_args` by benchmark, over ours. `local_path` is relative to the
-            file.
-        hub (`str`, *optional*, defaults to `"huggingface"`):
-            Where data comes from, `"huggingface"` or `"modelscope"`.
-        limit (`int`, *optional*):
-            Questions per subset of a benchmark; all by default.
-        samples (`int`, *optional*, defaults to `1`):
-            Answers per question; the score is their mean.
-        temperature (`float`, *optional*, defaults to `0.0`):
-            Greedy, as Absolute Zero evaluates (arXiv 2505.03335).
-        max_tokens (`int`, *optional*, defaults to `8192`):
-            Longest answer.
-        concurrency (`int`, *optional*, defaults to `32`):
-            Questions of one contender that are under way at once.
-        out (`str`, *optional*):
-            Where tables and answers go; the run by default.
-    """
+    """What `populora evaluate` needs; the help of each option says what it is."""
 
     run: str = field(metadata={"help": "Directory of a run, or the Hub name of a population."})
     benchmarks: list[str] = field(
@@ -66,12 +31,14 @@ class EvaluateArguments:
     )
     base: str | None = field(default=None, metadata={"help": "The base model; the population's by default."})
     dataset_args: str | None = field(
-        default=None, metadata={"help": "YAML or JSON file with EvalScope's dataset_args by benchmark."}
+        default=None, metadata={"help": "YAML or JSON file: EvalScope's dataset_args by benchmark, over ours."}
     )
     hub: str = field(default="huggingface", metadata={"help": "Where data comes from: huggingface or modelscope."})
     limit: int | None = field(default=None, metadata={"help": "Questions per subset of a benchmark; all by default."})
     samples: int = field(default=1, metadata={"help": "Answers per question; the score is their mean."})
-    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; greedy by default."})
+    temperature: float = field(
+        default=0.0, metadata={"help": "Sampling temperature; greedy, as Absolute Zero evaluates, by default."}
+    )
     max_tokens: int = field(default=8192, metadata={"help": "Longest answer, in tokens."})
     concurrency: int = field(default=32, metadata={"help": "Questions of one contender under way at once."})
     out: str | None = field(default=None, metadata={"help": "Where tables and answers go; the run by default."})
