@@ -12,7 +12,7 @@ quickstart: $(VENV)/.installed
 	$(VENV)/bin/populora train --config recipes/tiny/quickstart.yaml
 
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -121,6 +121,17 @@ class TestStep:
             assert len(played) < 5, "two teachers, and at most two of three students"
             before = after
 
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_generation_leaves_gradient_checkpointing_as_it_was(self, make_trainer, reentrant):
+        kwargs = {"use_reentrant": reentrant}
+        trainer = make_trainer(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+        trainer.model.gradient_checkpointing_enable(kwargs)
+        trainer._generate_rows([[{"role": "user", "content": "x"}]], ["student_0"])
+        layers = [m for m in trainer.model.modules() if hasattr(m, "_gradient_checkpointing_func")]
+        assert layers
+        assert {layer._gradient_checkpointing_func.keywords["use_reentrant"] for layer in layers} == {reentrant}
+        assert all(layer.gradient_checkpointing for layer in layers)
+
     def test_gradient_checkpointing_changes_nothing(self, make_trainer, tmp_path):
         runs = []
         for checkpointing in (False, True):

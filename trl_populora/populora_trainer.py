@@ -396,7 +396,10 @@ class PopuLoRATrainer(GRPOTrainer):
             with self.router.rows_of(members):
                 return self._generate_single_turn(prompt_ids, None, {}, 1)
         unwrapped = unwrap_model_for_generation(
-            self.model_wrapped, self.accelerator, generation_kwargs=self.generation_kwargs
+            self.model_wrapped,
+            self.accelerator,
+            generation_kwargs=self.generation_kwargs,
+            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
         )
         with profiling_context(self, "transformers.generate"), unwrapped as model:
             return decoding.complete(model, prompt_ids, members, self.router.rows_of, self.generation_config), None
