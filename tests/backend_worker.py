@@ -7,6 +7,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
   second step with learning rate 0;
 - `evolve` has an evolution event after the second of three steps, whose children learn at rates of their own;
 - `plain` is the same run without the event;
+- `half` is one step in fp16 with a loss scale, which only DeepSpeed does on a CPU;
 - `unwritable` fails to save, because a file stands where the main process wants a directory.
 """
 
@@ -32,6 +33,9 @@ from trl_populora.runs.checkpoint import UNFINISHED
 from trl_populora.sandbox import Job
 
 
+# About Adam's epsilon see test_solo_parity.py.
+CLIPPED = {"lr_scheduler_type": "constant", "max_grad_norm": 0.02, "adam_epsilon": 1e-4}
+LOSS_SCALE = 1024.0
 REPLACED = "teacher_1"
 HEIR, SOURCE = "student_1", "student_2"  # the heir takes over the source's moments
 EVENT = 2  # the step of the evolution
@@ -130,9 +134,7 @@ def identity(trainer) -> dict:
 
 def replace(base: str, output: str) -> dict:
     """A run whose members are overwritten from outside."""
-    # About Adam's epsilon see test_solo_parity.py.
-    options = {"lr_scheduler_type": "constant", "max_steps": 4, "max_grad_norm": 0.02, "adam_epsilon": 1e-4}
-    trainer = make_trainer(base, output, evolve_every=0, **options)
+    trainer = make_trainer(base, output, evolve_every=0, max_steps=4, **CLIPPED)
     pool = (type(trainer.sandbox).__name__, trainer.sandbox.run([Job("f = abs")])[0].status.value)
     replacement = Replacement(trainer)
     trainer.add_callback(replacement)
@@ -191,6 +193,19 @@ def plain(base: str, output: str) -> dict:
     return evolve(base, output, every=0)
 
 
+def half(base: str, output: str) -> dict:
+    """A step whose gradients are scaled and clipped."""
+    trainer = make_trainer(base, output, evolve_every=0, max_steps=1, fp16=True, **CLIPPED)
+    trainer.accelerator.state.deepspeed_plugin.deepspeed_config["fp16"]["loss_scale"] = LOSS_SCALE
+    trainer.train()
+    logged, wrapped = trainer.state.log_history[0], trainer.model_wrapped
+    return identity(trainer) | {
+        "scale": wrapped.optimizer.loss_scale,
+        "norms": [logged[f"member/{name}/grad_norm"] for name in trainer.population.names],
+        "replaced": read_member(wrapped, REPLACED),
+    }
+
+
 def unwritable(base: str, output: str) -> dict:
     """A run that ends at its first checkpoint."""
 
@@ -208,8 +223,9 @@ def unwritable(base: str, output: str) -> dict:
 def main(base: str, output: str, *scenarios: str) -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         without_compiler()
+    runs = {"replace": replace, "evolve": evolve, "plain": plain, "half": half, "unwritable": unwritable}
     for scenario in scenarios:
-        run = {"replace": replace, "evolve": evolve, "plain": plain, "unwritable": unwritable}[scenario]
+        run = runs[scenario]
         seen = run(base, f"{output}/{scenario}")
         torch.save(seen, f"{output}/{scenario}/rank_{os.environ['RANK']}.pt")
     PartialState().destroy_process_group()  # else gloo's threads may abort the process at its end

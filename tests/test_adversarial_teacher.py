@@ -70,11 +70,12 @@ class Teacher:
     student: Student
     kind: str = "code_o"
     steps: int = STEPS
+    known: Task = KNOWN  # the program that code_f is about
 
     def earns(self, sandbox: Sandbox) -> tuple[float, set[str]]:
         """Mean reward of a proposal, and why proposals were rejected."""
         rng, archive = random.Random(0), TaskArchive()
-        for seed in [KNOWN, ABOUT_IT] if self.kind == "code_f" else SEEDS:
+        for seed in [self.known, ABOUT_IT] if self.kind == "code_f" else SEEDS:
             archive.add(seed)
 
         def say(prompt: str, member: str) -> str:
@@ -118,11 +119,18 @@ def coin(*bodies: str, head: str = "") -> Iterator[str]:
     return numbered(*(f"{head}def f(a):\n    return {body}" for body in bodies))
 
 
-def of_seeds(kind: str) -> Iterator[str]:
+def of_seeds(kind: str, change: Callable[[str], str] = str) -> Iterator[str]:
     """The programs and inputs of the seed tasks of one kind."""
     for seed in SEEDS:
         if seed.kind == kind:
-            yield task(seed.program, literal(seed.inputs[0])[1:-1].rstrip(","))
+            yield task(change(seed.program), literal(seed.inputs[0])[1:-1].rstrip(","))
+
+
+def another_literal(program: str) -> str:
+    """With the last number of the program greater by one; without numbers, with one that is added to nothing."""
+    head, _, tail = program.rpartition(next(reversed(re.findall(r"\d+", program)), "\0"))
+    number = program[len(head) : len(program) - len(tail)] if head else ""
+    return f"{head}{int(number) + 1}{tail}" if number else f"{program}\n# 1"
 
 
 def hint(*inputs: str, message: str = "some function") -> str:
@@ -132,7 +140,29 @@ def hint(*inputs: str, message: str = "some function") -> str:
 HARD = "def f(a):\n    b = a * 7 + 3\n    c = b % 11\n    return [b, c, b * c]"
 SLOW = "def f(a):\n    n = 0\n    for i in range({}): n += i & a\n    return n + {{n}}"
 HALF = competent(0.5)
+SEEN = competent(0.9)  # of one who has met the same in other words
 FOUR = guess(0, 1, 2, 3)
+
+
+def biased(likely: object, other: object) -> Student:
+    """One answer in five is the unlikely one."""
+    return lambda prompt, rng: repr(rng.choice([likely] * 4 + [other]))
+
+
+def cut_off(prompt: str, rng: random.Random) -> str:
+    """Right, where there was room to finish; a block that is never closed otherwise."""
+    answer = true_answer(prompt, rng)
+    return answer if rng.random() < 0.5 else f"{answer[: len(answer) // 2]}\n```output"
+
+
+def of_what_is_shown(prompt: str, rng: random.Random) -> str:
+    """Zero, until a pair shows that it is not."""
+    return "def f(a):\n    return " + ("max(a, 0)" if re.search(r"-> [1-9]", prompt) else "0")
+
+
+def some_bit(prompt: str, rng: random.Random) -> str:
+    """A function to 0 and 1, no two written alike."""
+    return f"def f(a):\n    return (a * {rng.randrange(10**6)} >> 3) % 2"
 
 
 def zero(prompt: str, rng: random.Random) -> str:
@@ -263,7 +293,55 @@ TRICKS: dict[str, Teacher] = {
         (task(HARD, given) for given in itertools.cycle(["5", "+5", "(5)", "5,", "0b101", "0_5", "5  # five", "a=5"])),
         HALF,
     ),
+    "operands in another order": Teacher(
+        numbered(
+            *(
+                f"def f(a):\n    return [{', '.join(parts)}]"
+                for parts in itertools.product(("a * 7", "7 * a"), ("a + 3", "3 + a"), ("a ^ 5", "5 ^ a"))
+            )
+        ),
+        SEEN,
+    ),
+    "statements in another order": Teacher(
+        numbered(
+            *(
+                "def f(a):\n    " + "\n    ".join(parts) + "\n    return [b, c, d]"
+                for parts in itertools.permutations(("b = a * 7", "c = a % 5", "d = a + 3"))
+            )
+        ),
+        SEEN,
+    ),
+    "wrapped in what changes nothing": Teacher(
+        coin("int(a * 7)", "a * 7 + 0", "(lambda b: b)(a * 7)", "[a * 7][0]", "a * 7 if True else a", "sum([a * 7])"),
+        SEEN,
+    ),
+    "references with another number": Teacher(of_seeds("code_o", another_literal), SEEN),
+    # What can be told without a look at it, and what can be told in four ways.
+    "nearly constant": Teacher(coin(f"int({MIX} % 97 == 0)"), guess(0)),
+    "nearly constant, at times doubted": Teacher(coin(f"int({MIX} % 97 == 0)"), biased(0, 1)),
+    "two words, one of them rarely said": Teacher(coin(f"['even', 'odd'][{MIX} % 2]"), biased("even", "odd")),
+    "an input that hits, misses that differ": Teacher(
+        coin(f"0 if {MIX} % 4 == 0 else a"), lambda prompt, rng: str(rng.randrange(1000)), "code_i"
+    ),
+    "an input that hits, outputs in many notations": Teacher(
+        coin(f"[int, float, complex][{MIX} // 4 % 3]({MIX} % 4)"),
+        lambda prompt, rng: str(rng.randrange(1000)),
+        "code_i",
+    ),
+    "guesses in many notations": Teacher(
+        coin(f"float({MIX} % 4)"), guess(0, 0.0, 0j, 1, 1.0, 1 + 0j, 2, 2.0, 2 + 0j, 3, 3.0, 3 + 0j)
+    ),
+    "answers too long to be finished": Teacher(coin("[a, *range(90)]", "str(a) * 130"), cut_off),
     # Hints that say nothing, or everything.
+    "pairs that tell by luck": Teacher(
+        (hint(f"-{n}1", f"-{n}2", f"{n}1", f"{n}2") for n in itertools.count(1)), of_what_is_shown, "code_f"
+    ),
+    "a hint about a coin": Teacher(
+        (hint(*map(str, range(4 * n, 4 * n + 4))) for n in itertools.count(1)),  # two pairs of opposites
+        some_bit,
+        "code_f",
+        known=Task("code_o", f"def f(a):\n    b, a = a, a // 2\n    return ({MIX} + b) % 2", (encode((3,)),), ("1",)),
+    ),
     "constant outputs": Teacher((hint(*(f"-{n}{i}" for i in range(4))) for n in itertools.count(1)), zero, "code_f"),
     "one output that differs": Teacher(
         (hint(*(f"-{n}{i}" for i in range(3)), str(n)) for n in itertools.count(1)), zero, "code_f"

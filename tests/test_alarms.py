@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -46,9 +47,14 @@ def test_flat_groups_do_not_matter_where_a_member_is_compared_with_itself(caplog
     assert not caplog.messages
 
 
-def test_a_run_has_the_alarms(random_base, make_args, lora, seed_dataset):
+def test_a_run_in_which_nothing_is_valid_says_so(random_base, make_args, lora, seed_dataset, monkeypatch, caplog):
+    """By what a real run logs: a random base writes no task and no answer."""
     from trl_populora.populora_trainer import PopuLoRATrainer
 
-    trainer = PopuLoRATrainer(random_base, None, make_args(), train_dataset=seed_dataset, peft_config=lora)
-    trainer.close()
-    assert any(isinstance(callback, Alarms) for callback in trainer.callback_handler.callbacks)
+    monkeypatch.setattr("trl_populora.runs.alarms.STEPS", 2)
+    trainer = PopuLoRATrainer(random_base, None, make_args(max_steps=3), train_dataset=seed_dataset, peft_config=lora)
+    trainer.train()
+    told = [line for line in caplog.messages if "in the last 2 steps" in line]
+    assert len(told) == 2
+    assert re.search(r"No proposal was valid .*Most were rejected for `format` \(\d of 8 per step\)", told[0])
+    assert re.search(r"All attempts at each task were worth the same .*\(none are solved\)", told[1])

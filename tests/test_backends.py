@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests import backend_worker, fsdp_worker
-from tests.backend_worker import EVENT, REPLACED, new_factors
+from tests.backend_worker import EVENT, LOSS_SCALE, REPLACED, new_factors
 from tests.fixed_rows import SETTINGS
 from tests.launching import BACKENDS, launch, run_script
 from trl_populora.population.factors import compare
@@ -90,6 +90,21 @@ def test_every_member_is_clipped_by_its_own_norm(alone, ranks):
     assert min(max(step) for step in alone["norms"]) > 0.02, "clipping must bite"
     for rank in ranks:
         torch.testing.assert_close(torch.tensor(rank["norms"]), torch.tensor(alone["norms"]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["zero2", "zero3"])
+def test_members_are_clipped_by_norms_without_the_loss_scale(alone, random_base, tmp_path, backend):
+    pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
+    config, _, stage = BACKENDS[backend]
+    output = tmp_path / "half"
+    run_script([*launch(config), backend_worker.__file__, random_base, str(output), "half"], output)
+    wanted = alone["seen"]["before the write"]["read"]  # after one step, in fp32
+    for rank in load(output / "half"):
+        assert (rank["stage"], rank["scale"]) == (stage, LOSS_SCALE)
+        assert rank["norms"] == pytest.approx(alone["norms"][0], rel=0.05)
+        for key, value in wanted.items():
+            if ".lora_B." in key:  # which began at zero
+                assert (rank["replaced"][key] - value).norm() / value.norm() < 0.1, key
 
 
 def test_an_idle_member_is_refused_only_where_zero_would_move_it(ranks):

@@ -357,6 +357,9 @@ class TestOtherSettings:
                 "`proposals_per_teacher` was 4, is 8; `learning_rate`",
             ),
             ({"per_device_train_batch_size": 6}, "`per_device_train_batch_size` was 12, is 6"),
+            ({"adam_beta1": 0.5, "weight_decay": 0.1}, "`weight_decay` was 0.0, is 0.1; `adam_beta1` was 0.9, is 0.5"),
+            ({"model_init_kwargs": {"revision": "v1"}}, "`base_revision` was 'main', is 'v1'"),
+            ({"optim": "sgd"}, "`optim` was 'adamw_torch.*', is 'sgd'"),
         ],
     )
     def test_what_would_be_taken_by_halves_is_refused(self, base, saved, tmp_path, settings, complaint):
@@ -365,10 +368,14 @@ class TestOtherSettings:
             trainer.train(resume_from_checkpoint=str(saved[1]))
 
     def test_what_is_taken_is_said(self, base, saved, tmp_path, caplog):
-        trainer = make_trainer(base, str(tmp_path), {"max_steps": 2, "evolve_every": 2, "save_strategy": "no"})
+        settings = {"max_steps": 2, "evolve_every": 2, "save_strategy": "no", "max_grad_norm": 0.5}
+        trainer = make_trainer(base, str(tmp_path), settings)
         trainer.train(resume_from_checkpoint=str(saved[1]))
         (line,) = [line for line in caplog.messages if "other settings" in line]
-        assert line.endswith("which hold from here on: `evolve_every` was 3, is 2; `max_steps` was 1, is 2.")
+        assert line.endswith(
+            "which hold from here on: `evolve_every` was 3, is 2; `max_steps` was 1, is 2; "
+            "`max_grad_norm` was 1.0, is 0.5."
+        )
 
     def test_older_checkpoints_are_not_asked_for_what_they_lack(self, saved, tmp_path, caplog):
         trainer, checkpoint = saved

@@ -16,8 +16,13 @@ import pytest
 from tests.adapter_models import make_population
 from trl_populora import __main__ as cli
 from trl_populora.adapters.weights import save_member
-from trl_populora.evaluation.benchmarks.contenders import Contender, find_contenders
-from trl_populora.evaluation.benchmarks.jobs import Pair, make_pairs
+from trl_populora.evaluation.benchmarks.contenders import (
+    Contender,
+    asked_as_trained,
+    find_contenders,
+    revision_flags,
+)
+from trl_populora.evaluation.benchmarks.jobs import Pair, _job, make_pairs
 from trl_populora.evaluation.benchmarks.processes import end, start
 from trl_populora.evaluation.benchmarks.server import _as_vllm_reads, _flags
 from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
@@ -155,15 +160,61 @@ class TestOptions:
         def folders(**options):
             settings = EvaluateArguments(run, benchmarks=["gsm8k"], dataset_args=str(tmp_path / "own.json"), **options)
             base, contenders = find_contenders(run, None, None, None)
-            return [pair.directory for pair in make_pairs(settings, base, contenders, tmp_path)]
+            return [pair.directory for pair in make_pairs(settings, base, contenders, tmp_path, asked_as_trained(run))]
 
         first = folders()
         assert folders(concurrency=3) == first
         assert not set(folders(max_tokens=100)) & set(first)
+        sampling_settings(run, chat_template_kwargs={"enable_thinking": False})
+        assert not set(folders()) & set(first)
+        sampling_settings(run, chat_template_kwargs=None)
+        assert folders() == first
         (Path(run) / "members" / "student_0" / "adapter_model.safetensors").write_bytes(b"trained further")
         assert [a == b for a, b in zip(folders(), first, strict=True)] == [True, False, True]
         (tmp_path / "data" / "test.jsonl").write_text("{}\n{}\n")
         assert not set(folders()) & set(first)
+
+
+def sampling_settings(run: str, **settings) -> None:
+    path = Path(run, "population.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": settings}))
+
+
+def test_our_own_server_loads_the_revision_that_members_were_trained_on(run):
+    assert revision_flags(run, None) == ""
+    sampling_settings(run, base_revision="v1.0")
+    assert revision_flags(run, None) == "--revision v1.0"
+    assert revision_flags(run, "another/base") == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "along"),
+    [
+        ({}, {}),
+        ({"generation_kwargs": None, "chat_template_kwargs": None}, {}),
+        ({"generation_kwargs": {"min_tokens": 3, "eos_token_id": 7}}, {"stop_token_ids": [7]}),
+        (
+            {
+                "generation_kwargs": {"stop_strings": ["#"], "stop_token_ids": [7, 8]},
+                "chat_template_kwargs": {"enable_thinking": False},
+            },
+            {"stop": ["#"], "stop_token_ids": [7, 8], "chat_template_kwargs": {"enable_thinking": False}},
+        ),
+    ],
+)
+def test_members_are_asked_in_the_form_that_they_were_trained_in(run, tmp_path, settings, along):
+    """EvalScope sends what goes along with every request of its own."""
+    from trl_populora.evaluation.benchmarks.worker import task_config
+
+    sampling_settings(run, **settings)
+    assert asked_as_trained(run) == along
+    options = EvaluateArguments(run, benchmarks=["gsm8k"])
+    base, contenders = find_contenders(run, None, None, None)
+    pairs = make_pairs(options, base, contenders[:1], tmp_path, along)
+    config = task_config(_job(options, pairs, "http://x", "teacher_0", along), "gsm8k", tmp_path)
+    sent = config.generation_config.extra_body
+    assert {name: sent[name] for name in along} == along
+    assert sent["top_k"] == 0
 
 
 NUMPY = "import numpy as np\nassert np.allclose(f(1), 2)\n"
@@ -250,7 +301,13 @@ class TestProcesses:
     def test_data_that_cannot_be_had_is_named_with_the_way_out(self, tmp_path):
         pair = {"evalscope": "gsm8k", "arguments": {}, "directory": str(tmp_path / "gsm8k")}
         settings = {"hub": "huggingface", "limit": None, "samples": 1, "temperature": 0.0, "max_tokens": 9}
-        job = settings | {"model": "base", "url": "http://127.0.0.1:9", "pairs": {"gsm8k": pair}, "concurrency": 1}
+        job = settings | {
+            "model": "base",
+            "url": "http://127.0.0.1:9",
+            "pairs": {"gsm8k": pair},
+            "concurrency": 1,
+            "along": {},
+        }
         (tmp_path / "job.json").write_text(json.dumps(job))
         away = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
         command = ["-m", "trl_populora.evaluation.benchmarks.worker", str(tmp_path / "job.json")]

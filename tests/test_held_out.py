@@ -186,6 +186,7 @@ class TestBadInput:
                 [HELD_OUT[1], HELD_OUT[0] | {"outputs": ["8"]}],
                 "row 1: column `outputs` holds '8', the program returns",
             ),
+            ([HELD_OUT[0] | {"visible": 1}], "`eval_dataset` holds .* 1 of them `visible`: nothing is left to grade"),
             ([HELD_OUT[0] | {"program": "def f(a):\n    return a.b"}], "row 0: the program ends with `error`"),
             ([HELD_OUT[0] | {"outputs": ["six"]}], "column `outputs` holds 'six', which is no canonical text"),
         ],
@@ -241,6 +242,20 @@ def test_state_survives_and_is_plain():
     other = HeldOut({"": tasks}, 2, 8, 0)
     other.load_state_dict(json.loads(json.dumps(held_out.state_dict())))
     assert (other.base, other.rates, other.base_rate) == (held_out.base, held_out.rates, 0.5)
+
+
+def test_scores_on_other_tasks_are_not_taken_for_those_of_the_base(caplog):
+    """A run may be resumed with another `eval_dataset`."""
+    tasks = [Task(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}) for row in HELD_OUT]
+    known = {"": {"base/solve_rate": 0.5}, "hard": {"base/solve_rate": 0.1}}
+    state = HeldOut({"": tasks, "hard": tasks[:1]}, 2, 8, 0, known, {"student_0@0": 0.25}).state_dict()
+    changed, older = (HeldOut({"": tasks[1:], "hard": tasks[:1]}, 2, 8, 0) for _ in range(2))
+    changed.load_state_dict(state)
+    assert (changed.base, changed.rates, changed.base_rate) == ({"hard": known["hard"]}, {}, None)
+    (line,) = caplog.messages
+    assert "held-out tasks are not those of the checkpoint" in line
+    older.load_state_dict({name: state[name] for name in ("base", "rates")})
+    assert older.base == known, "a checkpoint that does not say"
 
 
 def figures_of(*command: str) -> list[dict]:

@@ -152,6 +152,15 @@ class TestPushed:
         exec(code, scope)
         assert scope["base"].config.name_or_path == tiny_base_path()
 
+    def test_the_card_names_the_revision_of_the_base(self, finished, tmp_path):
+        state = json.loads(Path(finished.args.output_dir, "population.json").read_text())
+        settings = state["settings"] | {"base_revision": "v1"}
+        (tmp_path / "population.json").write_text(json.dumps(state | {"base_model": "me/base", "settings": settings}))
+        write_card(tmp_path, "me/population")
+        card = (tmp_path / "README.md").read_text()
+        assert 'from_pretrained("me/base", revision="v1")' in card
+        assert "vllm serve me/base --revision v1 " in card
+
     def test_the_card_names_only_adapters_and_settings_that_the_population_has(self, finished, tmp_path):
         state = json.loads(Path(finished.args.output_dir, "population.json").read_text())
         agent = [member | {"adapter": "members/agent"} for member in state["members"][1:3]]

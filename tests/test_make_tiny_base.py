@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from tests.written import write_answer, write_proposal
@@ -285,6 +287,17 @@ def test_shipped_model_is_small_and_complete():
     }
     assert (MODEL / "model.safetensors").stat().st_size <= 8e6
     assert "pass@1" in (MODEL / "README.md").read_text()
+
+
+def test_every_text_names_the_size_that_the_shipped_model_has():
+    size = sum(value.numel() for value in load_file(MODEL / "model.safetensors").values())
+    root = Path(__file__).parents[1]
+    texts = [
+        path for pattern in ("*.md", "recipes/**/*", "docs/*", "trl_populora/**/*") for path in root.glob(pattern)
+    ]
+    texts = [path.read_text() for path in texts if path.suffix in (".md", ".yaml", ".py")]
+    said = {found for text in texts for found in re.findall(r"\b(\d\.\d) ?M[ -]param", text)}
+    assert said == {f"{size / 1e6:.1f}"}
 
 
 def test_shipped_tokenizer_follows_the_format(shipped):

@@ -8,13 +8,14 @@ import pytest
 
 from trl_populora.population.members import Population
 from trl_populora.runs.checkpoint import newest
-from trl_populora.runs.records import Records, read_lines, set_aside, sort_of, write_rollouts
+from trl_populora.runs.records import Records, read_lines, set_aside, sort_of, truncate_records, write_rollouts
 from trl_populora.step.played import Row
 
 
 OLD = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]
 OLD += ["checkpoint-7/whole.json", "members/student_0/adapter_model.safetensors", "population.json", "run.png"]
-FOREIGN = ["notes.md", "runs/today/events", "checkpoints/mine"]
+OLD += ["completions/completions_00007.parquet", "_evaluation/gsm8k/base-0/result.json"]
+FOREIGN = ["notes.md", "runs/today/events", "checkpoints/mine", "completions/notes.md"]
 
 
 @pytest.fixture
@@ -59,6 +60,20 @@ def test_every_earlier_run_is_kept(used):
     assert (used / "_previous-1" / "metrics.jsonl").exists()
     assert (used / "_previous-2" / "metrics.jsonl").read_text() == '{"step": 2}\n'
     assert set_aside(used) is None
+
+
+def test_what_came_after_a_checkpoint_is_taken_back(tmp_path):
+    names = [
+        "rollouts/step_{:05d}.parquet",
+        "rollouts/step_{:05d}-rank1.parquet",
+        "completions/completions_{:05d}.parquet",
+    ]
+    for path in [tmp_path / name.format(step) for name in names for step in (1, 7, 8, 12)]:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    truncate_records(tmp_path, 7, tmp_path / "none")
+    assert files(tmp_path) >= {name.format(step) for name in names for step in (1, 7)}
+    assert not files(tmp_path) & {name.format(step) for name in names for step in (8, 12)}
 
 
 def test_an_evaluation_before_training_belongs_to_the_run(tmp_path):

@@ -249,8 +249,14 @@ def test_the_job_of_a_kind_is_run_as_it_is_and_its_measures_are_always_logged(sa
 @pytest.mark.parametrize(
     ("method", "answer"),
     [
+        ("proposal_prompt", "text"),
         ("parse_proposal", "text"),
+        ("check", "job"),
         ("accept", None),
+        ("solving_prompt", None),
+        ("parse_attempt", None),
+        ("trial", "job"),
+        ("said", 3),
         ("correct", 0.5),
         ("correct", None),
         ("chance", None),

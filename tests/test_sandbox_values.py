@@ -18,6 +18,7 @@ from trl_populora.sandbox.values import (
     encode,
     equal,
     is_canonical,
+    key,
     to_literal,
 )
 
@@ -77,6 +78,9 @@ def test_equality_is_what_python_says_where_no_nan_is(a, b):
             assert equal(one, other) == (one == other)
     if encode(a) == encode(b):
         assert equal(a, b)
+        assert key(a) == key(b)
+    if key(a) == key(b):
+        assert equal(a, b)
 
 
 @settings(max_examples=300, deadline=None)
@@ -116,6 +120,7 @@ def test_readers_only_ever_refuse(text):
 )
 def test_equality_is_pythons_with_nan_equal_to_itself(a, b, same):
     assert equal(a, b) is same
+    assert (key(a) == key(b)) is same
 
 
 class Sly(int):

@@ -424,6 +424,23 @@ def test_guessing_is_told_by_the_form_of_the_output_alone(output, chance):
     assert [kind.chance(task) for kind in KINDS] == [chance, chance, 0.0]
 
 
+def test_the_same_mistake_in_another_notation_is_one(sandbox):
+    """Else guesses look like mistakes of many kinds, and nobody like a guesser."""
+
+    def said(kind, task, text):
+        attempt = kind.parse_attempt(text, task)
+        job = kind.trial(task, attempt)
+        return kind.said(task, attempt, None if job is None else sandbox.run([job])[0])
+
+    assert (
+        len({said(CodeO(), ADD_TASK, block("output", text)) for text in ("[7, 0]", "[7.0, False]", "[7, -0.0]")}) == 1
+    )
+    half = Task("code_i", "def f(a):\n    return a / 2 if a % 2 else a // 2", (encode((3,)),), ("1.5",))
+    assert len({said(CodeI(), half, block("input", text)) for text in ("4", "4.0", "5")}) == 2
+    programs = ("def f(x):\n    return 0", "def f(y):\n    # none\n    return y - y", "def f(x):\n    return 1")
+    assert len({said(CodeF(), HIDDEN_TASK, block("python", program)) for program in programs}) == 2
+
+
 def test_a_missing_verdict_is_never_right():
     for kind, task, text in (
         (CodeI(), SQUARE_TASK, block("input", "3")),

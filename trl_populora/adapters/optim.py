@@ -33,7 +33,9 @@ def member_param_groups(model: nn.Module, names: Sequence[str], lr: float, weigh
 
 
 @torch.no_grad()
-def clip_member_grad_norms(model: nn.Module, names: Sequence[str], max_norm: float | None) -> dict[str, float]:
+def clip_member_grad_norms(
+    model: nn.Module, names: Sequence[str], max_norm: float | None, loss_scale: float = 1.0
+) -> dict[str, float]:
     """
     Clips the gradients of each member by that member's own norm, with the rule of `torch.nn.utils.clip_grad_norm_`.
 
@@ -44,16 +46,17 @@ def clip_member_grad_norms(model: nn.Module, names: Sequence[str], max_norm: flo
         model (`nn.Module`): The model after the backward, wrapped or not.
         names (`Sequence[str]`): The members.
         max_norm (`float`, *optional*): Largest norm per member; `None` or `0` only measures.
+        loss_scale (`float`, *optional*, defaults to `1.0`): What the gradients were, and stay, multiplied by.
 
     Returns:
-        `dict[str, float]`: Norm of each member before clipping; `0.0` without gradients.
+        `dict[str, float]`: Norm of each member before clipping, without the scale; `0.0` without gradients.
     """
     gradients = {name: _local_gradients(model, name) for name in names}
     first = next(iter(member_parameters(model, names[0]).values()))
     squares = torch.stack([_square_sum(gradients[name], first.device) for name in names])
     if is_zero_parameter(first):
         torch.distributed.all_reduce(squares)
-    norms = squares.sqrt()
+    norms = squares.sqrt() / loss_scale
     if max_norm:
         factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
         for name, factor in zip(names, factors.tolist(), strict=True):
@@ -125,7 +128,8 @@ def clip_inside_deepspeed(engine, names: Sequence[str], max_norm: float | None) 
     engine.optimizer.clip_grad = 0.0
 
     def clip_and_step(*args, **kwargs):
-        norms.update(clip_member_grad_norms(engine, names, max_norm))
+        # In fp16 gradients are scaled here still: DeepSpeed unscales them in its step.
+        norms.update(clip_member_grad_norms(engine, names, max_norm, engine.optimizer.loss_scale))
         return step(*args, **kwargs)
 
     engine.step = clip_and_step

@@ -141,7 +141,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         students=sum(member["role"] == "student" for member in members),
         rank=population["lora"]["r"],
         base=base,
-        **_base_code(base),
+        **_base_code(base, population.get("settings", {}).get("base_revision", "main")),
         step=population["step"],
         kinds=", ".join(population["task_kinds"]),
         best=population["best_student"],
@@ -163,10 +163,13 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         unfinished.write_text(text)
 
 
-def _base_code(base: str) -> dict[str, str]:
+def _base_code(base: str, revision: str) -> dict[str, str]:
     """How Python and a shell name the base; the embedded one lies inside the installed package."""
     if base != TINY:
-        return {"base_import": "", "base_code": f'"{base}"', "base_shell": base}
+        if revision == "main":
+            return {"base_import": "", "base_code": f'"{base}"', "base_shell": base}
+        code = f'"{base}", revision="{revision}"'
+        return {"base_import": "", "base_code": code, "base_shell": f"{base} --revision {revision}"}
     line, code = "from trl_populora.assets import tiny_base_path", "tiny_base_path()"
     return {
         "base_import": f"{line}\n",

@@ -38,8 +38,17 @@ LEFT_BY_TRAINING = (
     "adapter_config.json",
     "trainer_state.json",
 )
-LEFT_BY_READERS = ("run.png", "report.html", "plots", "evaluation.md", "evaluation.json", "evaluation.png")
-LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, *LEFT_BY_READERS)
+COMPLETIONS = "completions/completions_*.parquet"  # TRL makes the folder before a run has begun, and writes into it later
+LEFT_BY_READERS = (
+    "run.png",
+    "report.html",
+    "plots",
+    "evaluation.md",
+    "evaluation.json",
+    "evaluation.png",
+    "_evaluation",
+)
+LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, COMPLETIONS, *LEFT_BY_READERS)
 ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
 
 
@@ -133,13 +142,13 @@ def truncate_records(output_dir: Path, step: int, lineage: Path) -> None:
     for name in (METRICS, TIMES):
         _write_lines(output_dir / name, [e for e in read_lines(output_dir / name) if e["step"] <= step])
     _write_lines(output_dir / LINEAGE, read_lines(lineage))
-    for path in Path(output_dir, "rollouts").glob("step_*.parquet"):
+    for path in [*Path(output_dir, "rollouts").glob("step_*.parquet"), *Path(output_dir).glob(COMPLETIONS)]:
         if _step_of(path) > step:
             path.unlink()
 
 
 def _step_of(path: Path) -> int:
-    return int(path.stem.partition("-")[0].removeprefix("step_"))
+    return int(path.stem.partition("-")[0].rpartition("_")[2])
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
@@ -165,7 +174,9 @@ def set_aside(output_dir: str | Path) -> Path | None:
     target = root / ASIDE.format(number)
     target.mkdir()
     for path in [path for name in LEFT_BY_A_RUN for path in sorted(root.glob(name))]:
-        path.rename(target / path.name)
+        aside = target / path.relative_to(root)
+        aside.parent.mkdir(exist_ok=True)
+        path.rename(aside)
     way_on = "; `--resume` would have continued it" if any(target.glob("checkpoint-*")) else ""
     logger.warning("%s held an earlier run, which is in %s now%s.", root, target, way_on)
     return target

@@ -35,10 +35,29 @@ SAMPLING = (
     "generation_kwargs",
     "chat_template_kwargs",
 )
+# Those that decide an update. A checkpoint's optimizer brings its own along.
+OPTIMIZER = ("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+UPDATE = (
+    *OPTIMIZER,
+    "warmup_steps",
+    "lr_scheduler_kwargs",
+    "max_grad_norm",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "importance_sampling_level",
+    "scale_rewards",
+    "reward_weights",
+    "mask_truncated_completions",
+    "bf16",
+    "fp16",
+    "use_vllm",
+    "vllm_importance_sampling_correction",
+)
 _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
 # Optimizer, schedule, generators and archive come from the checkpoint, and count of what is buffered, too.
-_DECIDED_BY_CHECKPOINT = ("learning_rate", "lr_scheduler_type", "seed", "task_kinds", "single_agent")
+_DECIDED_BY_CHECKPOINT = ("learning_rate", "lr_scheduler_type", "seed", "task_kinds", "single_agent", "base_revision", *OPTIMIZER)
 _DECIDED_BY_BUFFER = ("proposals_per_teacher", "attempts_per_task", "num_iterations", "per_device_train_batch_size")
 
 
@@ -121,8 +140,10 @@ def _settings(args: PopuLoRAConfig) -> dict[str, Any]:
     inherited = {field.name for field in fields(GRPOConfig)}
     own = [field.name for field in fields(PopuLoRAConfig) if field.name not in inherited]
     shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "seed", "max_completion_length"]
-    shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING]
-    return {name: getattr(args, name) for name in (*own, *shared)}
+    shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING, *UPDATE]
+    # "main" is what a Hub id means by itself, and without meaning for a directory.
+    revision = (args.model_init_kwargs or {}).get("revision") or "main"
+    return {name: getattr(args, name) for name in (*own, *shared)} | {"base_revision": revision}
 
 
 def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = None) -> dict[str, Any]:

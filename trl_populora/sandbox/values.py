@@ -280,23 +280,23 @@ def equal(a: Any, b: Any) -> bool:
 
     So `1 == 1.0 == True`, and `-0.0 == 0.0`.
     """
-    return _key(a) == _key(b)
+    return key(a) == key(b)
 
 
 _ANY_SIZE: dict[str, Any] = {"max_bytes": 1 << 40, "max_nodes": 1 << 40, "max_depth": 400}
 
 
-def _key(value: Any) -> str:
+def key(value: Any) -> str:
     """A text that two values share exactly when they are equal."""
     kind = type(value)
     if kind in (bool, int, float, complex):
         return _number_key(value)
     if kind in _SEQUENCES:
-        return f"{_SEQUENCES[kind]}({','.join(map(_key, value))})"
+        return f"{_SEQUENCES[kind]}({','.join(map(key, value))})"
     if kind in _SETS:
-        return f"s({','.join(sorted(map(_key, value)))})"
+        return f"s({','.join(sorted(map(key, value)))})"
     if kind is dict:
-        return f"d({','.join(sorted(f'{_key(key)}:{_key(item)}' for key, item in value.items()))})"
+        return f"d({','.join(sorted(f'{key(name)}:{key(item)}' for name, item in value.items()))})"
     return encode(value, **_ANY_SIZE)
 
 

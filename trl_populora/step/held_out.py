@@ -7,6 +7,8 @@ and ratings, archive and weights stay as they are, so a run with and without eva
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -22,6 +24,9 @@ from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
 from trl_populora.tasks.forms import normal_forms
 from trl_populora.tasks.programs import ProgramError, defines_function, parse_bounded
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -221,12 +226,24 @@ class HeldOut:
         return self.base.get(next(iter(self.tables)), {}).get(f"{BASE_NAME}/solve_rate")
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON; the tasks are the config's."""
-        return {"base": self.base, "rates": self.rates}
+        """Plain data, ready for JSON; of the tasks, which are the config's, a digest by table."""
+        return {"base": self.base, "rates": self.rates, "tasks": {name: _digest(t) for name, t in self.tables.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        self.base, self.rates = dict(state["base"]), dict(state["rates"])
+        """Restores what `state_dict` returned, as far as the tasks are still the same."""
+        asked = state.get("tasks")  # version 0.1 did not say
+        same = [name for name, tasks in self.tables.items() if asked is None or asked.get(name) == _digest(tasks)]
+        if len(same) < len(self.tables):
+            logger.warning(
+                "The held-out tasks are not those of the checkpoint. The base is scored on them anew; a "
+                "`metric_for_best_model` goes on comparing with scores on the former ones."
+            )
+        self.base = {name: figures for name, figures in state["base"].items() if name in same}
+        self.rates = dict(state["rates"]) if next(iter(self.tables)) in same else {}
+
+
+def _digest(tasks: Sequence[Task]) -> str:
+    return hashlib.sha256(" ".join(task.task_id for task in tasks).encode()).hexdigest()[:16]
 
 
 def _question(task: Task) -> tuple:

@@ -24,6 +24,7 @@ WAY_OUT = (
     "Lower `max_completion_length`, raise `vllm_max_model_length` if it is set, or choose a base with a longer "
     "context."
 )
+_JOB = (Job, type(None))
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,14 @@ class Referee:
             `ValueError`: If it does not even fit without references.
         """
         kept = list(shown)
-        prompt = kind.proposal_prompt(kept, self.style)
+        prompt = self._asked(kind, kept)
         if self.room(prompt) >= 0:
             return prompt, kept
         # The longest go first, so that as many as possible stay. A kind that writes no program needs one to be about.
-        by_room = sorted(shown, key=lambda task: self.room(kind.proposal_prompt([task], self.style)))
+        by_room = sorted(shown, key=lambda task: self.room(self._asked(kind, [task])))
         for longest in by_room if kind.writes_program else by_room[:-1]:
             kept.remove(longest)
-            prompt = kind.proposal_prompt(kept, self.style)
+            prompt = self._asked(kind, kept)
             if self.room(prompt) >= 0:
                 return prompt, kept
         raise ValueError(
@@ -89,7 +90,7 @@ class Referee:
         Raises:
             `ValueError`: If it does not fit; a task that [`is_too_long`] has passed does.
         """
-        prompt = self.kinds[task.kind].solving_prompt(task, self.style)
+        prompt = self._posed(task)
         if (missing := -self.room(prompt)) > 0:
             raise ValueError(
                 f"The prompt of a {task.kind} task is {missing} tokens longer than the context has room for beside a "
@@ -99,13 +100,19 @@ class Referee:
 
     def is_too_long(self, task: Task) -> bool:
         """Whether a task could not be put to a student, or to a teacher who needs a known program."""
-        prompts = [self.kinds[task.kind].solving_prompt(task, self.style)] if task.kind in self.kinds else []
+        prompts = [self._posed(task)] if task.kind in self.kinds else []
         prompts += [
-            kind.proposal_prompt([task], self.style)
+            self._asked(kind, [task])
             for kind in self.kinds.values()
             if not kind.writes_program and task.kind in kind.reference_kinds
         ]
         return any(self.room(prompt) < 0 for prompt in prompts)
+
+    def _asked(self, kind: TaskKind, shown: Sequence[Task]) -> Messages:
+        return checked(kind.name, "proposal_prompt", kind.proposal_prompt(shown, self.style), (list,))
+
+    def _posed(self, task: Task) -> Messages:
+        return checked(task.kind, "solving_prompt", self.kinds[task.kind].solving_prompt(task, self.style), (list,))
 
     def leave_out_long(self, archive: TaskArchive) -> None:
         """Takes tasks that do not fit out of an archive: given ones, or those of a run with shorter completions."""
@@ -130,7 +137,7 @@ class Referee:
         """What each proposal is: a task, or the reason why not. Duplicates are not looked for."""
         proposals = [self._parse(*each) for each in zip(kinds, texts, references, strict=True)]
         verdicts = self._run(
-            self.kinds[kind].check(proposal) if isinstance(proposal, Proposal) else None
+            checked(kind, "check", self.kinds[kind].check(proposal), _JOB) if isinstance(proposal, Proposal) else None
             for kind, proposal in zip(kinds, proposals, strict=True)
         )
         return [self._accept(*each, rng) for each in zip(kinds, proposals, verdicts, strict=True)]
@@ -157,10 +164,16 @@ class Referee:
 
     def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Grade]:
         """What the answers are worth; equal answers to one task run once."""
-        attempts = [self.kinds[t.kind].parse_attempt(text, t) for t, text in zip(tasks, texts, strict=True)]
+        attempts = [
+            checked(task.kind, "parse_attempt", self.kinds[task.kind].parse_attempt(text, task), (Attempt,))
+            for task, text in zip(tasks, texts, strict=True)
+        ]
         keys = [(task.task_id, task.kind, attempt) for task, attempt in zip(tasks, attempts, strict=True)]
         distinct = dict(zip(keys, tasks, strict=True))
-        verdicts = self._run(self.kinds[task.kind].trial(task, key[2]) for key, task in distinct.items())
+        verdicts = self._run(
+            checked(task.kind, "trial", self.kinds[task.kind].trial(task, key[2]), _JOB)
+            for key, task in distinct.items()
+        )
         grades = {
             key: self._grade(task, key[2], verdict)
             for (key, task), verdict in zip(distinct.items(), verdicts, strict=True)

@@ -40,6 +40,10 @@ class CodeKind(TaskKind):
         """Whether two canonical texts are the same answer."""
         return values.equal(values.decode(one), values.decode(other))
 
+    def alike(self, text: str) -> str:
+        """A text that canonical texts of the same answer share, whatever their notation: `1`, `1.0` and `True`."""
+        return values.key(values.decode(text)) if values.is_canonical(text) else text
+
     def read_program(self, text: str) -> str:
         """Checks a program's size, syntax and `f`; returns it without trailing blank lines."""
         program = text.rstrip()

@@ -120,6 +120,12 @@ class CodeF(CodeKind):
             return None
         return Job(attempt.answer, task.inputs[task.visible :], gold=self._gold(task))
 
+    def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
+        """What it gives for the hidden inputs, up to the first that is wrong: two texts may be one guess."""
+        if verdict is None or verdict.status is not Status.OK:
+            return attempt.answer
+        return " ".join(map(self.alike, verdict.outputs))
+
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:
             return False

@@ -28,7 +28,9 @@ class CodeI(ProgramWithInput):
 
     def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
         """The output that it leads to: whoever guesses among inputs guesses among their outputs."""
-        return verdict.outputs[0] if verdict is not None and verdict.status is Status.OK else attempt.answer
+        if verdict is None or verdict.status is not Status.OK:
+            return attempt.answer
+        return self.alike(verdict.outputs[0])
 
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:

@@ -23,5 +23,8 @@ class CodeO(ProgramWithInput):
     def read_answer(self, written: str) -> str:
         return self.read_value(written, self.max_answer_chars)
 
+    def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
+        return self.alike(attempt.answer)
+
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         return attempt.well_formed and self.same(attempt.answer, task.outputs[0])

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from trl_populora.evaluation.benchmarks.contenders import BASE, find_contenders
+from trl_populora.evaluation.benchmarks.contenders import BASE, asked_as_trained, find_contenders, revision_flags
 from trl_populora.evaluation.benchmarks.jobs import make_pairs, run
 from trl_populora.evaluation.benchmarks.server import connect, served
 from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
@@ -36,7 +36,8 @@ def evaluate(settings: EvaluateArguments, out: Path, say: Callable[[str], None])
     base, contenders = find_contenders(settings.run, settings.members, settings.compare, settings.base)
     root = out / ANSWERS
     root.mkdir(parents=True, exist_ok=True)
-    pairs = make_pairs(settings, base, contenders, root)
+    along = asked_as_trained(settings.run)
+    pairs = make_pairs(settings, base, contenders, root, along)
     waiting = [pair for pair in pairs if pair.result is None]
     failed = []
     if len(waiting) < len(pairs):
@@ -47,10 +48,11 @@ def evaluate(settings: EvaluateArguments, out: Path, say: Callable[[str], None])
                 server, name = connect(settings.server, contenders)
             else:
                 say(f"Starting a vLLM server with {base} and {len(contenders) - 1} adapters ...")
-                server = stack.enter_context(served(base, contenders, settings.server_args, root / "server.log"))
+                flags = f"{revision_flags(settings.run, settings.base)} {settings.server_args}"
+                server = stack.enter_context(served(base, contenders, flags, root / "server.log"))
                 name = BASE
             say(f"{len(contenders)} contenders answer {len(settings.benchmarks)} benchmarks at {server.url}.")
-            failed = run(settings, waiting, server, name, root, say)
+            failed = run(settings, waiting, server, name, root, along, say)
     table = make_table(pairs)
     chosen = ("samples", "temperature", "max_tokens", "limit", "hub")
     save(table, out, {"run": settings.run, "base_model": base} | {each: getattr(settings, each) for each in chosen})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.hub.model_card import VLLM_RANKS
@@ -92,6 +94,28 @@ def find_contenders(
             "last part of its path."
         )
     return resolve_model_path(base or saved["base_model"]), found
+
+
+# What transformers calls a stop, and vLLM.
+_STOPS = {"stop": "stop", "stop_strings": "stop", "stop_token_ids": "stop_token_ids", "eos_token_id": "stop_token_ids"}
+
+
+def asked_as_trained(run: str) -> dict[str, Any]:
+    """What goes along with every question: the chat template's arguments and the stops of the run's own sampling."""
+    settings = read_population(fetch(run)).get("settings", {})
+    sampling = settings.get("generation_kwargs") or {}
+    along = {_STOPS[name]: value for name, value in sampling.items() if name in _STOPS and value is not None}
+    if "stop_token_ids" in along and not isinstance(along["stop_token_ids"], list):
+        along["stop_token_ids"] = [along["stop_token_ids"]]
+    if template := settings.get("chat_template_kwargs"):
+        along["chat_template_kwargs"] = template
+    return along
+
+
+def revision_flags(run: str, base: str | None) -> str:
+    """What has vLLM load the revision that the run was trained on, unless another base is wanted."""
+    revision = read_population(fetch(run)).get("settings", {}).get("base_revision", "main")
+    return "" if base or revision == "main" else f"--revision {shlex.quote(revision)}"
 
 
 def _adapter_of(source: str) -> Path:

@@ -48,11 +48,14 @@ class Pair:
         return sum(path.read_bytes().count(b"\n") for path in self.directory.glob("reviews/*/*.jsonl"))
 
 
-def make_pairs(settings: EvaluateArguments, base: str, contenders: Sequence[Contender], root: Path) -> list[Pair]:
-    """All pairs, finished or not."""
+def make_pairs(
+    settings: EvaluateArguments, base: str, contenders: Sequence[Contender], root: Path, along: dict[str, Any]
+) -> list[Pair]:
+    """All pairs, finished or not; `along` goes with every question."""
     pairs = []
     arguments = settings.dataset_arguments()
-    how = [settings.limit, settings.samples, settings.temperature, settings.max_tokens, settings.hub]
+    how: list[Any] = [settings.limit, settings.samples, settings.temperature, settings.max_tokens, settings.hub]
+    how += [along] if along else []
     for contender in contenders:
         who = contender.digest(base)
         for name in settings.benchmarks:
@@ -83,6 +86,7 @@ def run(
     server: Server,
     base: str,
     root: Path,
+    along: dict[str, Any],
     say: Callable[[str], None],
 ) -> list[str]:
     """
@@ -94,6 +98,7 @@ def run(
         server ([`Server`]): Who answers.
         base (`str`): The server's name for the base.
         root (`Path`): Takes the jobs and logs.
+        along (`dict`): Goes with every question, see [`~contenders.asked_as_trained`].
         say (`Callable`): Takes a line for every finished pair, and one a minute between.
 
     Returns:
@@ -110,7 +115,8 @@ def run(
         for contender in columns:
             own = [pair for pair in pairs if pair.contender == contender]
             path, log = root / f"{contender.name}.json", root / f"{contender.name}.log"
-            write_json(path, _job(settings, own, server.url, base if contender.name == BASE else contender.name))
+            model = base if contender.name == BASE else contender.name
+            write_json(path, _job(settings, own, server.url, model, along))
             # The sandbox shares the cores among the ranks of a node.
             environment = {"LOCAL_WORLD_SIZE": str(len(columns)), "OPENAI_API_KEY": "none"} | _own_cache(pairs, root)
             processes[contender] = start(
@@ -129,12 +135,15 @@ def run(
     return failed
 
 
-def _job(settings: EvaluateArguments, pairs: Sequence[Pair], url: str, model: str) -> dict[str, Any]:
+def _job(
+    settings: EvaluateArguments, pairs: Sequence[Pair], url: str, model: str, along: dict[str, Any]
+) -> dict[str, Any]:
     """What `worker.py` reads."""
     shared = ("hub", "limit", "samples", "temperature", "max_tokens", "concurrency")
     return {
         "model": model,
         "url": url,
+        "along": along,
         "pairs": {
             pair.benchmark: {
                 "evalscope": BENCHMARKS[pair.benchmark].evalscope,

@@ -36,7 +36,7 @@ def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
             "top_p": 1.0,
             # A server's defaults may come from the base's `generation_config.json`, a penalty on repetition among
             # them.
-            "extra_body": {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+            "extra_body": {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0} | job["along"],
             "timeout": 3600,
         },
         repeats=job["samples"],
