@@ -179,13 +179,7 @@ class PopuLoRATrainer(GRPOTrainer):
             )
         self.beta = args.beta
         self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
-        known, template_kwargs = self.eos_token_ids, self.chat_template_kwargs
-        self.eos_token_ids = end_tokens(tokenizer, known, args.generation_kwargs, template_kwargs)
-        self.generation_config.update(eos_token_id=self.eos_token_ids, stop_strings=None)
-        if not args.use_vllm:
-            warn_of_unknown(args.generation_kwargs)
-            sharded = preparation.is_zero3(args) or self.is_fsdp_enabled
-            self._generates_whole = decoding.why_whole(base.config, self.generation_config, sharded)
+        self._choose_generation(base)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
@@ -204,6 +198,16 @@ class PopuLoRATrainer(GRPOTrainer):
         context = self._attach_engine() if args.use_vllm else preparation.trained_context(base)
         room = preparation.prompt_room(context, args, lambda prompt: self._tokenize_prompts([prompt])[0][0])
         preparation.fit_into_context(referee, archive, held_out, room)
+
+    def _choose_generation(self, base: PreTrainedModel) -> None:
+        """Where completions end, and whether ended rows may leave a batch."""
+        known, given = self.eos_token_ids, self.args.generation_kwargs
+        self.eos_token_ids = end_tokens(self.processing_class, known, given, self.chat_template_kwargs)
+        self.generation_config.update(eos_token_id=self.eos_token_ids, stop_strings=None)
+        if not self.args.use_vllm:
+            warn_of_unknown(given)
+            sharded = preparation.is_zero3(self.args) or self.is_fsdp_enabled
+            self._generates_whole = decoding.why_whole(base.config, self.generation_config, sharded)
 
     def _start_afresh(self) -> None:
         """What is kept from one override to another."""

@@ -32,10 +32,11 @@ SHARE_SD = 0.25
 
 def no_student_idles(teachers: int, students: int) -> bool:
     """
-    Whether every student surely has a match in every step of [`Matchmaker`], which only keeps their loads even.
+    Whether every student has a match in every step of [`Matchmaker`], whatever it draws.
 
-    After n matches each has played n / S times, rounded down or up. Who is ahead plays again if after the step even
-    the least busy have played more than that. Equal numbers, or a number of students that divides the teachers', do.
+    The matchmaker only keeps the loads even: after n matches a student has played n / S of them, rounded down or up.
+    If a step brings everybody's load above the highest one before it, nobody can be left out. That is so with as many
+    students as teachers, and with a number of students that divides theirs.
     """
     behind = range(0, teachers * students, teachers)  # after so many matches all loads are equal again
     return all((n + teachers) // students > -(-n // students) for n in behind)
@@ -188,11 +189,11 @@ class Matchmaker:
         """
         Rate the matches of a step together, and age both sides by one per match.
 
-        A match tells by how many points the student led: the mean share less one half, times [`points_per_share`],
-        with the noise of two performances. Every message about a member uses its opponent's rating of before the
-        step, so neither the order of the matches nor the number of ranks matters. The model is Guo et al. (2012),
-        "Score-Based Bayesian Skill Learning". A win or a loss would say less than the score, and a game per task would
-        collapse sigma, as if all of a match's tasks were matches of their own.
+        A match says by how many points the student led: (mean share - 1/2) times [`points_per_share`], with the noise
+        of two performances. What it says about a member uses the opponent's rating from before the step, so neither
+        the order of the matches nor the number of ranks matters. The model is Guo et al. (2012), "Score-Based Bayesian
+        Skill Learning". A win or a loss would say less than the score, and a game per task would collapse sigma, as if
+        all of a match's tasks were matches of their own.
 
         Args:
             population ([`Population`]):

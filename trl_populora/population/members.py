@@ -17,7 +17,7 @@ from trl_populora.files import read_json
 
 ROLES = ("teacher", "student")
 
-# TrueSkill's own prior (Herbrich et al., 2006), which PopuLoRA keeps: a member of the first step is anybody.
+# TrueSkill's own prior (Herbrich et al., 2006), which PopuLoRA keeps: nothing is known of a member of the first step.
 PRIOR_MU = 25.0
 PRIOR_SIGMA = 25.0 / 3
 

