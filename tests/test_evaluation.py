@@ -116,11 +116,14 @@ class TestSavedPopulations:
         assert saved["settings"].keys() >= sampling.keys()
         for kept in (sampling, {"temperature": 0.7}):
             rest = {name: value for name, value in saved["settings"].items() if name not in sampling}
+            assert rest.pop("base_revision") == "main"
+            rest |= {"base_revision": "v1"} if kept is sampling else {}
             path.write_text(json.dumps(saved | {"settings": rest | kept}))
             with assemble([str(tmp_path / "pair")]) as contest:
                 args, config = contest.args, contest.model.get_base_model().generation_config
             defaults = {name: getattr(GRPOConfig("x", use_cpu=True, bf16=False), name) for name in sampling}
             assert {name: getattr(args, name) for name in sampling} == defaults | kept
+            assert args.model_init_kwargs["revision"] == ("v1" if kept is sampling else "main")
             assert (config.temperature, 65 in config.eos_token_id) == (0.7, kept is sampling)
 
     @pytest.mark.parametrize("seed", [3, None])
@@ -191,6 +194,16 @@ class TestSavedPopulations:
         assert any(0 < rate <= 1 for rate in rates), "a random base solves the Letters kind by chance"
         assert (tmp_path / "out" / "crossplay.png").read_bytes().startswith(b"\x89PNG")
         assert "agent student_0" in capsys.readouterr().out
+
+    def test_given_tasks_are_run_before_members_are_scored_by_them(self, runs, seed_tasks, tmp_path):
+        tasks = tmp_path / "tasks.jsonl"
+        rows = [task.to_record() for task in seed_tasks]
+        rows[3]["outputs"] = ["77"]
+        tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(
+            SystemExit, match="1 of 12 given task.*`tasks`, row 3: column `outputs` holds '77', the program"
+        ):
+            cli.main(["crossplay", str(runs / "pair"), "--tasks", str(tasks), "--out", str(tmp_path / "out")])
 
     @pytest.mark.parametrize(
         ("given", "wanted"),

@@ -8,6 +8,9 @@ from datasets import Dataset
 from trl_populora.given_tasks import load_archive
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.preparation import make_kinds
+from trl_populora.sandbox import Job, Limits, Sandbox
+from trl_populora.sandbox.values import encode
+from trl_populora.tasks import make_task
 
 
 def test_a_kind_that_is_about_known_programs_needs_some(make_args, seed_tasks):
@@ -30,6 +33,20 @@ def test_kinds_get_the_settings_of_the_run(make_args):
 
 
 @pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"proposals_per_teacher": 11}, True),
+        ({"proposals_per_teacher": 12}, False),
+        ({"proposals_per_teacher": 4, "task_kinds": ["code_o"]}, False),
+        ({"proposals_per_teacher": 4, "teacher_baseline": "group"}, False),
+    ],
+)
+def test_fewer_than_four_proposals_of_a_kind_are_warned_of(make_args, caplog, settings, told):
+    make_kinds(make_args(**({"teachers": 2, "per_device_train_batch_size": 1} | settings)))
+    assert ("is below 4 for each of the" in caplog.text) == told
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (
@@ -38,6 +55,11 @@ def test_kinds_get_the_settings_of_the_run(make_args):
         ),
         ({"program": "def f(a):\n    return a +"}, "`train_dataset`, row 1: the program ends with `error`"),
         ({"program": "g = 1"}, "`train_dataset`, row 1: the program ends with `error`"),
+        (
+            {"program": "def f(a):\n    return a + 1  # <|im_end|>"},
+            "`train_dataset`, row 1: what it shows holds '<|im_end|>', which ends a turn or a thought",
+        ),
+        ({"message": "</think>"}, "row 1: what it shows holds '</think>'"),
     ],
 )
 def test_seed_tasks_are_run_before_students_are_graded_by_them(
@@ -47,3 +69,16 @@ def test_seed_tasks_are_run_before_students_are_graded_by_them(
     rows[1] |= change
     with pytest.raises(ValueError, match=message):
         PopuLoRATrainer(random_base, args=make_args(), train_dataset=Dataset.from_list(rows), peft_config=lora)
+
+
+def test_a_given_task_needs_half_of_the_limit_at_most(make_args, random_base, lora, seed_tasks):
+    """As a proposed one: its attempts run beside other work, and some would not end in time."""
+    program = "def f(a):\n    n = 0\n    for i in range(2_000_000): n += i & 3\n    return n"
+    with Sandbox(workers=1, limits=Limits(wall_seconds=60)) as sandbox:
+        seconds = min(v.cpu_seconds for v in sandbox.run([Job(program, (encode((1,)),))] * 3))
+        task = make_task("code_i", program, [(1,)], sandbox=sandbox)
+    rows = Dataset.from_list([each.to_record() for each in (*seed_tasks, task)])
+    with pytest.raises(ValueError, match=r"row 12: the program ends with `timeout` \(.*half of `sandbox_seconds`"):
+        PopuLoRATrainer(
+            random_base, args=make_args(sandbox_seconds=1.5 * seconds), train_dataset=rows, peft_config=lora
+        )

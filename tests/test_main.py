@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from trl import TrlParser
 
 import trl_populora
@@ -183,6 +184,10 @@ def test_training_without_a_recipe_is_no_training(capsys, monkeypatch, tmp_path)
     [
         (KeyboardInterrupt(), "130"),
         (OSError(errno.ENOSPC, "No space left on device"), "^populora train: disk full .* go on with `--resume`"),
+        (
+            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            "^populora train: disk full .* go on with `--resume`",
+        ),
     ],
 )
 def test_the_end_of_a_run_from_outside_is_no_traceback(error, told, monkeypatch):
@@ -250,21 +255,29 @@ def test_a_model_option_that_is_honoured_reaches_the_adapters(random_base, make_
     assert {name: getattr(config, field) for name, config in members.items()} == dict.fromkeys(members, expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"use_peft": False}, "`use_peft=False` is not supported: every member is a LoRA adapter"),
-        ({"use_dora": True}, "`use_dora=True` is not supported"),
-        ({"lora_dropout": 0.05}, "`lora_dropout=0.05` is not supported"),
-        ({"lora_modules_to_save": ["lm_head"]}, "`modules_to_save=.'lm_head'.` is not supported"),
-        ({"lora_target_parameters": ["experts.w"]}, "`target_parameters=.'experts.w'.` is not supported"),
-        ({"lora_task_type": "SEQ_CLS"}, "`task_type` must be 'CAUSAL_LM'"),
-        ({"load_in_4bit": True}, "`load_in_4bit=True` is not supported: quantised layers"),
-        ({"load_in_8bit": True}, "`load_in_8bit=True` is not supported: quantised layers"),
-        ({"use_bnb_nested_quant": True}, "`use_bnb_nested_quant=True` is not supported"),
-        ({"bnb_4bit_quant_type": "fp4"}, "`bnb_4bit_quant_type='fp4'` is not supported"),
-    ],
-)
+REFUSED = [
+    ({"use_peft": False}, "`use_peft=False` is not supported: every member is a LoRA adapter"),
+    ({"use_dora": True}, "`use_dora=True` is not supported"),
+    ({"lora_dropout": 0.05}, "`lora_dropout=0.05` is not supported"),
+    ({"lora_modules_to_save": ["lm_head"]}, "`modules_to_save=.'lm_head'.` is not supported"),
+    ({"lora_target_parameters": ["experts.w"]}, "`target_parameters=.'experts.w'.` is not supported"),
+    ({"lora_task_type": "SEQ_CLS"}, "`task_type` must be 'CAUSAL_LM'"),
+    ({"load_in_4bit": True}, "`load_in_4bit=True` is not supported: quantised layers"),
+    ({"load_in_8bit": True}, "`load_in_8bit=True` is not supported: quantised layers"),
+    ({"use_bnb_nested_quant": True}, "`use_bnb_nested_quant=True` is not supported"),
+    ({"bnb_4bit_quant_type": "fp4"}, "`bnb_4bit_quant_type='fp4'` is not supported"),
+    ({"bnb_4bit_quant_storage": "uint8"}, "`bnb_4bit_quant_storage='uint8'` is not supported"),
+]
+
+
+def test_every_model_option_that_the_page_calls_refused_is_tried():
+    page = Path(__file__).parent.parent.joinpath("docs", "options.md").read_text().rpartition("\n## `ModelConfig`")[2]
+    assert set(re.findall(r"^\| `(\w+)` \| refused", page, re.M)) == {
+        name for options, _ in REFUSED for name in options
+    }
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_a_model_option_that_members_cannot_have_is_refused_by_name(random_base, make_args, options, message):
     with pytest.raises(ValueError, match=message):
         build(random_base, make_args(), **options)

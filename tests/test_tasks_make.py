@@ -24,6 +24,14 @@ def test_a_task_is_made_of_values(sandbox):
     assert list(TaskArchive.from_dataset([task.to_record()])) == [task]
     task = make_task("code_f", KEYS, [({}, 1), ({1: 1}, 1)], message="the first keys", visible=1, sandbox=sandbox)
     assert (task.outputs, task.visible) == (('["l"]', '["l",1]'), 1)
+    assert make_task("code_f", KEYS, [({}, n) for n in range(5)], sandbox=sandbox).visible == 2, "half of them"
+
+
+@pytest.mark.parametrize("given", ["ab", 3, {"a": 1}])
+def test_arguments_that_are_no_tuple_are_refused(sandbox, given):
+    """Text would be taken for one argument per letter."""
+    with pytest.raises(TypeError, match=r"a tuple of arguments for each call, got .*\(.*,\)` for"):
+        make_task("code_o", "def f(*a):\n    return len(a)", [given], sandbox=sandbox)
 
 
 @pytest.mark.parametrize(

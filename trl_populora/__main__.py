@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import signal
 import sys
 import typing
@@ -245,14 +246,17 @@ def info(arguments: Sequence[str]) -> None:
 def crossplay(arguments: Sequence[str]) -> None:
     """Lets every student of some runs attempt fresh tasks of every teacher."""
     from trl_populora.evaluation.cross_play import assemble
+    from trl_populora.given_tasks import check_outputs
     from trl_populora.report.payoff import write_payoff
-    from trl_populora.tasks.archive import TaskArchive
+    from trl_populora.tasks.archive import TaskArchive, read_task
 
     (options,) = _parse(CrossPlayArguments, "crossplay", arguments)
-    given = None if options.tasks is None else list(TaskArchive.from_dataset(read_tasks(options.tasks)))
+    rows = [read_task(row, f"row {n}") for n, row in enumerate(read_tasks(options.tasks) or ())]
     with assemble(options.runs, seed=options.seed) as contest:
+        check_outputs({"tasks": rows}, contest.referee, contest.player)
         payoff = contest.play(options.proposals, options.attempts, options.seed)
-        if given is not None:
+        if options.tasks is not None:
+            given = list(TaskArchive.from_dataset(task.to_record() for task in rows))  # without duplicates
             payoff.given = contest.score([*contest.teachers, *contest.students], given, options.attempts)
     _say(f"Cross-play written to {write_payoff(payoff.renamed(contest.names), options.out)}.")
 
@@ -328,8 +332,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"populora {command}: {_way_out(error)}") from error
     except KeyboardInterrupt as stop:  # how a run goes on was said where it stopped
         raise SystemExit(128 + signal.SIGINT) from stop
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        full = errno.ENOSPC, errno.EDQUOT
+        # safetensors tells in its own words what the system said.
+        if getattr(error, "errno", None) not in full and not any(os.strerror(number) in str(error) for number in full):
             raise
         way_on = " Make room and go on with `--resume`." if command == "train" else ""
         raise SystemExit(f"populora {command}: disk full ({error}).{way_on}") from error

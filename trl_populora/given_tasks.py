@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -13,10 +13,11 @@ from trl_populora.sandbox import Job, Status
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
-from trl_populora.tasks import load_seed_tasks
+from trl_populora.tasks import CodeF, load_seed_tasks
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task, TaskKind
 from trl_populora.tasks.code import CodeKind
+from trl_populora.tasks.control import control_text
 
 
 def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], args: PopuLoRAConfig) -> TaskArchive:
@@ -39,13 +40,6 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
                 "tasks."
             )
         archive = TaskArchive.from_dataset(train_dataset, cap=args.archive_size)
-        for task in archive:
-            if isinstance(kinds.get(task.kind), CodeKind) and task.visible >= len(task.inputs):
-                raise ValueError(
-                    f"`train_dataset` holds a task of kind {task.kind} with {len(task.inputs)} `inputs`, "
-                    f"{task.visible} of them `visible`: nothing is left to grade. Its program is "
-                    f"{task.program!r:.200}."
-                )
     else:
         raise TypeError(
             f"`train_dataset` must be a `datasets.Dataset` of tasks or None, got `{type(train_dataset).__name__}`. A "
@@ -162,7 +156,8 @@ def _field(name: str) -> str:
 
 def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player: Player) -> None:
     """
-    Runs given tasks of the code kinds once, about a thousand a second. Collective: the ranks share the work.
+    Reads given tasks and runs those of the code kinds once, about a thousand a second. Collective: the ranks share
+    the work.
 
     Args:
         tables (`Mapping[str, Sequence[Task]]`): By the name of the dataset; the order is that of its rows.
@@ -170,17 +165,29 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
         player ([`Player`]): Knows the ranks.
 
     Raises:
-        `ValueError`: If a program does not give the outputs that a row claims; names dataset, row and both values.
+        `ValueError`: If a program does not give the outputs that a row claims or needs more than half of
+            `sandbox_seconds`, or a row holds a control token or the wrong number of visible pairs; names dataset, row
+            and values.
     """
     code = {name: kind for name, kind in referee.kinds.items() if isinstance(kind, CodeKind)}
     rows = [(field, number, task) for field, tasks in tables.items() for number, task in enumerate(tasks)]
+    for field, tasks in tables.items():
+        _check_visible(field, tasks, referee.kinds)
+    flaws = [
+        f"`{field}`, row {number}: what it shows holds {text!r}, which ends a turn or a thought."
+        for field, number, task in rows[player.rank :: player.world]
+        if (text := control_text(task, referee.forbidden))
+    ]
     mine = [row for row in rows if row[2].kind in code][player.rank :: player.world]
-    verdicts = referee.sandbox.run([Job(task.program, task.inputs) for _, _, task in mine])
-    flaws = []
+    # As a proposal: its attempts, which run beside other work, must not fail for the time that they take.
+    verdicts = referee.sandbox.run(
+        [Job(task.program, task.inputs, headroom=code[task.kind].cpu_headroom) for _, _, task in mine]
+    )
     for (field, number, task), verdict in zip(mine, verdicts, strict=True):
         where = f"`{field}`, row {number}"
         if verdict.status is not Status.OK:
-            flaws.append(f"{where}: the program ends with `{verdict.status.value}`: {task.program!r:.200}.")
+            told = " (a task may use half of `sandbox_seconds`)" if verdict.status is Status.TIMEOUT else ""
+            flaws.append(f"{where}: the program ends with `{verdict.status.value}`{told}: {task.program!r:.200}.")
             continue
         for given, returned, claimed in zip(task.inputs, verdict.outputs, task.outputs, strict=True):
             if not code[task.kind].same(returned, claimed):
@@ -193,4 +200,24 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
         raise ValueError(
             f"{len(found)} of {len(rows)} given task(s) are wrong. {' '.join(found[:5])} `make_task(kind, program, "
             "inputs)` writes true ones."
+        )
+
+
+def _check_visible(field: str, tasks: Iterable[Task], kinds: Mapping[str, TaskKind]) -> None:
+    """
+    Raises:
+        `ValueError`: If a task of a code kind shows all of its pairs, of which any answer would be right, or a code_f
+            shows none.
+    """
+    for task in tasks:
+        kind = kinds.get(task.kind)
+        if isinstance(kind, CodeKind) and task.visible >= len(task.inputs):
+            flaw = "nothing is left to grade"
+        elif isinstance(kind, CodeF) and not task.visible:
+            flaw = "students would be shown no pair"
+        else:
+            continue
+        raise ValueError(
+            f"`{field}` holds a task of kind {task.kind} with {len(task.inputs)} `inputs`, {task.visible} of them "
+            f"`visible`: {flaw}. Its program is {task.program!r:.200}."
         )

@@ -33,9 +33,12 @@ def control_texts(tokenizer: Any) -> tuple[str, ...]:
 
 def screen(found: Proposal | Task | Reject, forbidden: Sequence[str]) -> Any:
     """`found` itself, or the rejection of a proposal or task that holds one of the texts `forbidden`."""
-    if isinstance(found, Reject) or not any(text in shown for shown in _shown(found) for text in forbidden):
-        return found
-    return Reject.CONTROL_TOKEN
+    return found if isinstance(found, Reject) or not control_text(found, forbidden) else Reject.CONTROL_TOKEN
+
+
+def control_text(found: Proposal | Task, forbidden: Sequence[str]) -> str:
+    """The first of the texts `forbidden` that a proposal or task holds; empty if there is none."""
+    return next((text for shown in _shown(found) for text in forbidden if text in shown), "")
 
 
 def _shown(found: Proposal | Task) -> Iterator[str]:

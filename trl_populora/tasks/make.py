@@ -8,6 +8,7 @@ from typing import Any
 from trl_populora.sandbox import Job, Runner, Sandbox, values
 
 from .base import Task
+from .code_f import CodeF
 
 
 def make_task(
@@ -16,7 +17,7 @@ def make_task(
     inputs: Sequence[Sequence[Any]],
     *,
     message: str = "",
-    visible: int = 0,
+    visible: int | None = None,
     sandbox: Runner | None = None,
 ) -> Task:
     """
@@ -29,12 +30,20 @@ def make_task(
         program (`str`): Source with a top-level `f`.
         inputs (`Sequence`): One sequence of arguments per call, of plain data; one call, or several for code_f.
         message (`str`, *optional*, defaults to `""`): Hint for the solver (code_f).
-        visible (`int`, *optional*, defaults to `0`): How many of the leading pairs the solver is shown (code_f).
+        visible (`int`, *optional*): How many of the leading pairs the solver is shown; half of them for code_f, and
+            none for others, when `None`.
         sandbox (`Runner`, *optional*): Runs the program; one is started and closed again when not given.
 
     Raises:
+        `TypeError`: If the arguments of a call are no tuple or list.
         `ValueError`: If the program does not run, or gives two different answers.
     """
+    for arguments in inputs:
+        if not isinstance(arguments, (tuple, list)):
+            raise TypeError(
+                f"`inputs` holds a tuple of arguments for each call, got {arguments!r:.80}; write "
+                f"`({arguments!r:.80},)` for a call with one."
+            )
     texts = tuple(values.encode(tuple(arguments), ordered=True) for arguments in inputs)
     job = Job(program, texts, runs=2)
     if sandbox is None:
@@ -44,4 +53,6 @@ def make_task(
         (verdict,) = sandbox.run([job])
     if not verdict.ok:
         raise ValueError(f"no task can be made of {program!r:.200}: {verdict.status} ({verdict.reason})")
+    if visible is None:
+        visible = len(texts) // 2 if kind == CodeF.name else 0
     return Task(kind, program, texts, verdict.outputs, message, visible)
