@@ -21,7 +21,7 @@ from tests.populora_run import make_trainer
 from tests.without_vllm import without_vllm
 from trl_populora.adapters.weights import read_member
 from trl_populora.assets import tiny_base_path
-from trl_populora.evaluation.benchmarks.contenders import find
+from trl_populora.evaluation.benchmarks.contenders import find_contenders
 from trl_populora.hub.model_card import PICTURES, write_card
 from trl_populora.hub.publishing import make_stage, push_archive, push_run
 from trl_populora.population.members import Population
@@ -112,7 +112,7 @@ class TestPushed:
 
     def test_a_pushed_population_is_found_for_evaluation(self, hub, finished, base):
         push_run(finished.args.output_dir, "me/scored")
-        found, contenders = find("me/scored", ["student_1"], ["me/scored"], None)
+        found, contenders = find_contenders("me/scored", ["student_1"], ["me/scored"], None)
         assert found == base
         assert [each.name for each in contenders] == ["student_1", "base", "scored"]
         assert [each.rank() for each in contenders] == [4, 0, 4]
