@@ -12,8 +12,8 @@ completions on either side; `live_rows` is the base's share, at the start of a r
 
 *The update alone at 7B-like proportions.* A random Qwen3 of `--width`, prompts of 700 tokens, completions of 50 to
 2048 with a long tail (lognormal, median 250), groups of 8 attempts; a share `--live` of the groups and proposals, as
-nearly as it goes, has rewards that differ. Attention weighs more at a small width than at 7B's, and our packed rows are
-the longer ones.
+nearly as it goes, has rewards that differ. Attention weighs more at a small width than at 7B's, and our packed rows
+are the longer ones.
 
 The two sides train in turn; each round's first step is a warm-up and not counted. Medians over the steps.
 `--clock cpu` counts CPU seconds of this process and of the sandbox's (with OMP_NUM_THREADS=1), for a machine that has
