@@ -16,7 +16,12 @@ the wall clock's (with OMP_NUM_THREADS=1, or threads that wait for each other co
 Memory is the peak of a fresh process per N over three steps (on a GPU: of the allocator), and what one more adapter
 adds to it, against the arithmetic minimum: weight, gradient and two moments.
 
+Then the two levers of the update, with 8 members at lengths in 7B's proportions: rows without advantage are left out
+(`--live`, the share that stays), and the attempts at a task share their prompt. Forward and backward of one step's
+micro-batches, dealt as the trainer deals them, with TRL's fused head; four contenders, in rounds as above.
+
     python benchmarks/joint_training.py                   # CPU size, two cores, a few minutes
+    python benchmarks/joint_training.py --only levers     # or `--only members`
     python benchmarks/joint_training.py --preset 7b       # random weights in Qwen2.5-7B's shape, bf16, one 80 GB GPU
     python benchmarks/joint_training.py --preset 7b --set layers=1 hidden=448 intermediate=512 vocabulary=512 tokens=16
 
@@ -31,6 +36,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -46,9 +52,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 from trl_populora.adapters.layers import add_members  # noqa: E402
 from trl_populora.adapters.routing import Router  # noqa: E402
+from trl_populora.step import batching  # noqa: E402
+from trl_populora.step.forwards import Sharing  # noqa: E402
 
 
 BYTES_PER_PARAMETER = 16  # fp32 weight, gradient, exp_avg, exp_avg_sq
@@ -224,6 +233,93 @@ def measure_time(
     }
 
 
+@dataclass(frozen=True)
+class Levers:
+    """A step of attempts for the two levers: `tasks` groups of `attempts` rows, half of them in a micro-batch."""
+
+    members: int = 8
+    tasks: int = 8
+    attempts: int = 8
+    prompt: int = 350  # half of 7B's, as the completions
+    median: int = 125
+    longest: int = 1024
+
+    def micro_batches(self, vocabulary: int, live: float, sharing: Sharing | None) -> list[batching.Batch]:
+        """The rows as TRL has them, dealt; all attempts at `1 - live` of the tasks have advantage 0."""
+        rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+        rows = self.tasks * self.attempts
+        lengths = [min(self.longest, max(25, round(rng.lognormvariate(0, 1) * self.median))) for _ in range(rows)]
+        prompts = torch.randint(vocabulary, (self.tasks, self.prompt), generator=generator)
+        task = torch.arange(rows) // self.attempts
+        batch = {
+            "prompt_ids": prompts[task],
+            "prompt_mask": torch.ones(rows, self.prompt, dtype=torch.long),
+            "completion_ids": torch.randint(vocabulary, (rows, max(lengths)), generator=generator),
+            "completion_mask": (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long(),
+            "advantages": (task < round(live * self.tasks)).float(),
+            "member": task % self.members,
+            "prompt": task,
+        }
+        return batching.reorder([batch], 0, blanks=True, sharing=sharing, size=self.attempts // 2)
+
+
+def score(model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> tuple:
+    """Log-probabilities of a forward, by TRL's fused head."""
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-keep] = -100
+    return (
+        model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs[:, -keep:],
+        None,
+        None,
+    )
+
+
+def measure_levers(preset: Preset, live: float, device: torch.device) -> dict[str, tuple[float, int]]:
+    """Median seconds of forward and backward of a step, and tokens computed, by the levers in use."""
+    levers, router = Levers(), Router()
+    base = make_base(preset, device)
+    add_fused_lm_head(base)
+    config = LoraConfig(r=preset.rank, lora_alpha=2 * preset.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = add_members(base, [f"member_{i}" for i in range(levers.members)], config, router, seed=0).train()
+    sharing = Sharing.of(base)
+    cases = {
+        "all rows": (1.0, None),
+        "live rows": (live, None),
+        "shared prompts": (1.0, sharing),
+        "both": (live, sharing),
+    }
+    seen: dict[str, list[float]] = {name: [] for name in cases}
+    tokens = {}
+    for _ in range(preset.rounds):
+        for name, (share, how) in cases.items():
+            batches = levers.micro_batches(preset.vocabulary, share, how)
+            layouts = [batching.layout_of(batch) for batch in batches]
+            tokens[name] = sum(layout.grid for layout in layouts)
+            start = now(device)
+            for batch, layout in zip(batches, layouts, strict=True):
+                ids, mask, length = batching.joined({key: value.to(device) for key, value in batch.items()})
+                router.set(batch["member"][layout.heads])
+                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                    logps, _, _ = layout.log_probs(score, model, ids, mask, length, how)
+                logps.sum().backward()
+                router.clear()
+            seen[name].append(now(device) - start)
+            model.zero_grad()
+    return {name: (statistics.median(times), tokens[name]) for name, times in seen.items()}
+
+
+def print_levers(found: dict[str, tuple[float, int]], live: float) -> dict[str, float]:
+    """The table, and the ratios as figures."""
+    print(f"\n{'update of 8':16} {'s':>8} {'tokens':>9} {'time':>7} {'tokens':>7}   {live:.2f} of the rows are live")
+    seconds, tokens = found["all rows"]
+    for name, (own, computed) in found.items():
+        print(f"{name:16} {own:8.3f} {computed:9} {own / seconds:7.3f} {computed / tokens:7.3f}")
+    names = {"live rows": "live_rows_ratio", "shared prompts": "shared_prompts_ratio", "both": "levers_ratio"}
+    times = {key: found[name][0] / seconds for name, key in names.items()}
+    shared_tokens = found["shared prompts"][1] / tokens
+    return times | {"live": live, "shared_prompts_tokens": shared_tokens}
+
+
 def measure_memory(options: argparse.Namespace, members: int) -> tuple[int, int]:
     """Peak bytes of training `members` routed adapters, and their parameters, from a process of its own."""
     variables = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed tensors go back to the system
@@ -259,26 +355,8 @@ def print_table(times: dict[tuple[str, int], dict[str, float]], single: float) -
         print(f"{method:12} {members:3} {phases} {seconds['total'] / single:7.3f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="cpu")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="changes to the preset")
-    parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    global CLOCK
-    CLOCK = options.clock
-    changes = {field: int(number) for field, number in (change.split("=") for change in options.set)}
-    preset = replace(PRESETS[options.preset], **changes)
-    device = torch.device("cuda" if options.preset == "7b" and torch.cuda.is_available() else "cpu")
-    if options.preset == "7b" and device.type == "cpu" and not changes:
-        parser.error("the 7b preset needs a GPU of 80 GB; `--set layers=1 ...` makes it small enough for a CPU.")
-    if options.peak_of:
-        return print_peak(preset, options.peak_of, device)
-
-    where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{where}; {CLOCK} clock; torch {torch.__version__}; {json.dumps(asdict(preset))}")
+def members_figures(options: argparse.Namespace, preset: Preset, device: torch.device) -> dict[str, float]:
+    """Times and memory by the number of members; prints the table."""
     times = measure_time(preset, options.members, device)
     single = min(times["stock", 1]["total"], times["routed", 1]["total"])
     print_table(times, single)
@@ -298,6 +376,36 @@ def main() -> None:
     }
     if ("mixed", many) in times:
         figures["vs_peft_mixed"] = times["routed", many]["total"] / times["mixed", many]["total"]
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=PRESETS, default="cpu")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="changes to the preset")
+    parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--only", choices=("members", "levers"), help="one of the two parts")
+    parser.add_argument("--live", type=float, default=0.375, help="share of live rows; in the quick start it is 0.36")
+    parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    global CLOCK
+    CLOCK = options.clock
+    changes = {field: int(number) for field, number in (change.split("=") for change in options.set)}
+    preset = replace(PRESETS[options.preset], **changes)
+    device = torch.device("cuda" if options.preset == "7b" and torch.cuda.is_available() else "cpu")
+    if options.preset == "7b" and device.type == "cpu" and not changes:
+        parser.error("the 7b preset needs a GPU of 80 GB; `--set layers=1 ...` makes it small enough for a CPU.")
+    if options.peak_of:
+        return print_peak(preset, options.peak_of, device)
+
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{where}; {CLOCK} clock; torch {torch.__version__}; {json.dumps(asdict(preset))}")
+    figures: dict[str, float] = {}
+    if options.only != "levers":
+        figures |= members_figures(options, preset, device)
+    if options.only != "members":
+        figures |= print_levers(measure_levers(preset, options.live, device), options.live)
     print(json.dumps({key: round(value, 3) for key, value in figures.items()}))
 
 

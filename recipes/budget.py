@@ -15,13 +15,16 @@ What it leaves out: fragmentation beyond `RESERVE`, other engines than vLLM, pip
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 
+from transformers import Qwen2Config
 from trl import TrlParser
 
 from trl_populora.__main__ import TrainArguments
 from trl_populora.model_options import MemberConfig
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.step.forwards import pair_cost
 from trl_populora.tasks import CodeO
 
 
@@ -35,6 +38,10 @@ TRAINING_UTILIZATION = 0.35  # of peak FLOP/s
 DECODING_UTILIZATION = 0.6  # of peak bandwidth or FLOP/s
 LORA_SLOWDOWN = 1.5  # serving adapters costs a third of the decoding rate, however many there are (vLLM PR 11267)
 MEAN_COMPLETION = 0.3  # of `max_completion_length`
+
+# Measured on the embedded base; nobody knows it of a larger one. Mean of `batch/live_rows` over the 24 steps of
+# recipes/tiny/quickstart.yaml, seed 0, on 22 November 2026; over 60 steps of recipes/tiny_headroom.py it was 0.48.
+LIVE_ROWS = 0.54
 
 # Characters of the instructions of a proposal prompt in the chat style, and of one seed task shown with it.
 PROMPT_CHARS, SEED_REFERENCE_CHARS = 1300, 125
@@ -166,13 +173,39 @@ def memory(args: PopuLoRAConfig, rank: int, shape: Shape, gpu: Gpu, processes: i
     return Budget(trainer, engine, engine_memory, int(left / shape.cache_bytes_per_token), gpu.memory, both)
 
 
+def levers(args: PopuLoRAConfig, shape: Shape) -> dict[str, float]:
+    """
+    By what the work of log-probabilities and update is multiplied, for the prompts of the start of a run.
+
+    "live rows": rows without advantage are not computed. "shared prompts": a prompt stands once for as many attempts
+    as a micro-batch has room for; it is bounded by the tokens of `per_device_train_batch_size` rows at the completion
+    limit. Attention over the longer rows is counted, at the price per pair that was measured (`PAIR_SLOWDOWN` of
+    `step/forwards.py`, benchmarks/RESULTS.md).
+    """
+    prompt = prompt_tokens(args.references_per_proposal, longest=False)
+    completion = MEAN_COMPLETION * args.max_completion_length
+    pair = pair_cost(Qwen2Config(**vars(shape)))
+    room = args.per_device_train_batch_size * (prompt + args.max_completion_length)
+    parts = math.ceil(args.attempts_per_task * completion / (room - prompt))  # of a group, each in a micro-batch
+
+    def cost(rows: float) -> float:
+        """Per row, of so many with one prompt."""
+        tokens = prompt + rows * completion
+        return tokens * (1 + pair * tokens) / rows
+
+    attempts = args.attempts_per_task
+    shared = (cost(1) + attempts * cost(attempts / parts)) / (1 + attempts) / cost(1)
+    return {"live rows": LIVE_ROWS if args.beta == 0 else 1.0, "shared prompts": shared}
+
+
 def seconds(args: PopuLoRAConfig, shape: Shape, gpu: Gpu, engines: int, processes: int, cache_tokens: int) -> dict:
     """
     Seconds of a step by phase, for the prompts of the start of a run.
 
     Decoding is bound by reading weights and cache or by arithmetic, whichever is slower. Training takes 8 FLOP per
     parameter and token: forward, its recomputation, the way back through frozen weights, and the old
-    log-probabilities.
+    log-probabilities; of that the share of [`levers`]. A micro-batch of blank rows still reads the weights three
+    times.
     """
     completion = MEAN_COMPLETION * args.max_completion_length
     row = prompt_tokens(args.references_per_proposal, longest=False) + completion
@@ -182,9 +215,11 @@ def seconds(args: PopuLoRAConfig, shape: Shape, gpu: Gpu, engines: int, processe
     round_seconds = max(read / gpu.bandwidth, running * 2 * shape.parameters / gpu.flops)
     tokens_per_second = running / (round_seconds * LORA_SLOWDOWN / DECODING_UTILIZATION)
     work = args.rows_per_step / processes * row * 8 * shape.parameters
+    share = math.prod(levers(args, shape).values())
+    blank = (1 - share) * args.micro_batches(processes) * 3 * 2 * shape.parameters
     return {
         "propose and solve": rows * completion / tokens_per_second,
-        "log-probs and update": work / (gpu.flops * TRAINING_UTILIZATION),
+        "log-probs and update": share * work / (gpu.flops * TRAINING_UTILIZATION) + blank / gpu.bandwidth,
     }
 
 
@@ -229,6 +264,9 @@ def main() -> None:
     total = sum(phases.values())
     print(f"Seconds a step: {', '.join(f'{name} {value:.0f}' for name, value in phases.items())}; ", end="")
     print(f"{args.max_steps} steps take {args.max_steps * total / 3600:.1f} hours")
+    factors = levers(args, shape)
+    print("Log-probs and update are multiplied by ", end="")
+    print(" and ".join(f"{value:.2f} ({name})" for name, value in factors.items()))
     print("Fits." if all(column.fits for column in columns) else "Does not fit.")
 
 

@@ -171,6 +171,7 @@ def evolve(base: str, output: str, every: int = EVENT) -> dict:
         base,
         output,
         evolve_every=every,
+        num_iterations=2,  # the third step's rows need old log-probabilities: 11 on one rank, 18 on the other
         evolve_burn_in=0,
         crossovers=["average"],  # a crossover and no luck: what every rank must compute alike is the algebra
         crossover_rate=1.0,
@@ -184,6 +185,7 @@ def evolve(base: str, output: str, every: int = EVENT) -> dict:
         "steps": notes.steps,
         "rates": notes.rates,
         "ratings": trainer.population.state_dict(),
+        "live rows": [entry["batch/live_rows"] for entry in trainer.state.log_history if "batch/live_rows" in entry],
         "replaced": [entry.get("evolve/replaced") for entry in trainer.state.log_history if "loss" in entry],
     }
 

@@ -70,6 +70,18 @@ def test_final_members_are_those_of_one_process(alone, ranks):
             assert difference < 1e-5, f"{name} {key}: {difference:.1e}"
 
 
+def test_ranks_with_different_numbers_of_live_rows_meet_and_learn_what_one_process_learns(runs, random_base, tmp_path):
+    expected = backend_worker.plain(random_base, str(tmp_path))
+    # The second step has the rows of the first; 18 and 18, then 11 and 18 of 24 rows a rank have an advantage.
+    assert expected["live rows"] == pytest.approx([36 / 48, 29 / 48])
+    for rank in runs["plain"]:
+        assert rank["live rows"] == pytest.approx(expected["live rows"])
+        for step, reference in zip(rank["steps"], expected["steps"], strict=True):
+            for name, (factors, _) in reference.items():
+                for key, value in factors.items():
+                    assert (step[name][0][key] - value).norm() <= 1e-3 * value.norm()
+
+
 def test_every_rank_ends_with_the_same_members(ranks):
     for name, factors in ranks[0]["members"].items():
         assert equal(factors, ranks[1]["members"][name])

@@ -1,4 +1,4 @@
-"""Micro-batches: the same rows, in equal contiguous segments, with less padding."""
+"""Micro-batches: the same rows, in equal contiguous segments, bounded by tokens, with less padding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from trl_populora.adapters.routing import Route
-from trl_populora.step.batching import blank, deal, live_fraction, live_rows, padding_fraction, reorder
+from trl_populora.step.batching import blank, deal, filled, layout_of, live_rows, padding_fraction, reorder
+from trl_populora.step.forwards import Sharing
 
 
 def make_batches(members: list[int], size: int, seed: int = 0) -> list[dict]:
@@ -26,6 +27,7 @@ def make_batches(members: list[int], size: int, seed: int = 0) -> list[dict]:
         "importance_sampling_ratio": torch.arange(rows)[:, None].float(),
         "advantages": torch.arange(rows).float(),  # 0 for the first row alone
         "member": torch.tensor(members),
+        "prompt": torch.arange(rows),
         "num_items_in_batch": torch.tensor(99),
     }
     return [
@@ -40,9 +42,14 @@ def shuffled(counts: dict[int, int], seed: int = 0) -> list[int]:
     return members
 
 
+def live(batches: list[dict]) -> list[dict]:
+    """Micro-batches that have any row to compute."""
+    return [batch for batch in batches if layout_of(batch).used]
+
+
 @pytest.mark.parametrize(("counts", "size"), [({0: 8, 1: 8, 2: 32, 3: 32}, 16), ({0: 4, 1: 4, 2: 8, 3: 8}, 8)])
 def test_segments_are_equal_and_roles_apart_when_the_numbers_allow(counts, size):
-    for batch in reorder(make_batches(shuffled(counts), size), num_teachers=2):
+    for batch in live(reorder(make_batches(shuffled(counts), size), num_teachers=2)):
         route = Route(batch["member"].tolist())
         assert route.ordered
         assert route.equal
@@ -53,8 +60,8 @@ def test_segments_are_equal_and_roles_apart_when_the_numbers_allow(counts, size)
 def test_every_row_is_kept_exactly_once(counts):
     batches = make_batches(shuffled(counts), 8)
     dealt = reorder(batches, num_teachers=2)
-    assert [len(batch["member"]) for batch in dealt] == [8] * 3
-    assert sorted(torch.cat([b["advantages"] for b in dealt]).tolist()) == list(range(24))
+    assert len(dealt) == 3
+    assert sorted(torch.cat([b["advantages"] for b in live(dealt)]).tolist()) == list(range(24))
     for batch in dealt:
         for key in ("completion_ids", "old_per_token_logps", "importance_sampling_ratio"):
             assert (batch[key][:, 0] == batch["advantages"]).all(), f"{key} lost its row"
@@ -63,16 +70,17 @@ def test_every_row_is_kept_exactly_once(counts):
 
 def test_trimming_removes_padding_and_no_token():
     batches = make_batches(shuffled({0: 8, 1: 8, 2: 32, 3: 32}), 16)
-    dealt = reorder(batches, num_teachers=2)
+    dealt = live(reorder(batches, num_teachers=2))
     for mask in ("prompt_mask", "completion_mask"):
         assert sum(int(b[mask].sum()) for b in dealt) == sum(int(b[mask].sum()) for b in batches)
         assert all(b[mask].any(0).all() for b in dealt), "a column of pure padding is left"
-    assert padding_fraction(dealt) < padding_fraction(batches)
+    assert padding_fraction(dealt) < padding_fraction([batch | {"pack": torch.arange(16)} for batch in batches])
 
 
 def test_order_does_not_depend_on_how_trl_shuffled_equal_rows():
     members, lengths = [2, 2, 3, 3], [5, 9, 9, 5]
-    assert deal(members, lengths, 2, 2) == [1, 2, 0, 3]
+    assert deal(members, lengths, None) == [[1, 2], [0, 3]]
+    assert deal(members, lengths, [7, 7, 8, 9]) == [[1, 0], [2], [3]]
 
 
 def test_a_row_without_prompt_padding_is_left_whole():
@@ -90,34 +98,56 @@ def test_widths_stay_multiples_where_they_are_wanted():
             assert batch[column].shape[1] == -(-used // 4) * 4
         assert batch["prompt_mask"].sum() == tight["prompt_mask"].sum()
         assert batch["completion_mask"].sum() == tight["completion_mask"].sum()
-    assert any(batch["completion_ids"].shape[1] < 20 for batch in dealt)
+    assert any(batch["completion_ids"].shape[1] < 20 for batch in live(dealt))
 
 
-def with_advantages(batches: list[dict], live: set[int]) -> list[dict]:
-    """The batches, with advantage 1 for the rows numbered in `live` and 0 for the others."""
+def with_advantages(batches: list[dict], rows: set[int]) -> list[dict]:
+    """The batches, with advantage 1 for the rows of these numbers and 0 for the others."""
     return [
-        batch | {"advantages": torch.tensor([float(int(row) in live) for row in batch["completion_ids"][:, 0]])}
+        batch | {"advantages": torch.tensor([float(int(row) in rows) for row in batch["completion_ids"][:, 0]])}
         for batch in batches
     ]
 
 
-def test_blank_rows_stand_last_and_widen_no_micro_batch():
+def test_blank_rows_are_in_no_forward():
     members = shuffled({0: 8, 1: 8, 2: 32, 3: 32})
-    live = set(random.Random(3).sample(range(80), 21))
-    dealt = reorder(with_advantages(make_batches(members, 16), live), num_teachers=2, blanks=True)
-    flags = torch.cat([batch["prompt_mask"].any(1) & batch["completion_mask"].any(1) for batch in dealt])
-    numbers = torch.cat([batch["completion_ids"][:, 0] for batch in dealt]).tolist()
-    assert flags.sum() == 21
-    assert {number for number, flag in zip(numbers, flags, strict=True) if flag} == live
-    assert live_fraction(dealt) == pytest.approx(21 / 80)
-    filled = [batch["prompt_mask"].any(1) for batch in dealt]
-    assert filled[0].all(), "live rows fill the first micro-batch"
-    assert [int(f.sum()) for f in filled] == [16, 5, 0, 0, 0]
+    rows = set(random.Random(3).sample(range(80), 21))
+    dealt = reorder(with_advantages(make_batches(members, 16), rows), num_teachers=2, blanks=True)
+    assert sorted(torch.cat([batch["completion_ids"][:, 0] for batch in live(dealt)]).tolist()) == sorted(rows)
+    assert live_rows(dealt) == 21
+    assert len(dealt) == 5
     for batch in dealt[2:]:  # one prompt and one completion token, for the forward in which all processes meet
-        assert batch["prompt_mask"].shape[1] == batch["completion_mask"].shape[1] == 1
+        assert batch["prompt_mask"].shape == batch["completion_mask"].shape == (1, 1)
+        assert layout_of(batch).heads == [0]
     for batch in dealt[:2]:
-        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        assert Route(batch["member"][live_rows(mask)].tolist()).ordered
+        assert Route(batch["member"][layout_of(batch).heads].tolist()).ordered
+
+
+@pytest.mark.parametrize("sharing", [None, Sharing(False, 0.0), Sharing(False, 0.01)])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_micro_batch_holds_as_many_tokens_as_the_usual_number_of_the_longest_rows(sharing, size):
+    batches = make_batches(shuffled({0: 4, 1: 4, 2: 20, 3: 20}, seed=size), size, seed=size)
+    for batch in batches:  # eight rows to a prompt, of a length that goes with it
+        batch["prompt"] = batch["member"] * 10 + batch["completion_ids"][:, 0] // 8
+        batch["prompt_mask"] = (torch.arange(12) >= batch["prompt"][:, None] % 12).long()
+    whole = torch.cat([batch["prompt_mask"] for batch in batches]), torch.cat([b["completion_mask"] for b in batches])
+    most = size * sum(int(mask.sum(1).max()) for mask in whole)
+    dealt = reorder(batches, num_teachers=2, sharing=sharing)
+    assert len(dealt) == 48 // size
+    assert max(layout_of(batch).grid for batch in dealt) <= most
+    assert live_rows(dealt) == 48
+    fewest = sum(layout_of(batch).grid for batch in dealt) / most
+    assert len(live(dealt)) < 2 * fewest + 1, "micro-batches are filled"
+
+
+def test_added_rows_are_blank_and_change_no_layout():
+    batch = reorder(make_batches([0, 0, 1], 3), num_teachers=1)[0]
+    more = filled(batch, 5)
+    assert len(more["member"]) == len(more["pack"]) == 5
+    assert layout_of(more).packs == layout_of(batch).packs
+    assert not more["completion_mask"][3:].any()
+    assert not more["old_per_token_logps"][3:].any()
+    assert filled(batch, 3)["pack"].tolist() == batch["pack"].tolist()
 
 
 def test_a_blank_row_has_the_ratio_of_an_unchanged_policy():
@@ -132,7 +162,3 @@ def test_a_row_without_a_token_in_the_loss_is_blank():
     batch = with_advantages(make_batches([0, 1], 2), {0, 1})[0]
     batch["completion_mask"][1] = 0  # as `mask_truncated_completions` does
     assert blank(batch)["prompt_mask"].any(1).tolist() == [True, False]
-
-
-def test_processes_meet_in_a_forward_even_if_all_rows_are_blank():
-    assert live_rows(torch.zeros(4, 7, dtype=torch.long)).tolist() == [0]

@@ -35,10 +35,12 @@ sys.path.insert(0, str(RECIPES))
 
 import check_learning  # noqa: E402
 import retention  # noqa: E402
-from budget import GPUS, SHAPES, engines_of, memory, prompt_tokens, read_recipe, seconds  # noqa: E402
+from budget import GPUS, SHAPES, engines_of, levers, memory, prompt_tokens, read_recipe, seconds  # noqa: E402
 
 from trl_populora.adapters.layers import add_members  # noqa: E402
 from trl_populora.adapters.routing import Router  # noqa: E402
+from trl_populora.step.batching import layout_of, reorder  # noqa: E402
+from trl_populora.step.forwards import Sharing, pair_cost  # noqa: E402
 
 
 CONFIGS = {str(path.relative_to(RECIPES)): path for path in sorted(RECIPES.rglob("*.yaml"))}
@@ -165,6 +167,30 @@ class TestBudget:
             lora = LoraConfig(r=32, target_modules="all-linear")
             members = add_members(model, ["teacher_0", "student_0"], lora, Router(), seed=0)
         assert members.num_parameters(only_trainable=True) == 2 * shape.adapter_parameters(32) == 2 * adapter
+
+    @pytest.mark.parametrize("name", HARDWARE)
+    def test_shared_prompts_save_what_the_trainers_own_dealing_saves(self, name, tmp_path):
+        args, model = read_recipe(str(CONFIGS[name]), str(tmp_path))
+        sharing = Sharing(False, pair_cost(Qwen2Config(**vars(SHAPES[model.model_name_or_path]))))
+        prompt, completion = prompt_tokens(args.references_per_proposal, False), args.max_completion_length * 3 // 10
+        tasks = torch.cat([torch.arange(8).repeat_interleave(args.attempts_per_task), torch.arange(8, 16)])
+        batch = {
+            "prompt_ids": torch.zeros(len(tasks), prompt),
+            "prompt_mask": torch.ones(len(tasks), prompt, dtype=torch.long),
+            "completion_ids": torch.zeros(len(tasks), args.max_completion_length),
+            "completion_mask": (torch.arange(args.max_completion_length) < completion).long().repeat(len(tasks), 1),
+            "member": tasks % 4 + 4 * (tasks < 8),  # proposals come from teachers and have prompts of their own
+            "prompt": tasks,
+        }
+        batch["completion_mask"][-1] = 1  # the longest row decides what a micro-batch may hold
+        parts = reorder([batch], 4, sharing=sharing, size=args.per_device_train_batch_size)
+        attempts = [layout_of(part) for part in parts if part["member"].min() >= 4]
+        row = prompt + completion
+        share = sum(layout.cost(sharing) for layout in attempts) / (row * (1 + sharing.pair_cost * row))
+        expected = (8 + share) / len(tasks)
+        assert levers(args, SHAPES[model.model_name_or_path])["shared prompts"] == pytest.approx(expected, rel=0.1)
+        args.beta = 0.1
+        assert levers(args, SHAPES[model.model_name_or_path])["live rows"] == 1.0
 
     def test_cache_bytes_are_those_of_the_keys_and_values(self):
         model = AutoModelForCausalLM.from_pretrained(tiny_base_path(), dtype=torch.bfloat16)

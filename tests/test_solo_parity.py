@@ -105,7 +105,7 @@ def joint_run(base: str, output_dir, lora, names: list[str], all_rows: bool = Fa
     """Final factors per member, and the gradients of each step by member and key."""
     trainer = joint_trainer(base, output_dir, lora, **options)
     if all_rows:
-        trainer.skips_blank_rows = False
+        trainer.skips_blank_rows, trainer.sharing = False, None
     log = GradientLog({(n, key): p for n in names for key, p in member_parameters(trainer.model, n).items()})
     trainer.add_callback(log)
     trainer.train()
@@ -183,11 +183,12 @@ def test_zero_advantages_leave_a_member_bit_identical_and_the_base_too(
     assert all(torch.equal(parameters[path], value) for path, value in frozen.items())
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "cispo"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "cispo", "two iterations"])
 @pytest.mark.parametrize("checkpointing", ["off", "non-reentrant"])
-def test_rows_without_advantage_cost_nothing_and_change_no_gradient(random_base, tmp_path, lora, loss, checkpointing):
+def test_blank_rows_and_shared_prompts_change_no_gradient(random_base, tmp_path, lora, loss, checkpointing):
     names = sorted({row.member for row in rows_of_step(0)})
-    options = OPTIONS | LOSSES[loss] | CHECKPOINTING[checkpointing] | {"per_device_train_batch_size": 6}
+    kind = LOSSES.get(loss, {"loss_type": "grpo", "num_iterations": 2})
+    options = OPTIONS | kind | CHECKPOINTING[checkpointing] | {"per_device_train_batch_size": 6}
     members, steps = joint_run(random_base, tmp_path / "live", lora, names, **options)
     expected, reference = joint_run(random_base, tmp_path / "all", lora, names, all_rows=True, **options)
     for tolerance, seen, wanted in zip([1e-5, 1e-4, 1e-4], steps, reference, strict=True):
@@ -200,6 +201,7 @@ def test_rows_without_advantage_cost_nothing_and_change_no_gradient(random_base,
 
 def test_only_live_rows_are_computed(random_base, tmp_path, lora):
     trainer = joint_trainer(random_base, tmp_path, lora, max_steps=1, per_device_train_batch_size=6)
+    trainer.sharing = None
     computed = []
     trainer.model.register_forward_pre_hook(
         lambda module, args, kwargs: computed.append(len(kwargs["input_ids"])), with_kwargs=True
@@ -208,8 +210,8 @@ def test_only_live_rows_are_computed(random_base, tmp_path, lora):
     logged = next(entry for entry in trainer.state.log_history if "batch/live_rows" in entry)
     live = round(logged["batch/live_rows"] * 48)
     assert 0 < live < 40
-    empty = trainer.args.gradient_accumulation_steps - -(-live // 6)
-    assert sum(computed) == live + empty, "a micro-batch of blank rows computes one row of two tokens"
+    blank = trainer.args.gradient_accumulation_steps - sum(rows > 1 for rows in computed)
+    assert sum(computed) == live + blank, "a micro-batch of blank rows computes one row of two tokens"
 
 
 def test_a_kl_term_reaches_every_row(random_base, tmp_path, lora):

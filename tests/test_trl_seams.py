@@ -52,6 +52,18 @@ PROMISES = {
         "_compute_loss",
         "self._get_per_token_logps_and_entropies(",
     ),
+    "log-probs call the model by keywords with labels for the fused head": (
+        "_get_per_token_logps_and_entropies",
+        "model(**model_inputs, labels=labels, fused_lm_head=True)",
+    ),
+    "log-probs that are not known are left out of the sampling difference": (
+        "_generate_and_score_completions",
+        "delta = delta[mask & ~torch.isnan(delta)]",
+    ),
+    "log-probs that are not known have the ratio 1": (
+        "_generate_and_score_completions",
+        "per_token_logps_diff = torch.nan_to_num(per_token_logps_diff, nan=0.0)",
+    ),
     "loss reads advantages of the rows": ("_compute_loss", 'advantages = inputs["advantages"]'),
     "beta 0 needs no reference adapter": ("__init__", "elif is_peft_model(model) and args.beta != 0.0:"),
     "reference log-probs disable the adapters": ("_generate_and_score_completions", "use_adapter(model"),
@@ -88,6 +100,11 @@ def test_a_checkpoint_goes_where_get_output_dir_says():
     source = inspect.getsource(Trainer._save_checkpoint)
     assert "run_dir = self._get_output_dir(trial=trial)" in source
     assert source.index("_save_rng_state(output_dir)") < source.index("rotate_checkpoints(")
+
+
+def test_the_fused_head_takes_labels_that_are_shifted_already():
+    source = inspect.getsource(importlib.import_module("trl.trainer.utils").add_fused_lm_head)
+    assert "labels = shift_labels" in source
 
 
 def test_helpers_are_where_they_were():

@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ from trl_populora.runs.progress import PHASES, use_step_line
 from trl_populora.runs.saved_population import Shape, describe
 from trl_populora.sandbox import Runner
 from trl_populora.step import batching
-from trl_populora.step.advantages import score_step
+from trl_populora.step.advantages import LOSS_NORMALISERS, Scored, rewards_of, score_step
+from trl_populora.step.forwards import Layout, Sharing, why_not_shared
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.retention import forgotten, known_solutions
@@ -71,7 +74,8 @@ class PopuLoRATrainer(GRPOTrainer):
     - `_calculate_rewards`: shows reward functions the prompts that were really asked, and keeps the rewards.
     - `_generate_and_score_completions`: adds each row's member, and replaces TRL's advantages by the population's.
     - `_prepare_inputs`: deals the rows into micro-batches of member segments; rows without advantage become blank.
-    - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows.
+    - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows;
+      blank rows are not computed, and attempts at one task share their prompt.
     - `create_optimizer`, `_clip_grad_norm`, `_get_grad_norm`: one parameter group and one gradient norm per member.
     - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives a member's own
       model.
@@ -179,6 +183,7 @@ class PopuLoRATrainer(GRPOTrainer):
             )
         self.beta = args.beta
         self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
+        self.sharing = self._sharing()
         self._choose_generation(base)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
@@ -213,7 +218,7 @@ class PopuLoRATrainer(GRPOTrainer):
         """What is kept from one override to another."""
         self._closed = False
         self.played = Played([], [])
-        self._loss_rows: torch.Tensor | None = None  # of the micro-batch in the loss, those that are computed
+        self._layout: Layout | None = None  # of the micro-batch in the loss
         self._deepspeed_norms: dict[str, float] = {}
         self._clips_inside_deepspeed = False
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
@@ -420,21 +425,27 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        played, args = self.played, self.args
+        played = self.played
         tokens = self.accelerator.gather(output["completion_mask"].sum(1))
-        baselines = {"teacher": args.teacher_baseline, "student": args.student_baseline}
-        scored = score_step(
-            played, self.population, self.reward_weights, tokens, baselines, args.scale_rewards, self.loss_type
-        )
+        scored = self._scored(played, tokens)
         # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
         self._metrics["train"]["frac_reward_zero_std"][-1] = scored.flat
         self._logs["advantages"].extend(scored.advantages.tolist())  # a full deque: TRL's own advantages drop out
         start = self.accelerator.process_index * len(played.rows)
         mine = scored.part(slice(start, start + len(played.rows)))
-        if args.save_rollouts:
+        if self.args.save_rollouts:
             step, worth = self.state.global_step + 1, (mine.rewards.tolist(), mine.advantages.tolist())
-            records.write_rollouts(args.output_dir, step, self.game, played.rows, *worth)
-        return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
+            records.write_rollouts(self.args.output_dir, step, self.game, played.rows, *worth)
+        columns = {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
+        return output | columns | {"prompt": torch.tensor(played.prompts, device=tokens.device)}
+
+    def _scored(self, played: Played, tokens: torch.Tensor) -> Scored:
+        """What all ranks' rows are worth; `tokens` of each count in the loss."""
+        args = self.args
+        baselines = {"teacher": args.teacher_baseline, "student": args.student_baseline}
+        return score_step(
+            played, self.population, self.reward_weights, tokens, baselines, args.scale_rewards, self.loss_type
+        )
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
@@ -442,40 +453,90 @@ class PopuLoRATrainer(GRPOTrainer):
         if self._buffered_inputs is before:
             return inputs
         self._buffered_inputs = batching.reorder(
-            self._buffered_inputs, self.args.teachers, self.pad_to_multiple_of or 1, self.skips_blank_rows
+            self._buffered_inputs,
+            self.args.teachers,
+            self.pad_to_multiple_of or 1,
+            self.skips_blank_rows,
+            self.sharing,
         )
-        shares = [batching.padding_fraction(self._buffered_inputs), batching.live_fraction(self._buffered_inputs)]
-        padding, live = self.accelerator.reduce(torch.tensor(shares, device=self.accelerator.device), "mean").tolist()
-        self._log_values({"batch/padding": padding, "batch/live_rows": live})
+        shares = {
+            "batch/padding": batching.padding_fraction(self._buffered_inputs),
+            "batch/live_rows": batching.live_rows(self._buffered_inputs) / len(self.played.rows),
+            "batch/shared_tokens": batching.shared_fraction(self._buffered_inputs),
+        }
+        sizes = torch.tensor([len(batch["member"]) for batch in self._buffered_inputs], device=self.accelerator.device)
+        most = self.accelerator.gather(sizes).view(-1, len(sizes)).amax(0).tolist()  # TRL gathers a value per row
+        self._buffered_inputs = list(map(batching.filled, self._buffered_inputs, most))
+        means = self.accelerator.reduce(torch.tensor([*shares.values()], device=self.accelerator.device), "mean")
+        self._log_values(dict(zip(shares, means.tolist(), strict=True)))
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     # Phase 5: the joint update
 
+    def _sharing(self) -> Sharing | None:
+        """How the base takes rows with a shared prompt; says once what all rows or their prompts are computed for."""
+        base = self.model.get_base_model()
+        reasons = {"Attempts at a task do not share its prompt's computation": why_not_shared(base)}
+        if not self.skips_blank_rows:
+            reasons["Rows without advantage are computed, too"] = f"the KL term (`beta={self.beta}`) reaches them"
+        elif len(self.reward_funcs) > 2 and (self.num_iterations > 1 or self.args.use_vllm):
+            reasons["Old log-probabilities are computed for all rows"] = (
+                "the further reward functions are asked only after them"
+            )
+        for what, reason in reasons.items():
+            if reason and self.accelerator.is_main_process:
+                logger.warning("%s: %s.", what, reason)
+        return None if why_not_shared(base) else Sharing.of(base, self.pad_to_multiple_of or 1)
+
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
-        computed = super()._get_per_token_logps_and_entropies
-        if self._loss_rows is not None:
-            live = batching.LiveRows(self._loss_rows, input_ids, attention_mask)
-            return live.spread(computed(model, live.ids, live.mask, logits_to_keep, batch_size, **kwargs))
-        members = [self.population[row.member].index for row in self.played.rows]  # before the step's first update
-        return batching.by_micro_batch(
-            lambda ids, mask: computed(model, ids, mask, logits_to_keep, **kwargs),
-            self.router,
-            members,
-            input_ids,
-            attention_mask,
-            batch_size,
+        compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
+        if self._layout is not None:  # inside the loss, which has set the route
+            return self._layout.log_probs(compute, model, input_ids, attention_mask, logits_to_keep, self.sharing)
+
+        def forward(batch: batching.Batch) -> torch.Tensor:
+            layout = batching.layout_of(batch)
+            with self.router.rows_of(batch["member"][layout.heads]):
+                return layout.log_probs(compute, model, *batching.joined(batch), self.sharing)[0]
+
+        rows, device = self._rows_with_log_probs(), input_ids.device
+        members = [self.population[row.member].index for row in self.played.rows]
+        columns = {"member": members, "prompt": self.played.prompts, "row": range(len(members))}
+        batch = batching.parted(input_ids, attention_mask, logits_to_keep)
+        batch |= {name: torch.tensor(values, device=device) for name, values in columns.items()}
+        batches = batching.reorder(
+            [{name: values[rows] for name, values in batch.items()}],
+            self.args.teachers,
+            self.pad_to_multiple_of or 1,
+            sharing=self.sharing,
+            size=batch_size,
         )
+        return batching.by_micro_batch(forward, batches, len(input_ids), logits_to_keep), None, None
+
+    def _rows_with_log_probs(self) -> list[int]:
+        """
+        The rows whose old log-probabilities are used: where the rewards are known by now, those with an advantage. As
+        many on every rank as on the one with most of them, because processes meet in every forward.
+        """
+        rows = len(self.played.rows)
+        if not self.skips_blank_rows or len(self.reward_funcs) > 2:
+            return [*range(rows)]
+        played = replace(self.played, rewards=rewards_of(self.played.records, self.reward_funcs))
+        live = (self._scored(played, torch.ones(len(played.records))).advantages != 0).view(-1, rows)
+        own = live[self.accelerator.process_index].tolist()
+        return sorted(range(rows), key=lambda row: not own[row])[: max(1, int(live.sum(1).max()))]
 
     def _compute_loss(self, model, inputs):
-        rows = batching.live_rows(torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1))
-        self.router.set(inputs["member"][rows], inputs["member_factor"][rows])  # outlives the backward
-        self._loss_rows = rows
+        layout = batching.layout_of(inputs)
+        self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # outlives the backward
+        self._layout = layout
+        # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
+        rows = len(inputs["member"]) / self.args.per_device_train_batch_size
         try:
-            return super()._compute_loss(model, inputs)
+            return super()._compute_loss(model, inputs) * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
         finally:
-            self._loss_rows = None
+            self._layout = None
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.is_deepspeed_enabled and not self._clips_inside_deepspeed:

@@ -6,7 +6,7 @@ rank keeps its own slice of the result. Shape key: `_R` rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trl_populora.population.members import Population
-from trl_populora.step.played import Played
+from trl_populora.step.played import Played, Row
 
 
 # Added to a standard deviation before dividing by it, as in TRL's GRPO.
@@ -30,6 +30,18 @@ LOSS_NORMALISERS = {
     "dapo": "tokens",
     "cispo": "tokens",
 }
+
+
+def rewards_of(records: Sequence[Mapping[str, Any]], functions: Sequence[Callable[..., list]]) -> torch.Tensor:
+    """
+    What reward functions give that read nothing but the columns of the game, before TRL asks for it.
+
+    Returns:
+        `torch.Tensor`: `[R, functions]`, fp32; NaN where a function returns `None`.
+    """
+    columns = {name: [record[name] for record in records] for name in Row.COLUMNS}
+    values = [function(**columns) for function in functions]
+    return torch.tensor([[float("nan") if value is None else value for value in given] for given in values]).T
 
 
 @dataclass(frozen=True)

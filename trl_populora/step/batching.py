@@ -2,27 +2,31 @@
 
 TRL shuffles the generation batch and cuts it into micro-batches. Here the same rows are dealt again, so that a
 micro-batch holds one role where possible, every member's rows stand together in equal numbers (the fast path of the
-routed LoRA layer), rows of like length meet, and padding that no row of a micro-batch needs is cut away.
+routed LoRA layer), attempts at one task or rows of like length meet, whichever costs less (see `forwards.py`), and
+padding that no row of a micro-batch needs is cut away.
 
-Most rows of a step have advantage 0: every attempt of their group did equally well. Without a KL term such a row has
-no gradient. It becomes *blank*: it stands last, its masks are empty, and no forward computes it. It goes on counting
-in every normaliser, so the update is the same but for rounding.
+A micro-batch is bounded by tokens, not by rows: it holds as many as `per_device_train_batch_size` of the longest rows
+would need, so long ones stand alone and short ones in large numbers, and memory is what it would be without dealing.
 
-Shapes: R rows of this rank, B rows per micro-batch, P prompt tokens, C completion tokens.
+Many rows of a step have advantage 0: every attempt of their group did equally well. Without a KL term such a row has
+no gradient. It becomes *blank*: its masks are empty, and no forward computes it. It goes on counting in every
+normaliser, so the update is the same but for rounding.
+
+Shapes: R rows of this rank, B rows of a micro-batch, P prompt tokens, C completion tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
+from torch import nn
 
-from trl_populora.adapters.routing import Router
+from trl_populora.step.forwards import Layout, Sharing, lay_out
 
 
 Batch = dict[str, torch.Tensor]
-# Log-probabilities, entropies if they were asked for, and the load-balancing loss, which is refused, as TRL has them.
-LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 # Columns padded on the left to P and on the right to C. `importance_sampling_ratio` is [R, 1] in sequence modes.
 _PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
@@ -46,139 +50,191 @@ _BLANKED_COLUMNS = (
 
 def blank(batch: Batch) -> Batch:
     """Empties the masks of rows without advantage or without a token in the loss."""
-    dead = (batch["advantages"] == 0) | ~batch["completion_mask"].any(1)
+    return _emptied(batch, (batch["advantages"] == 0) | ~batch["completion_mask"].any(1))
+
+
+def _emptied(batch: Batch, rows: torch.Tensor) -> Batch:
     columns = [name for name in _BLANKED_COLUMNS if name in batch]
-    return batch | {name: batch[name].masked_fill(dead[:, None], 0) for name in columns}
-
-
-class LiveRows:
-    """
-    A micro-batch without its blank rows.
-
-    Args:
-        rows (`torch.Tensor`): Positions of its live rows, as [`live_rows`] gives them.
-        ids, mask (`torch.Tensor`): All rows, `[B, P + C]`.
-
-    Attributes:
-        ids, mask (`torch.Tensor`): The live ones.
-    """
-
-    def __init__(self, rows: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor):
-        self.rows, self.size = rows, len(mask)
-        self.ids, self.mask = ids[rows], mask[rows]
-        if not self.mask.any():
-            self.mask = torch.ones_like(self.mask)  # attention to nothing is not a number
-
-    def spread(self, found: LogProbs) -> LogProbs:
-        """What was found for the live rows, among all; the others get 0."""
-        logps, entropies, aux_loss = found
-        return self._spread(logps), None if entropies is None else self._spread(entropies), aux_loss
-
-    def _spread(self, values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(self.size, values.shape[1]).index_copy(0, self.rows, values)
+    return batch | {name: batch[name].masked_fill(rows[:, None], 0) for name in columns}
 
 
 def by_micro_batch(
-    computed: Callable[[torch.Tensor, torch.Tensor], LogProbs],
-    router: Router,
-    members: Sequence[int],
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    size: int,
-) -> LogProbs:
+    forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch], rows: int, columns: int
+) -> torch.Tensor:
     """
-    Log-probabilities of many rows, each under its own member.
+    Log-probabilities that are computed in micro-batches, in the order of the rows.
 
     Args:
-        computed (`Callable`): `(ids, mask)` of some rows -> their log-probabilities.
-        router ([`Router`]): Is told whose they are.
+        forward (`Callable`): Gives those of a micro-batch, `[B, C]` of its own C.
+        batches (`Sequence[dict]`): Micro-batches with the column `row`: where each row belongs.
+        rows, columns (`int`): Of the result.
+
+    Returns:
+        `torch.Tensor`: `[R, C]`, NaN for rows in no micro-batch.
+    """
+    found = torch.full((rows, columns), float("nan"), device=batches[0]["row"].device)
+    for batch in batches:
+        values = forward(batch)
+        live = batch["pack"] >= 0
+        found[batch["row"][live]] = nn.functional.pad(values, (0, columns - values.shape[1])).to(found.dtype)[live]
+    return found
+
+
+def parted(ids: torch.Tensor, mask: torch.Tensor, completion_length: int) -> Batch:
+    """The prompt and completion columns of rows `[R, P + C]`."""
+    first = ids.shape[1] - completion_length
+    return {
+        "prompt_ids": ids[:, :first],
+        "prompt_mask": mask[:, :first],
+        "completion_ids": ids[:, first:],
+        "completion_mask": mask[:, first:],
+    }
+
+
+def joined(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The inverse: ids and mask `[B, P + C]`, and C."""
+    ids, mask = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    return ids, mask, batch["completion_ids"].shape[1]
+
+
+def layout_of(batch: Batch) -> Layout:
+    """How the rows of a micro-batch of [`reorder`] enter the model."""
+    packs: dict[int, list[int]] = {}
+    for row, number in enumerate(batch["pack"].tolist()):
+        if number >= 0:
+            packs.setdefault(number, []).append(row)
+    return Layout([*packs.values()] or [[0]], *_lengths(batch))  # processes meet in every forward and backward
+
+
+def deal(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int] | None) -> list[list[int]]:
+    """
+    Orders the rows of one role, longest first; the members take turns while they have rows.
+
+    Args:
         members (`Sequence[int]`): Member index per row, shape `[R]`.
-        ids, mask (`torch.Tensor`): `[R, P + C]`.
-        size (`int`): Rows of a forward.
-    """
-    parts = []
-    for start in range(0, len(ids), size):
-        part = slice(start, start + size)
-        with router.rows_of(members[part]):
-            parts.append(computed(ids[part], mask[part]))
-    logps, entropies, _ = zip(*parts, strict=True)
-    return torch.cat(logps), None if entropies[0] is None else torch.cat(entropies), None
-
-
-def live_rows(mask: torch.Tensor) -> torch.Tensor:
-    """
-    The rows that a forward has to compute.
-
-    Args:
-        mask (`torch.Tensor`): Attention mask of a micro-batch, `[B, P + C]`.
+        lengths (`Sequence[int]`): Tokens per row, shape `[R]`; rows of length 0 are blank and left out.
+        prompts (`Sequence[int]`, *optional*): Rows with the same number stay together.
 
     Returns:
-        `torch.Tensor`: Positions of the rows that are not blank. The first row if all are: processes meet in every
-            forward and backward, so none is left out.
+        `list[list[int]]`: Rows that should share a micro-batch: those of one prompt, or one of each member.
     """
-    rows = mask.any(1).nonzero().squeeze(1)
-    return rows if len(rows) else rows.new_zeros(1)
+    queues: dict[int, dict[int, list[int]]] = {member: {} for member in sorted(set(members))}
+    for row in sorted(range(len(members)), key=lambda row: -lengths[row]):
+        if lengths[row]:
+            queues[members[row]].setdefault(row if prompts is None else prompts[row], []).append(row)
+    turns = zip_longest(*(queue.values() for queue in queues.values()), fillvalue=[])
+    if prompts is None:
+        return [[row for group in turn for row in group] for turn in turns]
+    return [group for turn in turns for group in turn if group]
 
 
-def deal(members: Sequence[int], lengths: Sequence[int], num_teachers: int, batch_size: int) -> list[int]:
+def reorder(
+    batches: Sequence[Batch],
+    num_teachers: int,
+    multiple: int = 1,
+    blanks: bool = False,
+    sharing: Sharing | None = None,
+    size: int | None = None,
+) -> list[Batch]:
     """
-    Orders rows for micro-batches of `batch_size`; blank rows, whose length is 0, come last.
+    Deals the rows of buffered micro-batches again and trims their padding.
 
     Args:
-        members (`Sequence[int]`): Member index per row, shape `[R]`; teachers come first in the population.
-        lengths (`Sequence[int]`): Tokens per row, shape `[R]`.
-        num_teachers (`int`): Members below this index are teachers.
-        batch_size (`int`): Rows per micro-batch, B.
-
-    Returns:
-        `list[int]`: A permutation of the rows; consecutive slices of B are the micro-batches.
-    """
-    order: list[int] = []
-    for is_student in (False, True):
-        rows = [row for row, member in enumerate(members) if (member >= num_teachers) == is_student and lengths[row]]
-        order += _deal_role(rows, members, lengths, batch_size)
-    order += [row for row, length in enumerate(lengths) if not length]
-    # A member's rows stand together, so that the routed layers need not gather them.
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    return [row for batch in batches for row in sorted(batch, key=lambda row: members[row])]
-
-
-def _deal_role(rows: Sequence[int], members: Sequence[int], lengths: Sequence[int], batch_size: int) -> list[int]:
-    """Rows of one role, longest first; the members take turns with equal segments while they have rows."""
-    by_member: dict[int, list[int]] = {}
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        by_member.setdefault(members[row], []).append(row)
-    queues = [by_member[member] for member in sorted(by_member)]
-    segment = max(1, batch_size // max(1, len(queues)))
-    starts = range(0, max(map(len, queues), default=0), segment)
-    return [row for start in starts for queue in queues for row in queue[start : start + segment]]
-
-
-def reorder(batches: Sequence[Batch], num_teachers: int, multiple: int = 1, blanks: bool = False) -> list[Batch]:
-    """
-    Deals the rows of buffered micro-batches again (see [`deal`]) and trims their padding.
-
-    Args:
-        batches (`Sequence[dict]`): Micro-batches with the column `member`; each has the same number of rows.
+        batches (`Sequence[dict]`): Micro-batches with the columns `member` and `prompt` (see
+            [`~trl_populora.step.forwards.lay_out`]).
         num_teachers (`int`): Members below this index are teachers.
         multiple (`int`, *optional*, defaults to `1`): Widths of P and C stay multiples of it (`pad_to_multiple_of`).
         blanks (`bool`, *optional*, defaults to `False`): Whether rows without advantage become blank (see [`blank`]).
+        sharing ([`~trl_populora.step.forwards.Sharing`], *optional*): How the model takes shared prompts.
+        size (`int`, *optional*): How many of the longest rows a micro-batch holds; as many as the first by default.
 
     Returns:
-        `list[dict]`: As many micro-batches with the same rows in another order.
+        `list[dict]`: As many micro-batches as of `size` rows there would be. They hold the rows that are not blank,
+            with the column `pack`: the row of the forward that a row belongs to. The last ones may hold one blank row.
     """
     whole = {
         key: torch.cat([batch[key] for batch in batches]) if _is_column(value) else value
         for key, value in batches[0].items()
     }
     whole = blank(whole) if blanks else whole
-    lengths = (whole["prompt_mask"].sum(1) + whole["completion_mask"].sum(1)).tolist()
-    size = len(batches[0]["member"])
-    order = torch.tensor(deal(whole["member"].tolist(), lengths, num_teachers, size), device=whole["member"].device)
+    size = size or len(batches[0]["member"])
+    dealt = _micro_batches(whole, num_teachers, size, sharing)
     return [
-        trim({key: value[part] if _is_column(value) else value for key, value in whole.items()}, multiple)
-        for part in order.split(size)
+        trim(_micro_batch(whole, dealt[index] if index < len(dealt) else []), multiple)
+        for index in range(-(-len(whole["member"]) // size))
     ]
+
+
+def _micro_batches(whole: Batch, num_teachers: int, size: int, sharing: Sharing | None) -> list[list[list[int]]]:
+    """The packs of each micro-batch; rows are dealt by length, or by prompt if that costs less."""
+    members, prompts = whole["member"].tolist(), whole["prompt"].tolist()
+    asked, answered = _lengths(whole)
+    budget = size * (max(asked) + max(answered))
+
+    def packs_of(rows: Sequence[int]) -> Layout:
+        columns = [[column[row] for row in rows] for column in (prompts, asked, answered)]
+        return lay_out(columns[0], columns[1], columns[2], sharing, budget)
+
+    def fitting(unit: list[int]) -> list[list[int]]:
+        """As few equal parts as have room in a micro-batch."""
+        splits = ([unit[part::count] for part in range(count)] for count in range(1, len(unit) + 1))
+        return next(split for split in splits if all(packs_of(part).grid <= budget for part in split))
+
+    def dealt(keys: Sequence[int] | None) -> list[list[int]]:
+        filled: list[list[int]] = []
+        for is_student in (False, True):
+            lengths = [
+                (asked[row] + answered[row]) * ((member >= num_teachers) == is_student)
+                for row, member in enumerate(members)
+            ]
+            first = True
+            for unit in deal(members, lengths, keys):
+                for part in fitting(unit):
+                    enough = bool(filled) and len(filled[-1]) >= size
+                    if not filled or (enough and (first or packs_of(filled[-1] + part).grid > budget)):
+                        filled.append([])
+                    for row in part:
+                        if filled[-1] and packs_of([*filled[-1], row]).grid > budget:
+                            filled.append([])
+                        filled[-1].append(row)
+                    first = False
+        # A member's rows stand together, so that the routed layers need not gather them.
+        return [sorted(rows, key=lambda row: members[row]) for rows in filled]
+
+    ways = [dealt(keys) for keys in ((None,) if sharing is None else (None, prompts))]
+    layouts = [[packs_of(rows) for rows in way] for way in ways]
+    costs = [sum(layout.cost(sharing) for layout in way) for way in layouts]
+    best = costs.index(min(costs))
+    return [
+        [[rows[place] for place in pack] for pack in layout.packs]
+        for rows, layout in zip(ways[best], layouts[best], strict=True)
+    ]
+
+
+def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
+    """The rows of the packs; one blank row if there are none."""
+    rows = [row for pack in packs for row in pack]
+    numbers = [number for number, pack in enumerate(packs) for _ in pack]
+    device = whole["member"].device
+    batch = _rows_of(whole, torch.tensor(rows or [0])) | {"pack": torch.tensor(numbers or [-1], device=device)}
+    return batch if rows else _emptied(batch, batch["pack"] < 0)
+
+
+def filled(batch: Batch, rows: int) -> Batch:
+    """A micro-batch with blank rows added, so that it has as many as on the other ranks."""
+    own = len(batch["member"])
+    more = _rows_of(batch, torch.arange(rows).where(torch.arange(rows) < own, torch.tensor(0)))
+    added = torch.arange(rows, device=batch["member"].device) >= own
+    return _emptied(more, added) | {"pack": more["pack"].masked_fill(added, -1)}
+
+
+def _rows_of(batch: Batch, rows: torch.Tensor) -> Batch:
+    return {key: value[rows.to(value.device)] if _is_column(value) else value for key, value in batch.items()}
+
+
+def _lengths(batch: Batch) -> tuple[list[int], list[int]]:
+    """Prompt and completion tokens of each row."""
+    return batch["prompt_mask"].sum(1).tolist(), batch["completion_mask"].sum(1).tolist()
 
 
 def trim(batch: Batch, multiple: int = 1) -> Batch:
@@ -196,15 +252,19 @@ def trim(batch: Batch, multiple: int = 1) -> Batch:
 
 def padding_fraction(batches: Sequence[Batch]) -> float:
     """Share of the token grid of all forwards that is padding."""
-    masks = [torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1) for batch in batches]
-    masks = [mask[live_rows(mask)] for mask in masks]
-    return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+    layouts = [layout_of(batch) for batch in batches]
+    return 1 - sum(layout.used for layout in layouts) / sum(layout.grid for layout in layouts)
 
 
-def live_fraction(batches: Sequence[Batch]) -> float:
-    """Share of the rows of all micro-batches that are not blank."""
-    live = [batch["prompt_mask"].any(1).float() for batch in batches]
-    return float(torch.cat(live).mean())
+def shared_fraction(batches: Sequence[Batch]) -> float:
+    """Share of the tokens of all live rows that is not computed, because a prompt stands once for several rows."""
+    tokens = sum(sum(map(sum, _lengths(batch))) for batch in batches)
+    return 1 - sum(layout_of(batch).used for batch in batches) / max(1, tokens)
+
+
+def live_rows(batches: Sequence[Batch]) -> int:
+    """How many rows of all micro-batches are computed."""
+    return sum(int((batch["pack"] >= 0).sum()) for batch in batches)
 
 
 def _is_column(value: torch.Tensor) -> bool:

@@ -83,6 +83,13 @@ class Played:
         return {name: [getattr(row, name) for row in self.rows] for name in Row.COLUMNS}
 
     @property
+    def prompts(self) -> list[int]:
+        """A number for each of this rank's rows; rows with the same number have one member and one prompt."""
+        numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+        keys = [(row.member, tuple(row.completion.prompt_ids)) for row in self.rows]
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+    @property
     def tokens(self) -> dict[str, list | None]:
         """What was sampled for this rank's rows, likewise."""
         parts = ("prompt_ids", "completion_ids", "logprobs")

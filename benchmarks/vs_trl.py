@@ -1,0 +1,366 @@
+"""What a population step of 4T+4S costs against a step of stock TRL with one adapter, on the same rows.
+
+    python benchmarks/vs_trl.py                # the embedded base, then 7B-like proportions on a small width
+    python benchmarks/vs_trl.py --only step    # or `--only long`
+
+*Whole steps.* Our trainer plays and trains as in the quick start, with twice the members and half the proposals, so
+that a step has the same 144 rows. After each of its steps TRL's own `GRPOTrainer`, with stock PEFT and one adapter of
+the same rank, generates for the very prompts of that step in one batch, throws away what it sampled, and trains on our
+step's rows with our rewards: both train on the same tokens. What the sandbox and the rest of the game cost is ours
+alone. The learning rate is 1e-7 on both sides, so that all adapters go on sampling like the base and as long
+completions on either side; `live_rows` is the base's share, at the start of a run.
+
+*The update alone at 7B-like proportions.* A random Qwen3 of `--width`, prompts of 700 tokens, completions of 50 to
+2048 with a long tail (lognormal, median 250), groups of 8 attempts; a share `--live` of the groups and proposals, as
+nearly as it goes, has rewards that differ. Attention weighs more at a small width than at 7B's, and our packed rows
+are the longer ones.
+
+The two sides train in turn; each round's first step is a warm-up and not counted. Medians over the steps.
+`--clock cpu` counts CPU seconds of this process and of the sandbox's (with OMP_NUM_THREADS=1), for a machine that has
+other work. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+# The script runs from a checkout that is not installed, too.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from step_overhead import CLOCKS  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from trl_populora import populora_trainer  # noqa: E402
+from trl_populora.assets import resolve_model_path  # noqa: E402
+from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
+from trl_populora.populora_trainer import PopuLoRATrainer  # noqa: E402
+from trl_populora.step import rollout  # noqa: E402
+from trl_populora.step.advantages import rewards_of  # noqa: E402
+from trl_populora.step.played import Played, Row  # noqa: E402
+from trl_populora.step.player import Completion  # noqa: E402
+
+
+PAIRS = 4  # teachers, and students
+RANK = 16
+PHASES = ("generate", "rest", "update")
+LONG = SimpleNamespace(prompt=700, median=250, shortest=50, longest=2048, proposals=2, attempts=8, batch=4)
+
+
+@dataclass
+class Step:
+    """One step of ours as TRL gets it: the rows of the generation batch and their rewards."""
+
+    rows: list[Row]
+    rewards: list[float]
+
+
+class Recorder(TrainerCallback):
+    """Seconds by phase of every step but each round's first."""
+
+    def __init__(self, clock: Callable[[], float], phases: Callable[[], dict[str, float]]):
+        self.clock, self.phases, self.steps = clock, phases, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        torch.manual_seed(state.global_step)
+        self.clock.look_again()
+        self.start = self.clock()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        total = self.clock() - self.start
+        phases = self.phases()
+        if state.global_step > 1:
+            self.steps.append(phases | {"update": total - sum(phases.values()), "total": total})
+
+
+class Ours:
+    """A population, whose steps are kept for TRL."""
+
+    def __init__(self, base, clock, steps: int, directory: str, **options: Any):
+        args = PopuLoRAConfig(
+            f"{directory}/ours",
+            teachers=PAIRS,
+            students=PAIRS,
+            evolve_every=0,
+            sandbox_workers=1,
+            save_rollouts=False,
+            **COMMON,
+            max_steps=steps + 1,
+            **options,
+        )
+        self.trainer = PopuLoRATrainer(base, args=args, peft_config=lora())
+        self.played: list[Step] = []
+        self.live: list[float] = []
+        play = self.trainer.rollout_func
+        self.trainer.rollout_func = lambda prompts, trainer: self.kept(play(prompts, trainer))
+        self.recorder = Recorder(clock, self.phases)
+        self.trainer.add_callback(self.recorder)
+
+    def kept(self, columns: dict[str, list]) -> dict[str, list]:
+        played = self.trainer.played
+        rewards = rewards_of([row.record() for row in played.rows], self.trainer.reward_funcs).nansum(1)
+        self.played.append(Step(played.rows, rewards.tolist()))
+        return columns
+
+    def phases(self) -> dict[str, float]:
+        metrics = {name: values[-1] for name, values in self.trainer._metrics["train"].items() if values}
+        self.live.append(metrics["batch/live_rows"])
+        seconds = {phase: metrics.get(f"time/{phase}", 0.0) for phase in ("match", "propose", "verify", "solve")}
+        return {
+            "generate": seconds["propose"] + seconds["solve"],
+            "rest": seconds["match"] + seconds["verify"],
+        }
+
+    def train(self) -> None:
+        self.played = []
+        self.trainer.train()
+
+
+class Theirs:
+    """Stock TRL, which replays the steps of ours."""
+
+    def __init__(self, base, tokenizer, clock, rows: int, steps: int, directory: str, **options: Any):
+        group = options.pop("attempts_per_task")
+        args = GRPOConfig(
+            f"{directory}/theirs",
+            **COMMON,
+            max_steps=steps + 1,
+            num_generations=group,
+            generation_batch_size=rows,
+            gradient_accumulation_steps=rows // options["per_device_train_batch_size"],
+            **options,
+        )
+        prompt = [{"role": "user", "content": ""}]  # `rollout_func` says what is asked
+        self.trainer = GRPOTrainer(
+            get_peft_model(base, lora()),
+            fixed,
+            args,
+            Dataset.from_dict({"prompt": [prompt] * (rows // group)}),
+            processing_class=tokenizer,
+        )
+        self.trainer.rollout_func = self.replay
+        self.clock, self.generating, self.steps, self.generates = clock, 0.0, [], True
+        self.sampled: list[int] = []
+        self.recorder = Recorder(clock, lambda: {"generate": self.generating, "rest": 0.0})
+        self.trainer.add_callback(self.recorder)
+
+    def replay(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
+        step = self.steps[trainer.state.global_step]
+        start = self.clock()
+        if self.generates:
+            ids, _ = trainer._generate_single_turn([row.completion.prompt_ids for row in step.rows], None, {}, 1)
+            self.sampled.append(sum(map(len, ids)))
+        self.generating = self.clock() - start
+        return {
+            "prompt_ids": [row.completion.prompt_ids for row in step.rows],
+            "completion_ids": [row.completion.completion_ids for row in step.rows],
+            "logprobs": None,
+            "fixed_reward": step.rewards,
+        }
+
+    def train(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+        self.trainer.train()
+
+
+def fixed(fixed_reward: list[float], **kwargs) -> list[float]:
+    """TRL's only reward: ours."""
+    return fixed_reward
+
+
+COMMON: dict[str, Any] = {
+    "learning_rate": 1e-7,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "report_to": [],
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dict, dict, float]:
+    """Median seconds by phase of ours and of TRL's, and the share of live rows."""
+    settings = {"attempts_per_task": 8, "per_device_train_batch_size": 16, "max_completion_length": 200}
+    game = {"proposals_per_teacher": 4, "references_per_proposal": 2, "inputs_per_function": 6}
+    game["model_init_kwargs"] = {"dtype": "float32"}
+    ours = Ours("tiny", clock, options.steps, directory, **settings, **game)
+    path = resolve_model_path("tiny")
+    base, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(path),
+    )
+    theirs = Theirs(base, tokenizer, clock, PAIRS * 4 * 9, options.steps, directory, **settings)
+    theirs.trainer.eos_token_ids = ours.trainer.eos_token_ids
+    theirs.trainer.generation_config.update(eos_token_id=ours.trainer.eos_token_ids)
+    written = []
+    for _ in range(options.rounds):
+        ours.train()
+        written += [sum(len(row.completion.completion_ids) for row in step.rows) for step in ours.played]
+        theirs.train(ours.played)
+    ours.trainer.close()
+    print(f"tiny, rank {RANK}, {PAIRS * 36} rows a step, {len(ours.recorder.steps)} steps; sampled tokens: ", end="")
+    print(f"{statistics.mean(written):.0f} in a step of ours, {statistics.mean(theirs.sampled):.0f} in one of TRL's")
+    return medians(ours.recorder), medians(theirs.recorder), statistics.mean(ours.live)
+
+
+def long_rows(live: float, seed: int) -> list[Row]:
+    """A step of synthetic rows with the prompts and lengths of a 7B run; a share of the groups has unequal rewards."""
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(1000) for _ in range(count)]
+
+    def completion() -> list[int]:
+        length = round(rng.lognormvariate(0, 1.0) * LONG.median)
+        return tokens(min(LONG.longest, max(LONG.shortest, length)))
+
+    rows = []
+    tasks = PAIRS * LONG.proposals
+    for task in range(tasks):
+        teaches = task < round(live * tasks)
+        prompt = tokens(LONG.prompt)
+        for attempt in range(LONG.attempts):
+            row = Row("student", f"student_{task % PAIRS}", "code_o", task % PAIRS, well_formed=True)
+            row.correct, row.group = teaches and attempt % 2 == 0, f"task {task}"
+            row.completion = Completion(prompt, completion(), "")
+            rows.append(row)
+    for task in range(tasks):
+        row = Row(
+            "teacher", f"teacher_{task % PAIRS}", "code_o", task % PAIRS, valid=True, group=f"match {task % PAIRS}"
+        )
+        # The first half of them are each teacher's first proposals: those who teach have two unequal rewards.
+        row.solve_rate = 0.5 if task < PAIRS and task < round(live * PAIRS) else 0.25
+        row.completion = Completion(tokens(LONG.prompt), completion(), "")
+        rows.append(row)
+    return rows
+
+
+def long_update(options: argparse.Namespace, clock, directory: str, share: float) -> tuple[dict, dict, float]:
+    """Median seconds of the update of ours and of TRL's at 7B-like proportions, and the share of live rows."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("tiny"))
+    width = options.width
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=2,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        head_dim=64,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    saved = f"{directory}/base"
+    Qwen3ForCausalLM(config).save_pretrained(saved)
+    tokenizer.save_pretrained(saved)
+    settings = {
+        "attempts_per_task": LONG.attempts,
+        "per_device_train_batch_size": LONG.batch,
+        "max_completion_length": LONG.longest,
+    }
+    game = {"proposals_per_teacher": LONG.proposals, "task_kinds": ["code_o"]}
+    game["model_init_kwargs"] = {"dtype": "float32"}
+    ours = Ours(saved, clock, options.long_steps, directory, **settings, **game)
+
+    def play(prompts: list, trainer) -> dict[str, list]:
+        rows = long_rows(share, trainer.state.global_step)
+        trainer.played = Played(rows, [row.record() for row in rows])
+        return ours.kept(
+            trainer.played.columns
+            | {
+                "prompt_ids": [row.completion.prompt_ids for row in rows],
+                "completion_ids": [row.completion.completion_ids for row in rows],
+                "logprobs": None,
+            }
+        )
+
+    ours.trainer.rollout_func = play
+    rows = PAIRS * LONG.proposals * (1 + LONG.attempts)
+    theirs = Theirs(
+        AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32),
+        tokenizer,
+        clock,
+        rows,
+        options.long_steps,
+        directory,
+        **settings,
+    )
+    theirs.generates = False
+    for _ in range(options.long_rounds):
+        ours.train()
+        theirs.train(ours.played)
+    ours.trainer.close()
+    lengths = [len(row.completion.completion_ids) for step in ours.played for row in step.rows]
+    print(
+        f"\nrandom Qwen3 of width {width}, {rows} rows a step, prompts of {LONG.prompt} tokens, completions of ",
+        end="",
+    )
+    print(f"{statistics.mean(lengths):.0f} in the mean and {max(lengths)} at most, micro-batches of {LONG.batch} rows")
+    return medians(ours.recorder), medians(theirs.recorder), statistics.mean(ours.live)
+
+
+def medians(recorder: Recorder) -> dict[str, float]:
+    return {name: statistics.median(step[name] for step in recorder.steps) for name in (*PHASES, "total")}
+
+
+def print_table(ours: dict[str, float], theirs: dict[str, float], live: float) -> None:
+    print(f"{'seconds':10}{'8 adapters':>12}{'TRL, 1':>12}{'ratio':>8}    live rows {live:.2f}")
+    for name in (*PHASES, "total"):
+        ratio = f"{ours[name] / theirs[name]:8.3f}" if theirs[name] > 0.001 else f"{'-':>8}"
+        print(f"{name:10}{ours[name]:12.3f}{theirs[name]:12.3f}{ratio}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--only", choices=("step", "long"), help="one of the two parts")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--long-rounds", type=int, default=1)
+    parser.add_argument("--long-steps", type=int, default=1, help="likewise, of the second part")
+    parser.add_argument("--steps", type=int, default=2, help="counted steps per round and side")
+    parser.add_argument("--width", type=int, default=256, help="of the random base, a multiple of 128")
+    parser.add_argument("--live", type=float, default=0.54, help="share of live rows in the second part")
+    options = parser.parse_args()
+    clock = CLOCKS[options.clock]()
+    for module in (rollout, populora_trainer):  # whose own timers name the phases
+        module.time = SimpleNamespace(perf_counter=clock)
+    print(f"CPU, {torch.get_num_threads()} threads, {options.clock} seconds; torch {torch.__version__}")
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        if options.only != "long":
+            ours, theirs, live = whole_steps(options, clock, f"{directory}/step")
+            print_table(ours, theirs, live)
+            figures["step_ratio_vs_trl"] = ours["total"] / theirs["total"]
+            figures["update_ratio_vs_trl"] = ours["update"] / theirs["update"]
+            figures["live_rows"] = live
+        if options.only != "step":
+            ours, theirs, live = long_update(options, clock, f"{directory}/long", options.live)
+            print_table(ours, theirs, live)
+            figures["update_ratio_long"], figures["live_rows_long"] = ours["update"] / theirs["update"], live
+    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
