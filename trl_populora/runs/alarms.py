@@ -42,8 +42,8 @@ class Alarms(TrainerCallback):
         compared, rate = args.student_baseline == "group", logs.get("solve/rate", math.nan)
         if self._lasts("flat", step, compared and logs.get(FLAT) == 1):
             logger.warning(
-                "All attempts at each task were worth the same in the last %d steps, so students do not learn: the tasks "
-                "are too easy or too hard for them (%s are solved), or `attempts_per_task` is too small.",
+                "All attempts at each task were worth the same in the last %d steps, so students do not learn: the "
+                "tasks are too easy or too hard for them (%s are solved), or `attempts_per_task` is too small.",
                 STEPS,
                 "none" if math.isnan(rate) else f"{100 * rate:.0f} %",
             )

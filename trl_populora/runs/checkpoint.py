@@ -11,8 +11,8 @@ A checkpoint holds what the HF `Trainer` writes (optimizer, scheduler, generator
     whole.json            names and sizes of all these files; written last
 
 It is written into `<output_dir>/_unfinished/` and moved into place once every rank is done, so that a run killed at
-any moment leaves whole checkpoints and, at most, an unfinished one that nothing picks up. Nodes with an `output_dir` of
-their own (`save_on_each_node`) have a checkpoint each, and go on from the newest that is whole on all of them.
+any moment leaves whole checkpoints and, at most, an unfinished one that nothing picks up. Nodes with an `output_dir`
+of their own (`save_on_each_node`) have a checkpoint each, and go on from the newest that is whole on all of them.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def newest(output_dir: str) -> str | None:
 
 def newest_of_all(output_dir: str) -> str | None:
     """
-    The newest checkpoint that is whole on every node, or `None`. Collective: a run that was killed while the nodes moved
-    theirs into place leaves one that only some of them have.
+    The newest checkpoint that is whole on every node, or `None`. Collective: a run that was killed while the nodes
+    moved theirs into place leaves one that only some of them have.
     """
     mine = {Path(path).name: path for path in _whole(Path(output_dir))}
     everywhere = set.intersection(*map(set, gather_object([list(mine)])))
@@ -358,8 +358,8 @@ def load_game(
             return RankState(**torch.load(path, map_location=device, weights_only=True))
         except TypeError as error:
             raise ValueError(
-                f"{path} is of an earlier version of this package ({error}). Resume with that version, or start a new run "
-                "with `warm_start`."
+                f"{path} is of an earlier version of this package ({error}). Resume with that version, or start a new "
+                "run with `warm_start`."
             ) from error
     logger.warning(
         "%s was saved by %d processes and is resumed by %d: every rank samples anew, so this run will not repeat an "

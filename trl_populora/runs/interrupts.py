@@ -20,7 +20,8 @@ DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SI
 
 class StopAtSignals(TrainerCallback):
     """
-    Context of `train()` in which the first Ctrl-C or SIGTERM ends the run after the step that it came in, on all ranks.
+    Context of `train()` in which the first Ctrl-C or SIGTERM ends the run after the step that it came in, on all
+    ranks.
 
     A second Ctrl-C ends it at once. Handlers that others have set stay, those of `enable_jit_checkpoint` among them,
     which would end each rank where it happens to be.

@@ -31,16 +31,16 @@ def check_nodes(args: PopuLoRAConfig, accelerator: Accelerator) -> None:
         mark.unlink()
     if shared and args.save_on_each_node:
         raise ValueError(
-            f"`save_on_each_node=True`, but all {len(nodes)} nodes see one {args.output_dir} and would write over each "
-            "other's files. Leave it off."
+            f"`save_on_each_node=True`, but all {len(nodes)} nodes see one {args.output_dir} and would write over "
+            "each other's files. Leave it off."
         )
     if not shared and accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         raise ValueError(
-            f"The {len(nodes)} nodes do not see one {args.output_dir}, over which DeepSpeed and FSDP spread a checkpoint. "
-            "Choose an `output_dir` on a file system that all nodes see."
+            f"The {len(nodes)} nodes do not see one {args.output_dir}, over which DeepSpeed and FSDP spread a "
+            "checkpoint. Choose an `output_dir` on a file system that all nodes see."
         )
     if not shared and not args.save_on_each_node:
         raise ValueError(
-            f"The {len(nodes)} nodes do not see one {args.output_dir}, so no checkpoint would be whole on any. Choose an "
-            "`output_dir` on a file system that all nodes see, or set `save_on_each_node=True`."
+            f"The {len(nodes)} nodes do not see one {args.output_dir}, so no checkpoint would be whole on any. Choose "
+            "an `output_dir` on a file system that all nodes see, or set `save_on_each_node=True`."
         )

@@ -72,8 +72,8 @@ def evaluation_lines(step: int, max_steps: int, logs: dict[str, Any]) -> list[st
         lines.append(
             f"step {step:>{len(str(max_steps))}}/{max_steps} | held-out{f' {table}' if table else ''}: solved "
             f"{_percent(values['solve_rate_mean'])} (best {_percent(values['solve_rate_best'])}, worst "
-            f"{_percent(values['solve_rate_worst'])}, base {_percent(logs.get(f'{prefix}base/solve_rate'))}) | thinking "
-            f"{_percent(logs.get(f'{prefix}thinking_rate'))} | s: {seconds:.1f}"
+            f"{_percent(values['solve_rate_worst'])}, base {_percent(logs.get(f'{prefix}base/solve_rate'))}) | "
+            f"thinking {_percent(logs.get(f'{prefix}thinking_rate'))} | s: {seconds:.1f}"
         )
     return lines
 

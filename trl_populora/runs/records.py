@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ import pyarrow.parquet as pq
 from accelerate import PartialState
 from transformers import TrainerCallback
 
+from trl_populora.files import write_json, written_whole
 from trl_populora.population.members import POPULATION_FILE
 from trl_populora.step.played import Row
 from trl_populora.step.rollout import Game
-from trl_populora.files import write_json, written_whole
 
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,8 @@ PLAYED = "propose/valid_rate"  # in the log of a step that was played; `num_iter
 STEP, EVALUATION = "step", "evaluation"
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
 
-# What a run leaves in its directory; checkpoints come first, so that a move that is cut short leaves none to resume from.
+# What a run leaves in its directory; checkpoints come first, so that a move that is cut short leaves none to resume
+# from.
 LEFT_BY_TRAINING = (
     "checkpoint-*",
     "_unfinished",
@@ -38,7 +38,9 @@ LEFT_BY_TRAINING = (
     "adapter_config.json",
     "trainer_state.json",
 )
-COMPLETIONS = "completions/completions_*.parquet"  # TRL makes the folder before a run has begun, and writes into it later
+COMPLETIONS = (
+    "completions/completions_*.parquet"  # TRL makes the folder before a run has begun, and writes into it later
+)
 LEFT_BY_READERS = (
     "run.png",
     "report.html",
@@ -55,7 +57,8 @@ ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hu
 def sort_of(logs: Mapping[str, Any] | None) -> str | None:
     """
     What a log, or a line of `metrics.jsonl`, is about: `"step"`, `"evaluation"` (which alone has keys that begin with
-    `eval`), or `None`: the summary that ends a run and repeats what was not logged yet, or something of the user's own.
+    `eval`), or `None`: the summary that ends a run and repeats what was not logged yet, or something of the user's
+    own.
     """
     keys = set(logs or ())
     if any(key.startswith(("eval/", "eval_")) for key in keys):

@@ -57,7 +57,15 @@ UPDATE = (
 _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
 # Optimizer, schedule, generators and archive come from the checkpoint, and count of what is buffered, too.
-_DECIDED_BY_CHECKPOINT = ("learning_rate", "lr_scheduler_type", "seed", "task_kinds", "single_agent", "base_revision", *OPTIMIZER)
+_DECIDED_BY_CHECKPOINT = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "seed",
+    "task_kinds",
+    "single_agent",
+    "base_revision",
+    *OPTIMIZER,
+)
 _DECIDED_BY_BUFFER = ("proposals_per_teacher", "attempts_per_task", "num_iterations", "per_device_train_batch_size")
 
 
@@ -210,8 +218,8 @@ def check_settings(args: PopuLoRAConfig, root: Path, saved: Mapping[str, Any], s
     refused = [f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed if name in fixed]
     if refused:
         raise ValueError(
-            f"{root / POPULATION_FILE}: a resumed run cannot change {'; '.join(refused)}. Resume with the saved values, or start a new run "
-            "with `warm_start` to change them."
+            f"{root / POPULATION_FILE}: a resumed run cannot change {'; '.join(refused)}. Resume with "
+            "the saved values, or start a new run with `warm_start` to change them."
         )
     if changed:
         told = "; ".join(f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed)
