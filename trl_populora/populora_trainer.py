@@ -162,7 +162,7 @@ class PopuLoRATrainer(GRPOTrainer):
         base = preparation.load_base(model, args)
         tokenizer = preparation.load_tokenizer(base, processing_class, args)
         self.population = Population(args.teachers, args.students, args.single_agent)
-        self.router = Router()
+        self.router, self.uploads = Router(), publishing.Uploads(args)  # `Trainer` makes the repository
         autocast = not preparation.is_zero3(args)
         members = add_members(
             base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
@@ -190,7 +190,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
         self.rollout_func, self.held_out = self._play, held_out
         self.shape = Shape.of(members, model if isinstance(model, str) else base.config.name_or_path)
-        self.staging, self.uploads = checkpoint.Staging(args, self.accelerator), publishing.Uploads(args)
+        self.staging = checkpoint.Staging(args, self.accelerator)
         referee = preparation.make_referee(args, kinds, base, tokenizer, held_out)
         processes = self.accelerator.process_index, self.accelerator.num_processes
         player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
