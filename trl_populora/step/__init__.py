@@ -7,4 +7,5 @@ played.py      the one object that a step leaves
 rewards.py     the two reward functions
 advantages.py  baselines, and the factor that makes joint training equal solo training
 batching.py    micro-batches: members' segments, blank rows, padding
+forwards.py    what of a micro-batch is computed: a prompt once for its attempts
 """
