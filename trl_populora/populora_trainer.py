@@ -464,9 +464,14 @@ class PopuLoRATrainer(GRPOTrainer):
             "batch/live_rows": batching.live_rows(self._buffered_inputs) / len(self.played.rows),
             "batch/shared_tokens": batching.shared_fraction(self._buffered_inputs),
         }
-        sizes = torch.tensor([len(batch["member"]) for batch in self._buffered_inputs], device=self.accelerator.device)
-        most = self.accelerator.gather(sizes).view(-1, len(sizes)).amax(0).tolist()  # TRL gathers a value per row
-        self._buffered_inputs = list(map(batching.filled, self._buffered_inputs, most))
+        sizes = [(len(batch["member"]), batching.live_rows([batch])) for batch in self._buffered_inputs]
+        everywhere = self.accelerator.gather(torch.tensor(sizes, device=self.accelerator.device)[None])
+        self._buffered_inputs = [  # TRL gathers a value per row, so ranks need as many
+            batching.filled(batch, int(most)) | {"live": live}
+            for batch, most, live in zip(
+                self._buffered_inputs, everywhere[..., 0].amax(0), everywhere[..., 1].sum(0), strict=True
+            )
+        ]
         means = self.accelerator.reduce(torch.tensor([*shares.values()], device=self.accelerator.device), "mean")
         self._log_values(dict(zip(shares, means.tolist(), strict=True)))
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
@@ -533,10 +538,15 @@ class PopuLoRATrainer(GRPOTrainer):
         self._layout = layout
         # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
         rows = len(inputs["member"]) / self.args.per_device_train_batch_size
+        metrics = self._metrics["train"]
+        before = {name: len(values) for name, values in metrics.items()}
         try:
             return super()._compute_loss(model, inputs) * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
         finally:
             self._layout = None
+            if not inputs["live"]:  # on no rank: its zeros are no entropy or clip ratio of anything
+                for name in before:
+                    del metrics[name][before[name] :]
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.is_deepspeed_enabled and not self._clips_inside_deepspeed:

@@ -238,12 +238,15 @@ def _lengths(batch: Batch) -> tuple[list[int], list[int]]:
 
 
 def trim(batch: Batch, multiple: int = 1) -> Batch:
-    """Cuts what is padding in every row, `multiple` columns at a time; one prompt and one completion token stay."""
+    """
+    Cuts what is padding in every row, `multiple` columns at a time. One prompt token and two of the completion stay: a
+    single column is to TRL's metrics one value per sequence, without a mask.
+    """
     needed = batch["prompt_mask"].any(0)
     left = int(needed.int().argmax()) if needed.any() else len(needed) - 1
     left = left // multiple * multiple
     used = batch["completion_mask"].any(0).nonzero()
-    right = int(used.max()) + 1 if len(used) else 1
+    right = max(2, int(used.max()) + 1 if len(used) else 0)
     right = -(-right // multiple) * multiple
     cut = {key: batch[key][:, left:] for key in _PROMPT_COLUMNS}
     cut |= {key: batch[key][:, :right] for key in _COMPLETION_COLUMNS if key in batch and batch[key].shape[1] > 1}
