@@ -148,6 +148,21 @@ class TestStep:
         assert kl[0] == pytest.approx(0, abs=1e-6), "before the first update every member is the base"
         assert kl[-1] > 1e-6
 
+    def test_blank_micro_batches_are_in_no_metric_of_the_loss(self, make_trainer, tmp_path):
+        """All members still are the base, so leaving most rows out changes the mean entropy of a token little."""
+
+        def of_one_teacher(completions, member, **kwargs):
+            return [v if name == "teacher_0" else 0.0 for name, v in zip(member, letters(completions), strict=True)]
+
+        logged = []
+        for skips in (False, True):
+            trainer = make_trainer(of_one_teacher, max_steps=1, output_dir=str(tmp_path / str(skips)))
+            trainer.skips_blank_rows = skips
+            trainer.train()
+            logged.append(next(entry for entry in trainer.state.log_history if "entropy" in entry))
+        assert logged[1]["batch/live_rows"] < 0.5 < logged[0]["batch/live_rows"]
+        assert logged[1]["entropy"] == pytest.approx(logged[0]["entropy"], rel=0.1)
+
     def test_no_route_outlives_its_step(self, make_trainer):
         """A route left over would score the next step's rows with the members of this one."""
         trainer = make_trainer(max_steps=1)
