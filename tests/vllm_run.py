@@ -62,7 +62,7 @@ def main(settings: dict) -> None:
     }
     trainer = small_trainer(base, None, letters, **(defaults | settings))
     args = trainer.args
-    newborns = watch_newborns(trainer)
+    newborns = watch_newborns(trainer) if trainer.evolution else []
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir) if resume else None)
     sums = {name: _sum(read_member(trainer.model, name)) for name in trainer.population.names}
     published = gather_object([len(trainer.vllm_generation.published)])
