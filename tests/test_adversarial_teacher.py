@@ -328,6 +328,11 @@ TRICKS: dict[str, Teacher] = {
         lambda prompt, rng: str(rng.randrange(1000)),
         "code_i",
     ),
+    "an input that is known to hit": Teacher(
+        numbered(f"def f(a):\n    if {MIX} % 4:\n        raise ValueError\n    return {{n}}", given="9"),
+        lambda prompt, rng: str(rng.randrange(1000)),
+        "code_i",
+    ),
     "guesses in many notations": Teacher(
         coin(f"float({MIX} % 4)"), guess(0, 0.0, 0j, 1, 1.0, 1 + 0j, 2, 2.0, 2 + 0j, 3, 3.0, 3 + 0j)
     ),

@@ -260,6 +260,7 @@ def test_the_job_of_a_kind_is_run_as_it_is_and_its_measures_are_always_logged(sa
         ("correct", 0.5),
         ("correct", None),
         ("chance", None),
+        ("guesses", None),
         ("complexity", None),
     ],
 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.step.player import Messages
@@ -25,6 +26,7 @@ WAY_OUT = (
     "context."
 )
 _JOB = (Job, type(None))
+GUESS_HEADROOM = 4.0  # a guess may take a quarter of the limit: nobody waits for those that run on
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,21 @@ class Referee:
         kind = self.kinds[task.kind]
         right = checked(task.kind, "correct", kind.correct(task, attempt, verdict), (bool,))
         return Grade(attempt, right, checked(task.kind, "said", kind.said(task, attempt, verdict), (str,)))
+
+    def chances(self, tasks: Sequence[Task]) -> list[float]:
+        """What guessing gives at each task, by the form of its answer and by the guesses that its kind makes."""
+        guesses = [
+            (number, task, attempt)
+            for number, task in enumerate(tasks)
+            for attempt in checked(task.kind, "guesses", self.kinds[task.kind].guesses(task), (list,))
+        ]
+        trials = [self.kinds[task.kind].trial(task, attempt) for _, task, attempt in guesses]
+        verdicts = self._run(job and replace(job, headroom=GUESS_HEADROOM) for job in trials)
+        right: list[list[bool]] = [[] for _ in tasks]
+        for (number, task, attempt), verdict in zip(guesses, verdicts, strict=True):
+            right[number].append(self._grade(task, attempt, verdict).right)
+        told = [checked(t.kind, "chance", self.kinds[t.kind].chance(t), (float, int)) for t in tasks]
+        return [max(one, fmean(tried) if tried else 0.0) for one, tried in zip(told, right, strict=True)]
 
     def _run(self, jobs: Iterable[Job | None]) -> list[Verdict | None]:
         """Verdicts of the jobs, `None` where there is nothing to run; equal jobs run once."""

@@ -5,10 +5,12 @@ logs `rewards/teacher_reward/mean` and `rewards/student_reward/mean` side by sid
 for teachers, Absolute Zero Reasoner (arXiv 2505.03335) for students.
 
 A task that students meet no more often than by guessing counts as unsolved, for the teacher's reward and for the match
-alike. The line is drawn twice:
+alike. The line is drawn three times:
 
 * A kind says what guessing gives where the answer's form alone tells (`TaskKind.chance`). For code_o and code_i that
   is 1/2 for an output `True` or `False` and 1/2 for each of a list or tuple of them.
+* Where inputs are what is guessed (code_i), some are drawn without a look at the task and tried (`TaskKind.guesses`):
+  a program that takes one input in four is a lottery, whatever the others lead to.
 * One output does not tell the range it comes from, but many answers do. Where two mistakes were each made more often
   than the task was solved, the right answer is one of several that were guessed among ([`guessed`]). One mistake that
   most attempts make is no guess: a task that misleads stays worth what the few that see through it leave. A coin with

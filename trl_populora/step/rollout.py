@@ -22,7 +22,7 @@ from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
 from trl_populora.step.rewards import guessed
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Reject, Task, checked, measured
+from trl_populora.tasks.base import Reject, Task, measured
 from trl_populora.tasks.complexity import PROGRAM_MEASURES
 
 
@@ -191,6 +191,8 @@ def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Se
     graded = game.referee.grade(owners, [row.completion.text for row in rows])
     for row, grade in zip(rows, graded, strict=True):
         row.well_formed, row.correct, row.reject_reason = grade.attempt.well_formed, grade.right, grade.attempt.reason
+    valid = [slot for slot, proposal in enumerate(proposals) if proposal.valid]
+    chances = dict(zip(valid, game.referee.chances([tasks[slot] for slot in valid]), strict=True))
     for slot, proposal in enumerate(proposals):
         tries = slice(slot * game.attempts, (slot + 1) * game.attempts)
         group = rows[tries]
@@ -198,10 +200,8 @@ def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Se
         for row in group:
             row.solve_rate = rho
         if proposal.valid:
-            task = tasks[slot]
             luck = guessed(grade.said for grade in graded[tries] if grade.said and not grade.right) / game.attempts
-            chance = checked(task.kind, "chance", game.referee.kinds[task.kind].chance(task), (float, int))
-            proposal.solve_rate, proposal.chance = rho, max(luck, chance)
+            proposal.solve_rate, proposal.chance = rho, max(luck, chances[slot])
 
 
 def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str, Any]]) -> list[dict[str, float]]:

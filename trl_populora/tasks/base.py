@@ -251,6 +251,13 @@ class TaskKind(ABC):
         """
         return 0.0
 
+    def guesses(self, task: Task) -> list[Attempt]:
+        """
+        Answers of somebody who has not looked at the task, the same each time. They are tried, and the share of them
+        that is right is what guessing gives, if it is more than `chance`.
+        """
+        return []
+
     def complexity(self, task: Task) -> dict[str, float]:
         """
         What the curriculum metrics average over valid tasks, by names like those of Python; none by default. Each name

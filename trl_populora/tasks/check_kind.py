@@ -159,6 +159,9 @@ class KindCheck:
         chance = self.call("chance", (float, int), task)
         if chance is not None and not 0 <= chance <= 1:
             self.tell("chance", f"must lie between 0 and 1, got {chance!r}", [task])
+        for guess in self.call("guesses", (list,), task) or ():
+            if not isinstance(guess, Attempt):
+                self.tell("guesses", f"must give attempts, got {guess!r:.80}", [task], sort="guess")
         if self.call("complexity", (dict,), task) is None:
             return
         try:

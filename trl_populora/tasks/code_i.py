@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
+from trl_populora.sandbox import values
 from trl_populora.sandbox.jobs import Job, Status, Verdict
 
 from . import templates
 from .base import Attempt, Task
 from .code import ProgramWithInput
+from .guesses import blind
+
+
+GUESSES = 8  # as many as attempts: a share that is told as finely
 
 
 class CodeI(ProgramWithInput):
@@ -25,6 +32,12 @@ class CodeI(ProgramWithInput):
 
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         return Job(task.program, (attempt.answer,)) if attempt.well_formed else None
+
+    def guesses(self, task: Task) -> list[Attempt]:
+        """Inputs of the form of the proposer's: of a lottery, which pays one input in four, they tell the odds."""
+        rng = random.Random(task.task_id)
+        given = values.decode(task.inputs[0])
+        return [Attempt(True, values.encode(blind(given, rng), ordered=True)) for _ in range(GUESSES)]
 
     def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
         """The output that it leads to: whoever guesses among inputs guesses among their outputs."""

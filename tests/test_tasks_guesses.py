@@ -1,0 +1,81 @@
+"""Answers without a look at the task: of the right form, repeatable, and right as often as any input is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from trl_populora.sandbox import Sandbox
+from trl_populora.sandbox.values import decode, encode
+from trl_populora.step.referee import Referee
+from trl_populora.tasks import CodeF, CodeI, CodeO, Task
+from trl_populora.tasks.guesses import blind
+
+
+VALUES = [
+    3,
+    -7,
+    0,
+    2.5,
+    True,
+    "abc",
+    "",
+    b"xy",
+    [1, 2, 3],
+    [],
+    (1, "a"),
+    {"k": [1]},
+    {1, 2},
+    frozenset({"a"}),
+    None,
+    1j,
+]
+
+
+def form(value):
+    if isinstance(value, tuple):
+        return tuple(map(form, value))
+    return type(value)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_guess_has_the_form_of_the_value(value):
+    rng = random.Random(0)
+    drawn = [blind(value, rng) for _ in range(50)]
+    assert {form(each) for each in drawn} == {form(value)}
+    assert all(encode(each) for each in drawn), "plain data"
+    fixed = value in (None, 1j) or value == []
+    assert len({encode(each) for each in drawn}) == 1 if fixed else len({encode(each) for each in drawn}) > 1
+
+
+def test_guesses_of_a_task_are_the_same_each_time_and_fit_its_program():
+    task = Task("code_i", "def f(a, b):\n    return a", (encode((3, ["x"])),), ("3",))
+    assert CodeI().guesses(task) == CodeI().guesses(task)
+    for attempt in CodeI().guesses(task):
+        a, b = decode(attempt.answer)
+        assert attempt.well_formed
+        assert (type(a), type(b)) == (int, list)
+    assert CodeO().guesses(task) == CodeF().guesses(task) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "least", "most"),
+    [
+        ("def f(a):\n    return 7", 5, 1.0, 1.0),
+        ("def f(a):\n    return a % 2", 5, 0.1, 0.9),
+        ("def f(a):\n    return a * a + a", 50, 0.0, 0.125),
+        ("def f(a):\n    if a != 50: raise ValueError\n    return a", 50, 0.0, 0.125),
+        ("def f(a):\n    while a != 50: a = a\n    return a", 50, 0.0, 0.125),
+    ],
+)
+def test_chance_is_the_share_of_inputs_that_hit(program, given, least, most):
+    with Sandbox(workers=1) as sandbox:
+        referee = Referee({"code_i": CodeI(), "code_o": CodeO()}, sandbox, "compact")
+        scope: dict = {}
+        exec(program, scope)
+        task = Task("code_i", program, (encode((given,)),), (encode(scope["f"](given)),))
+        other = Task("code_o", program, task.inputs, task.outputs)
+        chance, of_code_o = referee.chances([task, other])
+    assert least <= chance <= most
+    assert of_code_o == 0

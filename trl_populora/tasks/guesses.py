@@ -1,0 +1,35 @@
+"""What somebody answers who has not looked at a task: arguments of the right form (phase 4)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+
+def blind(value: Any, rng: random.Random) -> Any:
+    """
+    A value of the same form as `value`: types stay, numbers are of its size, texts and lists up to twice as long.
+
+    Args:
+        value (`Any`): Plain data.
+        rng (`random.Random`): Decides the rest.
+    """
+    if isinstance(value, bool):
+        return rng.random() < 0.5
+    if isinstance(value, int):
+        return rng.randint(min(0, 2 * value - 10), max(0, 2 * value + 10))
+    if isinstance(value, float):
+        return round(rng.uniform(min(0.0, 2 * value - 10), max(0.0, 2 * value + 10)), 2)
+    if isinstance(value, str):
+        return "".join(rng.choices(value + "abcxyz", k=rng.randint(0, 2 * len(value) + 2)))
+    if isinstance(value, bytes):
+        return bytes(rng.choices(value + b"abcxyz", k=rng.randint(0, 2 * len(value) + 2)))
+    if isinstance(value, tuple):  # a record, as arguments are: its length is part of its form
+        return tuple(blind(each, rng) for each in value)
+    if isinstance(value, dict):
+        return {blind(name, rng): blind(each, rng) for name, each in value.items()}
+    if isinstance(value, (list, set, frozenset)):
+        members = sorted(value, key=repr) if not isinstance(value, list) else value
+        count = rng.randint(0, 2 * len(members) + 2) if members else 0
+        return type(value)(blind(rng.choice(members), rng) for _ in range(count))
+    return value  # None, and complex numbers, which no task of this kind is about
