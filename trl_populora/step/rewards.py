@@ -16,10 +16,6 @@ alike. The line is drawn three times:
   most attempts make is no guess: a task that misleads stays worth what the few that see through it leave. A coin with
   two sides that are not `True` and `False` therefore earns what an honest task earns that half of the attempts solve,
   0.5.
-
-What is not priced yet: a code_i task whose output many inputs lead to and the others fail on. Nobody's mistakes tell
-that it is a lottery, so a teacher that copies it with another literal earns up to .68, where an honest one earns about
-half.
 """
 
 from __future__ import annotations
