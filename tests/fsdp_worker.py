@@ -38,7 +38,7 @@ def main(output: str) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     sharded = all(isinstance(p, DTensor) for p in member_parameters(model, names[0]).values())
-    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2), eps=1e-4)
+    optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)), eps=1e-4)
     norms, seen = [], {}
     for step, rows in enumerate(ROWS):
         optimizer.zero_grad()

@@ -107,7 +107,7 @@ def test_an_unknown_member_is_named_with_those_that_exist():
 
 def test_a_reset_member_steps_like_a_fresh_one_and_the_others_keep_their_state():
     model, router, names = make_population(2)
-    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2))
+    optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)))
 
     def step(seed: int) -> dict[str, dict[str, torch.Tensor]]:
         before = {name: read_member(model, name) for name in names}
@@ -134,7 +134,7 @@ def test_a_reset_member_steps_like_a_fresh_one_and_the_others_keep_their_state()
 
 def test_a_member_with_anothers_state_steps_as_that_one_would():
     model, router, names = make_population(2)
-    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2))
+    optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)))
 
     def step(rows: list[int], ids: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -154,7 +154,7 @@ def test_a_member_with_anothers_state_steps_as_that_one_would():
 
 def test_a_member_with_the_state_of_one_that_never_stepped_has_none():
     model, router, names = make_population(2)
-    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2))
+    optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)))
     router.set([0, 0])
     token_logps(model, make_rows(2)).sum().backward()
     withhold_gradients(model, ["member_1"])
@@ -168,9 +168,11 @@ def test_a_member_with_the_state_of_one_that_never_stepped_has_none():
 
 def test_a_transplant_before_the_first_step_is_harmless():
     model, _, names = make_population(2)
-    transplant_optimizer_state(torch.optim.AdamW(member_param_groups(model, names, lr=1e-2)), model, *names)
+    transplant_optimizer_state(
+        torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2))), model, *names
+    )
 
 
 def test_a_reset_before_the_first_step_is_harmless():
     model, _, names = make_population(1)
-    reset_optimizer_state(torch.optim.AdamW(member_param_groups(model, names, lr=1e-2)), model, names[0])
+    reset_optimizer_state(torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2))), model, names[0])

@@ -135,3 +135,8 @@ def test_refusal(make_args, overrides, message):
 def test_task_kinds_are_a_list_of_names(kinds, tmp_path):
     with pytest.raises(TypeError, match=r"`task_kinds` must be a list of names, got .*package.module:Class"):
         PopuLoRAConfig(output_dir=str(tmp_path), task_kinds=kinds)
+
+
+def test_a_single_agent_has_no_teachers_rate(make_args):
+    with pytest.raises(ValueError, match="`teacher_learning_rate` needs teachers of their own"):
+        make_args(single_agent=True, per_device_train_batch_size=6, teacher_learning_rate=1e-3)

@@ -86,6 +86,15 @@ class TestStep:
         assert frozen
         assert all(torch.equal(p, frozen[n]) for n, p in trainer.model.named_parameters() if n in frozen)
 
+    @pytest.mark.parametrize(("rates", "frozen"), [((1e-2, 0.0), "teacher"), ((0.0, 1e-2), "student")])
+    def test_a_role_of_rate_zero_stands_still(self, make_trainer, rates, frozen):
+        trainer = make_trainer(learning_rate=rates[0], teacher_learning_rate=rates[1])
+        before = members_of(trainer)
+        trainer.train()
+        after = members_of(trainer)
+        still = {name for name in before if same(before[name], after[name])}
+        assert still == {f"{frozen}_0", f"{frozen}_1"}
+
     @pytest.mark.parametrize("checkpointing", [False, True])
     @pytest.mark.parametrize("silent", ["teacher_1", "student_0"])
     def test_a_member_with_zero_advantages_stands_still(self, make_trainer, silent, checkpointing):

@@ -31,10 +31,8 @@ class PopuLoRAConfig(GRPOConfig):
     Only `per_device_train_batch_size` is yours: times the number of processes it must divide those rows.
 
     Args:
-        teachers (`int`, *optional*, defaults to `4`):
-            Number of teacher adapters (paper: 4).
-        students (`int`, *optional*, defaults to `4`):
-            Number of student adapters (paper: 4).
+        teachers, students (`int`, *optional*, default to `4`):
+            Number of adapters of each role (paper: 4).
         single_agent (`bool`, *optional*, defaults to `False`):
             One adapter plays the only teacher and the only student (AZR): `teachers` and `students` become 1. It sees
             as many rows a step as one pair of a population does, so compute per adapter is matched.
@@ -55,8 +53,7 @@ class PopuLoRAConfig(GRPOConfig):
         inputs_per_function (`int`, *optional*, defaults to `10`):
             Inputs a code_f proposal must give; half are shown to the student (AZR: 10).
         prompt_style (`str`, *optional*):
-            `"chat"` instructs instruction-tuned models; `"compact"` is the language of the embedded tiny base. Chosen
-            by the model when `None`.
+            `"chat"` for instruction-tuned models, `"compact"` for the embedded base. By the model when `None`.
         archive_size (`int`, *optional*, defaults to `16384`):
             Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
 
@@ -82,6 +79,8 @@ class PopuLoRAConfig(GRPOConfig):
             (AZR's task-relative REINFORCE++). `"group"`: the whole match.
         student_baseline (`str`, *optional*, defaults to `"group"`):
             `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of the same kind.
+        teacher_learning_rate (`float`, *optional*):
+            The teachers' own, which TRL then logs as `learning_rate`; `0` freezes them. As the students' when `None`.
 
         sandbox_workers (`int`, *optional*):
             Programs that a node runs at a time, for all of its ranks together; its usable cores when `None`.
@@ -107,10 +106,8 @@ class PopuLoRAConfig(GRPOConfig):
             Probability that a child has two parents (paper, second hand).
         tournament_size (`int`, *optional*, defaults to `2`):
             Survivors drawn per parent; the one with the highest mu becomes the parent.
-        mutations (`dict[str, float]` or `str`, *optional*):
-            Weights of the mutation operators. The paper's four, evenly, when `None`.
-        crossovers (`dict[str, float]` or `str`, *optional*):
-            Weights of the crossover operators. The paper's four, evenly, when `None`.
+        mutations, crossovers (`dict[str, float]` or `str`, *optional*):
+            Weights of the operators by name. The paper's four of each, evenly, when `None`.
         mutation_strength (`float`, *optional*, defaults to `1.0`):
             Factor on the mutation operators' own strengths: 1 is each as published, 0.5 half as far from the parent.
         inherit_optimizer (`bool`, *optional*, defaults to `False`):
@@ -199,6 +196,7 @@ class PopuLoRAConfig(GRPOConfig):
     student_reward_malformed: float = field(default=-1.0, metadata={"help": "Reward of an unreadable answer."})
     teacher_baseline: str = field(default="member", metadata={"help": "'member' or 'group'."})
     student_baseline: str = field(default="group", metadata={"help": "'group' or 'member'."})
+    teacher_learning_rate: float | None = field(default=None, metadata={"help": "The teachers' own rate; 0: frozen."})
 
     # Sandbox
     sandbox_workers: int | None = field(default=None, metadata={"help": "Programs at a time, per node."})
@@ -237,6 +235,10 @@ class PopuLoRAConfig(GRPOConfig):
 
     def __post_init__(self):
         if self.single_agent:
+            if self.teacher_learning_rate is not None:
+                raise ValueError(
+                    "`teacher_learning_rate` needs teachers of their own; `single_agent` has one adapter."
+                )
             self.teachers = self.students = 1
         self._check_population()
         self._check_choices()
@@ -282,7 +284,7 @@ class PopuLoRAConfig(GRPOConfig):
         """Refuse counts with which no step can be played."""
         at_least = {
             0: "references_per_proposal evolve_every evolve_burn_in mutation_strength retention_tolerance pfsp_kappa"
-            " pfsp_floor",
+            " pfsp_floor teacher_learning_rate",
             1: "teachers students archive_size determinism_runs eval_attempts tournament_size retention_rows"
             " num_iterations sandbox_workers sandbox_memory_mb",
             2: "proposals_per_teacher attempts_per_task inputs_per_function",  # one alone is compared with nothing

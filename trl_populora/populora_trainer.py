@@ -569,9 +569,12 @@ class PopuLoRATrainer(GRPOTrainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None:
             optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            groups = optim.member_param_groups(
-                self.model, self.population.adapters, self.args.learning_rate, self.args.weight_decay
-            )
+            rates = dict.fromkeys(self.population.adapters, self.args.learning_rate)
+            if self.args.teacher_learning_rate is not None:
+                rates |= dict.fromkeys(
+                    (each.name for each in self.population.teachers), self.args.teacher_learning_rate
+                )
+            groups = optim.member_param_groups(self.model, rates, self.args.weight_decay)
             self.optimizer = optimizer_class(groups, **kwargs)
         return super().create_optimizer(model)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,24 +11,23 @@ from torch.distributed.tensor import DTensor
 from .weights import is_zero_parameter, member_parameters
 
 
-def member_param_groups(model: nn.Module, names: Sequence[str], lr: float, weight_decay: float = 0.0) -> list[dict]:
+def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_decay: float = 0.0) -> list[dict]:
     """
-    One parameter group per member, in the order of `names`.
+    One parameter group per member, in the order of `rates`.
 
     Args:
         model (`nn.Module`): The model.
-        names (`Sequence[str]`): The members.
-        lr (`float`): Learning rate of all members.
+        rates (`Mapping[str, float]`): The members' learning rates.
         weight_decay (`float`, *optional*, defaults to `0.0`): Weight decay of all members.
     """
     return [
         {
             "params": list(member_parameters(model, name).values()),
-            "lr": lr,
+            "lr": rate,
             "weight_decay": weight_decay,
             "member": name,
         }
-        for name in names
+        for name, rate in rates.items()
     ]
 
 

@@ -59,6 +59,7 @@ _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 # Optimizer, schedule, generators and archive come from the checkpoint, and count of what is buffered, too.
 _DECIDED_BY_CHECKPOINT = (
     "learning_rate",
+    "teacher_learning_rate",
     "lr_scheduler_type",
     "seed",
     "task_kinds",
