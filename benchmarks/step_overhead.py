@@ -120,7 +120,7 @@ class FixedLengthTrainer(PopuLoRATrainer):
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         score = super()._get_per_token_logps_and_entropies
-        if self._loss_rows is not None:
+        if self._layout is not None:  # inside the loss
             return score(*args, **kwargs)
         return self._timed("log-probs", score, *args, **kwargs)
 

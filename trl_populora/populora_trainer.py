@@ -25,13 +25,10 @@ from trl.models import unwrap_model_for_generation
 
 from trl_populora import given_tasks, preparation
 from trl_populora.adapters import optim, weights, zero
-from trl_populora.adapters.checks import check_is_base
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
-from trl_populora.assets import resolve_model_path
 from trl_populora.generation import decoding
-from trl_populora.generation.checks import check_vllm
-from trl_populora.generation.sampling import seeded
+from trl_populora.generation.sampling import evaluating, seeded
 from trl_populora.generation.stops import end_tokens, warn_of_unknown
 from trl_populora.hub import publishing
 from trl_populora.hub.model_card import write_card
@@ -42,12 +39,12 @@ from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import checkpoint, nodes, records
 from trl_populora.runs.alarms import Alarms
 from trl_populora.runs.interrupts import StopAtSignals
-from trl_populora.runs.progress import PHASES, use_step_line
+from trl_populora.runs.progress import PhaseClock, use_step_line
 from trl_populora.runs.saved_population import Shape, describe
 from trl_populora.sandbox import Runner
 from trl_populora.step import batching
-from trl_populora.step.advantages import LOSS_NORMALISERS, Scored, rewards_of, score_step
-from trl_populora.step.forwards import Layout, Sharing, why_not_shared
+from trl_populora.step.advantages import LOSS_NORMALISERS, Scored, rewards_of, score_step, with_advantage
+from trl_populora.step.forwards import Layout
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.retention import forgotten, known_solutions
@@ -77,14 +74,12 @@ class PopuLoRATrainer(GRPOTrainer):
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows;
       blank rows are not computed, and attempts at one task share their prompt.
     - `create_optimizer`, `_clip_grad_norm`, `_get_grad_norm`: one parameter group and one gradient norm per member.
-    - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives a member's own
-      model.
+    - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives one member's model.
     - `train`: `resume_from_checkpoint=True` takes the newest whole checkpoint; Ctrl-C and SIGTERM leave one.
     - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
     - `save_model`, `_save`: one ordinary PEFT directory per member, `population.json`, the best student at the root.
-    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, then
-      the state of the game (on every backend; DeepSpeed brings its members itself), then the loss that is not logged
-      yet.
+    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, which
+      DeepSpeed brings itself, the state of the game, and the loss that is not logged yet.
     - `create_model_card`, `init_hf_repo`, `push_to_hub`, `_push_from_checkpoint`, `_finish_current_push`: a card of
       the population; uploads of frozen copies while training goes on; a failed one says why and how to complete it.
 
@@ -95,18 +90,17 @@ class PopuLoRATrainer(GRPOTrainer):
             Further reward functions in TRL's signature, added to the two built in. They receive the columns `role`,
             `member`, `kind`, `match`, `task_id`, `valid`, `reject_reason`, `solve_rate`, `correct` and `well_formed`;
             return `None` for rows that do not concern you. `args.reward_weights`, if set, weighs these alone.
-        args ([`PopuLoRAConfig`], *optional*):
-            Settings of the run.
+        args ([`PopuLoRAConfig`], *optional*): Settings of the run.
         train_dataset ([`~datasets.Dataset`], *optional*):
-            Table of seed tasks (columns `kind`, `program`, `inputs`, `outputs`; see
+            Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs` (see
             [`~trl_populora.tasks.archive.TaskArchive`]). The 256 tasks of the package when `None`.
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
-            Table of held-out tasks, or several by name, in the same format. Students attempt them when `eval_strategy`
-            says so and in [`evaluate`]; nobody trains on them.
+            Held-out tasks in the same format, or several tables by name. Nobody trains on them; students attempt them
+            in [`evaluate`] and when `eval_strategy` says so.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer with a chat template; loaded with the base when `None`.
-        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*):
-            Added to the usual ones.
+        reward_processing_classes (`list`, *optional*): Tokenizers of `reward_funcs` that are models, as in TRL.
+        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): Added to the usual ones.
         optimizers (`tuple`, *optional*):
             Optimizer and scheduler of your own, as in `Trainer`; the optimizer must cover every member.
         peft_config ([`~peft.LoraConfig`], *optional*):
@@ -114,8 +108,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
     Raises:
         `TypeError`: If `args` is no [`PopuLoRAConfig`] or `peft_config` no `LoraConfig`.
-        `ValueError`: If the base, the dataset, the adapters or the output directory cannot be used; the message names
-            the value and the way out.
+        `ValueError`: If base, dataset, adapters or output directory cannot be used; names the value and the way out.
     """
 
     _tag_names = ["trl", "populora", "lora"]
@@ -130,6 +123,12 @@ class PopuLoRATrainer(GRPOTrainer):
     eos_token_ids: list[int]
     push_in_progress: Any
     hub_model_id: str
+
+    # What one override leaves for another.
+    evolution: EvolutionCallback | None = None
+    _closed = False
+    _layout: Layout | None = None  # of the micro-batch in the loss
+    _pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
 
     def __init__(
         self,
@@ -147,13 +146,8 @@ class PopuLoRATrainer(GRPOTrainer):
         **unsupported: Any,
     ):
         args = PopuLoRAConfig("populora") if args is None else args
-        preparation.refuse_unsupported(args, unsupported)
-        preparation.check_output_dir(args.output_dir)
         lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
-        source = resolve_model_path(model) if isinstance(model, str) else model
-        check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
-        if args.use_vllm:
-            check_vllm(source, args, lora_config)
+        preparation.check_setup(args, unsupported, model, lora_config)
         kinds = preparation.make_kinds(args)
         archive = given_tasks.load_archive(train_dataset, kinds, args)
         held_out = given_tasks.load_held_out(eval_dataset, kinds, archive, args)
@@ -183,12 +177,14 @@ class PopuLoRATrainer(GRPOTrainer):
             )
         self.beta = args.beta
         self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
-        self.sharing = self._sharing()
+        self.sharing = preparation.make_sharing(base, args, len(self.reward_funcs) > 2)
+        self._deal = partial(batching.reorder, num_teachers=args.teachers, multiple=args.pad_to_multiple_of or 1)
+        self._phases, self._clipper = PhaseClock(), optim.MemberClipper(self.population.adapters, args.max_grad_norm)
         self._choose_generation(base)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
-        self.rollout_func, self.held_out = self._play, held_out
+        self.rollout_func, self.held_out, self.played = self._play, held_out, Played([], [])
         self.shape = Shape.of(members, model if isinstance(model, str) else base.config.name_or_path)
         self.staging = checkpoint.Staging(args, self.accelerator)
         referee = preparation.make_referee(args, kinds, base, tokenizer, held_out)
@@ -196,11 +192,16 @@ class PopuLoRATrainer(GRPOTrainer):
         player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
         self.game = preparation.make_game(args, self.population, archive, referee, player)
         given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
-        self._start_afresh()
         self._add_callbacks()
         if args.warm_start:
             publishing.warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
-        context = self._attach_engine() if args.use_vllm else preparation.trained_context(base)
+        if args.use_vllm:
+            from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
+
+            engine_of = self.model, self.population.adapters, self.router, self.accelerator
+            self.vllm_generation = population_generation(args, *engine_of, tokenizer, self.eos_token_ids)
+            self.use_vllm, self._last_loaded_step = True, -1
+        context = self.vllm_generation.context_length() if self.use_vllm else preparation.trained_context(base)
         room = preparation.prompt_room(context, args, lambda prompt: self._tokenize_prompts([prompt])[0][0])
         preparation.fit_into_context(referee, archive, held_out, room)
 
@@ -214,18 +215,8 @@ class PopuLoRATrainer(GRPOTrainer):
             sharded = preparation.is_zero3(self.args) or self.is_fsdp_enabled
             self._generates_whole = decoding.why_whole(base.config, self.generation_config, sharded)
 
-    def _start_afresh(self) -> None:
-        """What is kept from one override to another."""
-        self._closed = False
-        self.played = Played([], [])
-        self._layout: Layout | None = None  # of the micro-batch in the loss
-        self._deepspeed_norms: dict[str, float] = {}
-        self._clips_inside_deepspeed = False
-        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
-        self._pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
-
     def _add_callbacks(self) -> None:
-        adapter, self.evolution = self.population.adapter, None
+        adapter = self.population.adapter
         if self.args.evolve_every:
             self.evolution = EvolutionCallback(
                 self.args,
@@ -241,22 +232,6 @@ class PopuLoRATrainer(GRPOTrainer):
         for callback in (self.evolution, records.Records(self.describe), Alarms()):
             if callback is not None:
                 self.add_callback(callback)
-
-    def _attach_engine(self) -> int:
-        """Tokens that it holds."""
-        from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
-
-        self.vllm_generation = population_generation(
-            self.args,
-            self.model,
-            self.population.adapters,
-            self.router,
-            self.accelerator,
-            self.processing_class,
-            self.eos_token_ids,
-        )
-        self.use_vllm, self._last_loaded_step = True, -1
-        return self.vllm_generation.context_length()
 
     @property
     def archive(self):
@@ -307,9 +282,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def describe(self) -> dict[str, Any]:
         """The population for people and other programs: the contents of `population.json`."""
-        held_out = self.held_out
-        known = ({}, None) if held_out is None else (held_out.rates, held_out.base_rate)
-        return describe(self.game, self.shape, self.args, self.state.global_step, *known)
+        return describe(self.game, self.shape, self.args, self.state.global_step, self.held_out)
 
     def predict(self, *args, **kwargs):
         raise RuntimeError(
@@ -345,7 +318,7 @@ class PopuLoRATrainer(GRPOTrainer):
         """
         if self.is_deepspeed_enabled and self.model_wrapped is self.model:
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
-        start, was_closed, was_training = time.perf_counter(), self._closed, self.model.training
+        start, was_closed = time.perf_counter(), self._closed
         self._open()
         sides, progress = (self.game.referee, self.game.player), not self.args.disable_tqdm
         held_out = given_tasks.to_measure(eval_dataset, self.held_out, *sides, self.args)
@@ -353,15 +326,12 @@ class PopuLoRATrainer(GRPOTrainer):
         untrained = {
             m.name for m in members if weights.adds_nothing(self.model_wrapped, self.population.adapter(m.name))
         }
-        self.model.eval()
-        log_completions, self.log_completions = self.log_completions, False  # they are the training's
-        try:
-            metrics = held_out.measure_all(*sides, members, metric_key_prefix, progress, untrained)
-            metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
-            self.log(metrics)
+        try:  # completions that are logged are the training's
+            with evaluating(self.model), preparation.hidden(self, log_completions=False):
+                metrics = held_out.measure_all(*sides, members, metric_key_prefix, progress, untrained)
+                metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
+                self.log(metrics)
         finally:
-            self.log_completions = log_completions
-            self.model.train(was_training)
             if was_closed:
                 self.close()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -380,8 +350,7 @@ class PopuLoRATrainer(GRPOTrainer):
         if len(played.rows) != len(prompts):
             raise RuntimeError(f"The step played {len(played.rows)} rows, TRL expects {len(prompts)}.")
         self.played = played
-        for phase, spent in played.seconds.items():
-            self._phase_seconds[phase] += spent
+        self._phases.add(played.seconds)
         metrics = played.metrics | self.matchmaker.metrics() | self.population.metrics() | self.archive.metrics()
         self._log_values(metrics)
         return played.columns | played.tokens
@@ -452,46 +421,12 @@ class PopuLoRATrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is before:
             return inputs
-        self._buffered_inputs = batching.reorder(
-            self._buffered_inputs,
-            self.args.teachers,
-            self.pad_to_multiple_of or 1,
-            self.skips_blank_rows,
-            self.sharing,
-        )
-        shares = {
-            "batch/padding": batching.padding_fraction(self._buffered_inputs),
-            "batch/live_rows": batching.live_rows(self._buffered_inputs) / len(self.played.rows),
-            "batch/shared_tokens": batching.shared_fraction(self._buffered_inputs),
-        }
-        sizes = [(len(batch["member"]), batching.live_rows([batch])) for batch in self._buffered_inputs]
-        everywhere = self.accelerator.gather(torch.tensor(sizes, device=self.accelerator.device)[None])
-        self._buffered_inputs = [  # TRL gathers a value per row, so ranks need as many
-            batching.filled(batch, int(most)) | {"live": live}
-            for batch, most, live in zip(
-                self._buffered_inputs, everywhere[..., 0].amax(0), everywhere[..., 1].sum(0), strict=True
-            )
-        ]
-        means = self.accelerator.reduce(torch.tensor([*shares.values()], device=self.accelerator.device), "mean")
-        self._log_values(dict(zip(shares, means.tolist(), strict=True)))
+        dealt = self._deal(self._buffered_inputs, blanks=self.skips_blank_rows, sharing=self.sharing)
+        self._buffered_inputs, metrics = batching.met(dealt, len(self.played.rows))
+        self._log_values(metrics)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     # Phase 5: the joint update
-
-    def _sharing(self) -> Sharing | None:
-        """How the base takes rows with a shared prompt; says once what all rows or their prompts are computed for."""
-        base = self.model.get_base_model()
-        reasons = {"Attempts at a task do not share its prompt's computation": why_not_shared(base)}
-        if not self.skips_blank_rows:
-            reasons["Rows without advantage are computed, too"] = f"the KL term (`beta={self.beta}`) reaches them"
-        elif len(self.reward_funcs) > 2 and (self.num_iterations > 1 or self.args.use_vllm):
-            reasons["Old log-probabilities are computed for all rows"] = (
-                "the further reward functions are asked only after them"
-            )
-        for what, reason in reasons.items():
-            if reason and self.accelerator.is_main_process:
-                logger.warning("%s: %s.", what, reason)
-        return None if why_not_shared(base) else Sharing.of(base, self.pad_to_multiple_of or 1)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
@@ -505,32 +440,21 @@ class PopuLoRATrainer(GRPOTrainer):
             with self.router.rows_of(batch["member"][layout.heads]):
                 return layout.log_probs(compute, model, *batching.joined(batch), self.sharing)[0]
 
-        rows, device = self._rows_with_log_probs(), input_ids.device
+        wanted = self._rows_with_log_probs()
         members = [self.population[row.member].index for row in self.played.rows]
-        columns = {"member": members, "prompt": self.played.prompts, "row": range(len(members))}
-        batch = batching.parted(input_ids, attention_mask, logits_to_keep)
-        batch |= {name: torch.tensor(values, device=device) for name, values in columns.items()}
-        batches = batching.reorder(
-            [{name: values[rows] for name, values in batch.items()}],
-            self.args.teachers,
-            self.pad_to_multiple_of or 1,
-            sharing=self.sharing,
-            size=batch_size,
-        )
+        batch = batching.parted(input_ids, attention_mask, logits_to_keep, member=members, prompt=self.played.prompts)
+        wanted_rows = {name: values[wanted] for name, values in batch.items()}
+        batches = self._deal([wanted_rows], sharing=self.sharing, size=batch_size)
         return batching.by_micro_batch(forward, batches, len(input_ids), logits_to_keep), None, None
 
     def _rows_with_log_probs(self) -> list[int]:
-        """
-        The rows whose old log-probabilities are used: where the rewards are known by now, those with an advantage. As
-        many on every rank as on the one with most of them, because processes meet in every forward.
-        """
-        rows = len(self.played.rows)
+        """Whose old log-probabilities are used: where the rewards are known by now, those with an advantage."""
+        played, rows = self.played, len(self.played.rows)
         if not self.skips_blank_rows or len(self.reward_funcs) > 2:
             return [*range(rows)]
-        played = replace(self.played, rewards=rewards_of(self.played.records, self.reward_funcs))
-        live = (self._scored(played, torch.ones(len(played.records))).advantages != 0).view(-1, rows)
-        own = live[self.accelerator.process_index].tolist()
-        return sorted(range(rows), key=lambda row: not own[row])[: max(1, int(live.sum(1).max()))]
+        known = replace(played, rewards=rewards_of(played.records, self.reward_funcs))
+        advantages = self._scored(known, torch.ones(len(played.records))).advantages
+        return with_advantage(advantages, rows, self.accelerator.process_index)
 
     def _compute_loss(self, model, inputs):
         layout = batching.layout_of(inputs)
@@ -549,46 +473,31 @@ class PopuLoRATrainer(GRPOTrainer):
                     del metrics[name][before[name] :]
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self.is_deepspeed_enabled and not self._clips_inside_deepspeed:
-            self._deepspeed_norms = optim.clip_inside_deepspeed(
-                self.model_wrapped, self.population.adapters, self.args.max_grad_norm
-            )
-            self._clips_inside_deepspeed = True
-        start, played = time.perf_counter(), sum(self._phase_seconds.values())
-        try:
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        finally:  # only now: gradient checkpointing runs the forward again, under the same route, during the backward
-            self.router.clear()
-        spent = time.perf_counter() - start
-        self._phase_seconds["update"] += spent - (sum(self._phase_seconds.values()) - played)
+        if self.is_deepspeed_enabled:
+            self._clipper.clip_inside(self.model_wrapped)
+        with self._phases.updating():
+            try:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            finally:  # only now: gradient checkpointing runs the forward again during the backward
+                self.router.clear()
         if self.accelerator.sync_gradients:
-            self._log_values({f"time/{phase}": seconds for phase, seconds in self._phase_seconds.items()})
-            self._phase_seconds = dict.fromkeys(PHASES, 0.0)
+            self._log_values(self._phases.take())
         return loss
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
             optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             rates = dict.fromkeys(self.population.adapters, self.args.learning_rate)
-            if self.args.teacher_learning_rate is not None:
-                rates |= dict.fromkeys(
-                    (each.name for each in self.population.teachers), self.args.teacher_learning_rate
-                )
+            if (rate := self.args.teacher_learning_rate) is not None:
+                rates |= dict.fromkeys((each.name for each in self.population.teachers), rate)
             groups = optim.member_param_groups(self.model, rates, self.args.weight_decay)
             self.optimizer = optimizer_class(groups, **kwargs)
         return super().create_optimizer(model)
 
     def _clip_grad_norm(self, model):
-        busy = {self.population.adapter(name) for name in self.played.members}
-        idle = [name for name in self.population.adapters if name not in busy]
-        if self.is_deepspeed_enabled:  # already clipped, between DeepSpeed's backward and its step
-            if idle:
-                optim.withhold_gradients(self.model, idle)
-            norms = self._deepspeed_norms
-        else:
+        if not self.is_deepspeed_enabled:
             self.accelerator.unscale_gradients()
-            norms = optim.clip_member_grad_norms(model, self.population.adapters, self.args.max_grad_norm)
-            optim.withhold_gradients(self.model, idle)
+        norms = self._clipper.clip(model, {self.population.adapter(name) for name in self.played.members})
         self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters})
         return torch.tensor(list(norms.values())).norm()
 
@@ -627,25 +536,18 @@ class PopuLoRATrainer(GRPOTrainer):
             ValueError: If keys or shapes of the factors differ from the member's.
         """
         adapter = self.population.adapter(name)
-        weights.write_member(self.model_wrapped, adapter, factors)
+        source = None if optimizer_from is None else self.population.adapter(optimizer_from)
+        weights.replace_member(self.model_wrapped, self.optimizer, adapter, factors, source)
         self._last_loaded_step = -1  # vLLM may have generated earlier in this step
-        if self.optimizer is not None and optimizer_from is None:
-            weights.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
-        elif self.optimizer is not None and optimizer_from is not None:
-            giver = self.population.adapter(optimizer_from)
-            weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, giver, adapter)
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
     def _forgotten(self, child: str, parent: str) -> float:
         """Nats per token that a live member lost against another on what its role has just got right."""
-        training, size = self.model.training, self.args.per_device_train_batch_size
         pad, device = self.processing_class.pad_token_id, self.accelerator.device
         solutions = known_solutions(self.played.rows, self.population[child].role, parent, self.args.retention_rows)
-        self.model.eval()  # dropout would be taken for forgetting
-        one, other = (self.population[name].index for name in (child, parent))
-        loss = forgotten(self._logps_of, one, other, solutions, pad, size, device)
-        self.model.train(training)
-        return loss
+        members = self.population[child].index, self.population[parent].index
+        with evaluating(self.model):  # dropout would be taken for forgetting
+            return forgotten(self._logps_of, *members, solutions, pad, self.args.per_device_train_batch_size, device)
 
     def _logps_of(self, member: int, ids: torch.Tensor, mask: torch.Tensor, length: int) -> torch.Tensor:
         with self.router.rows_of([member] * len(ids)):
@@ -666,9 +568,8 @@ class PopuLoRATrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
             checkpoint.save_game(unfinished, self._nouns, self.archive, self._rank_state(), self.args)
         if self.args.push_to_hub:
-            self._push_from_checkpoint(
-                str(root / unfinished.name)
-            )  # the call from within, before it was whole, did nothing
+            # The call from within, before it was whole, did nothing.
+            self._push_from_checkpoint(str(root / unfinished.name))
 
     def _rank_state(self) -> checkpoint.RankState:
         between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0

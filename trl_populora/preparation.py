@@ -16,15 +16,19 @@ from typing import Any
 
 from accelerate.utils import DistributedType, gather_object
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path
 
+from trl_populora.adapters.checks import check_is_base
 from trl_populora.assets import resolve_model_path
+from trl_populora.generation.checks import check_vllm
 from trl_populora.given_tasks import check_archive
 from trl_populora.population.matchmaking import Matchmaker, no_student_idles
 from trl_populora.population.members import Population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
+from trl_populora.step.forwards import Sharing, why_not_shared
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.player import Messages, Player
 from trl_populora.step.referee import WAY_OUT, Referee
@@ -92,6 +96,21 @@ def prompt_style(args: PopuLoRAConfig, model: PreTrainedModel) -> str:
     return args.prompt_style or str(getattr(model.config, "populora_prompt_style", "chat"))
 
 
+def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig, further_rewards: bool) -> Sharing | None:
+    """How the base takes rows with a shared prompt; says once what all rows or their prompts are computed for."""
+    reasons = {"Attempts at a task do not share its prompt's computation": why_not_shared(base)}
+    if args.beta:
+        reasons["Rows without advantage are computed, too"] = f"the KL term (`beta={args.beta}`) reaches them"
+    elif further_rewards and (args.num_iterations > 1 or args.use_vllm):
+        reasons["Old log-probabilities are computed for all rows"] = (
+            "the further reward functions are asked only after them"
+        )
+    for what, reason in reasons.items():
+        if reason and args.process_index == 0:
+            logger.warning("%s: %s.", what, reason)
+    return None if why_not_shared(base) else Sharing.of(base, args.pad_to_multiple_of or 1)
+
+
 def is_zero3(args: PopuLoRAConfig) -> bool:
     """Whether DeepSpeed shards parameters; adapters then keep the base's dtype."""
     return args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
@@ -147,14 +166,26 @@ def trained_context(model: PreTrainedModel) -> int | None:
 
 
 @contextmanager
-def hidden(args: PopuLoRAConfig, **values: Any) -> Iterator[None]:
-    """Shows other values of some settings to what is built inside the block."""
-    given = {name: getattr(args, name) for name in values}
-    args.__dict__.update(values)
+def hidden(owner: Any, **values: Any) -> Iterator[None]:
+    """Shows other values of some attributes inside the block."""
+    given = {name: getattr(owner, name) for name in values}
+    owner.__dict__.update(values)
     try:
         yield
     finally:
-        args.__dict__.update(given)
+        owner.__dict__.update(given)
+
+
+def check_setup(
+    args: Any, unsupported: Mapping[str, Any], model: str | PreTrainedModel, lora_config: LoraConfig
+) -> None:
+    """Refuses what cannot be used before anything is loaded; raises what the checks do that it calls."""
+    refuse_unsupported(args, unsupported)
+    check_output_dir(args.output_dir)
+    source = resolve_model_path(model) if isinstance(model, str) else model
+    check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
+    if args.use_vllm:
+        check_vllm(source, args, lora_config)
 
 
 def check_output_dir(path: str) -> None:

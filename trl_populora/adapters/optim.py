@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ def clip_member_grad_norms(
     Clips the gradients of each member by that member's own norm, with the rule of `torch.nn.utils.clip_grad_norm_`.
 
     A norm over all adapters would let the loudest member decide how far the others may move. Under ZeRO it has to run
-    between backward and step (see [`clip_inside_deepspeed`]); it is collective there and under FSDP.
+    between backward and step (see [`MemberClipper`]); it is collective there and under FSDP.
 
     Args:
         model (`nn.Module`): The model after the backward, wrapped or not.
@@ -109,27 +109,44 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
             parameter.grad = None
 
 
-def clip_inside_deepspeed(engine, names: Sequence[str], max_norm: float | None) -> dict[str, float]:
+class MemberClipper:
     """
-    Lets a DeepSpeed engine clip per member. DeepSpeed runs backward, clipping and step in one call, so the place
-    between them is reached by going in front of `engine.step`; its own, joint clipping is switched off.
+    Clips every member by its own norm before each optimizer step, under DeepSpeed as elsewhere.
 
     Args:
-        engine (`deepspeed.DeepSpeedEngine`): The prepared model.
         names (`Sequence[str]`): The members.
         max_norm (`float`, *optional*): Largest norm per member; `None` or `0` only measures.
-
-    Returns:
-        `dict[str, float]`: Filled anew with each member's norm at every optimizer step.
     """
-    norms: dict[str, float] = {}
-    step = engine.step
-    engine.optimizer.clip_grad = 0.0
 
-    def clip_and_step(*args, **kwargs):
-        # In fp16 gradients are scaled here still: DeepSpeed unscales them in its step.
-        norms.update(clip_member_grad_norms(engine, names, max_norm, engine.optimizer.loss_scale))
-        return step(*args, **kwargs)
+    def __init__(self, names: Sequence[str], max_norm: float | None):
+        self.names, self.max_norm = names, max_norm
+        self._found_inside: dict[str, float] | None = None  # in the last step of a DeepSpeed engine
 
-    engine.step = clip_and_step
-    return norms
+    def clip_inside(self, engine) -> None:
+        """
+        Lets a `DeepSpeedEngine` clip per member from now on. It runs backward, clipping and step in one call, so the
+        place between them is reached by going in front of `engine.step`; its own, joint clipping is switched off.
+        """
+        if self._found_inside is not None:
+            return
+        self._found_inside, step = {}, engine.step
+        engine.optimizer.clip_grad = 0.0
+
+        def clip_and_step(*args, **kwargs):
+            # In fp16 gradients are scaled here still: DeepSpeed unscales them in its step.
+            scale = engine.optimizer.loss_scale
+            self._found_inside = clip_member_grad_norms(engine, self.names, self.max_norm, scale)
+            return step(*args, **kwargs)
+
+        engine.step = clip_and_step
+
+    def clip(self, model: nn.Module, busy: Container[str]) -> dict[str, float]:
+        """
+        Each member's norm before clipping. Those that are not `busy` in this step lose their gradients (see
+        [`withhold_gradients`]).
+        """
+        norms = self._found_inside
+        if norms is None:
+            norms = clip_member_grad_norms(model, self.names, self.max_norm)
+        withhold_gradients(model, [name for name in self.names if name not in busy])
+        return norms

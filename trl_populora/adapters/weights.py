@@ -116,6 +116,21 @@ def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor
         _write(parameter, factors[key])
 
 
+def replace_member(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    name: str,
+    factors: Mapping[str, torch.Tensor],
+    source: str | None = None,
+) -> None:
+    """[`write_member`] with the optimizer state, if there is an optimizer: that of member `source`, else none."""
+    write_member(model, name, factors)
+    if optimizer is not None and source is None:
+        reset_optimizer_state(optimizer, model, name)
+    elif optimizer is not None and source is not None:
+        transplant_optimizer_state(optimizer, model, source, name)
+
+
 def _write(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         value = value.to(device=parameter.to_local().device, dtype=parameter.dtype)

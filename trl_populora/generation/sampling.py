@@ -1,4 +1,4 @@
-"""Samples that depend on a seed of their own: what evaluation draws, the training never notices."""
+"""Looking at a model that trains, so that its training never notices: samples of their own seed, and no dropout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside the block there is no dropout; afterwards the model trains again if it did before."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 @contextmanager

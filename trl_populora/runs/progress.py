@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -12,6 +15,30 @@ from trl_populora.runs.records import EVALUATION, STEP, sort_of
 
 
 PHASES = ("match", "propose", "verify", "solve", "update")
+
+
+class PhaseClock:
+    """Seconds that a population step has spent in each phase so far."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Adds to some phases."""
+        for phase, spent in seconds.items():
+            self._seconds[phase] += spent
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The time of the block is the update's, but for what is added to other phases inside it."""
+        start, before = time.perf_counter(), sum(self._seconds.values())
+        yield
+        self._seconds["update"] += time.perf_counter() - start - (sum(self._seconds.values()) - before)
+
+    def take(self) -> dict[str, float]:
+        """The step's metrics; the next step begins."""
+        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return {f"time/{phase}": seconds for phase, seconds in taken.items()}
 
 
 class StepLine(ProgressCallback):

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from trl_populora.files import FORMAT
 from trl_populora.population.members import POPULATION_FILE, read_population
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.step.held_out import HeldOut
 from trl_populora.step.rollout import Game
 
 
@@ -95,9 +96,7 @@ class Shape:
         return cls(base_model, {name: getattr(base, name, None) for name in _BASE_FIELDS}, values)
 
 
-def describe(
-    game: Game, shape: Shape, args: PopuLoRAConfig, step: int, rates: Mapping[str, float], base_rate: float | None
-) -> dict[str, Any]:
+def describe(game: Game, shape: Shape, args: PopuLoRAConfig, step: int, held_out: HeldOut | None) -> dict[str, Any]:
     """
     The population for people and other programs: the contents of `population.json`.
 
@@ -106,10 +105,9 @@ def describe(
         shape (`Shape`): Base and adapters.
         args ([`PopuLoRAConfig`]): Settings.
         step (`int`): Optimizer steps so far.
-        rates (`Mapping[str, float]`): Held-out solve rates by `name@version`.
-        base_rate (`float` or `None`): The base's.
+        held_out ([`HeldOut`] or `None`): Last solve rates on held-out tasks.
     """
-    population = game.population
+    population, rates = game.population, held_out.rates if held_out else {}
     best, why = population.best_student(rates)
     members = [
         {
@@ -138,7 +136,7 @@ def describe(
         "prompt_style": game.referee.style,
         "best_student": best,
         "best_student_by": why,
-        "held_out_base": base_rate,
+        "held_out_base": held_out.base_rate if held_out else None,
         "members": members,
         "settings": _settings(args),
     }

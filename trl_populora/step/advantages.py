@@ -44,6 +44,16 @@ def rewards_of(records: Sequence[Mapping[str, Any]], functions: Sequence[Callabl
     return torch.tensor([[float("nan") if value is None else value for value in given] for given in values]).T
 
 
+def with_advantage(advantages: torch.Tensor, rows: int, rank: int) -> list[int]:
+    """
+    Which of the rows of a rank have an advantage; filled up to as many as on the rank with most of them, and to one:
+    processes meet in every forward. `advantages` are those of all ranks.
+    """
+    live = (advantages != 0).view(-1, rows)
+    own = live[rank].tolist()
+    return sorted(range(rows), key=lambda row: not own[row])[: max(1, int(live.sum(1).max()))]
+
+
 @dataclass(frozen=True)
 class Scored:
     """

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import torch
+from accelerate.utils import gather, reduce
 from torch import nn
 
 from trl_populora.step.forwards import Layout, Sharing, lay_out
@@ -80,15 +81,16 @@ def by_micro_batch(
     return found
 
 
-def parted(ids: torch.Tensor, mask: torch.Tensor, completion_length: int) -> Batch:
-    """The prompt and completion columns of rows `[R, P + C]`."""
+def parted(ids: torch.Tensor, mask: torch.Tensor, completion_length: int, **columns: Sequence[int]) -> Batch:
+    """Rows `[R, P + C]` and further columns as [`reorder`] takes them; the column `row` numbers them."""
     first = ids.shape[1] - completion_length
+    columns["row"] = range(len(ids))
     return {
         "prompt_ids": ids[:, :first],
         "prompt_mask": mask[:, :first],
         "completion_ids": ids[:, first:],
         "completion_mask": mask[:, first:],
-    }
+    } | {name: torch.tensor(values, device=ids.device) for name, values in columns.items()}
 
 
 def joined(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -218,6 +220,31 @@ def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
     device = whole["member"].device
     batch = _rows_of(whole, torch.tensor(rows or [0])) | {"pack": torch.tensor(numbers or [-1], device=device)}
     return batch if rows else _emptied(batch, batch["pack"] < 0)
+
+
+def met(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[str, float]]:
+    """
+    Micro-batches with as many rows as on the other ranks, because TRL gathers a value per row. Collective.
+
+    Args:
+        batches (`Sequence[dict]`): What [`reorder`] returns.
+        rows (`int`): Rows of the whole step on this rank.
+
+    Returns:
+        The micro-batches, with how many rows of all ranks are computed as `live`; and metrics, means over the ranks.
+    """
+    device = batches[0]["member"].device
+    sizes = [(len(batch["member"]), live_rows([batch])) for batch in batches]
+    everywhere = gather(torch.tensor(sizes, device=device)[None])
+    most, live = everywhere[..., 0].amax(0), everywhere[..., 1].sum(0)
+    shares = {
+        "batch/padding": padding_fraction(batches),
+        "batch/live_rows": live_rows(batches) / rows,
+        "batch/shared_tokens": shared_fraction(batches),
+    }
+    means = reduce(torch.tensor([*shares.values()], device=device), "mean").tolist()
+    even = [filled(batch, int(most[i])) | {"live": live[i]} for i, batch in enumerate(batches)]
+    return even, dict(zip(shares, means, strict=True))
 
 
 def filled(batch: Batch, rows: int) -> Batch:
