@@ -328,7 +328,7 @@ class PopuLoRATrainer(GRPOTrainer):
         }
         try:  # completions that are logged are the training's
             with evaluating(self.model), preparation.hidden(self, log_completions=False):
-                metrics = held_out.measure_all(*sides, members, metric_key_prefix, progress, untrained)
+                metrics = held_out.measure(*sides, members, metric_key_prefix, progress, untrained)
                 metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
                 self.log(metrics)
         finally:
@@ -537,7 +537,9 @@ class PopuLoRATrainer(GRPOTrainer):
         """
         adapter = self.population.adapter(name)
         source = None if optimizer_from is None else self.population.adapter(optimizer_from)
-        weights.replace_member(self.model_wrapped, self.optimizer, adapter, factors, source)
+        weights.write_member(self.model_wrapped, adapter, factors)
+        if self.optimizer is not None:
+            weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, source, adapter)
         self._last_loaded_step = -1  # vLLM may have generated earlier in this step
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 

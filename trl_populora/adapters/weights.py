@@ -116,21 +116,6 @@ def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor
         _write(parameter, factors[key])
 
 
-def replace_member(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    name: str,
-    factors: Mapping[str, torch.Tensor],
-    source: str | None = None,
-) -> None:
-    """[`write_member`] with the optimizer state, if there is an optimizer: that of member `source`, else none."""
-    write_member(model, name, factors)
-    if optimizer is not None and source is None:
-        reset_optimizer_state(optimizer, model, name)
-    elif optimizer is not None and source is not None:
-        transplant_optimizer_state(optimizer, model, source, name)
-
-
 def _write(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         value = value.to(device=parameter.to_local().device, dtype=parameter.dtype)
@@ -182,15 +167,20 @@ def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, na
 
 
 @torch.no_grad()
-def transplant_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, source: str, target: str) -> None:
+def transplant_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, source: str | None, target: str
+) -> None:
     """
-    Gives one member the moments and `step` of another, which keeps its own. Arguments as in [`reset_optimizer_state`].
+    Gives one member the moments and `step` of another, which keeps its own, or of nobody: [`reset_optimizer_state`],
+    where the arguments are told.
 
     Works under ZeRO as well: members are equal in shape and order, so their partitions are laid out alike.
     """
     if source == target:
         return
     reset_optimizer_state(optimizer, model, target)  # what the source lacks, say before its first step, goes too
+    if source is None:
+        return
     entries = zip(
         _optimizer_entries(optimizer, model, source), _optimizer_entries(optimizer, model, target), strict=True
     )

@@ -24,7 +24,6 @@ class PhaseClock:
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Adds to some phases."""
         for phase, spent in seconds.items():
             self._seconds[phase] += spent
 

@@ -38,9 +38,8 @@ LEFT_BY_TRAINING = (
     "adapter_config.json",
     "trainer_state.json",
 )
-COMPLETIONS = (
-    "completions/completions_*.parquet"  # TRL makes the folder before a run has begun, and writes into it later
-)
+# TRL makes the folder before a run has begun, and writes into it later.
+COMPLETIONS = "completions/completions_*.parquet"
 LEFT_BY_READERS = (
     "run.png",
     "report.html",

@@ -24,12 +24,7 @@ FLAT = 1e-6  # rewards that differ by less count as equal, as in TRL's GRPO
 BASELINES = ("group", "member")  # what may be subtracted from a reward, see [`compute_advantages`]
 
 # What TRL's `_compute_loss` divides the sum over rows by: the number of rows, or the number of completion tokens.
-LOSS_NORMALISERS = {
-    "grpo": "rows",
-    "dr_grpo": "rows",
-    "dapo": "tokens",
-    "cispo": "tokens",
-}
+LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo": "tokens"}
 
 
 def rewards_of(records: Sequence[Mapping[str, Any]], functions: Sequence[Callable[..., list]]) -> torch.Tensor:

@@ -224,14 +224,12 @@ def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
 
 def met(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[str, float]]:
     """
-    Micro-batches with as many rows as on the other ranks, because TRL gathers a value per row. Collective.
+    The micro-batches of [`reorder`] with as many rows as on the other ranks, because TRL gathers a value per row, and
+    with how many rows of all ranks are computed as `live`; and metrics, means over the ranks. Collective.
 
     Args:
-        batches (`Sequence[dict]`): What [`reorder`] returns.
-        rows (`int`): Rows of the whole step on this rank.
-
-    Returns:
-        The micro-batches, with how many rows of all ranks are computed as `live`; and metrics, means over the ranks.
+        batches (`Sequence[dict]`): This rank's.
+        rows (`int`): How many rows it has in this step.
     """
     device = batches[0]["member"].device
     sizes = [(len(batch["member"]), live_rows([batch])) for batch in batches]

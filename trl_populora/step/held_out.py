@@ -23,7 +23,7 @@ from trl_populora.step.referee import Referee
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
 from trl_populora.tasks.forms import normal_forms
-from trl_populora.tasks.programs import ProgramError, defines_function, parse_bounded
+from trl_populora.tasks.programs import function_tree
 
 
 logger = logging.getLogger(__name__)
@@ -157,25 +157,43 @@ class HeldOut:
         referee: Referee,
         player: Player,
         members: Sequence[Member],
-        name: str = "",
+        prefix: str,
         progress: bool = False,
         untrained: Container[str] = (),
     ) -> dict[str, float]:
         """
-        Scores members on one table and, the first time, the base. Collective.
+        Scores members on every table and, the first time, the base. Collective.
 
         Args:
             referee ([`Referee`]): Poses the tasks and grades.
             player ([`Player`]): Generates.
             members (`Sequence[Member]`): The students, and teachers if they are wanted, too.
-            name (`str`, *optional*, defaults to `""`): Name of the table.
+            prefix (`str`): Starts every key, with the table's name if it has one.
             progress (`bool`, *optional*, defaults to `False`): Whether to show a bar.
             untrained (`Container[str]`, *optional*): Members that are still the base; they share its attempts.
 
         Returns:
             `dict[str, float]`: The figures of [`scores`] over the students; teachers' and the base's of their own.
         """
-        tasks, bar = self.tables[name], f"evaluate {name}".strip() if progress else ""
+        metrics: dict[str, float] = {}
+        for name in self.tables:
+            bar = f"evaluate {name}".strip() if progress else ""
+            start = f"{prefix}_{name}_" if name else f"{prefix}_"
+            figures = self._figures(referee, player, members, name, bar, untrained)
+            metrics |= {start + key: value for key, value in figures.items()}
+        return metrics
+
+    def _figures(
+        self,
+        referee: Referee,
+        player: Player,
+        members: Sequence[Member],
+        name: str,
+        bar: str,
+        untrained: Container[str],
+    ) -> dict[str, float]:
+        """Of one table."""
+        tasks = self.tables[name]
 
         def tries_of(names: Sequence[str]) -> dict[str, list[list[Tried]]]:
             return attempt(referee, player, names, tasks, self.attempts, self.batch, self.seed, bar) if names else {}
@@ -200,25 +218,6 @@ class HeldOut:
                 if key != "thinking_rate" and not key.startswith("solve_rate_")  # of one: said already
             }
         return figures | self.base[name]
-
-    def measure_all(
-        self,
-        referee: Referee,
-        player: Player,
-        members: Sequence[Member],
-        prefix: str,
-        progress: bool = False,
-        untrained: Container[str] = (),
-    ) -> dict[str, float]:
-        """
-        [`measure`] on every table; keys start with `prefix`, and with the table's name if it has one. Collective.
-        """
-        metrics: dict[str, float] = {}
-        for name in self.tables:
-            figures = self.measure(referee, player, members, name, progress, untrained)
-            start = f"{prefix}_{name}_" if name else f"{prefix}_"
-            metrics |= {start + key: value for key, value in figures.items()}
-        return metrics
 
     @property
     def base_rate(self) -> float | None:
@@ -248,10 +247,7 @@ def _digest(tasks: Sequence[Task]) -> str:
 
 def _question(task: Task) -> tuple:
     """What a task asks about: program and inputs, whatever the kind; of other kinds than code everything."""
-    try:
-        tree = parse_bounded(task.program)
-    except ProgramError:
-        tree = None
-    if tree is None or not defines_function(tree):
+    tree = function_tree(task.program)
+    if tree is None:
         return task.kind, task.program, task.inputs, task.message
     return normal_forms(tree)[0], tuple(sorted(task.inputs))

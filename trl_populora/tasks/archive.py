@@ -21,7 +21,7 @@ from trl_populora.sandbox import literals, values
 from .base import Task
 from .complexity import PROGRAM_MEASURES, Coverage
 from .forms import normal_forms
-from .programs import ProgramError, defines_function, parse_bounded
+from .programs import function_tree
 
 
 # How a task fared, noted once students have tried it: match, solve rate, and what its kind's `complexity` measures.
@@ -285,13 +285,7 @@ def _key(task: Task) -> tuple[bytes, int, ast.Module | None]:
     What makes a task a duplicate, as a short hash, the hash of its program's form with constants apart, and its
     program's tree (`None` if it defines no `f`).
     """
-    try:
-        tree = parse_bounded(task.program)
-    except ProgramError:
-        tree = None
-    # A user's own kind may keep any text as its program, and `24` or `a + b` is no program of ours though it parses.
-    if tree is not None and not defines_function(tree):
-        tree = None
+    tree = function_tree(task.program)  # `24` or `a + b` is no program of ours though it parses
     program, form = (task.program.strip(),) * 2 if tree is None else normal_forms(tree)
     inputs = [_unordered(text) for text in task.inputs]
     # The order of code_f's inputs is an accident of the shuffle.

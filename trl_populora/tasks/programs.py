@@ -79,6 +79,15 @@ def defines_function(tree: ast.Module) -> bool:
     return any(isinstance(node, ast.FunctionDef) and node.name == FUNCTION for node in tree.body)
 
 
+def function_tree(text: str) -> ast.Module | None:
+    """The tree of a program with an `f`; `None` for any other text, which a user's own kind may keep."""
+    try:
+        tree = parse_bounded(text)
+    except ProgramError:
+        return None
+    return tree if defines_function(tree) else None
+
+
 def _scan(program: str) -> None:
     """Bounds the depth that the tree can reach; linear in the text and blind to its grammar."""
     chains = [0]  # for every open bracket, the tokens since its last comma
