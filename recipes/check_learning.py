@@ -46,19 +46,6 @@ class FixedO(ArchiveOnly, CodeO):
     """code_o from the archive alone."""
 
 
-class OneRoleTrainer(PopuLoRATrainer):
-    """Leaves the members of one role where they are: their learning rate is zero."""
-
-    frozen_role = ""
-
-    def create_optimizer(self, model=None):
-        optimizer = super().create_optimizer(model)
-        for group in optimizer.param_groups:
-            if self.population[group["member"]].role == self.frozen_role:
-                group["lr"] = 0.0
-        return optimizer
-
-
 def hard_tasks(count: int, seed: int, held_out: bool = False) -> list[Task]:
     """
     Different code_o tasks of the two hardest levels; `held_out` draws from programs kept out of the base's training.
@@ -70,8 +57,8 @@ def hard_tasks(count: int, seed: int, held_out: bool = False) -> list[Task]:
     return list(archive)
 
 
-def make_trainer(output: Path | str, frozen_role: str, tasks: list[Task] | None, **settings) -> OneRoleTrainer:
-    """A trainer of one role on the embedded base, nobody replaced, nothing saved; `tasks` seed its archive."""
+def make_trainer(output: Path | str, tasks: list[Task] | None, **settings) -> PopuLoRATrainer:
+    """A trainer on the embedded base, nobody replaced, nothing saved; `tasks` seed its archive."""
     args = PopuLoRAConfig(
         str(output),
         evolve_every=0,
@@ -83,14 +70,12 @@ def make_trainer(output: Path | str, frozen_role: str, tasks: list[Task] | None,
         report_to=[],
         **settings,
     )
-    trainer = OneRoleTrainer(
+    return PopuLoRATrainer(
         "tiny",
         args=args,
         train_dataset=None if tasks is None else Dataset.from_list([task.to_record() for task in tasks]),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     )
-    trainer.frozen_role = frozen_role
-    return trainer
 
 
 def run(check: str, seed: int, steps: int, learning_rate: float, output: str) -> dict[str, float]:
@@ -99,7 +84,6 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
     train, held_out = hard_tasks(FIXED_TASKS, seed), hard_tasks(HELD_OUT_TASKS, seed, held_out=True)
     trainer = make_trainer(
         f"{output}/{check}_{seed}",
-        frozen_role="teacher" if student else "student",
         tasks=train if student else None,
         seed=seed,
         teachers=1,
@@ -111,7 +95,8 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
         per_device_train_batch_size=16,
         max_completion_length=256 if student else 160,  # an answer, worked perhaps, or a program with its input
         max_steps=steps,
-        learning_rate=learning_rate,
+        learning_rate=learning_rate if student else 0.0,
+        teacher_learning_rate=0.0 if student else learning_rate,
     )
     figures = {"seed": seed, "steps": steps}
     if student:

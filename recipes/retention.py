@@ -24,13 +24,14 @@ import time
 from pathlib import Path
 
 import torch
-from check_learning import OneRoleTrainer, hard_tasks, make_trainer
+from check_learning import hard_tasks, make_trainer
 from transformers import TrainerCallback
 
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.evolution import DEFAULT_CROSSOVERS, DEFAULT_MUTATIONS
 from trl_populora.population.factors import Factors, compare
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
+from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.step.played import Row
 from trl_populora.step.rewards import student_reward
 from trl_populora.tasks import TaskArchive
@@ -64,7 +65,7 @@ class InTurn(TaskArchive):
 class Rewards(TrainerCallback):
     """Mean reward of every student at every step: entry u is what it earned after u updates. May end the training."""
 
-    def __init__(self, trainer: OneRoleTrainer, target: float):
+    def __init__(self, trainer: PopuLoRATrainer, target: float):
         self.trainer, self.target = trainer, target
         self.of: dict[str, list[float]] = {member.name: [] for member in trainer.population.students}
 
@@ -89,7 +90,6 @@ def train_students(
     tasks = hard_tasks(TASKS, seed)
     trainer = make_trainer(
         output,
-        frozen_role="teacher",
         tasks=tasks,
         seed=seed,
         teachers=count,
@@ -102,6 +102,7 @@ def train_students(
         max_completion_length=200,  # a worked answer to these tasks is shorter; proposals are turned down anyway
         max_steps=steps,
         learning_rate=1e-3,
+        teacher_learning_rate=0.0,
         matchmaking="uniform",
     )
     trainer.game.archive = InTurn(tasks)
