@@ -1,39 +1,62 @@
-"""The arms race: the same game played by populations and by a single agent, over several seeds, on one page.
+"""
+The arms race: what population, matching and evolution each buy, over seeds and against controls, on one page.
 
-    python recipes/arms_race.py                              # 4T+4S against the single agent, 3 seeds, 150 steps
-    python recipes/arms_race.py --configs 1t1s no_evolution uniform --seeds 0 --steps 75
+    python recipes/arms_race.py                                   # 4T+4S against the single agent, 5 seeds, 150 steps
+    python recipes/arms_race.py --variants 4t4s uniform no_evolution --seeds 0 1 2 --steps 75
+    python recipes/arms_race.py --variants 4t4s --seeds 3 &       # several commands can share the work
 
-Each name is a recipe `recipes/tiny/config_<name>.yaml`; its runs lie in `<output>/<name>/seed_<n>`, are saved every 25
-steps, and are continued where they stopped when the command is given again. Then the saved members of all runs play
-each other and solve held-out tasks, and `<output>/comparison.html` compares everything; `--compare_only` does just
-this, for the first `--steps` of runs that may have gone on.
+A variant is `recipes/tiny/config_4t4s.yaml` with the settings that `VARIANTS` lists; `single_agent` is what the others
+are compared with. Runs lie in `<output>/<variant>/seed_<n>`, use one thread, are saved every 25 steps, and go on where
+they stopped when the command is given again. Then the students of all finished runs solve tasks of levels that nobody
+was trained on, members of all runs play each other, and `<output>/comparison.html` compares everything;
+`--compare_only` does just this, for the first `--steps` of runs that may have gone on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import arms_race_page as pages
+import torch
 from tiny_documents import DialogueWriter
-from tiny_programs import TRAINED_LEVELS
+from tiny_headroom import train
 from tiny_scores import random_task
+from tqdm import tqdm
 
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.evaluation.cross_play import assemble
-from trl_populora.report.payoff import Payoff, write_payoff
+from trl_populora.report.payoff import write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task
 
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ROOT / "recipes" / "tiny"
+CONFIG = Path(__file__).resolve().parent / "tiny" / "config_4t4s.yaml"
+RATE = "2.0e-3"  # of CONFIG
+REFERENCE = "single_agent"
+COIN = "coin"
+VARIANTS: dict[str, dict[str, str]] = {
+    "4t4s": {},
+    REFERENCE: {"single_agent": "true", "evolve_every": "0"},  # with the rows of one pair: as many per adapter
+    "single_agent_all_rows": {"single_agent": "true", "evolve_every": "0", "proposals_per_teacher": "32"},
+    "1t1s": {"teachers": "1", "students": "1", "evolve_every": "0"},  # nobody to breed from
+    "no_evolution": {"evolve_every": "0"},
+    "uniform": {"matchmaking": "uniform"},
+    "base_teachers": {"teacher_learning_rate": "0"},
+    "seed_tasks": {"task_kinds": "check_learning:FixedO check_learning:FixedI check_learning:FixedF"},
+    "base_students": {"learning_rate": "0", "teacher_learning_rate": RATE},
+    COIN: {},  # students are paid by a coin
+}
+UNTRAINED_LEVELS = (5, 6)  # six and eight operations
+
+
+def options_of(variant: str, steps: int) -> list[str]:
+    """The command-line options that make a variant of `CONFIG`."""
+    given = VARIANTS[variant] | {"max_steps": str(steps), "save_steps": "25"}
+    return [word for name, value in given.items() for word in (f"--{name}", *value.split())]
 
 
 def steps_done(run: Path) -> int:
@@ -42,78 +65,78 @@ def steps_done(run: Path) -> int:
     return json.loads(path.read_text())["global_step"] if path.exists() else 0
 
 
-def train(name: str, seed: int, steps: int, run: Path) -> None:
-    """Trains one run to its end in a process of its own, from its newest checkpoint if there is one."""
-    command = [sys.executable, str(ROOT / "recipes" / "train_populora.py")]
-    command += ["--config", str(RECIPES / f"config_{name}.yaml"), "--seed", str(seed), "--max_steps", str(steps)]
-    command += ["--output_dir", str(run), "--resume", "true", "--disable_tqdm", "true"]
-    command += ["--save_strategy", "steps", "--save_steps", "25", "--save_total_limit", "1"]
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / "log.txt").open("a") as log:
-        subprocess.run(command, check=True, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-def held_out_tasks(count: int = 96) -> list[Task]:
-    """
-    Tasks of all kinds and of the levels that the base knows, from programs that neither it nor any run was shown.
-    """
+def untrained_tasks(count: int = 96) -> list[Task]:
+    """Tasks of all kinds and of levels that neither the base nor any run was trained on."""
     writer, archive = DialogueWriter(random.Random("arms race"), held_out=True), TaskArchive()
     kinds = ("code_o", "code_i", "code_f")
     while len(archive) < count:
-        level = TRAINED_LEVELS[len(archive) // len(kinds) % len(TRAINED_LEVELS)]
+        level = UNTRAINED_LEVELS[len(archive) // len(kinds) % len(UNTRAINED_LEVELS)]
         archive.add(random_task(kinds[len(archive) % len(kinds)], level, writer))
     return list(archive)
 
 
-def play(runs: list[Path], seed: int = 0) -> tuple[Payoff, float]:
-    """Cross-play of the members of all runs, and the base's score on the held-out tasks."""
-    tasks = held_out_tasks()
-    with assemble([str(run) for run in runs], seed=seed) as contest:
-        payoff = contest.play(proposals=9, attempts=3, seed=seed)
-        payoff.given = contest.score(contest.students, tasks, attempts=3)
-        base = contest.score([BASE_NAME], tasks, attempts=3)[BASE_NAME]
-    return payoff.renamed(contest.names), base
+def transfer(run: Path) -> dict[str, float]:
+    """Solve rates of a finished run's students, and of the base, on the untrained levels; measured once."""
+    path = run / "untrained.json"
+    if not path.exists():
+        with assemble([str(run)], seed=0) as contest:
+            rates = contest.score([BASE_NAME, *contest.students], untrained_tasks(), attempts=3)
+        path.write_text(json.dumps(rates, indent=1) + "\n")
+    return json.loads(path.read_text())
 
 
-def compare(output: Path, configs: list[str], seeds: list[int], steps: int) -> Path:
-    """
-    Writes the comparison page of the first `steps` of all runs; those that were saved there also play each other.
-    """
-    paths = {name: {seed: output / name / f"seed_{seed}" for seed in seeds} for name in configs}
+def play(runs: list[Path], output: Path) -> list[list[str]]:
+    """Cross-play of the members of all runs, as a picture, a file and a table."""
+    with assemble([str(run) for run in runs], seed=0) as contest:
+        payoff = contest.play(proposals=9, attempts=3, seed=0).renamed(contest.names)
+    (output / "members.json").write_text(json.dumps(asdict(payoff)) + "\n")
+    payoff = pages.by_run(payoff)
+    write_payoff(payoff, output)
+    return pages.crossplay_table(payoff)
+
+
+def compare(output: Path, variants: list[str], seeds: list[int], steps: int) -> Path:
+    """Writes the comparison page of the first `steps` of all runs; those that ended there also transfer and play."""
+    paths = {name: {seed: output / name / f"seed_{seed}" for seed in seeds} for name in variants}
     begun = {
-        name: {seed: pages.load(run)[:steps] for seed, run in of.items() if (run / "metrics.jsonl").exists()}
+        name: {seed: pages.Run(run, steps) for seed, run in of.items() if (run / "metrics.jsonl").exists()}
         for name, of in paths.items()
     }
     begun = {name: of for name, of in begun.items() if of}
-    tables = [("First and last fifth of the steps, mean ± std over seeds", pages.table(begun))]
+    ended = [run for of in begun.values() for run in of.values() if steps_done(run.path) == steps]
+    for run in tqdm(ended, desc="levels never trained", unit="run"):
+        run.untrained = transfer(run.path)
+    tables = [
+        ("Held-out tasks, mean ± std over seeds", pages.held_out_table(begun)),
+        ("First and last fifth of the steps, mean ± std over seeds", pages.table(begun)),
+    ]
+    if REFERENCE in begun and len(begun) > 1:
+        tables.insert(0, (f"Against {REFERENCE}, paired by seed", pages.paired_table(begun, REFERENCE)))
+    pages.draw_held_out(begun, output / "held_out.png")
     pages.draw_curves(begun, output / "curves.png")
-    pictures = [output / "curves.png"]
-    saved = [run for of in paths.values() for run in of.values() if steps_done(run) == steps]
-    if len(saved) > 1:
-        payoff, base = play(saved)
-        (output / "members.json").write_text(json.dumps(asdict(payoff) | {"base": base}) + "\n")
-        payoff = pages.by_run(payoff)
-        write_payoff(payoff, output)
-        tables.append(("Cross-play: share of attempts solved", pages.crossplay_table(payoff, base)))
+    pictures = [output / "held_out.png", output / "curves.png"]
+    if len({run.path.parent for run in ended}) > 1:
+        tables.append(("Cross-play: share of attempts solved", play([run.path for run in ended], output)))
         pictures.append(output / "crossplay.png")
     return pages.write_page(output, tables, pictures)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--configs", nargs="+", default=["single_agent", "4t4s"], help="config_<name>.yaml")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", default=[REFERENCE, "4t4s"], choices=[*VARIANTS], metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--output", type=Path, default=Path("runs/arms_race"))
     parser.add_argument("--compare_only", action="store_true", help="train nothing")
-    options = parser.parse_args()
+    options, settings = parser.parse_known_args()
+    torch.set_num_threads(1)  # two threads beside any other process are slower than one
     for seed in [] if options.compare_only else options.seeds:
-        for name in options.configs:
+        for name in options.variants:
             run = options.output / name / f"seed_{seed}"
             if steps_done(run) < options.steps:
-                train(name, seed, options.steps, run)
+                train(run, seed, name == COIN, [*options_of(name, options.steps), *settings], CONFIG)
             print(f"{run}: {steps_done(run)} steps", flush=True)
-    print(f"Comparison written to {compare(options.output, options.configs, options.seeds, options.steps)}.")
+    print(f"Comparison written to {compare(options.output, options.variants, options.seeds, options.steps)}.")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,25 @@
-"""The comparison page of `arms_race.py`: curves, one table with mean and spread over seeds, cross-play.
+"""
+The comparison page of `arms_race.py`: held-out curves, differences paired by seed, tables over seeds, cross-play.
 
-Writes `comparison.html` (self-contained), `table.md` for a README, `curves.png` and `crossplay.png`. What a run was is
-read from its `metrics.jsonl`; unfinished runs are shown as far as they went.
+Writes `comparison.html` (self-contained), `table.md` for a README, `held_out.png`, `curves.png` and `crossplay.png`.
+What a run was is read from its `metrics.jsonl`; unfinished runs are shown as far as they went.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
-from trl_populora.report.load import load_history
+from trl_populora.adapters.routing import BASE_NAME
+from trl_populora.report.load import load_evaluations, load_history
 from trl_populora.report.payoff import Payoff
-from trl_populora.runs.records import PLAYED
+from trl_populora.runs.records import PLAYED, read_lines
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,53 @@ MEASURES = (
     Measure(("propose/valid_rate",), "valid proposals", "fraction"),
 )
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#444444")  # Okabe and Ito
+MARKERS = "osD^vP"  # told apart without colours
+ENOUGH_SEEDS = 5  # of fewer, all lie on one side too easily
 WINDOW = 15  # steps of the running mean in the picture
 
 
-def load(run: Path) -> list[dict[str, float]]:
+@dataclass
+class Run:
+    """
+    What the first `steps` of a run have left.
+
+    Args:
+        path (`Path`): Its directory.
+        steps (`int`): Those that count.
+        untrained (`dict[str, float]`): Solve rates on levels never trained, of its students and of the base.
+    """
+
+    path: Path
+    steps: int
+    untrained: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.history = with_new_structures(self.path)[: self.steps]
+        self.evaluations = [entry for entry in load_evaluations(self.path) if entry["step"] <= self.steps]
+
+    def last(self, key: str) -> float:
+        """A figure of the last evaluation; NaN without one."""
+        return _number(self.evaluations[-1].get(f"eval/{key}")) if self.evaluations else math.nan
+
+    def gain(self, key: str = "solve_rate", of: str = "solve_rate_mean") -> float:
+        """What the last evaluation's figure is above the base's."""
+        return self.last(of) - self.last(f"{BASE_NAME}/{key}")
+
+    def transfer(self) -> float:
+        """Mean solve rate of the students on the untrained levels."""
+        return _mean([rate for name, rate in self.untrained.items() if name != BASE_NAME])
+
+    def last_fifth(self, measure: Measure) -> float:
+        """Mean of a measure over the last fifth of the steps."""
+        numbers = values(self.history, measure)
+        return _mean(numbers[-max(1, len(numbers) // 5) :])
+
+    def minutes(self) -> float:
+        """Minutes of one thread that its steps took, evaluations apart."""
+        return sum(entry.get("step_time", 0.0) for entry in read_lines(self.path / "times.jsonl")) / 60
+
+
+def with_new_structures(run: Path) -> list[dict[str, float]]:
     """Metrics per step. Coverage counts a population's larger number of proposals, so it is given per proposal."""
     history, proposed = [entry for entry in load_history(run) if PLAYED in entry], proposals(run)
     for before, entry in zip([None, *history], history, strict=False):
@@ -84,23 +130,118 @@ def spread(numbers: Sequence[float]) -> str:
     return f"{fmean(known):.2f} ± {stdev(known):.2f}"
 
 
-def table(runs: Mapping[str, Mapping[int, list[dict]]]) -> list[list[str]]:
+def table(runs: Mapping[str, Mapping[int, Run]]) -> list[list[str]]:
     """A row per measure; per config the mean of the first and of the last fifth of the steps, over seeds."""
     rows = [["", *(f"{name}, {part}" for name in runs for part in ("first fifth", "last fifth"))]]
     for measure in MEASURES:
         row = [f"{measure.name} ({measure.unit})"]
         for seeds in runs.values():
-            series = [values(history, measure) for history in seeds.values()]
+            series = [values(run.history, measure) for run in seeds.values()]
             fifths = [max(1, len(numbers) // 5) for numbers in series]
             row.append(spread([_mean(n[:fifth]) for n, fifth in zip(series, fifths, strict=True)]))
             row.append(spread([_mean(n[-fifth:]) for n, fifth in zip(series, fifths, strict=True)]))
         rows.append(row)
-    steps = [f"{min(map(len, seeds.values()))} x {len(seeds)}" for seeds in runs.values()]
+    steps = [f"{min(len(run.history) for run in seeds.values())} x {len(seeds)}" for seeds in runs.values()]
     rows.append(["steps x seeds", *(text for count in steps for text in (count, ""))])
     return rows
 
 
-def draw_curves(runs: Mapping[str, Mapping[int, list[dict]]], path: Path) -> None:
+FIGURES: dict[str, Callable[[Run], float]] = {
+    "students' mean": lambda run: run.last("solve_rate_mean"),
+    "gain over the base": lambda run: run.gain(),
+    "best student": lambda run: run.last("solve_rate_best"),
+    "worst student": lambda run: run.last("solve_rate_worst"),
+    **{kind: lambda run, kind=kind: run.last(f"{kind}/solve_rate") for kind in ("code_o", "code_i", "code_f")},
+    "worked share": lambda run: run.last("thinking_rate"),
+    "levels never trained": Run.transfer,
+    "the base on them": lambda run: run.untrained.get(BASE_NAME, math.nan),
+    "minutes of one thread": Run.minutes,
+}
+COMPARED: dict[str, Callable[[Run], float]] = {
+    "gain over the base, mean": FIGURES["gain over the base"],
+    "gain over the base, worst student": lambda run: run.gain(of="solve_rate_worst"),
+    "gain over the base, best student": lambda run: run.gain(of="solve_rate_best"),
+    "levels never trained": Run.transfer,
+    **{f"{measure.name}, last fifth": lambda run, measure=measure: run.last_fifth(measure) for measure in MEASURES},
+}
+
+
+def held_out_table(runs: Mapping[str, Mapping[int, Run]]) -> list[list[str]]:
+    """A row per figure of the last evaluation, a column per variant."""
+    rows = [["at the last evaluation", *runs]]
+    for name, figure in FIGURES.items():
+        rows.append([name, *(spread([figure(run) for run in seeds.values()]) for seeds in runs.values())])
+    return rows
+
+
+def paired(differences: Sequence[float]) -> tuple[float, float, float]:
+    """
+    Mean, lower and upper end of the exact 95 % bootstrap interval of few differences: all resamples are counted.
+
+    Args:
+        differences (`Sequence[float]`): One per seed, at most 7.
+    """
+    means = sorted(fmean(drawn) for drawn in product(differences, repeat=len(differences)))
+    beyond = int(0.025 * len(means))
+    return fmean(differences), means[beyond], means[-1 - beyond]
+
+
+def paired_table(runs: Mapping[str, Mapping[int, Run]], reference: str) -> list[list[str]]:
+    """What each variant has more than the reference, seed by seed; a claim needs an interval without zero."""
+    others = [name for name in runs if name != reference]
+    rows = [["difference: mean [95 %], signs", *others]]
+    for name, figure in COMPARED.items():
+        row = [name]
+        for other in others:
+            seeds = sorted(runs[other].keys() & runs[reference].keys())
+            both = [figure(runs[other][seed]) - figure(runs[reference][seed]) for seed in seeds]
+            row.append(told([difference for difference in both if not math.isnan(difference)]))
+        rows.append(row)
+    return rows
+
+
+def told(differences: Sequence[float]) -> str:
+    """`+0.05 [+0.01, +0.08], 4 of 5 above`; bold where there are enough seeds and the interval holds no zero."""
+    if not differences:
+        return "-"
+    above = f"{sum(difference > 0 for difference in differences)} of {len(differences)} above"
+    if len(differences) < 2:
+        return f"{differences[0]:+.3f}, one seed"
+    mean, low, high = paired(differences)
+    text = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}], {above}"
+    return f"**{text}**" if len(differences) >= ENOUGH_SEEDS and (low > 0 or high < 0) else text
+
+
+def draw_held_out(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
+    """Held-out solve rate over the steps: students' mean, best and worst, every seed thin, the base dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.4, 4.6), layout="constrained")
+    axes = figure.subplots(1, 3, sharex=True, sharey=True)
+    for axis, which in zip(axes, ("mean", "best", "worst"), strict=True):
+        for (name, seeds), color, marker in zip(runs.items(), COLORS, MARKERS, strict=False):
+            curves = [{e["step"]: e[f"eval/solve_rate_{which}"] for e in run.evaluations} for run in seeds.values()]
+            for curve in curves:
+                axis.plot(curve.keys(), curve.values(), color=color, linewidth=0.7, alpha=0.5)
+            steps = sorted(set.intersection(*map(set, curves)))
+            means = [fmean(curve[step] for curve in curves) for step in steps]
+            label = f"{name}: {len(curves)} seed(s)"
+            axis.plot(steps, means, color=color, marker=marker, linewidth=2.2, label=label)
+        bases = [run.last(f"{BASE_NAME}/solve_rate") for seeds in runs.values() for run in seeds.values()]
+        axis.axhline(_mean(bases), color="0.35", linestyle="--", linewidth=1, label="base")
+        axis.set_title({"mean": "students' mean"}.get(which, f"{which} student"))
+        axis.set_xlabel("population step")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("held-out tasks solved (fraction)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=80, metadata={"Software": None})
+
+
+def draw_curves(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
     """One panel per measure: a thin line per seed, a thick one for their mean."""
     import matplotlib
 
@@ -111,7 +252,7 @@ def draw_curves(runs: Mapping[str, Mapping[int, list[dict]]], path: Path) -> Non
     axes = figure.subplots(4, 3, sharex=True)
     for axis, measure in zip(axes.flat, MEASURES, strict=False):
         for color, seeds in zip(COLORS, runs.values(), strict=False):
-            smooth = [_running(values(history, measure)) for history in seeds.values()]
+            smooth = [_running(values(run.history, measure)) for run in seeds.values()]
             for line in smooth:
                 axis.plot(range(1, len(line) + 1), line, color=color, linewidth=0.7, alpha=0.45)
             together = [_mean(step) for step in zip(*smooth, strict=False)]
@@ -151,20 +292,15 @@ def by_run(payoff: Payoff) -> Payoff:
         valid.setdefault(of_run(teacher), []).append(share)
         for student, rate in zip(payoff.students, row, strict=True):
             cells.setdefault((of_run(teacher), of_run(student)), []).append(rate)
-    given: dict[str, list[float]] = {}
-    for name, rate in payoff.given.items():
-        if name in payoff.students:
-            given.setdefault(of_run(name), []).append(rate)
     return Payoff(
         teachers,
         students,
         [fmean(valid[name]) for name in teachers],
         [[_mean(cells[teacher, student]) for student in students] for teacher in teachers],
-        {name: fmean(rates) for name, rates in given.items()},
     )
 
 
-def crossplay_table(payoff: Payoff, base: float) -> list[list[str]]:
+def crossplay_table(payoff: Payoff) -> list[list[str]]:
     """Teachers' runs against students' runs, grouped by config: mean and spread over the runs of a config."""
     configs = list(dict.fromkeys(name.split("/")[0] for name in payoff.students))
     rows = [["tasks of \\ solved by", *(f"students of {name}" for name in configs), "valid proposals"]]
@@ -175,8 +311,6 @@ def crossplay_table(payoff: Payoff, base: float) -> list[list[str]]:
             columns = [index for index, name in enumerate(payoff.students) if name.split("/")[0] == other]
             row.append(spread([_mean([payoff.solved[i][j] for j in columns]) for i in mine]))
         rows.append([*row, spread([payoff.valid[i] for i in mine])])
-    held_out = [[payoff.given[n] for n in payoff.given if n.split("/")[0] == config] for config in configs]
-    rows.append([f"held-out tasks (base {base:.2f})", *map(spread, held_out), ""])
     return rows
 
 

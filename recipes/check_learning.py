@@ -26,7 +26,7 @@ from trl_populora.evaluation.cross_play import solve_rates
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.preparation import make_sandbox
-from trl_populora.tasks import CodeO, TaskArchive
+from trl_populora.tasks import CodeF, CodeI, CodeO, TaskArchive
 from trl_populora.tasks.base import Reject, Task
 
 
@@ -44,6 +44,14 @@ class ArchiveOnly:
 
 class FixedO(ArchiveOnly, CodeO):
     """code_o from the archive alone."""
+
+
+class FixedI(ArchiveOnly, CodeI):
+    """code_i likewise."""
+
+
+class FixedF(ArchiveOnly, CodeF):
+    """code_f likewise."""
 
 
 def hard_tasks(count: int, seed: int, held_out: bool = False) -> list[Task]:

@@ -51,9 +51,9 @@ def coin(seed: int) -> Callable[..., list[float | None]]:
     return random_student_reward
 
 
-def train(run: Path, seed: int, random_rewards: bool, options: list[str]) -> None:
+def train(run: Path, seed: int, random_rewards: bool, options: list[str], config: Path = CONFIG) -> None:
     """Trains one run to its end, from its newest checkpoint if there is one."""
-    given = ["--config", str(CONFIG), "--seed", str(seed), "--output_dir", str(run), "--save_strategy", "steps"]
+    given = ["--config", str(config), "--seed", str(seed), "--output_dir", str(run), "--save_strategy", "steps"]
     given += ["--save_steps", "20", "--save_total_limit", "1", *options]
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig))
     trainer = build_trainer(*parser.parse_args_and_config(given))

@@ -1,15 +1,17 @@
-"""The comparison recipe: a run of it on the embedded base, and the page of two small runs that have ended."""
+"""The comparison recipe: runs of it on the embedded base, its figures, and the page of small runs."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.populora_run import make_trainer
-from tests.without_vllm import without_vllm
+from tests.populora_run import EVALUATED, make_trainer
+from trl_populora.assets import tiny_eval_tasks
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
@@ -17,59 +19,104 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 import arms_race  # noqa: E402
 
 
+pages = arms_race.pages
+
+
+@pytest.fixture
+def few_tasks(monkeypatch):
+    """Six tasks for transfer, two of each kind."""
+    tasks = arms_race.untrained_tasks(6)
+    assert {task.kind for task in tasks} == {"code_o", "code_i", "code_f"}
+    monkeypatch.setattr(arms_race, "untrained_tasks", lambda: tasks)
+
+
 @pytest.fixture(scope="module")
 def output(random_base, seed_tasks, tmp_path_factory):
-    """Two configs with one finished run each, and one run that has only begun."""
+    """Two variants with one finished run each, and one run that has only begun."""
     root = tmp_path_factory.mktemp("race")
     Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
     agent = {"single_agent": True, "per_device_train_batch_size": 6}
-    for name, settings in {"pair/seed_0": {}, "agent/seed_0": agent, "agent/seed_1": agent}.items():
-        trainer = make_trainer(random_base, str(root / name), settings | {"max_steps": 2, "save_strategy": "no"})
+    common = EVALUATED | {"task_kinds": ["tests.populora_run:Letters", "code_o", "code_i", "code_f"], "max_steps": 2}
+    for name, settings in {"4t4s/seed_0": {}, "single_agent/seed_0": agent, "single_agent/seed_1": agent}.items():
+        trainer = make_trainer(random_base, str(root / name), common | {"save_strategy": "no"} | settings)
         trainer.train()
-        if name != "agent/seed_1":
+        if name != "single_agent/seed_1":
             trainer.save_state()
             trainer.save_model()
     return root
 
 
-def test_a_run_is_trained_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", without_vllm()["PYTHONPATH"])
-    options = ["--configs", "single_agent", "--seeds", "0", "--steps", "1", "--output", str(tmp_path)]
+def test_every_variant_is_made_of_the_settings_of_one_recipe():
+    recipe = yaml.safe_load(arms_race.CONFIG.read_text())
+    assert float(arms_race.RATE) == float(recipe["learning_rate"])
+    assert arms_race.options_of("seed_tasks", 75)[:4] == [
+        "--task_kinds",
+        *arms_race.VARIANTS["seed_tasks"]["task_kinds"].split(),
+    ]
+    for settings in arms_race.VARIANTS.values():
+        sizes = {name: int(settings.get(name, recipe[name])) for name in ("teachers", "proposals_per_teacher")}
+        sizes["teachers"] = 1 if "single_agent" in settings else sizes["teachers"]
+        rows = math.prod(sizes.values()) * (1 + recipe["attempts_per_task"])
+        assert rows % recipe["per_device_train_batch_size"] == 0
+
+
+@pytest.mark.parametrize("variant", ["seed_tasks", "coin"])
+def test_a_variant_is_trained_once(variant, few_tasks, tmp_path, capsys, monkeypatch):
+    tasks = Path(tiny_eval_tasks()).read_text(encoding="utf-8").splitlines()[:3]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(tasks) + "\n", encoding="utf-8")
+    options = f"--variants {variant} --seeds 0 --steps 1 --output {tmp_path} --eval_tasks {tmp_path / 'tasks.jsonl'}"
+    options += " --teachers 1 --students 1 --evolve_every 0 --proposals_per_teacher 3 --attempts_per_task 3"
+    options += " --per_device_train_batch_size 12 --max_completion_length 64 --eval_attempts 1 --eval_steps 1"
+    monkeypatch.syspath_prepend(str(arms_race.CONFIG.parents[1]))
+    monkeypatch.setattr(sys, "argv", ["arms_race.py", *options.split()])
     for _ in range(2):
-        monkeypatch.setattr(sys, "argv", ["arms_race.py", *options])
         arms_race.main()
-    run = tmp_path / "single_agent" / "seed_0"
+    run = tmp_path / variant / "seed_0"
     assert arms_race.steps_done(run) == 1
-    assert (run / "log.txt").read_text().count("step 1/1 |") == 1
-    assert "1 x 1" in (tmp_path / "table.md").read_text()
+    assert capsys.readouterr().out.count("step 1/1 | valid") == 1
+    (step,) = pages.Run(run, 1).history
+    assert (step["propose/valid_rate"] == 0) == (variant == "seed_tasks"), "these are given the archive's tasks alone"
+    text = (tmp_path / "table.md").read_text()
+    assert "1 x 1" in text
+    assert "levels never trained" in text
 
 
-def test_the_page_compares_what_has_been_run(output, monkeypatch):
-    held_out = arms_race.held_out_tasks(6)
-    assert {task.kind for task in held_out} == {"code_o", "code_i", "code_f"}
-    monkeypatch.setattr(arms_race, "held_out_tasks", lambda: held_out)
-    page = arms_race.compare(output, ["pair", "agent", "missing"], [0, 1], 2).read_text()
-    assert page.count("data:image/png;base64,") == 2
+def test_the_page_compares_what_has_been_run(output, few_tasks):
+    page = arms_race.compare(output, ["4t4s", "single_agent", "uniform"], [0, 1], 2).read_text()
+    assert page.count("data:image/png;base64,") == 3
     assert "http" not in page
     text = (output / "table.md").read_text()
     assert "| steps x seeds | 2 x 1 |  | 2 x 2 |  |" in text
-    assert "missing" not in text
+    assert "uniform" not in text
     members = json.loads((output / "members.json").read_text())
     assert len(members["teachers"]) == len(members["students"]) == 3, "an unfinished run does not play"
-    assert 0 <= members["base"] <= 1
     rows = [line for line in text.splitlines() if line.startswith("| teachers of")]
-    assert [row.split(" |")[0] for row in rows] == ["| teachers of pair", "| teachers of agent"]
+    assert [row.split(" |")[0] for row in rows] == ["| teachers of 4t4s", "| teachers of single_agent"]
+    transfer = json.loads((output / "4t4s" / "seed_0" / "untrained.json").read_text())
+    assert set(transfer) == {"base", "student_0", "student_1"}
+    (row,) = [line for line in text.splitlines() if line.startswith("| gain over the base, mean")]
+    gains = [pages.Run(output / name / "seed_0", 2).gain() for name in ("4t4s", "single_agent")]
+    assert f"{gains[0] - gains[1]:+.3f}, one seed" in row
 
 
 def test_the_first_steps_of_longer_runs_are_compared(output):
-    page = arms_race.compare(output, ["pair", "agent"], [0, 1], 1).read_text()
+    page = arms_race.compare(output, ["4t4s", "single_agent"], [0, 1], 1).read_text()
     assert "| steps x seeds | 1 x 1 |  | 1 x 2 |  |" in (output / "table.md").read_text()
-    assert page.count("data:image/png;base64,") == 1, "members of another step do not play"
+    assert page.count("data:image/png;base64,") == 2, "members of another step do not play"
+    assert [entry["step"] for entry in pages.Run(output / "4t4s" / "seed_0", 1).evaluations] == [0]
 
 
 def test_a_measure_is_a_mean_over_the_seeds(output):
-    pages = arms_race.pages
-    begun = {"agent": {seed: pages.load(output / "agent" / f"seed_{seed}") for seed in (0, 1)}}
-    rates = [begun["agent"][seed][0]["propose/valid_rate"] for seed in (0, 1)]
+    begun = {"single_agent": {seed: pages.Run(output / "single_agent" / f"seed_{seed}", 2) for seed in (0, 1)}}
+    rates = [begun["single_agent"][seed].history[0]["propose/valid_rate"] for seed in (0, 1)]
     (row,) = [row for row in pages.table(begun) if row[0].startswith("valid proposals (")]
     assert row[1] == pages.spread(rates) == f"{sum(rates) / 2:.2f} ± {abs(rates[0] - rates[1]) / 2:.2f}"
+
+
+def test_an_interval_counts_every_resample_of_the_seeds():
+    mean, low, high = pages.paired([0.0, 0.1])
+    assert (mean, low, high) == pytest.approx((0.05, 0.0, 0.1)), "means 0, .05, .05, .1"
+    assert pages.told([0.1, 0.1, 0.1, 0.1, 0.1]).startswith("**+0.100 [+0.100, +0.100], 5 of 5 above")
+    assert not pages.told([-0.1, 0.1, 0.2, 0.1, -0.3]).startswith("**"), "zero lies within"
+    assert not pages.told([0.1, 0.1, 0.2]).startswith("**"), "three seeds are no claim"
+    assert pages.told([]) == "-"
