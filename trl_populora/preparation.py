@@ -219,9 +219,8 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     if args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
         logger.warning(
             "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "
-            "with its others of the same kind, and with all of its match where it is the only one of its kind: so "
-            "few say "
-            "little.",
+            "with its others of the same kind, and so few say little. `teacher_baseline='group'` compares all of its "
+            "match.",
             args.proposals_per_teacher,
             len(kinds),
         )
