@@ -6,9 +6,9 @@ Generation, on the tiny base: (a) eight members mixed in one batch, (b) the same
 each, (c) the same rows all through one member. Interleaved repeats after a warm-up, medians, tokens per second; every
 row is made to give the same number of tokens.
 
-Publishing: eight members that all moved, as directories that the engine loads, against TRL's own `sync_weights`, which
-merges one adapter into the base, hands every base weight to the engine and takes the adapter out again: once, times
-eight. At the size of the tiny base, and with the shapes of Qwen2.5-0.5B filled at random.
+Publishing: eight members that all moved, from memory, against TRL's own `sync_weights`, which merges one adapter into
+the base, hands every base weight to the engine and takes the adapter out again: once, times eight. At the size of the
+tiny base, and with the shapes of Qwen2.5-0.5B filled at random. `publishing.py` has memory against files.
 
 Needs vLLM (on a machine without GPU: `VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1`); no network. Last line: one JSON
 object.

@@ -1,4 +1,4 @@
-"""The seams of DeepSpeed, PEFT, transformers and TRL's vLLM classes. One of these failing names what moved."""
+"""The seams of DeepSpeed, PEFT, transformers, vLLM and TRL's classes for it. One of these failing names what moved."""
 
 from __future__ import annotations
 
@@ -111,6 +111,27 @@ PROMISES = {
         "VLLMGeneration.generate",
         "self._llm_weights_sleeping",
     ),
+    # generation/engine.py
+    "vLLM's model names its LoRA manager": (
+        "vllm.lora.model_manager",
+        "LoRAModelManager.__init__",
+        "self.model.lora_manager = self",
+    ),
+    "the engine runs a function on its model": (
+        "vllm.v1.worker.worker_base",
+        "WorkerBase.apply_model",
+        "return fn(self.get_model())",
+    ),
+    "an adapter's slot is its place in a list": (
+        "vllm.lora.model_manager",
+        "LoRAModelManager.activate_adapter",
+        "self.lora_index_to_id[index] = lora_model.id",
+    ),
+    "a layer's kernels read stacks of all slots": (
+        "vllm.lora.layers.base_linear",
+        "BaseLinearLayerWithLoRA.set_lora",
+        "self.lora_a_stacked[0][index, 0,",
+    ),
     "the client asks with a session": ("trl.generation.vllm_client", "VLLMClient.__init__", "requests.Session()"),
     "the client names the adapter as the model": ("trl.generation.vllm_client", "VLLMClient", '"model": self.model'),
 }
@@ -135,6 +156,8 @@ def test_promise(seam):
     module, path, text = PROMISES[seam]
     if module.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
+    if module.startswith("vllm."):
+        pytest.importorskip("vllm")
     found = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name)
@@ -145,6 +168,28 @@ def test_promise(seam):
 def test_signature(owner, name):
     found = " ".join(inspect.signature(getattr(owner, name)).parameters)
     assert found == METHODS[owner, name], f"seam {owner.__name__}.{name} has parameters ({found})"
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "parameters"),
+    [
+        (
+            "vllm.lora.lora_model",
+            "LoRAModel.from_lora_tensors",
+            "lora_model_id tensors peft_helper device dtype model_vocab_size weights_mapper skip_prefixes",
+        ),
+        ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.add_adapter", "self lora"),
+        ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.activate_adapter", "self lora_id"),
+        ("vllm.lora.model_manager", "LoRAModelManager.get_adapter", "self adapter_id"),
+        ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA.set_lora", "self index lora_a lora_b"),
+    ],
+)
+def test_signature_of_vllm(module, path, parameters):
+    pytest.importorskip("vllm")
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert " ".join(inspect.signature(found).parameters) == parameters, f"seam {module}.{path} has other parameters"
 
 
 def test_the_private_gradient_of_zero_3_is_where_it_was():

@@ -6,18 +6,24 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from accelerate import Accelerator
-from transformers import AutoTokenizer
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_populora.adapters.weights import read_member
 from trl_populora.assets import tiny_base_path
 from trl_populora.generation.client import VLLMServerError
+from trl_populora.generation.routes import Published, StaleAdapterError
 from trl_populora.generation.vllm import PopulationGeneration
 
 from .vllm_models import largest_difference, logprobs_of, make_population, randomise
@@ -114,6 +120,50 @@ def test_publishing_one_member_changes_its_outputs_and_no_others(client):
     after, _ = client.generate(rows, prompts)
     for row, *texts in zip(rows, before, after, strict=True):
         assert (texts[0] == texts[1]) == (row != 1)
+
+
+def test_a_published_directory_is_what_stock_peft_loads(client, base):
+    """Fp32 masters travel unrounded."""
+    client.publish_all(6)
+    published, ids = client.generation.published["member_2"], torch.tensor([[1, 2, 3, 4]])
+    saved, live = load_file(Path(published.path, "adapter_model.safetensors")), read_member(client.model, "member_2")
+    assert saved.keys() == live.keys()
+    assert all(torch.equal(saved[key], live[key]) for key in live)
+    with torch.no_grad(), client.router.rows_of([2]):
+        expected = client.model(ids).logits
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), published.path)
+    with torch.no_grad():
+        assert torch.allclose(stock(ids).logits, expected, atol=1e-5)
+
+
+def test_replaced_directories_go_one_version_late(client):
+    paths = []
+    for seed in (10, 11, 12):
+        client.publish_all(seed)
+        paths.append(Path(client.generation.published["member_1"].path))
+        assert str(paths[-1]).startswith("/dev/shm/")
+        assert [path.is_dir() for path in paths] == [len(paths) - i <= 2 for i in range(len(paths))]
+
+
+def test_a_server_that_answers_as_before_is_found_stale(client, server):
+    client.publish_all(13)
+    (lora_server,) = client.generation.vllm_client.servers
+    former, load = client.generation.published["member_2"], lora_server.load
+    # The server reads the former version under the name of the next.
+    lora_server.load = lambda adapter: load(replace(adapter, path=former.path))
+    randomise(client.model, "member_2", seed=1400)
+    with pytest.raises(StaleAdapterError, match=rf"{server.url} .* from 'member_2-.*', .* 'member_2'"):
+        client.generation.sync_weights()
+    names = [name for name in server.models() if name.startswith("member_2") and name != former.name]
+    lora_server.unload(Published("member_2", *names, 0))
+
+
+def test_a_member_that_did_not_move_may_answer_as_before(client):
+    client.publish_all(15)
+    former = dict(client.generation.published)
+    client.generation._detector.forget()
+    client.generation.sync_weights()
+    assert not set(former.values()) & set(client.generation.published.values())
 
 
 @pytest.mark.parametrize(("members", "rank"), [(MEMBERS + 1, 4), (MEMBERS, 32)])

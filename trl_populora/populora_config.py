@@ -137,7 +137,7 @@ class PopuLoRAConfig(GRPOConfig):
             `vllm_*` settings hold too; the engine computes in the trainer's precision unless `dtype` is given.
         vllm_adapter_dir (`str`, *optional*):
             Directory that the trainer and every vLLM server see, for published adapters. Shared memory, or
-            `output_dir` when a server sits on another host or memory is short, when `None`.
+            `output_dir` when a server sits on another host or memory is short, when `None`. Not for colocated engines.
         vllm_request_timeout (`float`, *optional*, defaults to `1200.0`):
             Seconds after which a vLLM server that does not answer counts as failed.
 

@@ -1,14 +1,18 @@
 """
-Adapters whose modules have ranks or alphas of their own, written so that readers of `r` and `lora_alpha` see them.
+Adapters whose modules have ranks and alphas of their own, for readers that see `r` and `lora_alpha` only.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 
 def largest_rank(lora_config: LoraConfig) -> int:
@@ -16,30 +20,46 @@ def largest_rank(lora_config: LoraConfig) -> int:
     return max([lora_config.r, *lora_config.rank_pattern.values()])
 
 
+def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mapping[str, torch.Tensor], LoraConfig]:
+    """
+    An adapter with `rank_pattern` or `alpha_pattern` as an equal one without: every module's scaling goes into its B,
+    and zeros fill up smaller ranks. One without patterns comes back as it is. vLLM knows one rank and one scaling for
+    all modules.
+
+    Args:
+        factors (`Mapping[str, torch.Tensor]`): Per layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT
+            state-dict key.
+        config ([`~peft.LoraConfig`]): The adapter's.
+    """
+    if not (config.rank_pattern or config.alpha_pattern):
+        return factors, config
+    rank = max(value.shape[0] for key, value in factors.items() if key.endswith(".lora_A.weight"))
+    folded = {}
+    for key in [key for key in factors if key.endswith(".lora_A.weight")]:
+        module = key.removesuffix(".lora_A.weight")
+        a, b = factors[key], factors[f"{module}.lora_B.weight"]
+        short = rank - len(a)
+        folded[key] = pad(a, (0, 0, 0, short))
+        folded[f"{module}.lora_B.weight"] = pad(b * _scaling(config, module, len(a)), (0, short))
+    config = copy.copy(config)
+    config.r = config.lora_alpha = rank
+    config.use_rslora, config.rank_pattern, config.alpha_pattern = False, {}, {}
+    return folded, config
+
+
 def fold_patterns(directory: str | Path) -> None:
     """
-    Rewrites an adapter with `rank_pattern` or `alpha_pattern` as an equal one without: every module's scaling goes
-    into its B, and zeros fill up smaller ranks. vLLM knows one rank and one scaling for all modules.
+    Rewrites an adapter as [`fold`] does.
 
     Args:
         directory (`str` or `Path`): A PEFT adapter directory; one without patterns stays as it is.
     """
-    config = LoraConfig.from_pretrained(directory)
-    if not (config.rank_pattern or config.alpha_pattern):
-        return
-    path = Path(directory, "adapter_model.safetensors")
+    config, path = LoraConfig.from_pretrained(directory), Path(directory, "adapter_model.safetensors")
     factors = load_file(path)
-    rank = max(value.shape[0] for key, value in factors.items() if key.endswith(".lora_A.weight"))
-    for key in [key for key in factors if key.endswith(".lora_A.weight")]:
-        module = key.removesuffix(".lora_A.weight")
-        a, b = factors[key], factors[f"{module}.lora_B.weight"]
-        padded_a, padded_b = a.new_zeros(rank, a.shape[1]), b.new_zeros(b.shape[0], rank)
-        padded_a[: len(a)], padded_b[:, : len(a)] = a, b * _scaling(config, module, len(a))
-        factors[key], factors[f"{module}.lora_B.weight"] = padded_a, padded_b
-    save_file(factors, path, metadata={"format": "pt"})
-    config.r = config.lora_alpha = rank
-    config.use_rslora, config.rank_pattern, config.alpha_pattern = False, {}, {}
-    config.save_pretrained(directory)
+    folded, one = fold(factors, config)
+    if folded is not factors:
+        save_file(dict(folded), path, metadata={"format": "pt"})
+        one.save_pretrained(directory)
 
 
 def _scaling(config: LoraConfig, module: str, rank: int) -> float:

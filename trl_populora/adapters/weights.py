@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import extract_model_from_parallel
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.numpy import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -61,14 +61,19 @@ def is_zero_parameter(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
-def read_member(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
+def read_member(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """
-    Full factors of one member, fp32 on the CPU; under ZeRO the master copy, which is what training continues from.
+    A copy of one member's full factors on the CPU; under ZeRO of the master, which is what training continues from.
+
+    Args:
+        model (`nn.Module`): The model, wrapped or not.
+        name (`str`): The member.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of the copy.
 
     Returns:
         `dict[str, torch.Tensor]`: Per layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.
     """
-    return {key: _full_tensor(parameter) for key, parameter in member_parameters(model, name).items()}
+    return {key: _full_tensor(parameter, dtype) for key, parameter in member_parameters(model, name).items()}
 
 
 def adds_nothing(model: nn.Module, name: str) -> bool:
@@ -76,7 +81,7 @@ def adds_nothing(model: nn.Module, name: str) -> bool:
     return not any(value.any() for key, value in read_member(model, name).items() if "lora_B" in key)
 
 
-def _full_tensor(parameter: nn.Parameter) -> torch.Tensor:
+def _full_tensor(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(parameter, DTensor):
         value = parameter.full_tensor()
     elif is_zero_parameter(parameter):
@@ -85,7 +90,7 @@ def _full_tensor(parameter: nn.Parameter) -> torch.Tensor:
         value = safe_get_full_fp32_param(parameter)
     else:
         value = parameter
-    return value.detach().to(device="cpu", dtype=torch.float32, copy=True)
+    return value.detach().to(device="cpu", dtype=dtype, copy=True)
 
 
 @torch.no_grad()
@@ -239,11 +244,15 @@ def save_member(model: nn.Module, name: str, directory: str | Path, write: bool 
             Whether this rank writes. All ranks call, because reading is collective, and the main one writes.
     """
     factors = read_member(model, name)
-    if not write:
-        return
+    if write:
+        save_factors(factors, peft_model(model).peft_config[name], directory)
+
+
+def save_factors(factors: Mapping[str, torch.Tensor], config: LoraConfig, directory: str | Path) -> None:
+    """Saves factors, as returned by [`read_member`], as an ordinary PEFT adapter directory; made if absent."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = copy.copy(peft_model(model).peft_config[name])
+    config = copy.copy(config)
     config.inference_mode = True
     # PEFT holds the targets as a set, whose order changes with the hash seed: same run, same bytes.
     if not isinstance(config.target_modules, str):

@@ -13,10 +13,11 @@ from urllib.parse import urlparse
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from .routes import Ask, Published, distinct_asks
+from .routes import Ask, Published, StaleAdapterError, distinct_asks
 
 
 REQUESTS_AT_A_TIME = 64  # seeded questions are requests of their own
+PROBE = range(1, 9)  # token ids that every vocabulary has
 
 
 class VLLMServerError(RuntimeError):
@@ -43,6 +44,7 @@ class LoRAServer(VLLMClient):
     def __init__(self, base_url: str, connection_timeout: float, request_timeout: float, advice: Callable[[], str]):
         self.request_timeout, self.advice = request_timeout, advice
         self.failed = threading.Event()  # `answer` works on copies, which share it
+        self._probed: dict[str, tuple] = {}
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
         for adapter in self.session.adapters.values():
             # A server that is away is asked again, as TRL does. A broken or overdue answer is not: a restarted server
@@ -126,6 +128,36 @@ class LoRAServer(VLLMClient):
             )
         raise VLLMServerError(self._failure(url, reasons))
 
+    def probe(self, adapter: Published, moved: bool) -> None:
+        """
+        Asks an adapter for one token, the likeliest, which draws no random numbers; its log-probability and the next
+        ones' must not be to the last bit those of the member's former version.
+
+        A server's arithmetic differs from the trainer's by more than one optimizer step moves log-probabilities, so
+        comparing the two would tell less.
+
+        Args:
+            adapter ([`Published`]): A version that was just loaded.
+            moved (`bool`): Whether the member moved so far that it must answer differently.
+
+        Raises:
+            [`StaleAdapterError`]: If it does not; names server, member and version.
+        """
+        server = copy.copy(self)
+        server.model = adapter.name
+        greedy = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5}
+        output = VLLMClient.generate(
+            server, [list(PROBE)], **greedy, generation_kwargs={"cache_salt": adapter.cache_salt}
+        )
+        answer = (output["logprob_token_ids"], output["logprobs"])
+        former, self._probed[adapter.member] = self._probed.get(adapter.member), answer
+        if moved and answer == former:
+            raise StaleAdapterError(
+                f"The vLLM server at {self.base_url} does not sample from {adapter.name!r}, the last published "
+                f"version of {adapter.member!r}: it answers with the log-probabilities of the version before. "
+                f"{self.advice()}"
+            )
+
     def answer(self, route: Published, asks: Sequence[Ask], seed: int | None, **params: Any) -> list[list[tuple]]:
         """
         Completions of asks that have the same route, the same number of rows and the same seed.
@@ -185,6 +217,11 @@ class LoRAServers:
         """Unloads an adapter from every server."""
         for server in self.servers:
             server.unload(adapter)
+
+    def probe(self, adapter: Published, moved: bool) -> None:
+        """Probes an adapter on every server."""
+        for server in self.servers:
+            server.probe(adapter, moved)
 
     def generate(self, prompts: Sequence[Sequence[int]], features: None = None, n: int = 1, **params: Any) -> dict:
         """

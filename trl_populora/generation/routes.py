@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+class StaleAdapterError(RuntimeError):
+    """vLLM does not sample from the version of a member that was published last."""
+
+
 @dataclass(frozen=True)
 class Published:
     """
@@ -20,13 +24,13 @@ class Published:
         member (`str`): The member.
         name (`str`): Adapter name, unique over all runs that a server may have seen.
         id (`int`): Adapter id, counted from 1.
-        path (`str`): Its PEFT directory.
+        path (`str`, *optional*): Its PEFT directory, for a server to read.
     """
 
     member: str
     name: str
     id: int
-    path: str
+    path: str = ""
 
     @property
     def cache_salt(self) -> str:

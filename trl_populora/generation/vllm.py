@@ -1,14 +1,16 @@
 """`PopulationGeneration`: TRL's vLLM generation with one adapter per row, colocated or on servers (phases 2 and 4).
 
 The base is frozen, so it is loaded once and never sent again. What changes are the adapters: `sync_weights` publishes
-those that moved, each version under a name, id and path of its own.
+those that moved, each version under a name and id of its own. A colocated engine gets their tensors; servers get
+directories, which lie in shared memory where all servers are on this host: vLLM loads adapters over HTTP by path only.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_populora.adapters import weights
-from trl_populora.adapters.folding import fold_patterns
+from trl_populora.adapters.folding import fold
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.populora_config import PopuLoRAConfig
 
@@ -34,6 +36,11 @@ from .routes import Published
 from .stops import vllm_kwargs
 
 
+# A member whose B moved by more than this root mean square cannot answer as before to the last bit, in any precision.
+# Adam moves it by about the learning rate a step, so newborns pass it and single steps at low rates do not.
+SEEN_IN_ANY_PRECISION = 1e-4
+
+
 class PopulationGeneration(VLLMGeneration):
     """
     [`~trl.generation.vllm_generation.VLLMGeneration`] for a population of LoRA adapters on one frozen base.
@@ -42,7 +49,8 @@ class PopulationGeneration(VLLMGeneration):
 
     - `_init_vllm`: the engine serves LoRA ([`~trl_populora.generation.engine.RoutedLLM`]), or the client speaks to
       servers that do ([`~trl_populora.generation.client.LoRAServers`]); no weight-transfer group is opened.
-    - `sync_weights`: publishes the members that changed, as PEFT directories; nothing is merged.
+    - `sync_weights`: publishes the members that changed, as tensors or as PEFT directories, and probes them; nothing
+      is merged.
     - `generate`: every prompt goes to the member that the router names for its row.
 
     Args:
@@ -50,7 +58,8 @@ class PopulationGeneration(VLLMGeneration):
         members (`Sequence[str]`): Member names in route order.
         router ([`~trl_populora.adapters.routing.Router`]): Holds the member of each row while `generate` runs.
         output_dir (`str`): The run's directory.
-        adapter_dir (`str`, *optional*): Where published adapters lie. Shared memory when `None` and it has room.
+        adapter_dir (`str`, *optional*):
+            Where adapters published to servers lie. Shared memory when `None` and it has room.
         engine_kwargs (`dict`, *optional*): Further arguments of vLLM's `LLM`, colocate mode only.
         request_timeout (`float`, *optional*, defaults to `1200.0`): Seconds, server mode only.
         **kwargs: Arguments of `VLLMGeneration`. `server_base_url` may list several URLs, separated by commas.
@@ -80,6 +89,7 @@ class PopulationGeneration(VLLMGeneration):
         self.published: dict[str, Published] = {}
         self._detector = publishing.ChangeDetector()
         self._shelf: publishing.AdapterShelf | None = None
+        self._probed: dict[str, torch.Tensor] = {}
         self._count = 0
         super().__init__(model, **kwargs)
         self._run = gather_object([uuid.uuid4().hex[:8]])[0]
@@ -149,74 +159,72 @@ class PopulationGeneration(VLLMGeneration):
         """
         Publishes every member whose weights changed since it was last published. Collective.
 
-        The new version is in before the old one is unloaded. A replaced directory stays until the next publishing.
+        The new version is in, and probed, before the old one is unloaded. A replaced directory stays until the next
+        publishing. An engine that slept is probed as a whole.
+
+        Raises:
+            [`~trl_populora.generation.routes.StaleAdapterError`]: If vLLM does not sample from what was published.
         """
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
+            self.llm.probe(self.published.values())
         flags = gather_object([self._detector.changed(self.model, self.members)])
         changed = [name for name, *moved in zip(self.members, *flags, strict=True) if any(moved)]
-        if not changed:
-            return
-        self._load(self._write(changed))
+        if changed:
+            self._publish(changed)
 
-    def _load(self, fresh: Sequence[Published]) -> None:
-        """Lets the backend read what was written, and forget the versions before."""
-        self.accelerator.wait_for_everyone()
-        if self.backend is not None:
-            for adapter in fresh:
-                self.backend.load(adapter)
-                if adapter.member in self.published:
-                    self.backend.unload(self.published[adapter.member])
-        if self._shelf is not None:
-            self._shelf.sweep_retired()
-            for adapter in fresh:
-                if adapter.member in self.published:
-                    self._shelf.retire(self.published[adapter.member].path)
-        self.published |= {adapter.member: adapter for adapter in fresh}
-
-    def _write(self, members: Sequence[str]) -> list[Published]:
-        """Saves members to the shelf of this host; every rank takes part, because reading a member is collective."""
-        shelf = self._shelf_root()
-        fresh = []
+    def _publish(self, members: Sequence[str]) -> None:
+        """Brings members to where they are sampled from. Every rank takes part, because reading one is collective."""
+        retired = [self.published[member].path for member in members if member in self.published]
         for member in members:
             self._count += 1
-            name = f"{member}-{self._run}-{self._count}"
-            fresh.append(Published(member, name, self._count, str(Path(shelf) / name)))
-            save = self._save_base if member == BASE_NAME else partial(self._save_member, member)
-            if self._shelf is None:
-                save(Path(shelf), write=False)
-            else:
-                self._shelf.put(name, save)
-        return fresh
+            adapter = Published(member, f"{member}-{self._run}-{self._count}", self._count)
+            factors = self._read(member)
+            config = self.model.peft_config[self.members[0]]
+            if self.mode == "colocate":
+                self.llm.load(adapter, *fold(factors, config))
+            elif self.backend is not None:
+                adapter = self._serve(adapter, *fold(factors, config))
+            if self.backend is not None and member in self.published:
+                self.backend.unload(self.published[member])
+            self.published[member] = adapter
+        if self._shelf is not None:
+            self._shelf.sweep_retired()
+            for path in retired:
+                self._shelf.retire(path)
 
-    def _save_member(self, member: str, directory: Path, write: bool = True) -> None:
-        """Saves an adapter as vLLM reads it."""
-        weights.save_member(self.model, member, directory, write=write)
-        if write:
-            fold_patterns(directory)
+    def _read(self, member: str) -> dict[str, torch.Tensor]:
+        """A member's factors; for the base those of an adapter that adds nothing, the first member's with zeros."""
+        if member == BASE_NAME:
+            return {key: value.zero_() for key, value in self._read(self.members[0]).items()}
+        dtype = self.llm.lora_dtype if self.mode == "colocate" else torch.float32
+        return weights.read_member(self.model, member, dtype)
 
-    def _save_base(self, directory: Path, write: bool = True) -> None:
-        """Saves an adapter that adds nothing: the first member's, with zeros."""
-        self._save_member(self.members[0], directory, write=write)
-        if write:
-            path = directory / "adapter_model.safetensors"
-            save_file({key: torch.zeros_like(value) for key, value in load_file(path).items()}, path)
+    def _serve(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> Published:
+        """Writes an adapter for the servers, lets them load it, and probes it."""
+        save = partial(weights.save_factors, factors, config)
+        adapter = replace(adapter, path=self._open_shelf().put(adapter.name, save))
+        self.backend.load(adapter)
+        self.backend.probe(adapter, self._moved(adapter.member, factors))
+        return adapter
 
-    def _shelf_root(self) -> str:
-        """This host's shelf, made by its first rank; server mode has one shelf in all, made by the main process."""
-        server = self.mode == "server"
-        first = 0 if server else self.accelerator.process_index - self.accelerator.local_process_index
-        if self._shelf is None and self.accelerator.process_index == first:
+    def _moved(self, member: str, factors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a member's first B is so far from that of its former version that no precision hides it."""
+        b = next(value for key, value in factors.items() if "lora_B" in key)
+        former, self._probed[member] = self._probed.get(member), b
+        return former is not None and float((b - former).square().mean().sqrt()) > SEEN_IN_ANY_PRECISION
+
+    def _open_shelf(self) -> publishing.AdapterShelf:
+        if self._shelf is None:
             size = sum(
                 4 * parameter.numel()
                 for name in self.members
                 for parameter in weights.member_parameters(self.model, name).values()
             )
-            remote = server and self.vllm_client.remote
-            parent = self.adapter_dir or publishing.choose_parent(self.output_dir, size, remote)
+            parent = self.adapter_dir or publishing.choose_parent(self.output_dir, size, self.vllm_client.remote)
             self._shelf = publishing.AdapterShelf(parent)
-        return gather_object([None if self._shelf is None else str(self._shelf.root)])[first]
+        return self._shelf
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """
@@ -238,7 +246,7 @@ class PopulationGeneration(VLLMGeneration):
         all_rows = self._rows_of_group(list(rows))
         # vLLM's CPU kernels take the index of the base, -1, for the last adapter: it goes as an adapter of zeros.
         if BASE in all_rows and BASE_NAME not in self.published:
-            self._load(self._write([BASE_NAME]))
+            self._publish([BASE_NAME])
         if self.backend is not None:
             names = [BASE_NAME if row == BASE else self.members[row] for row in all_rows]
             self.backend.routes = [self.published[name] for name in names]
