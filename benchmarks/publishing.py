@@ -128,14 +128,14 @@ def main() -> None:
             gpu_memory_utilization=0.3,
             engine_kwargs={"enforce_eager": True, "load_format": "dummy", "skip_tokenizer_init": True},
         )
-        probe, probing = generation.llm.probe, [0.0]
+        probe, probing = generation.llm._probe, [0.0]
 
-        def timed_probe(adapters) -> None:
+        def timed_probe(*adapter, **layers) -> None:
             start = now()
-            probe(adapters)
+            probe(*adapter, **layers)
             probing[-1] += now() - start
 
-        generation.llm.probe = timed_probe
+        generation.llm._probe = timed_probe
         by_files = ByFiles(generation)
         seconds: dict[str, list[float]] = {"files": [], "memory": [], "nothing": []}
         ways = {"files": by_files.publish, "memory": generation.sync_weights, "nothing": generation.sync_weights}
@@ -151,17 +151,21 @@ def main() -> None:
         generation.close()
     # The first is a warm-up.
     medians = {way: statistics.median(values[1:]) for way, values in seconds.items()}
-    ratio = statistics.median(f / m for f, m in list(zip(seconds["files"], seconds["memory"], strict=True))[1:])
+    runs = list(zip(*seconds.values(), strict=True))[1:]
+    ratio = statistics.median((files - nothing) / (memory - nothing) for files, memory, nothing in runs)
+    whole = statistics.median(files / memory for files, memory, _ in runs)
     probed = statistics.median(probing[2:])
     size = sum(p.numel() for p in member_parameters(model, names[0]).values())
     print(f"{MEMBERS} adapters of {size:,} numbers, {arguments.layers} layers, {arguments.clock} clock")
     print(f"  by files        {medians['files']:8.3f} s")
     print(f"  from memory     {medians['memory']:8.3f} s, the probe's {probed:.3f} s among them")
-    print(f"  nothing moved   {medians['nothing']:8.3f} s: finding out what moved is in all three")
+    print(f"  nothing moved   {medians['nothing']:8.3f} s, to find that out, which is in all three")
+    print(f"  files over memory: {ratio:.2f} without finding out what moved, {whole:.2f} with it")
     print(
         json.dumps(
             {
                 "memory_vs_files": round(ratio, 2),
+                "memory_vs_files_with_detection": round(whole, 2),
                 "seconds_files": round(medians["files"], 3),
                 "seconds_memory": round(medians["memory"], 3),
                 "seconds_probe": round(probed, 3),

@@ -51,6 +51,12 @@ def opposite_ulps(parameter):
 
 
 @torch.no_grad()
+def sign(parameter):
+    """One bit, the highest of eight bytes."""
+    parameter.view(-1)[5] *= -1
+
+
+@torch.no_grad()
 def swap(parameter):
     parameter.view(-1)[:2] = parameter.view(-1)[:2].flip(0)
 
@@ -60,7 +66,7 @@ def behind_autograd(parameter):
     parameter.data.add_(1)  # does not count in the tensor's own version, as under ZeRO
 
 
-@pytest.mark.parametrize("change", [one_ulp, opposite_ulps, swap, behind_autograd])
+@pytest.mark.parametrize("change", [one_ulp, opposite_ulps, sign, swap, behind_autograd])
 def test_any_change_of_a_member_is_seen_and_only_there(model, change):
     detector = ChangeDetector()
     detector.changed(model, NAMES)

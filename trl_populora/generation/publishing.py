@@ -53,12 +53,17 @@ class ChangeDetector:
 
     @torch.no_grad()
     def _checksum(self, parameters) -> list[int]:
-        """Per tensor, the sum modulo 2^64 of its bit patterns times fixed random factors, which tell places apart."""
+        """
+        Per tensor, the sum modulo 2^64 of its bit patterns, eight bytes at a time where they are so aligned, times
+        fixed random factors, which tell places apart and are odd, so that no bit is lost.
+        """
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         sums = []
         for parameter in parameters:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-            bits = local.contiguous().view(-1).view(integers[local.element_size()])
+            flat, size = local.contiguous().view(-1), local.element_size()
+            aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
+            bits = flat.view(integers[8 if aligned else size])
             sums.append((bits * self._factors(bits.numel(), bits.device)).sum())
         return torch.stack(sums).tolist()
 
@@ -66,7 +71,7 @@ class ChangeDetector:
         if self._weights.numel() < count or self._weights.device != device:
             generator = torch.Generator().manual_seed(0)
             largest = torch.iinfo(torch.long)
-            self._weights = torch.randint(largest.min, largest.max, (count,), generator=generator).to(device)
+            self._weights = torch.randint(largest.min, largest.max, (count,), generator=generator).to(device) | 1
         return self._weights[:count]
 
 
