@@ -131,7 +131,7 @@ def test_a_published_directory_is_what_stock_peft_loads(client, base):
     assert all(torch.equal(saved[key], live[key]) for key in live)
     with torch.no_grad(), client.router.rows_of([2]):
         expected = client.model(ids).logits
-    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), published.path)
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), published.path)
     with torch.no_grad():
         assert torch.allclose(stock(ids).logits, expected, atol=1e-5)
 
