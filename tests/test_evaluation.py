@@ -16,9 +16,9 @@ from trl import GRPOConfig
 from tests.games import PROPOSALS, make_game, solve_by_plan
 from tests.populora_run import SETTINGS, make_trainer
 from trl_populora import __main__ as cli
-from trl_populora.__main__ import read_tasks
 from trl_populora.adapters.weights import read_member, write_member
 from trl_populora.evaluation.cross_play import assemble, cross_play, run_prefixes, score_members, solve_rates
+from trl_populora.given_tasks import read_tasks
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.payoff import Payoff

@@ -289,7 +289,7 @@ class TestFailures:
 
 OPEN_DATASET = """
 from datasets import load_dataset
-from trl_populora.__main__ import read_tasks
+from trl_populora.given_tasks import read_tasks
 from trl_populora.tasks.archive import TaskArchive
 
 table = load_dataset("me/tasks", split="train")

@@ -18,7 +18,7 @@ from trl import TrlParser
 
 import trl_populora
 from trl_populora import __main__ as cli
-from trl_populora.given_tasks import load_archive
+from trl_populora.given_tasks import load_archive, read_tasks
 from trl_populora.model_options import MemberConfig, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.preparation import make_kinds
@@ -79,6 +79,7 @@ print(json.dumps(said))
         ("push", "populora push RUN [--option value ...]"),
         ("evaluate", "populora evaluate RUN [--option value ...]"),
         ("crossplay", "populora crossplay RUN ... [--option value ...]"),
+        ("recipes", "populora recipes [OUT] [--option value ...]"),
     ],
 )
 def test_help_shows_what_is_given_by_position(command, usage, capsys):
@@ -93,6 +94,22 @@ def test_the_version_is_told(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"populora {trl_populora.__version__}\n"
+
+
+def test_recipes_are_listed_with_their_first_line(capsys):
+    cli.main(["recipes"])
+    *listed, last = capsys.readouterr().out.splitlines()
+    root = Path(__file__).parent.parent / "recipes"
+    assert [line.split()[0] for line in listed] == sorted(str(path.relative_to(root)) for path in root.rglob("*.yaml"))
+    assert "tiny/quickstart.yaml" + " " * 27 + "2 teachers + 2 students on the embedded base" in "\n".join(listed)
+    assert last == "`populora recipes DIRECTORY` copies them; there it is `populora train --config recipes/<name>`."
+
+
+def test_recipes_are_copied_beside_nothing_of_their_name(tmp_path):
+    (tmp_path / "accelerate_configs").mkdir()
+    with pytest.raises(SystemExit, match="^populora recipes: .*accelerate_configs is there already; name another"):
+        cli.main(["recipes", str(tmp_path)])
+    assert not (tmp_path / "recipes").exists()
 
 
 def test_an_unknown_command_is_refused_with_the_choices(capsys):
@@ -148,7 +165,7 @@ class TestPlainInstall:
         assert "Population after 1 steps on" in printed
         assert printed.endswith(
             f"Population saved to {args.output_dir}.\n"
-            'There is no picture: matplotlib is not installed; run `pip install -e ".[report]"`.\n'
+            'There is no picture: matplotlib is not installed; run `pip install "trl-populora[report]"`.\n'
         )
         assert Path(args.output_dir, "population.json").exists()
         with pytest.raises(SystemExit, match="^populora report: matplotlib is not installed; run `pip install"):
@@ -228,7 +245,7 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig))
     recipe, _, _ = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
     args = make_args()
-    archive = load_archive(cli.read_tasks(recipe.seed_tasks), make_kinds(args), args)
+    archive = load_archive(read_tasks(recipe.seed_tasks), make_kinds(args), args)
     assert list(archive) == list(earlier)
 
 

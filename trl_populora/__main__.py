@@ -1,6 +1,6 @@
 """
-The command line, also as `python -m trl_populora`: train, report, push, info, crossplay, evaluate, check-kind and
-sandbox-check.
+The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, push, info, crossplay,
+evaluate, check-kind and sandbox-check.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
@@ -39,6 +39,15 @@ class TrainArguments:
     seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
     eval_tasks: str | None = field(default=None, metadata={"help": "Held-out tasks, as seed_tasks; or 'tiny'."})
     resume: bool = field(default=False, metadata={"help": "Continue from the newest whole checkpoint in output_dir."})
+
+
+@dataclass
+class RecipesArguments:
+    """What `populora recipes` needs."""
+
+    out: str | None = field(
+        default=None, metadata={"help": "Directory that gets recipes/ and accelerate_configs/; else they are listed."}
+    )
 
 
 @dataclass
@@ -90,6 +99,13 @@ class CheckKindArguments:
 
     kind: str = field(metadata={"help": "A class as package.module:Class, or the name of one of the package's kinds."})
     tasks: str | None = field(default=None, metadata={"help": "Tasks to show and to run, as seed_tasks."})
+
+
+def quickstart(arguments: Sequence[str]) -> None:
+    """Trains 2 teachers and 2 students on the embedded base: three minutes on two CPU cores."""
+    from trl_populora.assets import shipped
+
+    train(["--config", str(shipped("recipes") / "tiny" / "quickstart.yaml"), *arguments])
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -153,6 +169,7 @@ def group_options(parser: argparse.ArgumentParser) -> None:
 def build_trainer(recipe, args, model):
     """The trainer that the arguments of a training command describe."""
     from trl_populora.assets import TINY, tiny_eval_tasks
+    from trl_populora.given_tasks import read_tasks
     from trl_populora.model_options import member_lora
     from trl_populora.populora_trainer import PopuLoRATrainer
 
@@ -193,25 +210,18 @@ def run_training(recipe, args, model) -> None:
     trainer.accelerator.end_training()
 
 
-def read_tasks(source: str | None):
-    """
-    A table of tasks from a file or the Hub, or `None` where none is named.
+def recipes(arguments: Sequence[str]) -> None:
+    """Lists the recipes of the package, or copies them and the accelerate configs."""
+    from trl_populora.assets import copy_recipes, recipe_titles
 
-    Raises:
-        `ValueError`: If there is no such file or dataset.
-    """
-    from datasets import load_dataset
-
-    if source is None:
-        return None
-    formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-    suffix = Path(source).suffix
-    try:
-        if suffix in formats:
-            return load_dataset(formats[suffix], data_files=source, split="train")
-        return load_dataset(source, split="train")
-    except (FileNotFoundError, ConnectionError) as error:
-        raise ValueError(f"The tasks {source!r} cannot be read ({error}).") from error
+    (options,) = _parse(RecipesArguments, "recipes", arguments)
+    if options.out is None:
+        for name, title in recipe_titles().items():
+            _say(f"{name:<46} {title}")
+        _say("`populora recipes DIRECTORY` copies them; there it is `populora train --config recipes/<name>`.")
+    else:
+        copy_recipes(options.out)
+        _say(f"Recipes and accelerate configs copied to {options.out}; recipes/README.md explains them.")
 
 
 def report(arguments: Sequence[str]) -> None:
@@ -246,7 +256,7 @@ def info(arguments: Sequence[str]) -> None:
 def crossplay(arguments: Sequence[str]) -> None:
     """Lets every student of some runs attempt fresh tasks of every teacher."""
     from trl_populora.evaluation.cross_play import assemble
-    from trl_populora.given_tasks import check_outputs
+    from trl_populora.given_tasks import check_outputs, read_tasks
     from trl_populora.report.payoff import write_payoff
     from trl_populora.tasks.archive import TaskArchive, read_task
 
@@ -274,6 +284,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def check_kind(arguments: Sequence[str]) -> None:
     """Tries a task kind of your own before a run does."""
+    from trl_populora.given_tasks import read_tasks
     from trl_populora.populora_config import PopuLoRAConfig
     from trl_populora.preparation import make_kinds
     from trl_populora.sandbox import Sandbox
@@ -299,7 +310,9 @@ def sandbox_check(arguments: Sequence[str]) -> None:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "quickstart": quickstart,
     "train": train,
+    "recipes": recipes,
     "report": report,
     "push": push,
     "info": info,
@@ -308,6 +321,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "check-kind": check_kind,
     "sandbox-check": sandbox_check,
 }
+TRAINING = ("quickstart", "train")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -325,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         COMMANDS[command](given[1:])
     except (ValueError, RuntimeError) as error:
-        if command == "train":  # days of work deserve the whole story
+        if command in TRAINING:  # days of work deserve the whole story
             raise
         raise SystemExit(f"populora {command}: {error}") from error
     except ModuleNotFoundError as error:
@@ -337,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # safetensors tells in its own words what the system said.
         if getattr(error, "errno", None) not in full and not any(os.strerror(number) in str(error) for number in full):
             raise
-        way_on = " Make room and go on with `--resume`." if command == "train" else ""
+        way_on = " Make room and go on with `--resume`." if command in TRAINING else ""
         raise SystemExit(f"populora {command}: disk full ({error}).{way_on}") from error
 
 
@@ -345,16 +359,17 @@ def _way_out(error: ModuleNotFoundError) -> str:
     """How to get a module of the `report` extra; others are for a traceback."""
     if (error.name or "").partition(".")[0] not in ("matplotlib", "rich"):
         raise error
-    return f'{error.name} is not installed; run `pip install -e ".[report]"`.'
+    return f'{error.name} is not installed; run `pip install "trl-populora[report]"`.'
 
 
 def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
     """Options by name, as TRL's parser takes them (YAML with `--config`), and the first of them also by position."""
     from trl import TrlParser
 
-    first = fields(options)[0].name
+    first, default = fields(options)[0].name, fields(options)[0].default
     many = typing.get_origin(typing.get_type_hints(options)[first]) is list
     place = first.upper().removesuffix("S") + (" ..." if many else "")
+    place = f"[{place}]" if default is None else place
     given = list(arguments)
     if given and not given[0].startswith("-"):
         given[:0] = ["--" + first]

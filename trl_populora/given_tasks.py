@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.sandbox import Job, Status
@@ -18,6 +19,25 @@ from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task, TaskKind
 from trl_populora.tasks.code import CodeKind
 from trl_populora.tasks.control import control_text
+
+
+def read_tasks(source: str | None) -> Dataset | None:
+    """
+    A table of tasks from a file or the Hub, or `None` where none is named.
+
+    Raises:
+        `ValueError`: If there is no such file or dataset.
+    """
+    if source is None:
+        return None
+    formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+    suffix = Path(source).suffix
+    try:
+        if suffix in formats:
+            return load_dataset(formats[suffix], data_files=source, split="train")
+        return load_dataset(source, split="train")
+    except (FileNotFoundError, ConnectionError) as error:
+        raise ValueError(f"The tasks {source!r} cannot be read ({error}).") from error
 
 
 def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], args: PopuLoRAConfig) -> TaskArchive:
