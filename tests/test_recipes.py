@@ -19,6 +19,7 @@ from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from tests import glossary
 from tests.launching import launch as two_processes
 from tests.launching import run_script
 from tests.models import save_base
@@ -99,6 +100,7 @@ def check_run(name: str, run: Path) -> list[dict]:
     steps = [entry for entry in read_lines(run / "metrics.jsonl") if "loss" in entry]
     assert [entry["step"] for entry in steps] == [1, 2]
     assert all(math.isfinite(entry["loss"]) for entry in steps)
+    assert all(glossary.explained(entry) >= set(glossary.STEP) for entry in steps)
     members = 1 if recipe.get("single_agent") else recipe["teachers"] + recipe["students"]
     assert len(list(run.glob("members/*/adapter_model.safetensors"))) == members
     evolves = bool(recipe.get("evolve_every", True)) and members > 2

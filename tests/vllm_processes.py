@@ -15,6 +15,9 @@ from pathlib import Path
 
 import requests
 
+from trl_populora.runs.records import METRICS, read_lines
+
+from . import glossary
 from .vllm_models import ENGINE_ENVIRONMENT
 
 
@@ -127,6 +130,9 @@ def check_recipe(code: int, output: str, directory: Path) -> None:
     print(f"mean sampling/trainer log-probability difference per step: {differences}")
     assert len(differences) == 2
     assert max(differences) < 1e-3
+    steps = (entry for entry in read_lines(directory / METRICS) if "loss" in entry)
+    told = set.intersection(*map(glossary.explained, steps))
+    assert {row for row in glossary.SOME_SETTINGS if row.startswith("sampling/")} <= told
     assert len(list((directory / "members").iterdir())) == 4
     assert (directory / "lineage.jsonl").read_text().count("\n") >= 1
 
