@@ -1,4 +1,4 @@
-# The README's two commands. Both make their own environment in .venv and need nothing but Python >= 3.10 and a C++
+# The README's two commands. Both make their own environment in .venv and need nothing but Python >= 3.11 and a C++
 # compiler (DeepSpeed builds an operator for its tests). On a GPU machine: `make test TORCH=torch VLLM=vllm`.
 PYTHON ?= python3
 VENV ?= .venv

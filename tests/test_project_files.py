@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 import trl_populora
 
@@ -23,6 +25,16 @@ def test_the_version_is_the_same_everywhere():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"\n## [{version}]" in changelog or f"this becomes {version}" in changelog
+
+
+def test_the_oldest_python_is_one_that_bounded_dependencies_install_on():
+    """Without an upper bound pip takes an older version; with one it finds none."""
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', PYPROJECT)[1]
+    (listed,) = re.findall(r"^dependencies = \[\n(.+?)^\]", PYPROJECT, re.MULTILINE | re.DOTALL)
+    bounded = re.findall(r'^    "(\w+)>=[^"]*<', listed, re.MULTILINE)
+    assert "trl" in bounded
+    needed = {name: metadata(name)["Requires-Python"] for name in bounded}
+    assert {name: pythons for name, pythons in needed.items() if oldest not in SpecifierSet(pythons)} == {}
 
 
 def test_hosted_tests_begin_with_the_oldest_python():
