@@ -21,7 +21,7 @@ from trl_populora.tasks.code import CodeKind
 from trl_populora.tasks.control import control_text
 
 
-def read_tasks(source: str | None) -> Dataset | None:
+def read_tasks(source: str | None):
     """
     A table of tasks from a file or the Hub, or `None` where none is named.
 
