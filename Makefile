@@ -32,5 +32,5 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(VENV)/bin/pip install --quiet $(VLLM)
 	$(if $(findstring cpu,$(VLLM)),$(VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
-	$(VENV)/bin/pip install --quiet --editable ".[dev,deepspeed,eval]"
+	$(VENV)/bin/pip install --quiet --editable ".[dev,deepspeed,eval,quantization]"
 	touch $@

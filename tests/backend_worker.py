@@ -28,7 +28,7 @@ from trl_populora.adapters.optim import withhold_gradients
 from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.preparation import refuse_unsupported
+from trl_populora.preparation import check_quantised, refuse_unsupported
 from trl_populora.runs.checkpoint import UNFINISHED
 from trl_populora.sandbox import Job
 
@@ -150,6 +150,7 @@ def replace(base: str, output: str) -> dict:
         "seen": replacement.seen,
         "pool": pool,
         "idle": why_idle_is_refused(trainer),
+        "quantised": why_refused(ValueError, check_quantised, trainer.args),
     }
 
 

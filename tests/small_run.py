@@ -45,11 +45,25 @@ def small_args(**settings: Any):
     return PopuLoRAConfig(**(SMALL | settings))
 
 
-def small_trainer(base: Any, tasks: Any = None, reward_funcs: Any = None, eval_dataset: Any = None, **settings: Any):
+def small_trainer(
+    base: Any,
+    tasks: Any = None,
+    reward_funcs: Any = None,
+    eval_dataset: Any = None,
+    quantization_config: Any = None,
+    **settings: Any,
+):
     """A trainer of such a run; `tasks` and `eval_dataset` are records."""
     from datasets import Dataset
 
     from trl_populora.populora_trainer import PopuLoRATrainer
 
     tables = [None if rows is None else Dataset.from_list(list(rows)) for rows in (tasks, eval_dataset)]
-    return PopuLoRATrainer(base, reward_funcs, small_args(**settings), *tables, peft_config=small_lora())
+    return PopuLoRATrainer(
+        base,
+        reward_funcs,
+        small_args(**settings),
+        *tables,
+        quantization_config=quantization_config,
+        peft_config=small_lora(),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from peft import IA3Config, LoraConfig, get_peft_model
@@ -11,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2LMHeadModel,
     GptOssForCausalLM,
+    GPTQConfig,
     GraniteMoeForCausalLM,
     MixtralForCausalLM,
     OlmoeForCausalLM,
@@ -112,10 +114,10 @@ def test_a_base_loaded_from_the_directory_of_an_adapter_is_refused(tmp_path):
     check_is_base(adapted.merge_and_unload())
 
 
-def test_a_quantised_base_is_refused():
+def test_a_base_that_is_quantised_otherwise_than_by_bitsandbytes_is_refused():
     base = make_base()
-    base.hf_quantizer = object()  # what transformers leaves on a model it loaded quantised
-    with pytest.raises(ValueError, match="quantised"):
+    base.hf_quantizer = SimpleNamespace(quantization_config=GPTQConfig(bits=4))  # where transformers leaves it
+    with pytest.raises(ValueError, match=r"quantised by 'gptq', whose layers are not routed.*load_in_4bit"):
         add_members(base, NAMES, make_config(), Router(), seed=0)
 
 

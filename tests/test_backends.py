@@ -119,6 +119,15 @@ def test_members_are_clipped_by_norms_without_the_loss_scale(alone, random_base,
                 assert (rank["replaced"][key] - value).norm() / value.norm() < 0.1, key
 
 
+def test_a_quantised_base_is_refused_under_zero_by_name(ranks):
+    for rank in ranks:
+        if rank["stage"] is None:
+            assert rank["quantised"] == ""
+        else:
+            assert f"not supported with ZeRO-{rank['stage']}" in rank["quantised"]
+            assert "Use DDP" in rank["quantised"]
+
+
 def test_an_idle_member_is_refused_only_where_zero_would_move_it(ranks):
     for rank in ranks:
         at_construction, within_a_step = rank["idle"]

@@ -274,6 +274,23 @@ def test_a_model_option_that_is_honoured_reaches_the_adapters(random_base, make_
     assert {name: getattr(config, field) for name, config in members.items()} == dict.fromkeys(members, expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "reached"),
+    [
+        ({"load_in_8bit": True}, {"load_in_8bit": True}),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
+        (
+            {"load_in_4bit": True, "use_bnb_nested_quant": True, "bnb_4bit_quant_storage": "bfloat16"},
+            {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16"},
+        ),
+    ],
+)
+def test_a_model_option_that_quantises_reaches_the_base(random_base, make_args, options, reached):
+    pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
+    config = build(random_base, make_args(), **options).model.config.quantization_config.to_dict()
+    assert {name: config[name] for name in reached} == reached
+
+
 REFUSED = [
     ({"use_peft": False}, "`use_peft=False` is not supported: every member is a LoRA adapter"),
     ({"use_dora": True}, "`use_dora=True` is not supported"),
@@ -281,11 +298,6 @@ REFUSED = [
     ({"lora_modules_to_save": ["lm_head"]}, "`modules_to_save=.'lm_head'.` is not supported"),
     ({"lora_target_parameters": ["experts.w"]}, "`target_parameters=.'experts.w'.` is not supported"),
     ({"lora_task_type": "SEQ_CLS"}, "`task_type` must be 'CAUSAL_LM'"),
-    ({"load_in_4bit": True}, "`load_in_4bit=True` is not supported: quantised layers"),
-    ({"load_in_8bit": True}, "`load_in_8bit=True` is not supported: quantised layers"),
-    ({"use_bnb_nested_quant": True}, "`use_bnb_nested_quant=True` is not supported"),
-    ({"bnb_4bit_quant_type": "fp4"}, "`bnb_4bit_quant_type='fp4'` is not supported"),
-    ({"bnb_4bit_quant_storage": "uint8"}, "`bnb_4bit_quant_storage='uint8'` is not supported"),
 ]
 
 

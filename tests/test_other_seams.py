@@ -79,6 +79,12 @@ PROMISES = {
         "DeepSpeedEngineWrapper.backward",
         "self.engine.step()",
     ),
+    # adapters/layers.py
+    "4-bit layers are packed anew for a CPU unless an attribute says no": (
+        "bitsandbytes.nn",
+        "Linear4bit.forward",
+        "and self.support_avx512bf16_for_cpu",
+    ),
     # runs/checkpoint.py, populora_trainer.py
     "the loss since the last log is one attribute": (
         "transformers.trainer",
@@ -154,10 +160,8 @@ METHODS = {
 @pytest.mark.parametrize("seam", PROMISES)
 def test_promise(seam):
     module, path, text = PROMISES[seam]
-    if module.startswith("deepspeed"):
-        pytest.importorskip("deepspeed")
-    if module.startswith("vllm."):
-        pytest.importorskip("vllm")
+    if (package := module.partition(".")[0]) in ("deepspeed", "bitsandbytes", "vllm"):  # extras
+        pytest.importorskip(package)
     found = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name)
@@ -202,7 +206,7 @@ def test_the_active_adapter_is_an_attribute_that_peft_asks_for():
     assert "return self._active_adapter" in inspect.getsource(LoraLayer.active_adapter.fget)
 
 
-@pytest.mark.parametrize("name", ["trl", "transformers", "peft", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("name", ["trl", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes"])
 def test_what_is_installed_lies_in_a_window_with_an_upper_end(name):
     """A version that nobody tried is not installed; widening a window begins with this file."""
     tomllib = pytest.importorskip("tomllib")

@@ -168,6 +168,8 @@ def group_options(parser: argparse.ArgumentParser) -> None:
 
 def build_trainer(recipe, args, model):
     """The trainer that the arguments of a training command describe."""
+    from trl import get_quantization_config
+
     from trl_populora.assets import TINY, tiny_eval_tasks
     from trl_populora.given_tasks import read_tasks
     from trl_populora.model_options import member_lora
@@ -183,6 +185,7 @@ def build_trainer(recipe, args, model):
         args=args,
         train_dataset=read_tasks(recipe.seed_tasks),
         eval_dataset=read_tasks(tiny_eval_tasks() if recipe.eval_tasks == TINY else recipe.eval_tasks),
+        quantization_config=get_quantization_config(model),
         peft_config=member_lora(model),
     )
 

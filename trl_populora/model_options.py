@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from peft import LoraConfig
 from trl import ModelConfig, get_peft_config
@@ -26,17 +26,9 @@ def member_lora(model: ModelConfig) -> LoraConfig:
     The adapter of every member, as TRL builds it; all linear layers where no target is named.
 
     Raises:
-        `ValueError`: If an option asks for a quantised base, or for training without adapters. What else members
-        cannot
-            be is refused by [`~trl_populora.adapters.checks.check_lora_config`].
+        `ValueError`: If an option asks for training without adapters. What else members cannot be is refused by
+            [`~trl_populora.adapters.checks.check_lora_config`].
     """
-    for option in fields(ModelConfig):
-        value = getattr(model, option.name)
-        if ("4bit" in option.name or "8bit" in option.name or "quant" in option.name) and value != option.default:
-            raise ValueError(
-                f"`{option.name}={value!r}` is not supported: quantised layers are not routed by row. Leave it at "
-                f"{option.default!r} and load the base with `dtype=bfloat16`."
-            )
     lora = get_peft_config(model)
     if lora is None:
         raise ValueError("`use_peft=False` is not supported: every member is a LoRA adapter. Leave it at True.")

@@ -18,13 +18,14 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
 from trl_populora import given_tasks, preparation
 from trl_populora.adapters import optim, weights, zero
+from trl_populora.adapters.checks import is_quantised
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.generation import decoding
@@ -103,6 +104,8 @@ class PopuLoRATrainer(GRPOTrainer):
         callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): Added to the usual ones.
         optimizers (`tuple`, *optional*):
             Optimizer and scheduler of your own, as in `Trainer`; the optimizer must cover every member.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
         peft_config ([`~peft.LoraConfig`], *optional*):
             Adapter of every member; rank 32, alpha 64, all linear layers when `None`.
 
@@ -142,6 +145,7 @@ class PopuLoRATrainer(GRPOTrainer):
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
         peft_config: LoraConfig | None = None,
         **unsupported: Any,
     ):
@@ -153,7 +157,7 @@ class PopuLoRATrainer(GRPOTrainer):
         held_out = given_tasks.load_held_out(eval_dataset, kinds, archive, args)
 
         set_seed(args.seed)
-        base = preparation.load_base(model, args)
+        base = preparation.load_base(model, args, quantization_config)
         tokenizer = preparation.load_tokenizer(base, processing_class, args)
         self.population = Population(args.teachers, args.students, args.single_agent)
         self.router, self.uploads = Router(), publishing.Uploads(args)  # `Trainer` makes the repository
@@ -175,6 +179,8 @@ class PopuLoRATrainer(GRPOTrainer):
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
+        if is_quantised(base):
+            weights.keep_fp32(members)
         self.beta = args.beta
         self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
         self.sharing = preparation.make_sharing(base, args, len(self.reward_funcs) > 2)

@@ -17,10 +17,10 @@ from typing import Any
 from accelerate.utils import DistributedType, gather_object
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path
 
-from trl_populora.adapters.checks import check_is_base
+from trl_populora.adapters.checks import check_is_base, is_quantised
 from trl_populora.assets import resolve_model_path
 from trl_populora.generation.checks import check_vllm
 from trl_populora.given_tasks import check_archive
@@ -43,25 +43,64 @@ from trl_populora.tasks.control import control_texts
 logger = logging.getLogger(__name__)
 
 
-def load_base(model: str | PreTrainedModel, args: PopuLoRAConfig) -> PreTrainedModel:
+def load_base(
+    model: str | PreTrainedModel, args: PopuLoRAConfig, quantization_config: BitsAndBytesConfig | None = None
+) -> PreTrainedModel:
     """
     Loads a base model as TRL does; a model that is loaded already is passed through.
 
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`]): Base model.
+        args ([`PopuLoRAConfig`]): Its `model_init_kwargs`, which may hold a `quantization_config`, too.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*): Loads it in 4 or 8 bits.
+
     Raises:
-        `ValueError`: If the model is no text-only causal language model.
+        `ValueError`: If the model is no text-only causal language model, or the quantisation is given twice, too
+            late, or beside what [`check_quantised`] refuses.
     """
+    if quantization_config is not None and not isinstance(model, str):
+        raise ValueError("`quantization_config` comes too late for a loaded model. Give it to `from_pretrained`.")
     if isinstance(model, str):
         kwargs = dict(args.model_init_kwargs or {})
+        if quantization_config is not None and kwargs.get("quantization_config") is not None:
+            raise ValueError("`quantization_config` is given twice: to the trainer and in `model_init_kwargs`.")
+        if quantization_config is not None:
+            kwargs["quantization_config"] = quantization_config
+        if kwargs.get("quantization_config") is not None:
+            check_quantised(args)
         if args.distributed_state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED):
             kwargs["device_map"] = None  # one whole model per process; "auto" would spread it over the GPUs
         kwargs.setdefault("trust_remote_code", args.trust_remote_code)
         model = create_model_from_path(resolve_model_path(model), **kwargs)
+    if is_quantised(model):
+        check_quantised(args)
     if getattr(model.config, "vision_config", None) is not None:
         raise ValueError(
             f"{model.config.name_or_path or type(model).__name__} is a vision-language model. Tasks are text: pass a "
             "text-only causal language model."
         )
     return model
+
+
+def check_quantised(args: PopuLoRAConfig) -> None:
+    """
+    What a quantised base cannot be combined with.
+
+    Raises:
+        `ValueError`: Under DeepSpeed, FSDP or vLLM.
+    """
+    plugin = args.deepspeed_plugin
+    how = f"ZeRO-{plugin.zero_stage}" if plugin is not None else "FSDP" if _fsdp_version(args) else None
+    if how is not None:
+        raise ValueError(
+            f"A quantised base is not supported with {how}: its weights are packed numbers of another type than the "
+            "members'. Use DDP (`accelerate_configs/ddp.yaml`), where every process holds the base whole."
+        )
+    if args.use_vllm:
+        raise ValueError(
+            "A quantised base is not supported with `use_vllm=True`: vLLM would serve the base in its own type, and "
+            "how far its samples are from what is trained was not measured. Leave one of both."
+        )
 
 
 def load_tokenizer(
@@ -282,7 +321,6 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
         "rollout_func": "the trainer plays its own rollouts; write a `TaskKind` to change what is played",
         "tools": "tasks are answered in one turn; write a `TaskKind` to change what is played",
         "environment_factory": "tasks are answered in one turn; write a `TaskKind` to change what is played",
-        "quantization_config": "quantised layers are not routed by row; load the base in bf16",
     }
     for name, value in unsupported.items():
         if name not in ways_out:

@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 from transformers.utils import find_adapter_config_file
+from transformers.utils.quantization_config import QuantizationMethod
 
 
 # Names with a meaning of their own: TRL copies an adapter "default" to "ref" and takes "ref" as reference model.
@@ -26,7 +27,7 @@ _FIXED_OPTIONS = {
     "layer_replication": (None, "it changes the base model that the members share"),
     "trainable_token_indices": (None, "token embeddings are not routed by row"),
     "fan_in_fan_out": (False, "only `nn.Linear` layers are routed"),
-    "use_qalora": (False, "quantised base layers are not routed"),
+    "use_qalora": (False, "it pools the inputs of GPTQ layers, which are not routed"),
     "megatron_config": (None, "tensor-parallel layers are not routed"),
 }
 
@@ -121,13 +122,11 @@ def _check_variants(lora_config: LoraConfig) -> None:
 
 
 def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(
-            "The base model is quantised, and quantised layers are not routed by row. Load it in bf16 or fp16."
-        )
+    head = model.get_output_embeddings()
+    if is_quantised(model):
+        _check_quantised(model, head)
     if lora_config.target_modules is None or lora_config.target_modules == "all-linear":
         return  # PEFT resolves both to linear layers without the output head
-    head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if not name or not check_target_module_exists(lora_config, name):
             continue
@@ -141,3 +140,22 @@ def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
                 f"`target_modules` names {name!r} of type `{type(module).__name__}`; only `nn.Linear` layers are "
                 "routed by row. Remove it from `target_modules`."
             )
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether transformers loaded a base with quantised weights."""
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+def _check_quantised(model: nn.Module, head: nn.Module | None) -> None:
+    method = model.hf_quantizer.quantization_config.quant_method
+    if method != QuantizationMethod.BITS_AND_BYTES:
+        raise ValueError(
+            f"The base is quantised by {getattr(method, 'value', method)!r}, whose layers are not routed by row. Load it in bf16, or in 4 or 8 "
+            "bits by bitsandbytes (`quantization_config=BitsAndBytesConfig(load_in_4bit=True)`)."
+        )
+    if head is not None and not head.weight.is_floating_point():
+        raise ValueError(
+            "The output head is quantised, and TRL computes log-probabilities from its weight. Leave the head out: "
+            "`llm_int8_skip_modules` unset, or with its name."
+        )

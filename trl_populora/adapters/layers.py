@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
-from .checks import check_is_base, check_lora_config, check_member_names
+from .checks import check_is_base, check_lora_config, check_member_names, is_quantised
 from .routing import Route, Router
 
 
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 class RoutedLinear(nn.Module, LoraLayer):
     """
     A PEFT LoRA layer over `nn.Linear` in which every row of the batch has its own adapter.
+
+    The base layer's weights may be in 4 or 8 bits: bitsandbytes' layers are linear layers, too.
 
     It differs from `peft.tuners.lora.Linear` in three ways. The adapter of a row comes from a [`Router`], not from
     `set_adapter`, so that the recomputation of gradient checkpointing sees the same adapters as the forward did. All
@@ -190,6 +192,8 @@ def add_members(
     check_is_base(model)
     check_member_names(names)
     check_lora_config(lora_config, model)
+    if is_quantised(model):
+        _keep_trainable(model)
     config = copy.deepcopy(lora_config)
     config.task_type = "CAUSAL_LM"
     for position, name in enumerate(names):
@@ -210,6 +214,18 @@ def add_members(
     _check_mixtures(peft_model)
     _check_coverage(peft_model, all_linear=lora_config.target_modules == "all-linear")
     return peft_model
+
+
+def _keep_trainable(model: nn.Module) -> None:
+    """
+    Keeps 4-bit layers from packing their weights anew in the first forward in eval mode on a CPU that computes in
+    bf16: no gradient passes through layers that are packed so (bitsandbytes 0.50).
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _check_mixtures(model: PeftModel) -> None:
@@ -241,12 +257,12 @@ def _check_coverage(model: PeftModel, all_linear: bool) -> None:
         )
     base = model.get_base_model()
     shared = {id(e.weight) for e in (base.get_input_embeddings(), base.get_output_embeddings()) if e is not None}
-    matrices = {id(p): p for p in base.parameters() if p.ndim > 1 and id(p) not in shared}
+    others = {id(p): p for p in base.parameters() if p.ndim > 1 and id(p) not in shared}
     for layer in layers:
-        for factor in (*layer.lora_A.parameters(), *layer.lora_B.parameters()):
-            matrices.pop(id(factor), None)
-    adapted = sum(_size(layer.get_base_layer().weight) for layer in layers)
-    share = adapted / max(1, sum(map(_size, matrices.values())))
+        for known in (layer.get_base_layer().weight, *layer.lora_A.parameters(), *layer.lora_B.parameters()):
+            others.pop(id(known), None)
+    adapted = sum(layer.in_features * layer.out_features for layer in layers)  # a quantised weight holds fewer numbers
+    share = adapted / max(1, adapted + sum(map(_size, others.values())))
     if all_linear and share < 0.5:
         logger.warning(
             "Members adapt %.0f %% of the base's weights, embeddings apart. The others, as experts of a mixture "

@@ -61,6 +61,13 @@ def is_zero_parameter(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
+def keep_fp32(model: nn.Module) -> None:
+    """Makes members fp32 again: TRL rounds those of a quantised base to bf16, in which small updates are lost."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
 def read_member(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """
     A copy of one member's full factors on the CPU; under ZeRO of the master, which is what training continues from.

@@ -176,8 +176,8 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
 
     Args:
         runs (`Sequence[str]`): Directories (runs or their checkpoints) or Hub names of saved populations. They share
-            base and adapter shape; the base's revision, kinds, prompt style, lengths and sampling are the first one's.
-            A warning tells where the kinds differ.
+            base and adapter shape; the base's revision and quantisation, kinds, prompt style, lengths and sampling are
+            the first one's. A warning tells where the kinds differ.
         tasks ([`~datasets.Dataset`], *optional*): Tasks to draw references from; by default the package's own and,
             for a user's own kinds, those in the archives of the runs.
         settings: Further settings of [`PopuLoRAConfig`].
@@ -241,6 +241,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
             "model_init_kwargs": {
                 "dtype": "float32" if on_cpu else "bfloat16",
                 "revision": first.get("base_revision", "main"),
+                "quantization_config": saved.get("base_quantization"),
             },
             "use_cpu": on_cpu,
             "bf16": not on_cpu,

@@ -80,11 +80,13 @@ class Shape:
         base_model (`str`): Name or path of the base.
         base_config (`dict`): The numbers of its configuration that decide whether an adapter fits.
         lora (`dict`): The members' LoRA settings.
+        quantization (`dict`, *optional*): How the base's weights are held in few bits, if they are.
     """
 
     base_model: str
     base_config: dict[str, Any]
     lora: dict[str, Any]
+    quantization: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, model: PeftModel, base_model: str) -> Shape:
@@ -93,7 +95,10 @@ class Shape:
         values = {name: getattr(lora, name) for name in _LORA_FIELDS}
         if not isinstance(values["target_modules"], str):
             values["target_modules"] = sorted(values["target_modules"])
-        return cls(base_model, {name: getattr(base, name, None) for name in _BASE_FIELDS}, values)
+        quantization = getattr(base, "quantization_config", None)
+        if quantization is not None:  # as JSON has it, which is how it is compared with a saved one
+            quantization = json.loads(json.dumps(quantization.to_dict()))
+        return cls(base_model, {name: getattr(base, name, None) for name in _BASE_FIELDS}, values, quantization)
 
 
 def describe(game: Game, shape: Shape, args: PopuLoRAConfig, step: int, held_out: HeldOut | None) -> dict[str, Any]:
@@ -130,6 +135,7 @@ def describe(game: Game, shape: Shape, args: PopuLoRAConfig, step: int, held_out
         "format": FORMAT,
         "base_model": shape.base_model,
         "base_config": shape.base_config,
+        "base_quantization": shape.quantization,
         "step": step,
         "lora": shape.lora,
         "task_kinds": list(game.referee.kinds),
@@ -188,6 +194,7 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
                 "only make sense on the base they were trained on."
             )
         logger.warning("%s names the base %r, this trainer's is at %r.", path, saved["base_model"], ours)
+    _check_quantization(path, saved.get("base_quantization"), shape.quantization, resumes=members is not None)
     names = [member["name"] for member in saved["members"]]
     if members is not None and names != list(members):
         raise ValueError(
@@ -196,6 +203,16 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
             "run with `warm_start` to change them."
         )
     return saved
+
+
+def _check_quantization(path: Path, saved: dict | None, ours: dict | None, resumes: bool) -> None:
+    """Adapters are of use beside other roundings of their base, too, but no run goes on with them as it was."""
+    if saved == ours:
+        return
+    differs = f"{path}: field `base_quantization` is {saved!r}, this trainer has {ours!r}."
+    if resumes:
+        raise ValueError(f"{differs} A resumed run cannot change it; `warm_start` can.")
+    logger.warning("%s", differs)
 
 
 def check_settings(args: PopuLoRAConfig, root: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
