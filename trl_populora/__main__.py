@@ -1,5 +1,5 @@
 """
-The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, push, info, crossplay,
+The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, push, export, info, crossplay,
 evaluate, check-kind and sandbox-check.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
@@ -67,6 +67,16 @@ class PushArguments:
     archive_repo: str | None = field(default=None, metadata={"help": "Dataset repository for the run's task archive."})
     token: str | None = field(default=None, metadata={"help": "Write token; that of `hf auth login` by default."})
     private: bool = field(default=False, metadata={"help": "Make a new repository private."})
+
+
+@dataclass
+class ExportArguments:
+    """What `populora export` needs."""
+
+    run: str = field(metadata={"help": "Directory of a run or of its checkpoint, or the Hub name of a population."})
+    out: str = field(metadata={"help": "Directory to write; it must not be there yet."})
+    member: str | None = field(default=None, metadata={"help": "Which one; the best student by default."})
+    merge: bool = field(default=False, metadata={"help": "Write a whole model instead of an adapter."})
 
 
 @dataclass
@@ -248,6 +258,15 @@ def push(arguments: Sequence[str]) -> None:
             _say(f"Pushed to {upload(options.run, repo, options.token, options.private or None)}.")
 
 
+def export(arguments: Sequence[str]) -> None:
+    """Writes one member as an ordinary PEFT adapter, or merged into the base."""
+    from trl_populora.hub.export import export_member
+
+    (options,) = _parse(ExportArguments, "export", arguments)
+    name = export_member(options.run, options.out, options.member, options.merge)
+    _say(f"{name} is in {options.out}.")
+
+
 def info(arguments: Sequence[str]) -> None:
     """Shows the members of a run with their ratings."""
     from trl_populora.report.terminal import print_population
@@ -318,6 +337,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "recipes": recipes,
     "report": report,
     "push": push,
+    "export": export,
     "info": info,
     "crossplay": crossplay,
     "evaluate": evaluate,

@@ -1,0 +1,81 @@
+"""A member that was exported says, through stock transformers, what it says in its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tests.small_run import small_trainer
+from trl_populora import __main__ as cli
+from trl_populora.adapters.weights import read_member, write_member
+from trl_populora.hub.export import export_member
+
+
+QUESTIONS = ["solve abc", "propose", "what is 1 + 1?"]
+MEMBER = "student_1"
+
+
+@pytest.fixture(scope="module")
+def run(random_base, seed_tasks, tmp_path_factory):
+    """A saved run whose members differ visibly from the base and from each other."""
+    output = str(tmp_path_factory.mktemp("run"))
+    tasks = [task.to_record() for task in seed_tasks]
+    trainer = small_trainer(random_base, tasks, output_dir=output, sandbox_allow_weak=True)
+    generator = torch.Generator().manual_seed(0)
+    for name in trainer.population.names:
+        factors = read_member(trainer.model, name)
+        write_member(
+            trainer.model, name, {k: v + 0.3 * torch.randn(v.shape, generator=generator) for k, v in factors.items()}
+        )
+    trainer.save_model()
+    trainer.close()
+    trainer.model.eval()
+    return trainer
+
+
+def answers(model, tokenizer) -> list[str]:
+    """Greedy."""
+    said = []
+    for question in QUESTIONS:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        out = model.generate(input_ids=prompt, generation_config=config)
+        said.append(tokenizer.decode(out[0, prompt.shape[1] :]))
+    return said
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+def test_an_exported_member_says_what_it_says_in_the_run(run, random_base, tmp_path, capsys, merge):
+    out = tmp_path / "out"
+    command = ["export", run.args.output_dir, "--member", MEMBER, "--out", str(out)]
+    cli.main([*command, "--merge"] if merge else command)
+    assert f"{MEMBER} is in {out}." in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    stock = AutoModelForCausalLM.from_pretrained(out if merge else random_base)
+    if not merge:
+        stock = PeftModel.from_pretrained(stock, out)
+    assert Path(out, "adapter_config.json").exists() != merge
+    with run.member(MEMBER):
+        expected = answers(run.model, run.processing_class)
+    assert answers(stock.eval(), tokenizer) == expected
+    assert expected != answers(AutoModelForCausalLM.from_pretrained(random_base).eval(), tokenizer)
+
+
+def test_the_best_student_is_exported_when_none_is_named(run, tmp_path):
+    assert export_member(run.args.output_dir, tmp_path / "out") == "student_0"
+    ours, theirs = (Path(p, "adapter_model.safetensors") for p in (tmp_path / "out", run.args.output_dir))
+    assert ours.read_bytes() == Path(theirs.parent, "members", "student_0", theirs.name).read_bytes()
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run, tmp_path):
+    with pytest.raises(ValueError, match=r"has no member 'student_7'; there are teacher_0, teacher_1, student_0"):
+        export_member(run.args.output_dir, tmp_path / "out", "student_7")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="is there already. Name a directory that is not"):
+        export_member(run.args.output_dir, tmp_path)

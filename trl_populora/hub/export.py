@@ -1,0 +1,71 @@
+"""A member leaves its population: as an ordinary PEFT adapter, or merged into the base."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_populora.assets import resolve_model_path
+from trl_populora.hub.publishing import fetch
+from trl_populora.population.members import POPULATION_FILE, read_population
+
+
+logger = logging.getLogger(__name__)
+
+# The second are files of tokenizers, whatever their kind.
+_WANTED = (POPULATION_FILE, "members/*", "*token*", "chat_template*", "vocab*", "merges*")
+
+
+def export_member(run: str, out: str | Path, member: str | None = None, merge: bool = False) -> str:
+    """
+    Writes one member with its tokenizer to a directory that transformers, PEFT and vLLM load.
+
+    Args:
+        run (`str`): Directory of a saved run or of a checkpoint, or the Hub name of a population.
+        out (`str` or `Path`): A directory that is not there yet.
+        member (`str`, *optional*): Its name; the best student by default.
+        merge (`bool`, *optional*, defaults to `False`): Whether to write a whole model, in the type that the base is
+            saved in, instead of an adapter. Also the members of a quantised base are merged into the base as it is
+            saved.
+
+    Returns:
+        `str`: The member's name.
+
+    Raises:
+        `ValueError`: If there is no such population or member, or `out` is there already.
+    """
+    if Path(out).exists():
+        raise ValueError(f"{str(out)!r} is there already. Name a directory that is not.")
+    root = fetch(run, wanted=_WANTED)
+    saved = read_population(root)
+    adapters = {each["name"]: root / each["adapter"] for each in saved["members"]}
+    name = member or saved["best_student"]
+    if name not in adapters:
+        raise ValueError(f"{run} has no member {name!r}; there are {', '.join(adapters)}.")
+    if not (adapters[name] / "adapter_model.safetensors").exists():
+        raise ValueError(f"{root} was not saved to its end; export from a checkpoint of it, or resume it.")
+    unfinished = Path(f"{out}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    if merge:
+        _write_merged(saved, adapters[name], unfinished)
+    else:
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copyfile(adapters[name] / file, unfinished / file)
+    AutoTokenizer.from_pretrained(root).save_pretrained(unfinished)
+    unfinished.rename(out)
+    return name
+
+
+def _write_merged(saved: dict, adapter: Path, directory: Path) -> None:
+    if saved.get("base_quantization"):
+        logger.warning("The member was trained beside a quantised base; it is merged into the base as it is saved.")
+    revision = saved.get("settings", {}).get("base_revision", "main")
+    base = AutoModelForCausalLM.from_pretrained(
+        resolve_model_path(saved["base_model"]), revision=revision, dtype="auto"
+    )
+    PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(directory)
