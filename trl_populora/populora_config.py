@@ -36,9 +36,11 @@ class PopuLoRAConfig(GRPOConfig):
         single_agent (`bool`, *optional*, defaults to `False`):
             One adapter plays the only teacher and the only student (AZR): `teachers` and `students` become 1. It sees
             as many rows a step as one pair of a population does, so compute per adapter is matched.
-        warm_start (`str`, *optional*):
+        warm_start (`str`, `list[str]` or `dict[str, str]`, *optional*):
             Directory or Hub name of a saved population to start from, on the same base and with the same adapter
-            shape; its numbers of teachers and students may differ.
+            shape; its numbers of teachers and students may differ. Or of an ordinary LoRA adapter, of a rank not above
+            the members': one for all members, a list of one for each (teachers first), or one for a role,
+            `{"student": "runs/sft"}`.
 
         task_kinds (`list[str]`, *optional*, defaults to `["code_i", "code_o", "code_f"]`):
             Kinds of task the teachers propose, in rotation (AZR's three). A kind of your own is named as
@@ -169,7 +171,9 @@ class PopuLoRAConfig(GRPOConfig):
     teachers: int = field(default=4, metadata={"help": "Number of teacher adapters."})
     students: int = field(default=4, metadata={"help": "Number of student adapters."})
     single_agent: bool = field(default=False, metadata={"help": "One adapter is teacher and student, as in AZR."})
-    warm_start: str | None = field(default=None, metadata={"help": "Directory or Hub name of a saved population."})
+    warm_start: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Directory or Hub name of a saved population or adapter; JSON for several."}
+    )
 
     # Tasks
     task_kinds: list[str] = field(

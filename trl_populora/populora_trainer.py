@@ -33,6 +33,7 @@ from trl_populora.generation.sampling import evaluating, seeded
 from trl_populora.generation.stops import end_tokens, warn_of_unknown
 from trl_populora.hub import publishing
 from trl_populora.hub.model_card import write_card
+from trl_populora.hub.warm_start import warm_start
 from trl_populora.population.evolution import EvolutionCallback
 from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population
@@ -200,7 +201,7 @@ class PopuLoRATrainer(GRPOTrainer):
         given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
         if args.warm_start:
-            publishing.warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
+            warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
         if args.use_vllm:
             from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
 

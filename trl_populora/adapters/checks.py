@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 from transformers.utils import find_adapter_config_file
@@ -106,19 +106,42 @@ def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
     _check_targets(lora_config, model)
 
 
+def check_ordinary_adapter(config: PeftConfig) -> None:
+    """
+    Checks that an adapter trained elsewhere is a plain LoRA: `B A` beside the base as it was published.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if type(config) is not LoraConfig:
+        raise ValueError(f"it is a `{type(config).__name__}`, and members are LoRA adapters.")
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            f"it was made with `init_lora_weights={config.init_lora_weights!r}`, which may change the base. Convert "
+            "it to a plain LoRA (PEFT's `path_initial_model_for_weight_conversion`)."
+        )
+    if config.layer_replication:
+        raise ValueError("it repeats layers of the base (`layer_replication`), which members share.")
+    _refuse_variants(config)
+
+
 def _check_variants(lora_config: LoraConfig) -> None:
-    for field in dataclasses.fields(lora_config):
-        if field.metadata.get("is_lora_variant") and getattr(lora_config, field.name):
-            raise ValueError(
-                f"`{field.name}={getattr(lora_config, field.name)!r}` is not supported: variants of LoRA have their "
-                "own forward, which does not split a batch by member. Leave it unset."
-            )
+    _refuse_variants(lora_config)
     init = lora_config.init_lora_weights
     if init is not True and init != "gaussian":
         raise ValueError(
             f"`init_lora_weights={init!r}` is not supported: members share their initial A, start from B = 0 and "
             "leave the base weights alone. Use True or 'gaussian', or write factors with `write_member`."
         )
+
+
+def _refuse_variants(lora_config: LoraConfig) -> None:
+    for field in dataclasses.fields(lora_config):
+        if field.metadata.get("is_lora_variant") and getattr(lora_config, field.name):
+            raise ValueError(
+                f"`{field.name}={getattr(lora_config, field.name)!r}` is not supported: variants of LoRA have their "
+                "own forward, which does not split a batch by member. Leave it unset."
+            )
 
 
 def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
@@ -151,8 +174,9 @@ def _check_quantised(model: nn.Module, head: nn.Module | None) -> None:
     method = model.hf_quantizer.quantization_config.quant_method
     if method != QuantizationMethod.BITS_AND_BYTES:
         raise ValueError(
-            f"The base is quantised by {getattr(method, 'value', method)!r}, whose layers are not routed by row. Load it in bf16, or in 4 or 8 "
-            "bits by bitsandbytes (`quantization_config=BitsAndBytesConfig(load_in_4bit=True)`)."
+            f"The base is quantised by {getattr(method, 'value', method)!r}, whose layers are not routed by row. Load "
+            "it in bf16, or in 4 or 8 bits by bitsandbytes "
+            "(`quantization_config=BitsAndBytesConfig(load_in_4bit=True)`)."
         )
     if head is not None and not head.weight.is_floating_point():
         raise ValueError(

@@ -1,6 +1,4 @@
-"""
-Adapters whose modules have ranks and alphas of their own, for readers that see `r` and `lora_alpha` only.
-"""
+"""Adapters written for readers of another rank and alpha: for vLLM, which knows one of each, and for members."""
 
 from __future__ import annotations
 
@@ -60,6 +58,50 @@ def fold_patterns(directory: str | Path) -> None:
     if folded is not factors:
         save_file(dict(folded), path, metadata={"format": "pt"})
         one.save_pretrained(directory)
+
+
+def fold_into(
+    own: Mapping[str, torch.Tensor],
+    own_config: LoraConfig,
+    given: Mapping[str, torch.Tensor],
+    given_config: LoraConfig,
+) -> dict[str, torch.Tensor]:
+    """
+    An adapter that was trained elsewhere, as factors of a member: equal in effect, its scaling folded into B.
+
+    Where the member has more rank, its own A fills up and B is zero, so that these directions can be learned. Modules
+    that only the member adapts stay as the base is: its own A, and B zero.
+
+    Args:
+        own (`Mapping[str, torch.Tensor]`): Factors of the member, as [`~trl_populora.adapters.weights.read_member`]
+            returns them: A of shape `[r, in]`, B of shape `[out, r]`.
+        own_config ([`~peft.LoraConfig`]): Its ranks and alphas.
+        given (`Mapping[str, torch.Tensor]`): Factors of the adapter, in the same form.
+        given_config ([`~peft.LoraConfig`]): Its ranks and alphas.
+
+    Raises:
+        ValueError: If the adapter has weights that the member has no place for, a larger rank, or the sizes of
+            another base.
+    """
+    if unknown := sorted(given.keys() - own.keys()):
+        raise ValueError(f"it has weights for which members have no place: {', '.join(unknown[:3])} ({len(unknown)}).")
+    factors = {key: torch.zeros_like(value) if ".lora_B." in key else value for key, value in own.items()}
+    for key in [key for key in own if ".lora_A." in key and key in given]:
+        module = key.removesuffix(".lora_A.weight")
+        other = f"{module}.lora_B.weight"
+        a, b = given[key].to(own[key].dtype), given[other].to(own[other].dtype)
+        rank, largest = len(a), len(own[key])
+        if rank > largest:
+            raise ValueError(f"it has rank {rank} at {module!r}, above the members' {largest}. Choose `r` {rank}.")
+        if (a.shape[1], b.shape[0]) != (own[key].shape[1], own[other].shape[0]):
+            raise ValueError(
+                f"it is for another base: at {module!r} it maps {a.shape[1]} to {b.shape[0]} features, the members "
+                f"{own[key].shape[1]} to {own[other].shape[0]}."
+            )
+        ratio = _scaling(given_config, module, rank) / _scaling(own_config, module, largest)
+        factors[key], factors[other] = own[key].clone(), torch.zeros_like(own[other])
+        factors[key][:rank], factors[other][:, :rank] = a, ratio * b
+    return factors
 
 
 def _scaling(config: LoraConfig, module: str, rank: int) -> float:

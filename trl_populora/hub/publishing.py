@@ -1,4 +1,4 @@
-"""Publishing a population and starting from a published one.
+"""Publishing a population, and fetching a published one.
 
 A repository, like the run's directory, has at its root the best student as an ordinary adapter, so that
 `PeftModel.from_pretrained(base, repo)` works, and beside it `members/<name>/`, `population.json`, `lineage.jsonl`,
@@ -14,9 +14,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
 from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, LocalTokenNotFoundError
 from transformers.trainer_utils import HubStrategy
@@ -25,12 +23,11 @@ from transformers.utils.hub import PushInProgress
 from trl_populora.files import written_whole
 from trl_populora.hub.archive_card import archive_card
 from trl_populora.hub.model_card import PICTURES, write_card
-from trl_populora.population.members import POPULATION_FILE, PRIOR_SIGMA, Population, read_population
+from trl_populora.population.members import POPULATION_FILE, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.load import load_run
 from trl_populora.report.plots import draw_plots
-from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import Shape, best_adapter, check_same_shape
+from trl_populora.runs.saved_population import best_adapter
 
 
 logger = logging.getLogger(__name__)
@@ -288,36 +285,3 @@ def fetch(
             f"{path_or_repo!r} is no directory, and no population could be downloaded from {constants.ENDPOINT} under "
             f"that name ({error!s:.200})."
         ) from error
-
-
-def warm_start(path_or_repo: str, model: torch.nn.Module, population: Population, shape: Shape) -> None:
-    """
-    Starts from the members of a saved population, which may have had other numbers of teachers and students.
-
-    The best members of each role take the first slots and keep their ratings. Where there are more slots than saved
-    members, the best are cloned in turn; a clone keeps mu and starts with the prior's sigma, to be found out. A single
-    agent starts from the best student.
-
-    Args:
-        path_or_repo (`str`): Directory or Hub name of a saved population.
-        model (`nn.Module`): The members' model.
-        population ([`Population`]): The members.
-        shape ([`Shape`]): What saved adapters have to fit.
-
-    Raises:
-        `ValueError`: If the population cannot be read, or was trained on another base or with another adapter shape.
-    """
-    root = fetch(path_or_repo)
-    saved = check_same_shape(root, shape)
-    for role in ("teacher", "student"):
-        ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
-        if not ranked:
-            raise ValueError(f"{root / POPULATION_FILE}: field `members` holds no {role}.")
-        for slot, member in enumerate(population.role(role)):
-            source: dict[str, Any] = ranked[slot % len(ranked)]
-            adapter = population.adapter(member.name)
-            write_member_file(model, adapter, root / source["adapter"] / "adapter_model.safetensors")
-            member.mu = source["mu"]
-            member.sigma = source["sigma"] if slot < len(ranked) else PRIOR_SIGMA
-            member.parents = (f"{source['name']}@{source['version']}",)
-            member.operator = "warm_start"

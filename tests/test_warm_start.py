@@ -1,0 +1,137 @@
+"""Members that start from ordinary PEFT adapters."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from tests.adapter_models import make_base, make_config, make_rows, token_logps
+from tests.small_run import small_trainer
+from trl_populora.adapters.layers import add_members, routed_layers
+from trl_populora.adapters.routing import Router
+from trl_populora.adapters.weights import adds_nothing, read_member
+from trl_populora.hub.warm_start import warm_start
+from trl_populora.population.members import Population
+from trl_populora.runs.saved_population import Shape
+
+
+def members():
+    """2T+2S of rank 4, alpha 8 on all linear layers."""
+    population, router = Population(2, 2), Router()
+    model = add_members(make_base(), population.adapters, make_config(), router, seed=3).eval()
+    return model, router, population, Shape.of(model, "base")
+
+
+def adapter(path, seed=0, **options) -> str:
+    """An adapter that stock PEFT has trained, as far as its shape goes."""
+    torch.manual_seed(seed)
+    config = LoraConfig(**({"r": 2, "lora_alpha": 7, "init_lora_weights": False, "lora_dropout": 0.1} | options))
+    get_peft_model(make_base(), config).save_pretrained(path)
+    return str(path)
+
+
+def said_alone(path) -> torch.Tensor:
+    with torch.no_grad():
+        return token_logps(PeftModel.from_pretrained(make_base(), path).eval(), make_rows(2))
+
+
+def said(model, router, member: int) -> torch.Tensor:
+    with router.rows_of([member] * 2), torch.no_grad():
+        return token_logps(model, make_rows(2))
+
+
+SHAPES = {
+    "fewer modules": {"target_modules": ["q_proj", "v_proj"]},
+    "own alphas and ranks": {
+        "target_modules": "all-linear",
+        "rank_pattern": {"up_proj": 4},
+        "alpha_pattern": {"q_proj": 3, "down_proj": 20},
+    },
+    "rank-stabilised": {"target_modules": ["o_proj", "gate_proj"], "use_rslora": True, "r": 3},
+}
+
+
+@pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES.keys())
+def test_all_members_start_as_an_adapter_and_can_learn_in_all_their_rank(tmp_path, options):
+    model, router, population, shape = members()
+    own = read_member(model, "student_1")
+    source = adapter(tmp_path / "sft", **options)
+    warm_start(source, model, population, shape)
+    for member in population:
+        torch.testing.assert_close(said(model, router, member.index), said_alone(source), rtol=1e-5, atol=1e-5)
+        assert (member.operator, member.parents, member.mu) == ("warm_start", (source,), 25.0)
+    for key, value in read_member(model, "student_1").items():
+        if ".lora_A." in key:
+            assert (value[-1] != 0).all(), "with A and B zero a direction would never be learned"
+        assert value.shape == own[key].shape
+
+
+def test_an_adapter_for_one_role_leaves_the_other_as_it_is(tmp_path):
+    model, router, population, shape = members()
+    source = adapter(tmp_path / "sft", target_modules=["q_proj"])
+    warm_start(json.dumps({"student": source}), model, population, shape)
+    assert [adds_nothing(model, name) for name in population.adapters] == [True, True, False, False]
+    torch.testing.assert_close(said(model, router, 3), said_alone(source), rtol=1e-5, atol=1e-5)
+    assert [member.operator for member in population] == ["init", "init", "warm_start", "warm_start"]
+
+
+def test_a_list_names_one_adapter_for_each_member(tmp_path):
+    model, router, population, shape = members()
+    sources = [adapter(tmp_path / str(seed), seed, target_modules=["q_proj", "o_proj"]) for seed in range(4)]
+    warm_start(sources, model, population, shape)
+    for member, source in zip(population, sources, strict=True):
+        torch.testing.assert_close(said(model, router, member.index), said_alone(source), rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_starts_from_an_adapter_that_its_settings_name(random_base, seed_tasks, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(random_base), config).save_pretrained(tmp_path / "sft")
+    trainer = small_trainer(
+        random_base,
+        [task.to_record() for task in seed_tasks],
+        output_dir=str(tmp_path / "run"),
+        warm_start={"teacher": str(tmp_path / "sft")},
+        sandbox_allow_weak=True,
+    )
+    trainer.close()
+    assert [adds_nothing(trainer.model, name) for name in trainer.population.adapters] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 5, "target_modules": ["q_proj"]}, "it has rank 5 at '.*q_proj', above the members' 4. Choose `r` 5"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "no place: .*lm_head"),
+        ({"target_modules": ["q_proj"], "use_dora": True}, "`use_dora=True` is not supported"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "no place: .*lm_head"),
+        (
+            {"target_modules": ["q_proj"], "init_lora_weights": "pissa"},
+            "`init_lora_weights='pissa'`, which",
+        ),
+    ],
+)
+def test_an_adapter_that_members_cannot_be_is_refused_by_name(tmp_path, options, message):
+    model, _, population, shape = members()
+    source = adapter(tmp_path / "sft", **options)
+    with pytest.raises(ValueError, match=f"(?s)The adapter .*sft' cannot start member 'teacher_0': .*{message}"):
+        warm_start(source, model, population, shape)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (["a", "b"], r"lists 2 adapters for 4 members \(teacher_0, teacher_1, student_0, student_1\)"),
+        ({"pupil": "a"}, "names the roles pupil; there are teacher, student"),
+        ('{"student": ', "`warm_start` is no JSON"),
+    ],
+)
+def test_a_source_that_does_not_fit_the_population_is_refused(source, message):
+    model, _, population, shape = members()
+    with pytest.raises(ValueError, match=message):
+        warm_start(source, model, population, shape)
+    assert len(routed_layers(model)) == 14
