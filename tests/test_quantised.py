@@ -92,6 +92,7 @@ def test_members_of_a_quantised_base_are_kept_in_fp32(trained):
 
 def test_a_pushed_member_says_the_same_in_stock_peft_on_the_quantised_base(hub, trained, base):
     push_run(trained.args.output_dir, "me/quantised")
+    assert "BitsAndBytesConfig(load_in_4bit=True, ...)" in hub.repos["me/quantised"]["README.md"].decode()
     ids = make_rows(3)
     trained.model.eval()
     for name in trained.population.names:

@@ -52,7 +52,7 @@ model = PeftModel.from_pretrained(base, "{repo}")
 ```
 
 Any member: `PeftModel.from_pretrained(base, "{repo}", subfolder="{member}")`.
-
+{quantization}
 Continue the population, also with other numbers of teachers and students:
 
 ```python
@@ -153,6 +153,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         lora=_lora(population["lora"]),
         members=len(members),
         member=members[0]["adapter"],
+        quantization=_quantization(population.get("base_quantization")),
         folding=FOLDING if any(patterns) else "",
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= largest), VLLM_RANKS[-1]),
         modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
@@ -161,6 +162,16 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     )
     with written_whole(root / "README.md") as unfinished:
         unfinished.write_text(text)
+
+
+def _quantization(config: dict | None) -> str:
+    if config is None:
+        return ""
+    bits = 4 if config.get("load_in_4bit") else 8
+    return (
+        f"The base was held in {bits} bits while they were trained; load it with `quantization_config="
+        f"BitsAndBytesConfig(load_in_{bits}bit=True, ...)`, as `base_quantization` of `population.json` says.\n"
+    )
 
 
 def _base_code(base: str, revision: str) -> dict[str, str]:
