@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.adapter_models import make_base, make_config, make_rows, token_logps
@@ -84,6 +85,16 @@ def test_a_list_names_one_adapter_for_each_member(tmp_path):
     warm_start(sources, model, population, shape)
     for member, source in zip(population, sources, strict=True):
         torch.testing.assert_close(said(model, router, member.index), said_alone(source), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_may_lie_on_the_hub(hub, tmp_path):
+    model, router, population, shape = members()
+    source = adapter(tmp_path / "sft", target_modules=["q_proj"])
+    HfApi().create_repo("me/sft")
+    HfApi().upload_folder(repo_id="me/sft", folder_path=source)
+    warm_start({"teacher": "me/sft"}, model, population, shape)
+    torch.testing.assert_close(said(model, router, 0), said_alone(source), rtol=1e-5, atol=1e-5)
+    assert [member.parents for member in population] == [("me/sft",), ("me/sft",), (), ()]
 
 
 def test_a_run_starts_from_an_adapter_that_its_settings_name(random_base, seed_tasks, tmp_path):
