@@ -47,24 +47,19 @@ def load_base(
     model: str | PreTrainedModel, args: PopuLoRAConfig, quantization_config: BitsAndBytesConfig | None = None
 ) -> PreTrainedModel:
     """
-    Loads a base model as TRL does; a model that is loaded already is passed through.
-
-    Args:
-        model (`str` or [`~transformers.PreTrainedModel`]): Base model.
-        args ([`PopuLoRAConfig`]): Its `model_init_kwargs`, which may hold a `quantization_config`, too.
-        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*): Loads it in 4 or 8 bits.
+    Loads a base model as TRL does, in 4 or 8 bits if so configured; a model that is loaded already is passed through.
 
     Raises:
         `ValueError`: If the model is no text-only causal language model, or the quantisation is given twice, too
-            late, or beside what [`check_quantised`] refuses.
+            late, or where [`check_quantised`] refuses it.
     """
     if quantization_config is not None and not isinstance(model, str):
         raise ValueError("`quantization_config` comes too late for a loaded model. Give it to `from_pretrained`.")
     if isinstance(model, str):
         kwargs = dict(args.model_init_kwargs or {})
-        if quantization_config is not None and kwargs.get("quantization_config") is not None:
-            raise ValueError("`quantization_config` is given twice: to the trainer and in `model_init_kwargs`.")
         if quantization_config is not None:
+            if kwargs.get("quantization_config") is not None:
+                raise ValueError("`quantization_config` is given twice: to the trainer and in `model_init_kwargs`.")
             kwargs["quantization_config"] = quantization_config
         if kwargs.get("quantization_config") is not None:
             check_quantised(args)
@@ -84,22 +79,17 @@ def load_base(
 
 def check_quantised(args: PopuLoRAConfig) -> None:
     """
-    What a quantised base cannot be combined with.
-
     Raises:
-        `ValueError`: Under DeepSpeed, FSDP or vLLM.
+        `ValueError`: Where a quantised base cannot be used: under DeepSpeed, FSDP or vLLM.
     """
     plugin = args.deepspeed_plugin
-    how = f"ZeRO-{plugin.zero_stage}" if plugin is not None else "FSDP" if _fsdp_version(args) else None
-    if how is not None:
-        raise ValueError(
-            f"A quantised base is not supported with {how}: its weights are packed numbers of another type than the "
-            "members'. Use DDP (`accelerate_configs/ddp.yaml`), where every process holds the base whole."
-        )
+    how = f"ZeRO-{plugin.zero_stage}" if plugin is not None else "FSDP" if _fsdp_version(args) else ""
+    if how:
+        raise ValueError(f"A quantised base is not supported with {how}, which holds weights in one type. Use DDP.")
     if args.use_vllm:
         raise ValueError(
-            "A quantised base is not supported with `use_vllm=True`: vLLM would serve the base in its own type, and "
-            "how far its samples are from what is trained was not measured. Leave one of both."
+            "A quantised base is not supported with `use_vllm=True`: vLLM would sample from the base in its own type, "
+            "and how far that is from what is trained was not measured. Leave one of both."
         )
 
 
