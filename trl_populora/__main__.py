@@ -70,37 +70,10 @@ class PushArguments:
 
 
 @dataclass
-class ExportArguments:
-    """What `populora export` needs."""
-
-    run: str = field(metadata={"help": "Directory of a run or of its checkpoint, or the Hub name of a population."})
-    out: str = field(metadata={"help": "Directory to write; it must not be there yet."})
-    member: str | None = field(default=None, metadata={"help": "Which one; the best student by default."})
-    merge: bool = field(default=False, metadata={"help": "Write a whole model instead of an adapter."})
-
-
-@dataclass
 class InfoArguments:
     """What `populora info` needs."""
 
     run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
-
-
-@dataclass
-class CrossPlayArguments:
-    """What `populora crossplay` needs."""
-
-    runs: list[str] = field(metadata={"help": "Directories of runs or of their checkpoints, or Hub names, or both."})
-    proposals: int = field(default=12, metadata={"help": "Proposals per teacher, the kinds in rotation."})
-    attempts: int = field(default=4, metadata={"help": "Attempts of every student at every valid proposal."})
-    tasks: str | None = field(default=None, metadata={"help": "Tasks that every member solves beside, as seed_tasks."})
-    seed: int = field(default=0, metadata={"help": "Chooses references and samples."})
-    out: str = field(default="crossplay", metadata={"help": "Directory for crossplay.json and crossplay.png."})
-
-    def __post_init__(self):
-        for name in ("proposals", "attempts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
 
 
 @dataclass
@@ -260,7 +233,7 @@ def push(arguments: Sequence[str]) -> None:
 
 def export(arguments: Sequence[str]) -> None:
     """Writes one member as an ordinary PEFT adapter, or merged into the base."""
-    from trl_populora.hub.export import export_member
+    from trl_populora.hub.export import ExportArguments, export_member
 
     (options,) = _parse(ExportArguments, "export", arguments)
     name = export_member(options.run, options.out, options.member, options.merge)
@@ -277,7 +250,7 @@ def info(arguments: Sequence[str]) -> None:
 
 def crossplay(arguments: Sequence[str]) -> None:
     """Lets every student of some runs attempt fresh tasks of every teacher."""
-    from trl_populora.evaluation.cross_play import assemble
+    from trl_populora.evaluation.cross_play import CrossPlayArguments, assemble
     from trl_populora.given_tasks import check_outputs, read_tasks
     from trl_populora.report.payoff import write_payoff
     from trl_populora.tasks.archive import TaskArchive, read_task

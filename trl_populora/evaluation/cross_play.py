@@ -11,7 +11,7 @@ import math
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -43,6 +43,23 @@ from trl_populora.tasks.base import Task
 
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CrossPlayArguments:
+    """What `populora crossplay` needs."""
+
+    runs: list[str] = field(metadata={"help": "Directories of runs or of their checkpoints, or Hub names, or both."})
+    proposals: int = field(default=12, metadata={"help": "Proposals per teacher, the kinds in rotation."})
+    attempts: int = field(default=4, metadata={"help": "Attempts of every student at every valid proposal."})
+    tasks: str | None = field(default=None, metadata={"help": "Tasks that every member solves beside, as seed_tasks."})
+    seed: int = field(default=0, metadata={"help": "Chooses references and samples."})
+    out: str = field(default="crossplay", metadata={"help": "Directory for crossplay.json and crossplay.png."})
+
+    def __post_init__(self):
+        for name in ("proposals", "attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
 
 
 def solve_rates(

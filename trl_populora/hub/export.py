@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from peft import PeftModel
@@ -18,6 +19,16 @@ logger = logging.getLogger(__name__)
 
 # The second are files of tokenizers, whatever their kind.
 _WANTED = (POPULATION_FILE, "members/*", "*token*", "chat_template*", "vocab*", "merges*")
+
+
+@dataclass
+class ExportArguments:
+    """What `populora export` needs."""
+
+    run: str = field(metadata={"help": "Directory of a run or of its checkpoint, or the Hub name of a population."})
+    out: str = field(metadata={"help": "Directory to write; it must not be there yet."})
+    member: str | None = field(default=None, metadata={"help": "Which one; the best student by default."})
+    merge: bool = field(default=False, metadata={"help": "Write a whole model instead of an adapter."})
 
 
 def export_member(run: str, out: str | Path, member: str | None = None, merge: bool = False) -> str:
