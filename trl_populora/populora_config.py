@@ -17,6 +17,7 @@ from trl import GRPOConfig
 from trl_populora.population.evolution import RATING_RESETS
 from trl_populora.population.matchmaking import STRATEGIES
 from trl_populora.step.advantages import BASELINES, LOSS_NORMALISERS
+from trl_populora.step.ahead import check_play_ahead
 from trl_populora.tasks.base import STYLES
 
 
@@ -121,18 +122,14 @@ class PopuLoRAConfig(GRPOConfig):
             Switches the retention gate on: nats per token that a child may lose against its (better) parent on what
             its role got right in the last step. A child that loses more is bred again at half the strength, at last
             cloned. For example `0.1`.
-        retention_rows (`int`, *optional*, defaults to `16`):
-            Completions per rank that the gate looks at.
+        retention_rows (`int`, *optional*, defaults to `16`): Completions per rank that the gate looks at.
         learning_rate_perturbation (`float`, *optional*, defaults to `0.0`):
-            A child learns at its first parent's rate times one plus or minus this. Population-based training
-            (Jaderberg et al., 2017) uses 0.2; 0 keeps one rate for all.
+            A child's rate is its first parent's times one plus or minus this (Jaderberg et al., 2017: 0.2; 0 is off).
 
         eval_attempts (`int`, *optional*, defaults to `4`):
-            Attempts of every student at every held-out task of `eval_dataset`, sampled as in training.
-            `eval_strategy`, `eval_steps` and `eval_on_start` say when; `per_device_eval_batch_size` rows are generated
-            at once.
-        eval_teachers (`bool`, *optional*, defaults to `False`):
-            Teachers attempt the held-out tasks as well.
+            Attempts of every student at every task of `eval_dataset`, sampled as in training. `eval_strategy` and
+            `eval_on_start` say when; `per_device_eval_batch_size` rows are generated at once.
+        eval_teachers (`bool`, *optional*, defaults to `False`): Teachers attempt the held-out tasks as well.
 
         vllm_engine_kwargs (`dict` or `str`, *optional*):
             Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`. TRL's own
@@ -140,8 +137,11 @@ class PopuLoRAConfig(GRPOConfig):
         vllm_adapter_dir (`str`, *optional*):
             Directory that the trainer and every vLLM server see, for published adapters. Shared memory, or
             `output_dir` when a server sits on another host or memory is short, when `None`. Not for colocated engines.
-        vllm_request_timeout (`float`, *optional*, defaults to `1200.0`):
-            Seconds after which a vLLM server that does not answer counts as failed.
+        vllm_request_timeout (`float`, *optional*, defaults to `1200.0`): Seconds a vLLM server may take to answer.
+        play_ahead (`bool`, *optional*, defaults to `False`):
+            Play the next step's game on the vLLM server while this step's update runs. Its rows are at most one
+            version of a member behind (`ahead/staleness`), newborns play after their birth, and ratings and archive
+            are one game ahead of the step. For one process.
 
         save_rollouts (`bool`, *optional*, defaults to `True`):
             Write every proposal, verdict, attempt and reward to `rollouts/step_*.parquet` under `output_dir`.
@@ -233,6 +233,7 @@ class PopuLoRAConfig(GRPOConfig):
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Arguments of `LLM`."})
     vllm_adapter_dir: str | None = field(default=None, metadata={"help": "Directory that trainer and servers see."})
     vllm_request_timeout: float = field(default=1200.0, metadata={"help": "Seconds a vLLM server may take to answer."})
+    play_ahead: bool = field(default=False, metadata={"help": "Play the next game while this step's update runs."})
 
     # Records
     save_rollouts: bool = field(default=True, metadata={"help": "Write rollouts/step_*.parquet."})
@@ -240,12 +241,11 @@ class PopuLoRAConfig(GRPOConfig):
     def __post_init__(self):
         if self.single_agent:
             if self.teacher_learning_rate is not None:
-                raise ValueError(
-                    "`teacher_learning_rate` needs teachers of their own; `single_agent` has one adapter."
-                )
+                raise ValueError("`teacher_learning_rate` needs teachers of their own, and `single_agent` has none.")
             self.teachers = self.students = 1
         self._check_population()
         self._check_choices()
+        check_play_ahead(self, _launched_processes())
         rows = self.rows_per_step
         if self.generation_batch_size not in (None, rows) or self.steps_per_generation is not None:
             raise ValueError(

@@ -41,16 +41,16 @@ from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import checkpoint, nodes, records
 from trl_populora.runs.alarms import Alarms
 from trl_populora.runs.interrupts import StopAtSignals
-from trl_populora.runs.progress import PhaseClock, use_step_line
+from trl_populora.runs.progress import PHASES_AHEAD, PhaseClock, use_step_line
 from trl_populora.runs.saved_population import Shape, describe
 from trl_populora.sandbox import Runner
 from trl_populora.step import batching
 from trl_populora.step.advantages import LOSS_NORMALISERS, Scored, rewards_of, score_step, with_advantage
+from trl_populora.step.ahead import PlayAhead
 from trl_populora.step.forwards import Layout
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.retention import forgotten, known_solutions
-from trl_populora.step.rollout import play_step
 
 
 logger = logging.getLogger(__name__)
@@ -162,6 +162,7 @@ class PopuLoRATrainer(GRPOTrainer):
         tokenizer = preparation.load_tokenizer(base, processing_class, args)
         self.population = Population(args.teachers, args.students, args.single_agent)
         self.router, self.uploads = Router(), publishing.Uploads(args)  # `Trainer` makes the repository
+        self.asked = Router()  # whom vLLM asks; `router` may be the update's while a game is played ahead
         autocast = not preparation.is_zero3(args)
         members = add_members(
             base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
@@ -186,7 +187,8 @@ class PopuLoRATrainer(GRPOTrainer):
         self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
         self.sharing = preparation.make_sharing(base, args, len(self.reward_funcs) > 2)
         self._deal = partial(batching.reorder, num_teachers=args.teachers, multiple=args.pad_to_multiple_of or 1)
-        self._phases, self._clipper = PhaseClock(), optim.MemberClipper(self.population.adapters, args.max_grad_norm)
+        self._phases = PhaseClock(PHASES_AHEAD if args.play_ahead else ())
+        self._clipper = optim.MemberClipper(self.population.adapters, args.max_grad_norm)
         self._choose_generation(base)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
@@ -198,6 +200,7 @@ class PopuLoRATrainer(GRPOTrainer):
         processes = self.accelerator.process_index, self.accelerator.num_processes
         player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
         self.game = preparation.make_game(args, self.population, archive, referee, player)
+        self.ahead = PlayAhead(args, self.game, lambda: self.vllm_generation.versions)
         given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
         if args.warm_start:
@@ -205,7 +208,7 @@ class PopuLoRATrainer(GRPOTrainer):
         if args.use_vllm:
             from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
 
-            engine_of = self.model, self.population.adapters, self.router, self.accelerator
+            engine_of = self.model, self.population.adapters, self.asked, self.accelerator
             self.vllm_generation = population_generation(args, *engine_of, tokenizer, self.eos_token_ids)
             self.use_vllm, self._last_loaded_step = True, -1
         context = self.vllm_generation.context_length() if self.use_vllm else preparation.trained_context(base)
@@ -257,6 +260,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def close(self) -> None:
         """Ends the sandbox's processes, unpublishes the adapters. Training ends so too; a second call does nothing."""
+        self.ahead.close()
         self.sandbox.close()
         self._closed = True
         if self.use_vllm:
@@ -325,6 +329,7 @@ class PopuLoRATrainer(GRPOTrainer):
         """
         if self.is_deepspeed_enabled and self.model_wrapped is self.model:
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
+        self.ahead.wait()
         start, was_closed = time.perf_counter(), self._closed
         self._open()
         sides, progress = (self.game.referee, self.game.player), not self.args.disable_tqdm
@@ -353,13 +358,12 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _play(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         """TRL's `rollout_func`: plays one step; the placeholder prompts only say how many rows are expected."""
-        played = play_step(self.game, self.state.global_step)
+        played = self.ahead.play(self.state.global_step)
         if len(played.rows) != len(prompts):
             raise RuntimeError(f"The step played {len(played.rows)} rows, TRL expects {len(prompts)}.")
         self.played = played
         self._phases.add(played.seconds)
-        metrics = played.metrics | self.matchmaker.metrics() | self.population.metrics() | self.archive.metrics()
-        self._log_values(metrics)
+        self._log_values(played.metrics)
         return played.columns | played.tokens
 
     def _generate_rows(
@@ -378,7 +382,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
         if self.use_vllm or self._generates_whole:
-            with self.router.rows_of(members):
+            with (self.asked if self.use_vllm else self.router).rows_of(members):
                 return self._generate_single_turn(prompt_ids, None, {}, 1)
         unwrapped = unwrap_model_for_generation(
             self.model_wrapped,
@@ -431,6 +435,7 @@ class PopuLoRATrainer(GRPOTrainer):
         dealt = self._deal(self._buffered_inputs, blanks=self.skips_blank_rows, sharing=self.sharing)
         self._buffered_inputs, metrics = batching.met(dealt, len(self.played.rows))
         self._log_values(metrics)
+        self.ahead.start(self.state.global_step + 1, self.state.max_steps)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     # Phase 5: the joint update
@@ -487,6 +492,8 @@ class PopuLoRATrainer(GRPOTrainer):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             finally:  # only now: gradient checkpointing runs the forward again during the backward
                 self.router.clear()
+            if self.accelerator.sync_gradients:
+                self._phases.add(self.ahead.wait())
         if self.accelerator.sync_gradients:
             self._log_values(self._phases.take())
         return loss
@@ -543,6 +550,7 @@ class PopuLoRATrainer(GRPOTrainer):
             ValueError: If keys or shapes of the factors differ from the member's.
         """
         adapter = self.population.adapter(name)
+        self.ahead.drop(f"{self.population[name].identity} is replaced")
         source = None if optimizer_from is None else self.population.adapter(optimizer_from)
         weights.write_member(self.model_wrapped, adapter, factors)
         if self.optimizer is not None:
@@ -589,6 +597,7 @@ class PopuLoRATrainer(GRPOTrainer):
             metrics={name: list(map(float, values)) for name, values in self._metrics["train"].items()},
             loss=float(self._tr_loss),
             logged=self._globalstep_last_logged,
+            ahead=self.ahead.state_dict(),
         )
 
     def save_model(self, output_dir=None, _internal_call=False):
@@ -630,6 +639,7 @@ class PopuLoRATrainer(GRPOTrainer):
             self.played = Played([], []) if state.played is None else Played.from_state(state.played)
             self._metrics["train"].update(state.metrics)
             self._pending_loss = state.loss, state.logged
+            self.ahead.load_state_dict(state.ahead)
 
     def _load_rng_state(self, checkpoint):
         super()._load_rng_state(checkpoint)

@@ -8,6 +8,7 @@ directories, which lie in shared memory where all servers are on this host: vLLM
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,6 +67,7 @@ class PopulationGeneration(VLLMGeneration):
 
     Attributes:
         seed (`int`, *optional*): Of the samples of the next `generate`, whatever was sampled before.
+        versions (`Counter[str]`): How many versions of each member were published.
     """
 
     seed: int | None = None
@@ -87,6 +89,7 @@ class PopulationGeneration(VLLMGeneration):
         self.output_dir, self.adapter_dir = output_dir, adapter_dir
         self.engine_kwargs, self.request_timeout = engine_kwargs or {}, request_timeout
         self.published: dict[str, Published] = {}
+        self.versions: Counter[str] = Counter()
         self._detector = publishing.ChangeDetector()
         self._shelf: publishing.AdapterShelf | None = None
         self._probed: dict[str, torch.Tensor] = {}
@@ -189,6 +192,7 @@ class PopulationGeneration(VLLMGeneration):
             if self.backend is not None and member in self.published:
                 self.backend.unload(self.published[member])
             self.published[member] = adapter
+            self.versions[member] += 1
         if self._shelf is not None:
             self._shelf.sweep_retired()
             for path in retired:

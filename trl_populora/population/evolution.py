@@ -193,6 +193,11 @@ def newborn_rating(parents: Sequence[Member], reset: str) -> tuple[float, float]
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
 
 
+def event_follows(step: int, every: int, max_steps: int) -> bool:
+    """Whether members are replaced after this optimizer step; the last of a run breeds nobody."""
+    return every > 0 and step % every == 0 and step < max_steps
+
+
 class EvolutionCallback(TrainerCallback):
     """
     Replaces the weakest members after every `evolve_every`-th optimizer step.
@@ -250,7 +255,7 @@ class EvolutionCallback(TrainerCallback):
         started = time.perf_counter()
         self._metrics = self._empty_metrics()
         step = state.global_step
-        if args.evolve_every and step % args.evolve_every == 0 and step < state.max_steps:
+        if event_follows(step, args.evolve_every, state.max_steps):
             events = self.evolve(step, optimizer, lr_scheduler)
             if state.is_world_process_zero and events:
                 with self.lineage.open("a") as file:

@@ -102,11 +102,12 @@ class Played:
         return {record["member"] for record in self.records}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: what a run needs that is resumed between two optimizer steps on these rows."""
-        return {"rows": [asdict(row) for row in self.rows], "records": self.records}
+        """Plain data: what a run needs that is resumed before the last optimizer step on these rows."""
+        rows = [asdict(row) for row in self.rows]
+        return {"rows": rows, "records": self.records, "seconds": {**self.seconds}, "metrics": {**self.metrics}}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Played:
         """What `state_dict` returned, as an object."""
         rows = [Row(**row | {"completion": Completion(**row["completion"])}) for row in state["rows"]]
-        return cls(rows, state["records"])
+        return cls(rows, state["records"], seconds=state["seconds"], metrics=state["metrics"])

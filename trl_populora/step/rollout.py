@@ -89,6 +89,8 @@ def play_step(game: Game, done: int) -> Played:
     complexities = _note_results(game, fresh, records)
     played = Played(rows, records, fresh, seconds)
     played.metrics = step_metrics(game, played, complexities, game.archive.programs - known)
+    for noun in (game.matchmaker, game.population, game.archive):
+        played.metrics |= noun.metrics()
     return played
 
 
