@@ -26,6 +26,7 @@ from trl_populora.generation.client import VLLMServerError
 from trl_populora.generation.routes import Published, StaleAdapterError
 from trl_populora.generation.vllm import PopulationGeneration
 
+from . import glossary
 from .populora_run import assert_equal, letters, state_of
 from .small_run import small_trainer
 from .vllm_models import largest_difference, logprobs_of, make_population, randomise
@@ -260,6 +261,8 @@ def test_games_ahead_are_one_version_behind_and_newborns_play_with_rows_of_their
     trainer.train()
 
     history = [entry for entry in trainer.state.log_history if "ahead/staleness" in entry]
+    for entry in history:
+        assert {"ahead/staleness", "time/wait", "time/hidden"} <= glossary.explained(entry)
     assert [entry["ahead/staleness"] for entry in history] == [0, 1, 1, 0, 1, 0], "replaced after steps 3 and 5"
     assert [entry["evolve/replaced"] for entry in history] == [0, 0, 2, 0, 0, 0]
     assert "The rows of step 6, which were played ahead, are dropped: student_0@" in caplog.text
