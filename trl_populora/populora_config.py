@@ -101,20 +101,16 @@ class PopuLoRAConfig(GRPOConfig):
 
         evolve_every (`int`, *optional*, defaults to `10`):
             Optimizer steps between two evolution events (paper, second hand: 10). `0` switches evolution off.
-        evolve_burn_in (`int`, *optional*, defaults to `5`):
-            Matches a member must have played before it can be replaced.
+        evolve_burn_in (`int`, *optional*, defaults to `5`): Matches a member must have played to be replaced.
         cull_fraction (`float`, *optional*, defaults to `0.25`):
             Share of each role replaced per event, at least one member (paper, second hand).
-        crossover_rate (`float`, *optional*, defaults to `0.5`):
-            Probability that a child has two parents (paper, second hand).
-        tournament_size (`int`, *optional*, defaults to `2`):
-            Survivors drawn per parent; the one with the highest mu becomes the parent.
+        crossover_rate (`float`, *optional*, defaults to `0.5`): Probability of two parents (paper, second hand).
+        tournament_size (`int`, *optional*, defaults to `2`): Survivors drawn per parent; the highest mu wins.
         mutations, crossovers (`dict[str, float]` or `str`, *optional*):
             Weights of the operators by name. The paper's four of each, evenly, when `None`.
         mutation_strength (`float`, *optional*, defaults to `1.0`):
             Factor on the mutation operators' own strengths: 1 is each as published, 0.5 half as far from the parent.
-        inherit_optimizer (`bool`, *optional*, defaults to `False`):
-            Give a child the first parent's Adam moments instead of zeros.
+        inherit_optimizer (`bool`, *optional*, defaults to `False`): Give a child its first parent's Adam moments.
         rating_reset (`str`, *optional*, defaults to `"parents"`):
             `"parents"`: the child starts at its parents' mean mu, since it is like them (`benchmarks/ratings.py`).
             `"prior"`: at 25 / 8.333 (paper, second hand).
