@@ -18,7 +18,7 @@ def backward(model, router, rows, seed=5) -> None:
 
 def test_one_group_per_member_holds_all_of_it_once():
     model, _, names = make_population(3)
-    groups = member_param_groups(model, names, lr=2.0, weight_decay=0.5)
+    groups = member_param_groups(model, dict.fromkeys(names, 2.0), weight_decay=0.5)
     described = [(group["member"], group["lr"], group["weight_decay"]) for group in groups]
     assert described == [("member_0", 2.0, 0.5), ("member_1", 2.0, 0.5), ("member_2", 2.0, 0.5)]
     grouped = [id(p) for group in groups for p in group["params"]]
@@ -44,7 +44,7 @@ def test_each_member_is_clipped_by_its_own_norm_as_torch_would(max_norm):
 
 def test_a_withheld_member_keeps_weights_moments_and_step_while_others_move():
     model, router, names = make_population(3)
-    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2))
+    optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)))
     backward(model, router, [0, 0, 1, 1, 2, 2])
     optimizer.step()
     before = {name: read_member(model, name) for name in names}
@@ -68,7 +68,7 @@ def test_a_withheld_member_keeps_weights_moments_and_step_while_others_move():
 def test_without_withholding_momentum_would_move_an_idle_member():
     """The reason `withhold_gradients` exists: zero gradients are not no gradients to Adam."""
     model, router, names = make_population(2)
-    optimizer = torch.optim.AdamW(member_param_groups(model, names, lr=1e-2, weight_decay=0.0))
+    optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2), weight_decay=0.0))
     backward(model, router, [0, 1])
     optimizer.step()
     before = read_member(model, "member_1")

@@ -71,6 +71,7 @@ SMALL = {
     "use_vllm": "false",
     "generation_kwargs": "{}",
     "save_steps": 2,
+    "eval_attempts": 1,
 }
 
 
