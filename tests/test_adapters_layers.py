@@ -16,9 +16,9 @@ from tests.adapter_models import (
     make_rows,
     token_logps,
 )
-from trl_populora.adapters.layers import add_members, routed_layers
+from trl_populora.adapters.layers import RoutedLinear, add_members, routed_layers
 from trl_populora.adapters.routing import Router
-from trl_populora.adapters.weights import read_member, save_member
+from trl_populora.adapters.weights import member_parameters, read_member, save_member
 
 
 ROUTES = {
@@ -129,6 +129,32 @@ def test_generation_follows_the_route(stock):
         together = model.generate(input_ids=prompts, **options)
     for i, member in enumerate(rows):
         assert torch.equal(together[i], stock[member].generate(input_ids=prompts[i : i + 1], **options)[0])
+
+
+def test_decoding_stacks_factors_once_a_route_and_reads_what_changed_under_the_next(monkeypatch):
+    stacked, stack = [], RoutedLinear._stacked
+    monkeypatch.setattr(RoutedLinear, "_stacked", lambda layer, *which: stacked.append(which) or stack(layer, *which))
+    rows, prompts = [2, 0, -1, 1], make_rows(4)
+
+    def generate(model, router):
+        with router.rows_of(rows):
+            return model.generate(input_ids=prompts, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+
+    def turn(model, name):
+        with torch.no_grad():
+            for parameter in member_parameters(model, name).values():
+                parameter.mul_(-2)
+
+    model, router, names = make_population(3)
+    before = generate(model, router)
+    factors = 2 * len(list(routed_layers(model)))
+    assert len(stacked) == 2 * factors, "once for the prompts, once for five tokens"
+    turn(model, names[0])
+    after = generate(model, router)
+    assert not torch.equal(after[1], before[1])
+    fresh, router, names = make_population(3)
+    turn(fresh, names[0])
+    assert torch.equal(after, generate(fresh, router))
 
 
 def test_a_forward_without_route_is_an_error():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -46,7 +46,7 @@ class Route:
         self._order = [position for member in self.present for position in grouped[member]]
         self.ordered = self._order == list(range(len(self.rows)))
         self.factors = None if factors is None else self._member_factors(factors, grouped)
-        self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._tensors: dict[Hashable, torch.Tensor] = {}
 
     def _member_factors(self, factors: Sequence[float], grouped: dict[int, list[int]]) -> tuple[float, ...]:
         if len(factors) != len(self.rows):
@@ -67,17 +67,17 @@ class Route:
 
     def order(self, device: torch.device) -> torch.Tensor:
         """Positions of the members' rows, grouped by member, shape `[R - base rows]`."""
-        return self._tensor("order", device, lambda: torch.tensor(self._order, dtype=torch.long))
+        return self.kept(("order", device), lambda: torch.tensor(self._order, dtype=torch.long).to(device))
 
     def factor_tensor(self, device: torch.device) -> torch.Tensor:
         """Gradient factors shaped to scale stacked weights, `[present, 1, 1]`, fp32."""
-        return self._tensor("factors", device, lambda: torch.tensor(self.factors).view(-1, 1, 1))
+        return self.kept(("factors", device), lambda: torch.tensor(self.factors).view(-1, 1, 1).to(device))
 
-    def _tensor(self, key: str, device: torch.device, make) -> torch.Tensor:
-        # Every layer of the model asks, once per forward: the copy to the device is worth remembering.
-        if (key, device) not in self._tensors:
-            self._tensors[key, device] = make().to(device)
-        return self._tensors[key, device]
+    def kept(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `make` gave when this key was asked for first: every layer asks, in every forward of the route."""
+        if key not in self._tensors:
+            self._tensors[key] = make()
+        return self._tensors[key]
 
 
 class Router:
