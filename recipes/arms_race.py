@@ -24,6 +24,7 @@ from pathlib import Path
 import arms_race_page as pages
 import arms_race_runs as runs
 import torch
+from rejection import fine_tune
 from tiny_documents import DialogueWriter
 from tiny_headroom import train
 from tiny_scores import random_task
@@ -31,6 +32,7 @@ from tqdm import tqdm
 
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.evaluation.cross_play import assemble
+from trl_populora.report.load import load_evaluations
 from trl_populora.report.payoff import write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task
@@ -40,6 +42,7 @@ CONFIG = Path(__file__).resolve().parent / "tiny" / "config_4t4s.yaml"
 RATE = "2.0e-3"  # of CONFIG
 REFERENCE = pages.AGENT
 COIN = "coin"
+REJECTION = "rejection"  # the base's samples; `rejection.py` makes an adapter of those that were right
 VARIANTS: dict[str, dict[str, str]] = {
     "4t4s": {},
     REFERENCE: {"single_agent": "true", "evolve_every": "0"},  # with the rows of one pair: as many per adapter
@@ -51,6 +54,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "seed_tasks": {"task_kinds": "check_learning:FixedO check_learning:FixedI check_learning:FixedF"},
     "base_students": {"learning_rate": "0", "teacher_learning_rate": RATE},
     COIN: {},  # students are paid by a coin
+    REJECTION: {"single_agent": "true", "learning_rate": "0", "evolve_every": "0", "eval_strategy": "no"},
 }
 UNTRAINED_LEVELS = (5, 6)  # six and eight operations
 
@@ -65,6 +69,15 @@ def steps_done(run: Path) -> int:
     """Population steps that a run has finished and saved; 0 before that."""
     path = run / "trainer_state.json"  # written at the very end
     return json.loads(path.read_text())["global_step"] if path.exists() else 0
+
+
+def train_variant(run: Path, variant: str, seed: int, steps: int, settings: list[str]) -> None:
+    """Trains one run to its end, from where it stopped if it has begun; a finished one stays as it is."""
+    options = [*options_of(variant, steps), *settings]
+    if steps_done(run) < steps:
+        train(run, seed, variant == COIN, options, CONFIG)
+    if variant == REJECTION and not load_evaluations(run):
+        fine_tune(run, seed, options, CONFIG)
 
 
 def untrained_tasks(count: int = 96) -> list[Task]:
@@ -151,8 +164,7 @@ def main() -> None:
     for seed in [] if options.compare_only else options.seeds:
         for name in options.variants:
             run = options.output / name / f"seed_{seed}"
-            if steps_done(run) < options.steps:
-                train(run, seed, name == COIN, [*options_of(name, options.steps), *settings], CONFIG)
+            train_variant(run, name, seed, options.steps, settings)
             print(f"{run}: {steps_done(run)} steps", flush=True)
     print(f"Comparison written to {compare(options.output, options.variants, options.seeds, options.steps)}.")
 
