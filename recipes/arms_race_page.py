@@ -52,6 +52,7 @@ def table(runs: Runs) -> list[list[str]]:
 FIGURES: dict[str, Callable[[Run], float]] = {
     "students' mean": lambda run: run.last("solve_rate_mean"),
     "gain over the base": Run.gain,
+    "gain, mean over the run": Run.mean_gain,
     "best student": lambda run: run.last("solve_rate_best"),
     "worst student": lambda run: run.last("solve_rate_worst"),
     **{kind: lambda run, kind=kind: run.last(f"{kind}/solve_rate") for kind in KINDS},
@@ -64,6 +65,7 @@ FIGURES: dict[str, Callable[[Run], float]] = {
 }
 COMPARED: dict[str, Callable[[Run], float]] = {
     "gain over the base, mean": Run.gain,
+    "gain over the base, mean over the run": Run.mean_gain,
     "gain over the base, worst student": lambda run: run.gain("worst"),
     "gain over the base, best student": lambda run: run.gain("best"),
     "levels never trained": Run.transfer,
@@ -116,10 +118,11 @@ CLAIMS = (
         POPULATION,
         AGENT,
     ),
-    Claim("the population's ratings spread", _rise("TrueSkill spread in a role")),
+    Claim("its ratings spread beyond their sigma", lambda run: run.fifths("rating spread in a role")[1] - 1),
     Claim("most newborn students are back within 20 updates", lambda run: run.share_back() - 0.5),
     Claim("the mean student solves more held-out tasks than the base", Run.gain),
     Claim("and than the single agent", Run.gain, POPULATION, AGENT),
+    Claim("and earlier (mean over the run)", Run.mean_gain, POPULATION, AGENT),
     Claim("the weakest student does, too", lambda run: run.gain("worst"), POPULATION, AGENT),
     Claim("the mean student solves more at levels never trained than the base", lambda r: r.transfer() - _base(r)),
     Claim("and than the single agent", Run.transfer, POPULATION, AGENT),

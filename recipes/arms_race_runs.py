@@ -49,7 +49,7 @@ MEASURES = (
     Measure(("curriculum/lines",), "lines of code", "lines"),
     Measure(("curriculum/variables",), "variables", "names"),
     Measure(("new_structures",), "new structures per valid proposal", "number"),
-    Measure(("population/teacher/mu_std", "population/student/mu_std"), "TrueSkill spread in a role", "mu, std"),
+    Measure(("rating_spread",), "rating spread in a role", "std of mu / sigma"),
     Measure(("solve/frac_none",), "valid proposals nobody solves", "fraction"),
     Measure(("propose/valid_rate",), "valid proposals", "fraction"),
 )
@@ -98,6 +98,11 @@ class Run:
         """What the mean, best or worst student solves at the last evaluation above what the base does."""
         return self.last(f"solve_rate_{which}") - self.last(f"{BASE_NAME}/solve_rate")
 
+    def mean_gain(self) -> float:
+        """The mean student's gain, averaged over the evaluations after the first update: who learns early has more."""
+        base = self.last(f"{BASE_NAME}/solve_rate")
+        return mean([entry["solve_rate_mean"] - base for entry in self.evaluations if entry["step"]])
+
     def transfer(self) -> float:
         """Mean solve rate of the students on the untrained levels."""
         return mean([rate for name, rate in self.untrained.items() if name != BASE_NAME])
@@ -119,7 +124,7 @@ class Run:
 
 def measure(directory: Path) -> Run:
     """Reads what a run, also an unfinished one, has left in its directory."""
-    history = with_new_structures(directory)
+    history = read_history(directory)
     rows = read_rows(directory)
     adapters = sum(key.startswith("member/") and key.endswith("/grad_norm") for key in history[0])
     untrained = directory / "untrained.json"
@@ -147,14 +152,20 @@ def read_rows(directory: Path) -> list[dict[str, Any]]:
     return [row for table in tables for row in table.to_pylist()]
 
 
-def with_new_structures(directory: Path) -> list[dict[str, float]]:
-    """Metrics per step. Coverage counts a population's larger number of proposals, so it is given per proposal."""
+def read_history(directory: Path) -> list[dict[str, float]]:
+    """
+    Metrics per step, with two that compare runs of different sizes: coverage gained per valid proposal, because a
+    population writes more of them, and the spread of ratings in units of their own uncertainty.
+    """
     history = [entry for entry in load_history(directory) if PLAYED in entry]
     proposed = [row["role"] for row in read_rows(directory) if row["step"] == history[0]["step"]].count("teacher")
     for before, entry in zip([None, *history], history, strict=False):
         valid = entry["propose/valid_rate"] * proposed
         gained = entry["curriculum/coverage"] - before["curriculum/coverage"] if before else math.nan
         entry["new_structures"] = gained / valid if valid else math.nan
+        sigma = mean(value for key, value in entry.items() if key.startswith("member/") and key.endswith("/sigma"))
+        spread = fmean(number(entry.get(f"population/{role}/mu_std")) for role in ("teacher", "student"))
+        entry["rating_spread"] = spread / sigma
     return history
 
 

@@ -113,6 +113,26 @@ def test_runs_whose_files_are_gone_are_compared_by_their_figures(output, few_tas
     assert (tmp_path / runs.RESULTS).read_text() == (output / runs.RESULTS).read_text()
 
 
+def test_the_published_tables_are_those_of_the_published_figures(tmp_path):
+    published = arms_race.CONFIG.parent
+    (tmp_path / runs.RESULTS).write_text((published / runs.RESULTS).read_text())
+    kept = runs.load(tmp_path / runs.RESULTS)
+    arms_race.compare(tmp_path, [*kept], sorted({seed for of in kept.values() for seed in of}), 150)
+    tables = (tmp_path / "table.md").read_text().split("\n\n")[1::2]
+    assert len(tables) == 4
+    for table in tables:
+        assert table.strip() in (published / "README.md").read_text()
+
+
+def test_the_smallest_published_figure_comes_back(few_tasks, tmp_path, monkeypatch):
+    options = f"--variants single_agent --seeds 0 --steps 1 --output {tmp_path} --eval_steps 1000"
+    monkeypatch.setattr(sys, "argv", ["arms_race.py", *options.split()])
+    arms_race.main()
+    (seen,) = runs.measure(tmp_path / "single_agent" / "seed_0").evaluations
+    published = runs.load(arms_race.CONFIG.parent / runs.RESULTS)["single_agent"][0].evaluations[0]
+    assert seen == pytest.approx(published, abs=0.02), "the base's rates; another machine rounds and samples otherwise"
+
+
 def test_the_first_steps_of_longer_runs_are_compared(output):
     page = arms_race.compare(output, ["4t4s", "single_agent"], [0, 1], 1).read_text()
     assert "| steps x seeds | 1 x 1 | 1 x 2 |" in (output / "table.md").read_text()
