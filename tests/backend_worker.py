@@ -232,7 +232,11 @@ def shard(base: str, output: str) -> dict:
 
 def half(base: str, output: str) -> dict:
     """A step whose gradients are scaled and clipped."""
+    import deepspeed
+
     AcceleratorState._reset_state()  # it holds the precision of the first trainer
+    # Any CPU computes in fp16; DeepSpeed asks for one that is fast at it.
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
     trainer = make_trainer(base, output, evolve_every=0, max_steps=1, fp16=True, **CLIPPED)
     trainer.accelerator.state.deepspeed_plugin.deepspeed_config["fp16"]["loss_scale"] = LOSS_SCALE
     trainer.train()

@@ -35,9 +35,9 @@ def run_script(command: list[str], output: Path, seconds: int = 570, vllm: bool 
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=output, check=False
     )
-    log = f"{done.stdout[-2000:]}\n{done.stderr[-20000:]}"
-    assert bool(done.returncode) == fails, f"{' '.join(command)} ended with {done.returncode}:\n{log}"
-    return log
+    told = f"{done.stdout[-2000:]}\n{done.stderr[-20000:]}"
+    assert bool(done.returncode) == fails, f"{' '.join(command)} ended with {done.returncode}:\n{told}"
+    return done.stdout + done.stderr
 
 
 def launch(config: str) -> list[str]:

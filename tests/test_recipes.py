@@ -195,13 +195,10 @@ def test_quick_start_leaves_what_the_readme_lists(tmp_path):
 class TestChecks:
     """One update of the recipes that ask whether learning is real and whether children keep it."""
 
-    def test_a_teacher_alone(self, tmp_path):
-        command = [sys.executable, "check_learning.py", "teacher", "--steps", "1", "--output", str(tmp_path)]
-        environment = without_vllm({**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-        options = {"cwd": RECIPES, "env": environment, "capture_output": True, "text": True, "timeout": 500}
-        done = subprocess.run(command, **options, check=False)
-        assert done.returncode == 0, done.stderr[-5000:]
-        result = json.loads(done.stdout.splitlines()[-1])
+    def test_a_teacher_alone(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "argv", ["", "teacher", "--steps", "1", "--output", str(tmp_path)])
+        check_learning.main()
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
         (figures,) = result.pop("runs")
         assert result == {"check": "teacher", "mean_reward_gain": 0}, "the first update is the last"
         assert -1 < figures["reward_first"] == figures["reward_last"] <= 1, "the base writes valid tasks"
