@@ -19,7 +19,7 @@ from statistics import fmean, stdev
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.report.load import load_evaluations, load_history
 from trl_populora.report.payoff import Payoff
-from trl_populora.runs.records import PLAYED, read_lines
+from trl_populora.runs.lines import PLAYED, read_lines
 
 
 @dataclass(frozen=True)
