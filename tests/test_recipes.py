@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.recipe_runs import CONFIGS, RECIPES, ROOT, arguments_of, check_run, c
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from tests.without_vllm import without_vllm
 from trl_populora.__main__ import train
-from trl_populora.assets import tiny_base_path
+from trl_populora.assets import tiny_base_path, tiny_eval_tasks
 from trl_populora.runs.records import read_lines
 
 
@@ -172,15 +173,16 @@ class TestSmoke:
 
 
 def test_quick_start_leaves_what_the_readme_lists(tmp_path):
-    run = tmp_path / "run"
-    settings = {"output_dir": run, "max_steps": 4, "evolve_every": 2, "evolve_burn_in": 1, "proposals_per_teacher": 4}
+    run, tasks = tmp_path / "run", tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(Path(tiny_eval_tasks()).read_text(encoding="utf-8").splitlines(keepends=True)[:6]))
+    settings = {"output_dir": run, "max_steps": 2, "evolve_every": 1, "evolve_burn_in": 1, "eval_tasks": tasks}
+    settings |= {"proposals_per_teacher": 4, "attempts_per_task": 2, "per_device_train_batch_size": 8}
     overrides = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    overrides += ["--attempts_per_task", "2", "--per_device_train_batch_size", "8"]
     output = launch("recipes/train_populora.py", "--config", "recipes/tiny/quickstart.yaml", *overrides)
-    assert output.count("| valid") == 4, "one line per step"
+    assert output.count("| valid") == 2, "one line per step"
     for word in ("match", "propose", "verify", "solve", "update"):
         assert f"{word} " in output
-    assert "Population after 4 steps" in output
+    assert "Population after 2 steps" in output
     members = {path.parent.name for path in run.glob("members/*/adapter_model.safetensors")}
     assert members == {"teacher_0", "teacher_1", "student_0", "student_1"}
     assert len(json.loads((run / "population.json").read_text())["members"]) == 4
@@ -188,7 +190,7 @@ def test_quick_start_leaves_what_the_readme_lists(tmp_path):
     assert {event["role"] for event in lineage} == {"teacher", "student"}
     assert (run / "run.png").read_bytes().startswith(b"\x89PNG")
     rows = load_dataset("parquet", data_files=str(run / "rollouts" / "*.parquet"), split="train", cache_dir=tmp_path)
-    assert len(rows) == 4 * 2 * 4 * (1 + 2)
+    assert len(rows) == 2 * 2 * 4 * (1 + 2)
     assert all(row["reject_reason"] for row in rows if row["role"] == "teacher" and not row["valid"])
 
 
@@ -196,6 +198,7 @@ class TestChecks:
     """One update of the recipes that ask whether learning is real and whether children keep it."""
 
     def test_a_teacher_alone(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(check_learning, "HELD_OUT_TASKS", 8)
         monkeypatch.setattr(sys, "argv", ["", "teacher", "--steps", "1", "--output", str(tmp_path)])
         check_learning.main()
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
