@@ -17,7 +17,7 @@ from typing import Any
 
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.report.load import load_evaluations, load_history
-from trl_populora.runs.records import PLAYED, read_lines
+from trl_populora.runs.lines import PLAYED, read_lines
 
 
 RESULTS = "arms_race.json"

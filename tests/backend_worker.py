@@ -8,8 +8,11 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `evolve` has an evolution event after the second of three steps, whose children learn at rates of their own;
 - `plain` is the same run without the event;
 - `savings` is the first step of each loss, with and without blank rows and shared prompts;
+- `resume` and `resume quantised` play a game straight, and again cut in two by a checkpoint;
+- `evaluate` is one evaluation on held-out tasks;
+- `shard` is FSDP2, which needs no trainer;
 - `half` is one step in fp16 with a loss scale, which only DeepSpeed does on a CPU;
-- `unwritable` fails to save, because a file stands where the main process wants a directory.
+- `unwritable` fails to save, because a file stands where the main process wants a directory. It ends the process.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from tests import fsdp_worker, held_out_worker, populora_run
 from tests.fixed_rows import POPULATION, TEACHERS, play_fixed_rows
 from trl_populora.adapters.optim import withhold_gradients
 from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
@@ -37,6 +42,7 @@ from trl_populora.sandbox import Job
 # About Adam's epsilon see test_solo_parity.py.
 CLIPPED = {"lr_scheduler_type": "constant", "max_grad_norm": 0.02, "adam_epsilon": 1e-4}
 LOSS_SCALE = 1024.0
+QUANTISED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"}
 REPLACED = "teacher_1"
 HEIR, SOURCE = "student_1", "student_2"  # the heir takes over the source's moments
 EVENT = 2  # the step of the evolution
@@ -220,17 +226,53 @@ def savings(base: str, output: str) -> dict:
     return identity(trainer) | {"savings": seen}
 
 
+def resume(base: str, output: str, **settings) -> dict:
+    """A game of eight steps straight, and another of five and three; what of it differs."""
+    settings |= {"evolve_every": 3, "max_steps": 8}
+    straight = populora_run.make_trainer(base, f"{output}/straight", settings | {"save_strategy": "no"})
+    straight.train()
+    wanted = populora_run.state_of(straight)
+    resumed = populora_run.cut_run(base, f"{output}/cut", settings, cut=5)
+    resumed.accelerator.wait_for_everyone()
+    found = populora_run.state_of(resumed)
+    return identity(resumed) | {
+        "differing": [key for key in wanted if wanted[key] != found[key]],
+        "births": [event["step"] for event in wanted["lineage"]],
+    }
+
+
+def resume_quantised(base: str, output: str) -> dict:
+    """The same on a base in 4 bits."""
+    return resume(base, output, model_init_kwargs={"quantization_config": QUANTISED})
+
+
+def evaluate(base: str, output: str) -> dict:
+    return held_out_worker.ranks(base, output)
+
+
+def shard(base: str, output: str) -> dict:
+    return fsdp_worker.run()
+
+
 def half(base: str, output: str) -> dict:
     """A step whose gradients are scaled and clipped."""
+    import deepspeed
+
+    AcceleratorState._reset_state()  # it holds the precision of the first trainer
+    # Any CPU computes in fp16; DeepSpeed asks for one that is fast at it.
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
     trainer = make_trainer(base, output, evolve_every=0, max_steps=1, fp16=True, **CLIPPED)
     trainer.accelerator.state.deepspeed_plugin.deepspeed_config["fp16"]["loss_scale"] = LOSS_SCALE
     trainer.train()
     logged, wrapped = trainer.state.log_history[0], trainer.model_wrapped
-    return identity(trainer) | {
+    seen = identity(trainer) | {
         "scale": wrapped.optimizer.loss_scale,
         "norms": [logged[f"member/{name}/grad_norm"] for name in trainer.population.names],
         "replaced": read_member(wrapped, REPLACED),
     }
+    AcceleratorState._reset_state()
+    del os.environ["ACCELERATE_MIXED_PRECISION"]  # transformers left it there
+    return seen
 
 
 def unwritable(base: str, output: str) -> dict:
@@ -247,21 +289,28 @@ def unwritable(base: str, output: str) -> dict:
     return {}
 
 
+SCENARIOS = {
+    "replace": replace,
+    "evolve": evolve,
+    "plain": plain,
+    "savings": savings,
+    "resume": resume,
+    "resume quantised": resume_quantised,
+    "evaluate": evaluate,
+    "shard": shard,
+    "half": half,
+    "unwritable": unwritable,
+}
+
+
 def main(base: str, output: str, *scenarios: str) -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         without_compiler()
-    runs = {
-        "replace": replace,
-        "evolve": evolve,
-        "plain": plain,
-        "savings": savings,
-        "half": half,
-        "unwritable": unwritable,
-    }
     for scenario in scenarios:
-        run = runs[scenario]
-        seen = run(base, f"{output}/{scenario}")
-        torch.save(seen, f"{output}/{scenario}/rank_{os.environ['RANK']}.pt")
+        seen = SCENARIOS[scenario](base, f"{output}/{scenario}")
+        path = Path(output, scenario, f"rank_{os.environ['RANK']}.pt")
+        path.parent.mkdir(exist_ok=True)
+        torch.save(seen, path)
     PartialState().destroy_process_group()  # else gloo's threads may abort the process at its end
 
 

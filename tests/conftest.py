@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -14,8 +15,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# vLLM compiles a small function of its sampler in every process, for 20 s; what is tested does not depend on it.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 import pytest  # noqa: E402
+
+
+def pytest_collection_finish():
+    """
+    Leaves what is imported by now out of garbage collections: every training collects once, through a million objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

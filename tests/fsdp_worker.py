@@ -1,12 +1,6 @@
-"""Two gloo processes with PyTorch's own FSDP2, without accelerate, which on a CPU turns FSDP into DDP.
-
-`torchrun fsdp_worker.py OUTPUT`; run alone it does the same in one process without sharding.
-"""
+"""PyTorch's own FSDP2 on the gloo processes that there are, without accelerate, which on a CPU turns FSDP into DDP."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,11 +20,9 @@ ROWS = [
 ]  # of each step; the second is uneven
 
 
-def main(output: str) -> None:
-    world, rank = 1, 0
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
-        world, rank = dist.get_world_size(), dist.get_rank()
+def run() -> dict:
+    """Three steps of a sharded population, or, in a process alone, of a whole one."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     model, router, names = make_population(4)
     if world > 1:
         mesh = init_device_mesh("cpu", (world,))
@@ -65,11 +57,4 @@ def main(output: str) -> None:
                 for value in state.values()
             )
     members = {name: read_member(model, name) for name in names}
-    result = {"world": world, "sharded": sharded, "norms": norms, "members": members, "seen": seen}
-    torch.save(result, Path(output) / f"rank_{rank}.pt")
-    if world > 1:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return {"world": world, "sharded": sharded, "norms": norms, "members": members, "seen": seen}

@@ -1,18 +1,11 @@
-"""Evaluation on given tasks in a process of its own, or several; prints what the main one was told.
-
-torchrun --nproc_per_node 2 -m tests.held_out_worker ranks <base> <directory>      # a random base
-python -m tests.held_out_worker vllm <directory>                                   # the embedded base
-"""
+"""Evaluations on given tasks whose figures are compared with others: of two processes with one's, of vLLM's."""
 
 from __future__ import annotations
-
-import json
-import sys
 
 import torch
 
 
-def ranks(base: str, directory: str) -> list[dict]:
+def ranks(base: str, directory: str) -> dict:
     """The first evaluation of a trainer whose members are no longer the base."""
     from tests.populora_run import EVALUATED, make_trainer
     from trl_populora.adapters.weights import read_member
@@ -25,7 +18,7 @@ def ranks(base: str, directory: str) -> list[dict]:
         trainer.replace_member(name, factors, step=0)
     figures = trainer.evaluate()
     trainer.close()
-    return [figures | {"world": trainer.accelerator.num_processes}]
+    return figures | {"world": trainer.accelerator.num_processes}
 
 
 def vllm(directory: str) -> list[dict]:
@@ -74,9 +67,3 @@ def vllm(directory: str) -> list[dict]:
             told.append(trainer.evaluate() | {"unmoved": bool(torch.equal(before, torch.get_rng_state()))})
         trainer.close()
     return told
-
-
-if __name__ == "__main__":
-    found = {"ranks": ranks, "vllm": vllm}[sys.argv[1]](*sys.argv[2:])
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print("FIGURES " + json.dumps(found), flush=True)

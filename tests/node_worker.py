@@ -1,33 +1,62 @@
 """One of two nodes with a process each, which `test_nodes.py` starts: both have `LOCAL_RANK` 0.
 
-torchrun --nnodes 2 --node_rank 0 --nproc_per_node 1 ... -m tests.node_worker <base> <directory> <settings>
+torchrun --nnodes 2 --node_rank 0 --nproc_per_node 1 ... -m tests.node_worker <base> <own directory> <common directory>
 
-Trains, from the newest checkpoint if the settings hold `resume`, and prints the last step with a digest of the run.
+Goes through the runs of `main` and prints what came of each: the last step with a digest of the run, or the refusal.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
+from pathlib import Path
 
 from accelerate import PartialState
 
 from tests.populora_run import make_trainer, state_of
 
 
-def main(base: str, directory: str, settings: dict) -> None:
-    resume = settings.pop("resume", False)
-    trainer = make_trainer(base, directory, {"lr_scheduler_type": "constant"} | settings)
+SAVING = {"save_steps": 2, "max_steps": 4}
+EACH = {"save_on_each_node": True}
+
+
+def run(base: str, directory: Path, resume: bool = False, **settings) -> dict:
+    """Trains, from the newest checkpoint if `resume`."""
+    trainer = make_trainer(base, str(directory), {"lr_scheduler_type": "constant"} | settings)
     assert trainer.accelerator.num_processes == 2, trainer.accelerator.num_processes
     assert trainer.args.local_process_index == 0, trainer.args.local_process_index
-    trainer.train(resume_from_checkpoint=resume)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except ValueError as error:
+        trainer.close()
+        return {"refused": str(error), "step": trainer.state.global_step}
     state = state_of(trainer)
     lasting = json.dumps({key: repr(state[key]) for key in ("members", "game", "archive")})
-    result = {"step": trainer.state.global_step, "digest": hashlib.sha256(lasting.encode()).hexdigest()}
-    print("RESULT " + json.dumps(result), flush=True)
+    return {"step": trainer.state.global_step, "digest": hashlib.sha256(lasting.encode()).hexdigest()}
+
+
+def copy_of(run: Path, name: str) -> Path:
+    return Path(shutil.copytree(run, run.parent / name))
+
+
+def main(base: str, own: Path, common: Path) -> None:
+    told = {"apart": run(base, own / "apart", **SAVING), "straight": run(base, own / "straight", **EACH, **SAVING)}
+
+    # As if killed when one node had moved its checkpoint into place and the other had not.
+    cut = copy_of(own / "straight", "cut")
+    if PartialState().process_index == 1:
+        shutil.rmtree(cut / "checkpoint-4")
+    told["resumed"] = run(base, cut, resume=True, **EACH, **SAVING)
+    again = copy_of(own / "straight", "again")
+    told["again"] = run(base, again, **EACH, save_steps=1, max_steps=1)
+
+    told["twice"] = run(base, common / "twice", **EACH, **SAVING)
+    told["common"] = run(base, common / "run", save_steps=1, max_steps=1)
+    print("RESULT " + json.dumps(told), flush=True)
     PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

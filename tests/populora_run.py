@@ -1,12 +1,8 @@
-"""One small run for tests that launch it on two ranks, kill it, or cut it in two: see `test_checkpoint.py`.
-
-torchrun --nproc_per_node 2 -m tests.populora_run <base> <directory> '{"evolve_every": 5}' DistributedDataParallel
-"""
+"""One small run for tests that launch it on two ranks, kill it, or cut it in two: see `test_checkpoint.py`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from tests.small_run import SMALL, small_trainer
@@ -141,31 +137,3 @@ def assert_equal(wanted: dict, found: dict) -> None:
 def timeless(entry: dict) -> str:
     """Metrics without wall-clock times, as text: NaN equals NaN there."""
     return json.dumps({key: value for key, value in entry.items() if "time" not in key}, sort_keys=True)
-
-
-def main() -> None:
-    """Compares 12 steps with 7 and 5 on each of two ranks, the model wrapped as the last argument says."""
-    base, output_dir, wrapper = sys.argv[1], Path(sys.argv[2]), sys.argv[4]
-    settings = json.loads(sys.argv[3]) | {"max_steps": 12}
-    if wrapper == "DeepSpeedEngine":
-        from tests.backend_worker import without_compiler
-
-        without_compiler()
-    straight = make_trainer(base, str(output_dir / "straight"), settings | {"save_strategy": "no"})
-    assert straight.accelerator.num_processes == 2, straight.accelerator.num_processes
-    straight.train()
-    assert type(straight.model_wrapped).__name__ == wrapper, type(straight.model_wrapped)
-    wanted = state_of(straight)
-    resumed = cut_run(base, str(output_dir / "cut"), settings, cut=7)
-    assert type(resumed.model_wrapped).__name__ == wrapper, type(resumed.model_wrapped)
-    resumed.accelerator.wait_for_everyone()
-    found = state_of(resumed)
-    differing = [key for key in wanted if wanted[key] != found[key]]
-    assert not differing, f"rank {straight.args.process_index} differs in {differing}"
-    births = {event["step"] for event in wanted["lineage"]}
-    assert min(births) < 7 < max(births), f"evolution on one side of the cut only: {births}"
-    print(f"rank {straight.args.process_index} equal", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ import yaml
 from tests.populora_run import EVALUATED, make_trainer
 from trl_populora.assets import tiny_eval_tasks
 from trl_populora.report.load import load_history
-from trl_populora.runs.records import PLAYED
+from trl_populora.runs.lines import PLAYED
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))

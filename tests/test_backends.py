@@ -1,19 +1,20 @@
 """Two real processes on a CPU, started by the real launchers: DDP, ZeRO-2 and ZeRO-3 against one process.
 
-Each backend is launched once, for a run that overwrites members on the way, a run with an evolution event and a run
-without; all tests look at those. FSDP2 is PyTorch's own, because accelerate silently turns it into DDP on a CPU.
+Each backend is launched once and goes through its scenarios (`backend_worker.py`); all tests look at what both
+processes saw there. FSDP2 is PyTorch's own, because accelerate silently turns it into DDP on a CPU.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import backend_worker, fsdp_worker
+from tests import backend_worker, fsdp_worker, held_out_worker
 from tests.backend_worker import EVENT, LOSS_SCALE, REPLACED, new_factors
 from tests.fixed_rows import SETTINGS
 from tests.launching import BACKENDS, launch, run_script
@@ -23,37 +24,64 @@ from trl_populora.population.operators import average
 
 pytestmark = pytest.mark.multiprocess
 
+SCENARIOS = {
+    "ddp": ["replace", "evolve", "plain", "savings", "resume", "evaluate", "shard"],
+    "zero2": ["replace", "evolve", "plain", "savings", "resume", "half", "unwritable"],
+    "zero3": ["replace", "evolve", "plain", "savings", "half"],
+}
+if importlib.util.find_spec("bitsandbytes"):
+    SCENARIOS["ddp"].append("resume quantised")
+
 
 def load(output: Path) -> list[dict]:
     return [torch.load(path) for path in sorted(output.glob("rank_*.pt"))]
 
 
 @pytest.fixture(scope="module")
-def alone(random_base, tmp_path_factory) -> dict:
+def alone(base, tmp_path_factory) -> dict:
     """What one process did."""
-    run = backend_worker.replace(random_base, str(tmp_path_factory.mktemp("alone")))
+    run = backend_worker.replace(base, str(tmp_path_factory.mktemp("alone")))
     assert (run["world"], run["stage"]) == (1, None)
     return run
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def runs(request, random_base, tmp_path_factory) -> dict:
-    """What both processes of a backend saw in each run, and the lineage. One that silently is another fails here."""
-    config, wrapper, stage = BACKENDS[request.param]
-    if stage is not None:
-        pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
-    output = tmp_path_factory.mktemp(request.param) / "run"
-    scenarios = ["replace", "evolve", "plain", "savings"]
-    run_script([*launch(config), backend_worker.__file__, random_base, str(output), *scenarios], output)
-    seen = {scenario: load(output / scenario) for scenario in scenarios}
-    for ranks in seen.values():
-        assert [(rank["world"], rank["wrapper"], rank["stage"]) for rank in ranks] == [(2, wrapper, stage)] * 2
-    assert all(rank["base is split"] == (stage == 3) for rank in seen["replace"])
-    seen["lineage"] = [json.loads(line) for line in (output / "evolve" / "lineage.jsonl").read_text().splitlines()]
-    return seen
-
-
 @pytest.fixture(scope="module")
+def launched(base, tmp_path_factory):
+    """Goes through a backend's scenarios, when it is first asked for; what both processes saw, by scenario."""
+
+    @functools.cache
+    def go(backend: str) -> dict:
+        config, wrapper, stage = BACKENDS[backend]
+        output, scenarios = tmp_path_factory.mktemp(backend) / "run", SCENARIOS[backend]
+        # `timeout` ends the workers, too, if one of them waits for a rank that failed.
+        command = ["timeout", "550", *launch(config), backend_worker.__file__, base, str(output), *scenarios]
+        log = run_script(command, output, fails="unwritable" in scenarios)
+        seen = {scenario: load(output / scenario) for scenario in scenarios if scenario != "unwritable"}
+        for scenario, ranks in seen.items():
+            assert len(ranks) == 2, f"{scenario}:\n{log[-20000:]}"
+            found = [(rank["world"], rank["wrapper"], rank["stage"]) for rank in ranks if "wrapper" in rank]
+            assert found in ([], [(2, wrapper, stage)] * 2), scenario
+        assert all(rank["base is split"] == (stage == 3) for rank in seen["replace"])
+        lineage = (output / "evolve" / "lineage.jsonl").read_text().splitlines()
+        return seen | {"lineage": [json.loads(line) for line in lineage], "output": output, "log": log}
+
+    return go
+
+
+@pytest.fixture(params=BACKENDS)
+def runs(request, launched) -> dict:
+    """What both processes of a backend saw. One that silently is another fails here."""
+    if BACKENDS[request.param][2] is not None:
+        pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
+    return launched(request.param)
+
+
+def only(*backends: str):
+    """A test of some backends' runs."""
+    return pytest.mark.parametrize("runs", backends, indirect=True)
+
+
+@pytest.fixture
 def ranks(runs) -> list[dict]:
     """What the two processes saw in the run that overwrites members."""
     return runs["replace"]
@@ -70,8 +98,8 @@ def test_final_members_are_those_of_one_process(alone, ranks):
             assert difference < 1e-5, f"{name} {key}: {difference:.1e}"
 
 
-def test_ranks_with_different_numbers_of_live_rows_meet_and_learn_what_one_process_learns(runs, random_base, tmp_path):
-    expected = backend_worker.plain(random_base, str(tmp_path))
+def test_ranks_with_different_numbers_of_live_rows_meet_and_learn_what_one_process_learns(runs, base, tmp_path):
+    expected = backend_worker.plain(base, str(tmp_path))
     # The second step has the rows of the first; 18 and 18, then 11 and 18 of 24 rows a rank have an advantage.
     assert expected["live rows"] == pytest.approx([36 / 48, 29 / 48])
     for rank in runs["plain"]:
@@ -119,19 +147,48 @@ def test_every_member_is_clipped_by_its_own_norm(alone, ranks):
         torch.testing.assert_close(torch.tensor(rank["norms"]), torch.tensor(alone["norms"]), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["zero2", "zero3"])
-def test_members_are_clipped_by_norms_without_the_loss_scale(alone, random_base, tmp_path, backend):
-    pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
-    config, _, stage = BACKENDS[backend]
-    output = tmp_path / "half"
-    run_script([*launch(config), backend_worker.__file__, random_base, str(output), "half"], output)
+@only("zero2", "zero3")
+def test_members_are_clipped_by_norms_without_the_loss_scale(alone, runs):
     wanted = alone["seen"]["before the write"]["read"]  # after one step, in fp32
-    for rank in load(output / "half"):
-        assert (rank["stage"], rank["scale"]) == (stage, LOSS_SCALE)
+    for rank in runs["half"]:
+        assert rank["scale"] == LOSS_SCALE
         assert rank["norms"] == pytest.approx(alone["norms"][0], rel=0.05)
         for key, value in wanted.items():
             if ".lora_B." in key:  # which began at zero
                 assert (rank["replaced"][key] - value).norm() / value.norm() < 0.1, key
+
+
+@only("ddp", "zero2")
+def test_a_cut_run_equals_a_straight_one(runs):
+    for rank in runs["resume"]:
+        assert rank["differing"] == []
+        assert min(rank["births"]) < 5 < max(rank["births"]), "evolution on both sides of the cut"
+
+
+@only("ddp")
+def test_a_cut_run_on_a_quantised_base_equals_a_straight_one(runs):
+    pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
+    for rank in runs["resume quantised"]:
+        assert rank["differing"] == []
+        assert min(rank["births"]) < 5 < max(rank["births"]), "evolution on both sides of the cut"
+
+
+@only("zero2")
+def test_a_rank_that_cannot_write_ends_the_others_that_wait_for_it(runs):
+    """Under ZeRO the others sit in a collective that the failed rank never joins; the launcher has to end them."""
+    blocked = runs["output"] / "unwritable" / "_unfinished"
+    assert f"Not a directory: '{blocked}/checkpoint-1/members/teacher_0'" in runs["log"]
+    assert "checkpoint-1 could not be saved" in runs["log"]
+
+
+@only("ddp")
+def test_an_evaluation_gives_the_figures_of_one_process(runs, base, tmp_path):
+    alone, together = held_out_worker.ranks(base, str(tmp_path)), runs["evaluate"][0]
+    assert (alone.pop("world"), together.pop("world")) == (1, 2)
+    seconds = {"eval_runtime": 0}
+    assert together | seconds == alone | seconds
+    assert 0 < alone["eval_solve_rate_mean"] < 1
+    assert "eval_teacher_1/solve_rate" in alone
 
 
 def test_a_quantised_base_is_refused_under_zero_by_name(ranks):
@@ -254,12 +311,10 @@ def test_the_other_members_are_bit_identical_to_a_run_without_the_event(runs):
                 assert all(equal(mine, theirs) for mine, theirs in zip(step[name], plain[name], strict=True))
 
 
-def test_pytorchs_fsdp2_gives_the_members_of_one_process(tmp_path):
+@only("ddp")
+def test_pytorchs_fsdp2_gives_the_members_of_one_process(runs):
     """Sharded members are stacked, clipped, written, reset and left idle as whole ones; the base is sharded too."""
-    fsdp_worker.main(str(tmp_path))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run_script([*launcher, fsdp_worker.__file__, str(tmp_path / "sharded")], tmp_path / "sharded")
-    (alone,), ranks = load(tmp_path), load(tmp_path / "sharded")
+    alone, ranks = fsdp_worker.run(), runs["shard"]
     assert [(rank["world"], rank["sharded"]) for rank in [alone, *ranks]] == [(1, False), (2, True), (2, True)]
     for rank in ranks:
         torch.testing.assert_close(torch.tensor(rank["norms"]), torch.tensor(alone["norms"]), rtol=1e-5, atol=0)

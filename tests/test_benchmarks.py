@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,8 +24,8 @@ def test_every_benchmark_finds_what_it_measures():
     benchmarks = Path(ratings.__file__).parent
     names = sorted(path.stem for path in benchmarks.glob("*.py"))
     assert len(names) >= 7
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(benchmarks)!r}); import {', '.join(names)}"]
-    subprocess.run(command, check=True)
+    for name in names:
+        importlib.import_module(name)
 
 
 class TestRatings:

@@ -19,8 +19,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests import backend_worker
-from tests.launching import BACKENDS, launch, run_script
 from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
 from tests.without_vllm import without_vllm
 from trl_populora.runs.checkpoint import MANIFEST, find_flaw, newest
@@ -52,16 +50,6 @@ class TestExactResume:
         assert len(wanted["lineage"]) >= 4 or "single_agent" in settings, "evolution before and after the cut"
         assert len(wanted["archive"]) > 12, "the archive grew"
         assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
-
-    @pytest.mark.multiprocess
-    @pytest.mark.parametrize("backend", ["ddp", "zero2"])
-    def test_two_processes(self, base, tmp_path, backend):
-        config, wrapper, stage = BACKENDS[backend]
-        if stage is not None:
-            pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
-        settings = json.dumps({"evolve_every": 5})
-        command = [*launch(config), "-m", "tests.populora_run", base, str(tmp_path), settings, wrapper]
-        assert run_script(command, tmp_path / "launch").count("equal") == 2
 
 
 class TestKill:
@@ -182,18 +170,6 @@ def test_what_a_killed_save_left_behind_is_in_nobodys_way(base, tmp_path):
     trainer.train()
     assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-1")
     assert not (tmp_path / "_unfinished").exists()
-
-
-@pytest.mark.multiprocess
-def test_a_rank_that_cannot_write_ends_the_others_that_wait_for_it(base, tmp_path):
-    """Under ZeRO the others sit in a collective that the failed rank never joins; the launcher has to end them."""
-    pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
-    blocked = tmp_path / "launch" / "unwritable" / "_unfinished"
-    command = [*launch(BACKENDS["zero2"][0]), backend_worker.__file__, base, str(tmp_path / "launch"), "unwritable"]
-    with pytest.raises(AssertionError) as error:
-        run_script(["timeout", "180", *command], tmp_path / "launch")  # it ends the workers, too
-    assert f"Not a directory: '{blocked}/checkpoint-1/members/teacher_0'" in str(error.value)
-    assert "checkpoint-1 could not be saved" in str(error.value)
 
 
 @pytest.fixture(scope="class")

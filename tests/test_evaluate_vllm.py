@@ -91,27 +91,36 @@ def test_the_table_holds_every_contender_and_what_members_come_to(root):
     assert (root / "run" / "evaluation.png").exists()
 
 
-@pytest.mark.parametrize(("benchmark", "names"), [("gsm8k", CONTENDERS), ("live_code_bench", ["base"])])
-def test_contenders_answer_as_the_same_library_finds_them_alone(root, benchmark, names):
+ALONE = {"gsm8k": CONTENDERS, "live_code_bench": ["base"]}
+
+
+@pytest.fixture(scope="module")
+def alone(root):
     """Merged into the base, run by transformers, one at a time; LiveCodeBench's programs by EvalScope's own runner."""
-    models = [merge(root, name) for name in names]
+    merged = {name: merge(root, name) for name in CONTENDERS}
+    asked = [part for name, names in ALONE.items() for part in (name, ",".join(merged[each] for each in names))]
     command = [sys.executable, str(Path(__file__).with_name("evaluation_alone.py"))]
     done = subprocess.run(
-        [*command, root / "tasks" / "dataset_args.json", root / "alone" / benchmark, benchmark, *models],
+        [*command, root / "tasks" / "dataset_args.json", root / "alone", *asked],
         env=environment() | {"HF_DATASETS_CACHE": str(root / "cache")},
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    alone = {name: answers(root / "alone" / benchmark / name) for name in names}
+    return root / "alone"
+
+
+@pytest.mark.parametrize(("benchmark", "names"), ALONE.items())
+def test_contenders_answer_as_the_same_library_finds_them_alone(root, alone, benchmark, names):
+    own = {name: answers(alone / benchmark / name) for name in names}
     for name in names:
-        assert len(alone[name]) == QUESTIONS[benchmark]
-        assert of_contender(root, name, benchmark) == alone[name], name
-    said = {tuple(text for text, _ in found.values()) for found in alone.values()}
+        assert len(own[name]) == QUESTIONS[benchmark]
+        assert of_contender(root, name, benchmark) == own[name], name
+    said = {tuple(text for text, _ in found.values()) for found in own.values()}
     assert len(said) == len(names), "contenders that say the same could be mistaken for each other"
-    scores = {tuple(value.values()) for found in alone.values() for _, value in found.values()}
+    scores = {tuple(value.values()) for found in own.values() for _, value in found.values()}
     assert len(scores) == 2, "right and wrong answers both"
 
 

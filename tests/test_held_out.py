@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,16 +10,15 @@ import torch
 from datasets import Dataset
 from transformers import EarlyStoppingCallback
 
+from tests import held_out_worker
 from tests.populora_run import EVALUATED, HELD_OUT, assert_equal, cut_run, make_trainer, state_of
+from tests.vllm_models import ENGINE_ENVIRONMENT
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.members import Population
 from trl_populora.report.load import load_evaluations, load_history
 from trl_populora.sandbox.values import encode
 from trl_populora.step.held_out import HeldOut, Tried, scores
 from trl_populora.tasks.base import Task
-
-
-ROOT = Path(__file__).parents[1]
 
 
 def evaluations(trainer) -> list[dict]:
@@ -258,32 +255,14 @@ def test_scores_on_other_tasks_are_not_taken_for_those_of_the_base(caplog):
     assert older.base == known, "a checkpoint that does not say"
 
 
-def figures_of(*command: str) -> list[dict]:
-    """What `tests/held_out_worker.py` printed, without the seconds."""
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
-    return [{k: v for k, v in told.items() if k != "eval_runtime"} for told in json.loads(line[8:])]
-
-
-@pytest.mark.multiprocess
-def test_two_processes_and_one_give_the_same_figures(base, tmp_path):
-    worker = ("tests.held_out_worker", "ranks", base)
-    (alone,) = figures_of(*worker, str(tmp_path / "one"))
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
-    (together,) = figures_of(*launcher, *worker, str(tmp_path / "two"))
-    assert (alone.pop("world"), together.pop("world")) == (1, 2)
-    assert together == alone
-    assert 0 < alone["eval_solve_rate_mean"] < 1
-    assert "eval_teacher_1/solve_rate" in alone
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_and_transformers_agree_within_noise_and_vllm_repeats_itself(tmp_path):
+def test_vllm_and_transformers_agree_within_noise_and_vllm_repeats_itself(tmp_path, monkeypatch):
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    transformers, first, second = figures_of("tests.held_out_worker", "vllm", str(tmp_path))
-    assert first == second
+    for name, value in ENGINE_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    transformers, first, second = held_out_worker.vllm(str(tmp_path))
+    assert first | {"eval_runtime": 0} == second | {"eval_runtime": 0}
     assert transformers["unmoved"]
     assert first["unmoved"]
     for key in ("base", "student_0", "student_1"):

@@ -72,6 +72,14 @@ print(json.dumps(said))
     assert all(text.startswith("usage: populora") for text in said.values()), said
 
 
+def test_a_run_is_looked_at_without_torch(saved, tmp_path):
+    """Importing it takes ten times as long as the rest."""
+    block = "import sys; sys.modules['torch'] = None; from trl_populora.__main__ import main; main(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", block, "info", saved], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Population after 7 steps on tiny" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("command", "usage"),
     [

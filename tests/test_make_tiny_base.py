@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 from collections import Counter
 from importlib.resources import files
@@ -55,22 +53,16 @@ def shipped():
     )
 
 
-def run_recipe(*options: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(RECIPES / "make_tiny_base.py"), *map(str, options)]
-    environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-
-
-def test_smoke_run_writes_a_model_that_loads_and_resumes(tmp_path):
-    options = ("--smoke", "--work", tmp_path, "--output", tmp_path / "model")
-    first = run_recipe(*options)
-    assert first.returncode == 0, first.stderr
-    assert "step     4" in first.stdout
+def test_smoke_run_writes_a_model_that_loads_and_resumes(tmp_path, monkeypatch, capsys):
+    command = ["make_tiny_base.py", "--smoke", "--work", str(tmp_path), "--output", str(tmp_path / "model")]
+    monkeypatch.setattr(sys, "argv", command)
+    make_tiny_base.main()
+    assert "step     4" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.float16
-    resumed = run_recipe(*options, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "step     5" not in resumed.stdout
+    monkeypatch.setattr(sys, "argv", [*command, "--resume"])
+    make_tiny_base.main()
+    assert "step     5" not in capsys.readouterr().out
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 

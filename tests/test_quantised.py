@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.adapter_models import gradients, make_base, make_population, make_rows, token_logps
-from tests.launching import BACKENDS, launch, run_script
 from tests.populora_run import assert_equal, cut_run, make_trainer, state_of
 from tests.small_run import small_trainer
 from trl_populora.adapters.layers import add_members
@@ -141,11 +138,3 @@ def test_fsdp_beside_a_quantised_base_is_refused(make_args, monkeypatch):
     monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(ValueError, match="not supported with FSDP.*Use DDP"):
         check_quantised(make_args())
-
-
-@pytest.mark.multiprocess
-def test_two_processes_learn_on_a_quantised_base_and_resume(base, tmp_path):
-    config, wrapper, _ = BACKENDS["ddp"]
-    settings = json.dumps(SETTINGS | {"evolve_every": 5})
-    command = [*launch(config), "-m", "tests.populora_run", base, str(tmp_path), settings, wrapper]
-    assert run_script(command, tmp_path / "launch").count("equal") == 2

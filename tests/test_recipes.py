@@ -14,24 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from datasets import load_dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from tests import glossary
-from tests.launching import launch as two_processes
-from tests.launching import run_script
-from tests.models import save_base
+from tests.recipe_runs import CONFIGS, RECIPES, ROOT, arguments_of, check_run, check_zero2, save_qwen
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from tests.without_vllm import without_vllm
 from trl_populora.__main__ import train
-from trl_populora.assets import tiny_base_path
+from trl_populora.assets import tiny_base_path, tiny_eval_tasks
 from trl_populora.runs.records import read_lines
 
 
-ROOT = Path(__file__).parent.parent
-RECIPES = ROOT / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import check_learning  # noqa: E402
@@ -44,9 +38,6 @@ from trl_populora.step.batching import layout_of, reorder  # noqa: E402
 from trl_populora.step.forwards import Sharing, pair_cost  # noqa: E402
 
 
-CONFIGS = {str(path.relative_to(RECIPES)): path for path in sorted(RECIPES.rglob("*.yaml"))}
-TINY = [name for name, path in CONFIGS.items() if "model_name_or_path: tiny" in path.read_text()]
-
 # GPU recipes, with the hardware that their first line and their README name: GPU and training processes.
 HARDWARE = {
     "Qwen2.5-0.5B-Instruct/config_2t2s.yaml": ("RTX-4090", 1),
@@ -55,59 +46,13 @@ HARDWARE = {
     "Qwen2.5-Coder-7B/config_4t4s_two_nodes.yaml": ("A100-80GB", 8),
 }
 
-# What a smoke run changes: sizes, and what a CPU cannot do. Population, kinds, references, rank, losses, gradient
-# checkpointing and the rest are the recipe's.
-SMALL = {
-    "max_steps": 2,
-    "proposals_per_teacher": 2,
-    "attempts_per_task": 2,
-    "per_device_train_batch_size": 6,
-    "max_completion_length": 8,
-    "evolve_burn_in": 1,
-    "sandbox_workers": 1,
-    "use_cpu": "true",
-    "bf16": "false",
-    "dtype": "float32",
-    "use_vllm": "false",
-    "generation_kwargs": "{}",
-    "save_steps": 2,
-    "eval_attempts": 1,
-}
-
 
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory) -> str:
-    """
-    A random Qwen2 of two narrow layers with the tiny base's tokenizer and template; it is asked in the chat style.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
-    options = {"num_key_value_heads": 1, "max_position_embeddings": 2048}
-    # Heads of 32 are the smallest that vLLM's CPU attention knows.
-    return save_base(tmp_path_factory.mktemp("qwen"), Qwen2ForCausalLM, tokenizer, width=64, **options)
+    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
-def arguments_of(name: str, output_dir: Path, **overrides) -> list[str]:
-    """Arguments of `train_populora.py` for a smoke run of a recipe."""
-    settings = SMALL | {"output_dir": output_dir} | overrides
-    if yaml.safe_load(CONFIGS[name].read_text()).get("evolve_every", True):  # on by default
-        settings["evolve_every"] = 1
-    overrides = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    return ["--config", str(CONFIGS[name]), *overrides]
-
-
-def check_run(name: str, run: Path) -> list[dict]:
-    """Both steps were taken, what a run promises is there; returns their metrics."""
-    recipe = yaml.safe_load(CONFIGS[name].read_text())
-    steps = [entry for entry in read_lines(run / "metrics.jsonl") if "loss" in entry]
-    assert [entry["step"] for entry in steps] == [1, 2]
-    assert all(math.isfinite(entry["loss"]) for entry in steps)
-    assert all(glossary.explained(entry) >= set(glossary.STEP) for entry in steps)
-    members = 1 if recipe.get("single_agent") else recipe["teachers"] + recipe["students"]
-    assert len(list(run.glob("members/*/adapter_model.safetensors"))) == members
-    evolves = bool(recipe.get("evolve_every", True)) and members > 2
-    assert bool(read_lines(run / "lineage.jsonl")) == evolves
-    assert (run / "run.png").exists()
-    return steps
+TINY = [name for name, path in CONFIGS.items() if "model_name_or_path: tiny" in path.read_text()]
 
 
 def launch(*arguments: str) -> str:
@@ -226,41 +171,18 @@ class TestSmoke:
         name = "Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml"
         check_zero2(name, tmp_path, model_name_or_path=qwen, **engine)
 
-    @pytest.mark.vllm
-    @pytest.mark.multiprocess
-    def test_two_nodes_as_two_zero2_processes_and_a_server(self, qwen, tmp_path):
-        pytest.importorskip("vllm", reason="vLLM is not installed")
-        from tests.vllm_processes import served  # needs packages that come with vLLM
-
-        name = "Qwen2.5-Coder-7B/config_4t4s_two_nodes.yaml"
-        with served(qwen, 8, tmp_path / "server.log", rank=32, length=2048) as server:
-            shelf = tmp_path / "shelf"
-            server_mode = {"use_vllm": "true", "vllm_server_base_url": server.url, "vllm_adapter_dir": shelf}
-            check_zero2(name, tmp_path, model_name_or_path=qwen, **server_mode)
-            assert len(server.models()) == 1, "adapters are unloaded at the end"
-        assert list(shelf.iterdir()) == []
-
-
-def check_zero2(name: str, directory: Path, **overrides) -> None:
-    """A smoke run through `accelerate launch` with the CPU twin of `zero2.yaml`; DeepSpeed must really be there."""
-    pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
-    arguments = arguments_of(name, directory / "run", **overrides)
-    script = [str(ROOT / "tests" / "recipe_worker.py"), str(directory / "result.json"), *arguments]
-    run_script([*two_processes("cpu_zero2.yaml"), *script], directory / "log", vllm="use_vllm" in overrides)
-    assert json.loads((directory / "result.json").read_text()) == {"world": 2, "stage": 2, "connected": False}
-    check_run(name, directory / "run")
-
 
 def test_quick_start_leaves_what_the_readme_lists(tmp_path):
-    run = tmp_path / "run"
-    settings = {"output_dir": run, "max_steps": 4, "evolve_every": 2, "evolve_burn_in": 1, "proposals_per_teacher": 4}
+    run, tasks = tmp_path / "run", tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(Path(tiny_eval_tasks()).read_text(encoding="utf-8").splitlines(keepends=True)[:6]))
+    settings = {"output_dir": run, "max_steps": 2, "evolve_every": 1, "evolve_burn_in": 1, "eval_tasks": tasks}
+    settings |= {"proposals_per_teacher": 4, "attempts_per_task": 2, "per_device_train_batch_size": 8}
     overrides = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    overrides += ["--attempts_per_task", "2", "--per_device_train_batch_size", "8"]
     output = launch("recipes/train_populora.py", "--config", "recipes/tiny/quickstart.yaml", *overrides)
-    assert output.count("| valid") == 4, "one line per step"
+    assert output.count("| valid") == 2, "one line per step"
     for word in ("match", "propose", "verify", "solve", "update"):
         assert f"{word} " in output
-    assert "Population after 4 steps" in output
+    assert "Population after 2 steps" in output
     members = {path.parent.name for path in run.glob("members/*/adapter_model.safetensors")}
     assert members == {"teacher_0", "teacher_1", "student_0", "student_1"}
     assert len(json.loads((run / "population.json").read_text())["members"]) == 4
@@ -268,20 +190,18 @@ def test_quick_start_leaves_what_the_readme_lists(tmp_path):
     assert {event["role"] for event in lineage} == {"teacher", "student"}
     assert (run / "run.png").read_bytes().startswith(b"\x89PNG")
     rows = load_dataset("parquet", data_files=str(run / "rollouts" / "*.parquet"), split="train", cache_dir=tmp_path)
-    assert len(rows) == 4 * 2 * 4 * (1 + 2)
+    assert len(rows) == 2 * 2 * 4 * (1 + 2)
     assert all(row["reject_reason"] for row in rows if row["role"] == "teacher" and not row["valid"])
 
 
 class TestChecks:
     """One update of the recipes that ask whether learning is real and whether children keep it."""
 
-    def test_a_teacher_alone(self, tmp_path):
-        command = [sys.executable, "check_learning.py", "teacher", "--steps", "1", "--output", str(tmp_path)]
-        environment = without_vllm({**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-        options = {"cwd": RECIPES, "env": environment, "capture_output": True, "text": True, "timeout": 500}
-        done = subprocess.run(command, **options, check=False)
-        assert done.returncode == 0, done.stderr[-5000:]
-        result = json.loads(done.stdout.splitlines()[-1])
+    def test_a_teacher_alone(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(check_learning, "HELD_OUT_TASKS", 8)
+        monkeypatch.setattr(sys, "argv", ["", "teacher", "--steps", "1", "--output", str(tmp_path)])
+        check_learning.main()
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
         (figures,) = result.pop("runs")
         assert result == {"check": "teacher", "mean_reward_gain": 0}, "the first update is the last"
         assert -1 < figures["reward_first"] == figures["reward_last"] <= 1, "the base writes valid tasks"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
-from tests.without_vllm import without_vllm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import tiny_headroom  # noqa: E402
 
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 SMALL = {
     "max_steps": 1,
     "eval_steps": 1,
@@ -26,19 +28,24 @@ SMALL = {
 }
 
 
-def measure(output: Path, *options: str) -> str:
+@pytest.fixture
+def measure(monkeypatch, capsys):
+    """Runs the recipe; what it printed."""
     tasks = (files("trl_populora") / "assets" / "eval_tasks.jsonl").read_text(encoding="utf-8").splitlines()[:6]
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "tasks.jsonl").write_text("\n".join(tasks) + "\n", encoding="utf-8")
-    settings = [text for name, value in SMALL.items() for text in (f"--{name}", str(value))]
-    command = [sys.executable, str(RECIPES / "tiny_headroom.py"), "--seeds", "0", "--output", str(output), *options]
-    command += [*settings, "--eval_tasks", str(output / "tasks.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=without_vllm())
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+
+    def run(output: Path, *options: str) -> str:
+        output.mkdir()
+        (output / "tasks.jsonl").write_text("\n".join(tasks) + "\n", encoding="utf-8")
+        settings = [text for name, value in SMALL.items() for text in (f"--{name}", str(value))]
+        command = ["tiny_headroom.py", "--seeds", "0", "--output", str(output), *options, *settings]
+        monkeypatch.setattr(sys, "argv", [*command, "--eval_tasks", str(output / "tasks.jsonl")])
+        tiny_headroom.main()
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_a_run_and_its_control_are_scored_against_the_base(tmp_path):
+def test_a_run_and_its_control_are_scored_against_the_base(measure, tmp_path):
     printed = measure(tmp_path / "run")
     found = json.loads((tmp_path / "run" / "headroom.json").read_text())["0"]
     assert [entry["step"] for entry in found["students"]] == [0, 1]

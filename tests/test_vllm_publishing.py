@@ -100,28 +100,38 @@ def test_a_directory_appears_only_when_complete(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_killed_process_leaves_a_shelf_that_the_next_run_removes(tmp_path):
-    program = (
-        "import os, sys\n"
-        "from trl_populora.generation.publishing import AdapterShelf\n"
-        "shelf = AdapterShelf(sys.argv[1])\n"
-        "print(shelf.root, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    root = Path(process.stdout.readline().strip())
-    os.utime(root, (0, 0))  # older than the minute of grace for a shelf that is being made
-    sweep(str(tmp_path))
-    assert root.is_dir()  # its owner lives
+PROGRAM = """
+import os, sys
+from trl_populora.generation.publishing import AdapterShelf
+if os.fork() == 0:
+    AdapterShelf(sys.argv[1])
+    1 / 0
+os.wait()
+shelf = AdapterShelf(sys.argv[2])
+print(shelf.root, flush=True)
+sys.stdin.read()
+"""
 
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
-    process.stdin.close()
-    process.stdout.close()
+
+def test_a_killed_process_leaves_a_shelf_that_the_next_run_removes_and_an_ending_one_none(tmp_path):
+    ending, killed = tmp_path / "ending", tmp_path / "killed"
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(ending), str(killed)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        root = Path(process.stdout.readline().strip())
+        assert list(ending.iterdir()) == [], "it was made and removed"
+        os.utime(root, (0, 0))  # older than the minute of grace for a shelf that is being made
+        sweep(str(killed))
+        assert root.is_dir(), "its owner lives"
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+        assert "ZeroDivisionError" in process.stderr.read()
     assert root.is_dir()
-    sweep(str(tmp_path))
+    sweep(str(killed))
     assert not root.exists()
 
 
@@ -140,15 +150,6 @@ def test_servers_get_absolute_paths(tmp_path, monkeypatch):
     shelf = AdapterShelf("adapters")
     assert shelf.root.parent == tmp_path / "adapters"
     shelf.close()
-
-
-def test_an_ending_process_removes_its_shelf(tmp_path):
-    program = (
-        "import sys\nfrom trl_populora.generation.publishing import AdapterShelf\nAdapterShelf(sys.argv[1])\n1 / 0"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=120, text=True)
-    assert "ZeroDivisionError" in done.stderr
-    assert list(tmp_path.glob(f"{PREFIX}*")) == []
 
 
 def test_shared_memory_is_used_when_it_has_room_and_every_reader_sees_it(tmp_path):

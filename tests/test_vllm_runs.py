@@ -1,9 +1,8 @@
-"""Whole runs with colocated engines, started as a user starts them; `test_vllm_server.py` has those with a server."""
+"""Whole runs with colocated engines; `test_vllm_server.py` has those with a server, `test_recipes.py` a recipe's."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from .vllm_models import make_served_base
-from .vllm_processes import check_recipe, finish, recipe_arguments, result_of, start_recipe, start_run
+from .vllm_models import ENGINE_ENVIRONMENT, make_served_base
+from .vllm_processes import finish, result_of, start_run
+from .vllm_run import run
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess]
@@ -29,14 +29,6 @@ def left_shelves() -> set[str]:
             except OSError:
                 pass
     return left
-
-
-def test_the_recipe_runs_colocated(tmp_path):
-    before = left_shelves()
-    engine = json.dumps({"enforce_eager": True})
-    run = start_recipe(recipe_arguments(tmp_path / "run", vllm_engine_kwargs=engine), tmp_path / "log")
-    check_recipe(*finish(run, tmp_path / "log"), tmp_path / "run")
-    assert left_shelves() <= before
 
 
 def test_two_processes_with_an_engine_each_agree_and_sample_from_newborn_members(tmp_path):
@@ -65,19 +57,19 @@ def test_two_processes_with_an_engine_each_agree_and_sample_from_newborn_members
 
 @pytest.fixture(scope="module")
 def cramped(tmp_path_factory):
-    """Runs a process in whose engine six references never have room: a function of its steps, and what it printed."""
+    """Runs with an engine in which six references never have room: a function of a run's steps."""
     root = tmp_path_factory.mktemp("cramped")
     base = make_served_base(root / "base")
 
-    def run(name: str, steps: int, **settings) -> dict:
+    def in_this_process(name: str, steps: int, **settings) -> dict:
         settings |= {"base": base, "output_dir": str(root / name), "max_steps": steps}
         settings |= {"references_per_proposal": 6, "vllm_max_model_length": 320, "lr_scheduler_type": "constant"}
-        log = root / f"{name} to {steps}"
-        code, output = finish(start_run(settings, 1, log), log)
-        assert code == 0, output[-3000:]
-        return result_of(output)
+        return run(settings)
 
-    return run
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENGINE_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield in_this_process
 
 
 @pytest.fixture(scope="module")

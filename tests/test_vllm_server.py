@@ -21,41 +21,31 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_populora.adapters.weights import read_member, write_member
-from trl_populora.assets import tiny_base_path
 from trl_populora.generation.client import VLLMServerError
 from trl_populora.generation.routes import Published, StaleAdapterError
 from trl_populora.generation.vllm import PopulationGeneration
 
 from . import glossary
 from .populora_run import assert_equal, letters, state_of
+from .recipe_runs import check_zero2, save_qwen
 from .small_run import small_trainer
 from .vllm_models import largest_difference, logprobs_of, make_population, randomise
-from .vllm_processes import (
-    check_recipe,
-    end,
-    finish,
-    free_port,
-    recipe_arguments,
-    result_of,
-    served,
-    start_recipe,
-    start_run,
-)
+from .vllm_processes import end, finish, free_port, result_of, served, start_run
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-MEMBERS = 4
+MEMBERS, SERVED = 4, 8
 
 
 @pytest.fixture(scope="module")
-def base() -> str:
-    return tiny_base_path()
+def base(tmp_path_factory) -> str:
+    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")
 def server(base, tmp_path_factory):
-    """One server for all tests here, among them one that kills and restarts it."""
-    with served(base, MEMBERS, tmp_path_factory.mktemp("server") / "log", rank=16) as server:
+    """One server for all tests here, among them one that kills and restarts it; a recipe needs most of it."""
+    with served(base, SERVED, tmp_path_factory.mktemp("server") / "log", rank=32, length=2048) as server:
         yield server
 
 
@@ -169,7 +159,7 @@ def test_a_member_that_did_not_move_may_answer_as_before(client):
     assert not set(former.values()) & set(client.generation.published.values())
 
 
-@pytest.mark.parametrize(("members", "rank"), [(MEMBERS + 1, 4), (MEMBERS, 32)])
+@pytest.mark.parametrize(("members", "rank"), [(SERVED + 1, 4), (MEMBERS, 64)])
 def test_a_server_that_cannot_hold_the_population_is_refused(base, server, tmp_path, members, rank):
     with pytest.raises(ValueError, match=f"--max-loras {members} .*--max-lora-rank {max(rank, 8)}"):
         Client(base, tmp_path, server.url, members, rank)
@@ -308,12 +298,12 @@ def test_what_goes_wrong_in_a_game_ahead_ends_the_run(make_trainer):
 
 
 @pytest.mark.multiprocess
-def test_the_recipe_runs_with_a_server(server, tmp_path):
-    before = server.models()  # a client that gave up on it has left adapters
-    arguments = recipe_arguments(tmp_path / "run", vllm_mode="server", vllm_server_base_url=server.url)
-    run = start_recipe(arguments, tmp_path / "log")
-    check_recipe(*finish(run, tmp_path / "log"), tmp_path / "run")
-    assert server.models() == before
+def test_the_recipe_of_two_nodes_runs_as_two_zero2_processes(base, server, tmp_path):
+    before, shelf = server.models(), tmp_path / "shelf"  # a client that gave up on it has left adapters
+    server_mode = {"use_vllm": "true", "vllm_server_base_url": server.url, "vllm_adapter_dir": shelf}
+    check_zero2("Qwen2.5-Coder-7B/config_4t4s_two_nodes.yaml", tmp_path, model_name_or_path=base, **server_mode)
+    assert server.models() == before, "adapters are unloaded at the end"
+    assert list(shelf.iterdir()) == []
 
 
 @pytest.mark.multiprocess

@@ -15,9 +15,6 @@ from pathlib import Path
 
 import requests
 
-from trl_populora.runs.records import METRICS, read_lines
-
-from . import glossary
 from .vllm_models import ENGINE_ENVIRONMENT
 
 
@@ -49,7 +46,7 @@ def end(process: subprocess.Popen) -> None:
 class Server:
     """A vLLM server started by `recipes/serve.sh`."""
 
-    def __init__(self, base: str, members: int, log: Path, rank: int = 4, length: int = 1024):
+    def __init__(self, base: str, members: int, log: Path, rank: int, length: int):
         port, self.log = free_port(), log
         self.url = f"http://127.0.0.1:{port}"
         flags = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(length)]
@@ -78,7 +75,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(base: str, members: int, log: Path, rank: int = 4, length: int = 1024) -> Iterator[Server]:
+def served(base: str, members: int, log: Path, rank: int, length: int) -> Iterator[Server]:
     server = Server(base, members, log, rank, length)
     try:
         yield server.wait()
@@ -93,55 +90,6 @@ def start_run(settings: dict, processes: int, log: Path) -> subprocess.Popen:
     with open(log, "wb") as output:
         return subprocess.Popen(
             [*launcher, str(ROOT / "tests" / "vllm_run.py"), json.dumps(settings)],
-            env=environment(),
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-RECIPE = {
-    "config": "recipes/tiny/quickstart.yaml",
-    "max_steps": 2,
-    "proposals_per_teacher": 4,
-    "attempts_per_task": 2,
-    "per_device_train_batch_size": 12,
-    "max_completion_length": 48,
-    "evolve_every": 1,
-    "evolve_burn_in": 1,
-    "sandbox_workers": 1,
-    "use_vllm": "true",
-    "vllm_max_model_length": 1024,
-}
-
-
-def recipe_arguments(output_dir: Path, **settings) -> list[str]:
-    """Two steps of the quick start with vLLM."""
-    settings = RECIPE | {"output_dir": output_dir} | settings
-    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-
-
-def check_recipe(code: int, output: str, directory: Path) -> None:
-    """Whether the recipe ran, and sampled as it trains."""
-    assert code == 0, output[-3000:]
-    history = json.loads((directory / "trainer_state.json").read_text())["log_history"]
-    differences = [entry["sampling/sampling_logp_difference/mean"] for entry in history if "loss" in entry]
-    print(f"mean sampling/trainer log-probability difference per step: {differences}")
-    assert len(differences) == 2
-    assert max(differences) < 1e-3
-    steps = (entry for entry in read_lines(directory / METRICS) if "loss" in entry)
-    told = set.intersection(*map(glossary.explained, steps))
-    assert {row for row in glossary.SOME_SETTINGS if row.startswith("sampling/")} <= told
-    assert len(list((directory / "members").iterdir())) == 4
-    assert (directory / "lineage.jsonl").read_text().count("\n") >= 1
-
-
-def start_recipe(arguments: list[str], log: Path) -> subprocess.Popen:
-    """Starts `accelerate launch recipes/train_populora.py`."""
-    with open(log, "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "accelerate.commands.launch", "recipes/train_populora.py", *arguments],
             env=environment(),
             cwd=ROOT,
             stdout=output,

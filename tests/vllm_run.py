@@ -1,4 +1,4 @@
-"""A short run on a random base, started by tests under `torchrun`: trains, and prints what every rank ended with.
+"""A short run with vLLM on a random base; under `torchrun` it prints what every rank ended with.
 
 The one argument is a JSON object: settings of `PopuLoRAConfig`, and `base`, `resume` (bool).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -50,7 +51,8 @@ def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
     return seen
 
 
-def main(settings: dict) -> None:
+def run(settings: dict) -> dict:
+    """Trains in this process, as a rank of its group if it has one; what the run ended with on all ranks."""
     base, resume = settings.pop("base"), settings.pop("resume", False)
     defaults = {
         "per_device_train_batch_size": 4,
@@ -67,18 +69,22 @@ def main(settings: dict) -> None:
     sums = {name: _sum(read_member(trainer.model, name)) for name in trainer.population.names}
     published = gather_object([len(trainer.vllm_generation.published)])
     all_sums, all_newborns = gather_object([sums]), gather_object(newborns)
-    if trainer.accelerator.is_main_process:
-        key = "sampling/sampling_logp_difference/mean"
-        dropped = "propose/dropped_references"
-        result = {
-            "steps": trainer.state.global_step,
-            "world": trainer.accelerator.num_processes,
-            "sums": all_sums,
-            "left_published": published,
-            "newborns": all_newborns,
-            "dropped": [entry[dropped] for entry in trainer.state.log_history if dropped in entry],
-            "logp_differences": [entry[key] for entry in trainer.state.log_history if key in entry],
-        }
+    key = "sampling/sampling_logp_difference/mean"
+    dropped = "propose/dropped_references"
+    return {
+        "steps": trainer.state.global_step,
+        "world": trainer.accelerator.num_processes,
+        "sums": all_sums,
+        "left_published": published,
+        "newborns": all_newborns,
+        "dropped": [entry[dropped] for entry in trainer.state.log_history if dropped in entry],
+        "logp_differences": [entry[key] for entry in trainer.state.log_history if key in entry],
+    }
+
+
+def main(settings: dict) -> None:
+    result = run(settings)
+    if PartialState().is_main_process:
         print("RESULT " + json.dumps(result), flush=True)
 
 

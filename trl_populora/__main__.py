@@ -16,7 +16,7 @@ import sys
 import typing
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -359,9 +359,11 @@ def _way_out(error: ModuleNotFoundError) -> str:
 
 
 def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
-    """Options by name, as TRL's parser takes them (YAML with `--config`), and the first of them also by position."""
-    from trl import TrlParser
+    """
+    Options by name, as TRL's parser takes them (YAML with `--config`), and the first of them also by position.
 
+    Where all are texts, without that parser: it imports torch, which takes longer than looking at a run.
+    """
     first, default = fields(options)[0].name, fields(options)[0].default
     many = typing.get_origin(typing.get_type_hints(options)[first]) is list
     place = first.upper().removesuffix("S") + (" ..." if many else "")
@@ -370,8 +372,22 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
     if given and not given[0].startswith("-"):
         given[:0] = ["--" + first]
     usage = f"populora {command} {place} [--option value ...]"
-    parser = TrlParser((options,), prog=f"populora {command}", usage=usage, description=COMMANDS[command].__doc__)
-    return parser.parse_args_and_config(given)
+    about: dict[str, typing.Any] = {
+        "prog": f"populora {command}",
+        "usage": usage,
+        "description": COMMANDS[command].__doc__,
+    }
+    if set(typing.get_type_hints(options).values()) <= {str, str | None} and "--config" not in given:
+        plain = argparse.ArgumentParser(**about)
+        for option in fields(options):
+            needed = option.default is MISSING
+            plain.add_argument(
+                f"--{option.name}", required=needed, default=option.default, help=option.metadata["help"]
+            )
+        return (options(**vars(plain.parse_args(given))),)
+    from trl import TrlParser
+
+    return TrlParser((options,), **about).parse_args_and_config(given)
 
 
 def _local(run: str) -> str:

@@ -14,7 +14,7 @@ from trl_populora.assets import TINY
 from trl_populora.files import written_whole
 from trl_populora.population.members import read_population
 from trl_populora.report.plots import PLOTS
-from trl_populora.runs.records import read_lines
+from trl_populora.runs.lines import read_lines
 
 
 TAGS = ("trl", "populora", "lora", "peft", "reinforcement-learning")

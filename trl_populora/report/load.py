@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_populora.population.members import POPULATION_FILE, read_population
-from trl_populora.runs.records import EVALUATION, STEP, read_lines, sort_of
+from trl_populora.runs.lines import EVALUATION, STEP, read_lines, sort_of
 from trl_populora.tasks.complexity import PROGRAM_MEASURES
 
 

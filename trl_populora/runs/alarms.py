@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from trl_populora.runs.records import PLAYED
+from trl_populora.runs.lines import PLAYED
 
 
 logger = logging.getLogger(__name__)

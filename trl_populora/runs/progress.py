@@ -11,7 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
-from trl_populora.runs.records import EVALUATION, STEP, sort_of
+from trl_populora.runs.lines import EVALUATION, STEP, sort_of
 
 
 PHASES = ("match", "propose", "verify", "solve", "update")

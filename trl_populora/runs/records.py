@@ -15,15 +15,12 @@ from transformers import TrainerCallback
 
 from trl_populora.files import write_json, written_whole
 from trl_populora.population.members import POPULATION_FILE
+from trl_populora.runs.lines import LINEAGE, METRICS, TIMES, read_lines, sort_of
 from trl_populora.step.played import Row
 from trl_populora.step.rollout import Game
 
 
 logger = logging.getLogger(__name__)
-
-PLAYED = "propose/valid_rate"  # in the log of a step that was played; `num_iterations` trains on its rows again
-STEP, EVALUATION = "step", "evaluation"
-METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
 
 # What a run leaves in its directory; checkpoints come first, so that a move that is cut short leaves none to resume
 # from.
@@ -51,18 +48,6 @@ LEFT_BY_READERS = (
 )
 LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, COMPLETIONS, *LEFT_BY_READERS)
 ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
-
-
-def sort_of(logs: Mapping[str, Any] | None) -> str | None:
-    """
-    What a log, or a line of `metrics.jsonl`, is about: `"step"`, `"evaluation"` (which alone has keys that begin with
-    `eval`), or `None`: the summary that ends a run and repeats what was not logged yet, or something of the user's
-    own.
-    """
-    keys = set(logs or ())
-    if any(key.startswith(("eval/", "eval_")) for key in keys):
-        return EVALUATION
-    return STEP if keys & {"loss", PLAYED} and "train_runtime" not in keys else None
 
 
 def write_rollouts(
@@ -123,13 +108,6 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
     for name, values in ((METRICS, metrics), (TIMES, {"step": entry["step"]} | seconds)):
         with Path(output_dir, name).open("a") as file:
             file.write(json.dumps(values) + "\n")
-
-
-def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line that was cut off by a kill is left out. Empty without a file."""
-    path = Path(path)
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def truncate_records(output_dir: Path, step: int, lineage: Path) -> None:
