@@ -9,7 +9,8 @@ A variant is `recipes/tiny/config_4t4s.yaml` with the settings that `VARIANTS` l
 are compared with. Runs lie in `<output>/<variant>/seed_<n>`, use one thread, are saved every 25 steps, and go on where
 they stopped when the command is given again. Then the students of all finished runs solve tasks of levels that nobody
 was trained on, members of all runs play each other, and `<output>/comparison.html` compares everything;
-`--compare_only` does just this, for the first `--steps` of runs that may have gone on.
+`--compare_only` does just this, for the first `--steps` of runs that may have gone on. The figures of all runs
+are kept in `<output>/arms_race.json`; with that file in a new `<output>`, its runs are compared with those made there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import arms_race_page as pages
+import arms_race_runs as runs
 import torch
+from rejection import fine_tune
 from tiny_documents import DialogueWriter
 from tiny_headroom import train
 from tiny_scores import random_task
@@ -29,6 +32,7 @@ from tqdm import tqdm
 
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.evaluation.cross_play import assemble
+from trl_populora.report.load import load_evaluations
 from trl_populora.report.payoff import write_payoff
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task
@@ -36,8 +40,9 @@ from trl_populora.tasks.base import Task
 
 CONFIG = Path(__file__).resolve().parent / "tiny" / "config_4t4s.yaml"
 RATE = "2.0e-3"  # of CONFIG
-REFERENCE = "single_agent"
+REFERENCE = pages.AGENT
 COIN = "coin"
+REJECTION = "rejection"  # the base's samples; `rejection.py` makes an adapter of those that were right
 VARIANTS: dict[str, dict[str, str]] = {
     "4t4s": {},
     REFERENCE: {"single_agent": "true", "evolve_every": "0"},  # with the rows of one pair: as many per adapter
@@ -49,6 +54,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "seed_tasks": {"task_kinds": "check_learning:FixedO check_learning:FixedI check_learning:FixedF"},
     "base_students": {"learning_rate": "0", "teacher_learning_rate": RATE},
     COIN: {},  # students are paid by a coin
+    REJECTION: {"single_agent": "true", "learning_rate": "0", "evolve_every": "0", "eval_strategy": "no"},
 }
 UNTRAINED_LEVELS = (5, 6)  # six and eight operations
 
@@ -63,6 +69,15 @@ def steps_done(run: Path) -> int:
     """Population steps that a run has finished and saved; 0 before that."""
     path = run / "trainer_state.json"  # written at the very end
     return json.loads(path.read_text())["global_step"] if path.exists() else 0
+
+
+def train_variant(run: Path, variant: str, seed: int, steps: int, settings: list[str]) -> None:
+    """Trains one run to its end, from where it stopped if it has begun; a finished one stays as it is."""
+    options = [*options_of(variant, steps), *settings]
+    if steps_done(run) < steps:
+        train(run, seed, variant == COIN, options, CONFIG)
+    if variant == REJECTION and not load_evaluations(run):
+        fine_tune(run, seed, options, CONFIG)
 
 
 def untrained_tasks(count: int = 96) -> list[Task]:
@@ -85,9 +100,9 @@ def transfer(run: Path) -> dict[str, float]:
     return json.loads(path.read_text())
 
 
-def play(runs: list[Path], output: Path) -> list[list[str]]:
+def play(paths: list[Path], output: Path) -> list[list[str]]:
     """Cross-play of the members of all runs, as a picture, a file and a table."""
-    with assemble([str(run) for run in runs], seed=0) as contest:
+    with assemble([str(path) for path in paths], seed=0) as contest:
         payoff = contest.play(proposals=9, attempts=3, seed=0).renamed(contest.names)
     (output / "members.json").write_text(json.dumps(asdict(payoff)) + "\n")
     payoff = pages.by_run(payoff)
@@ -95,28 +110,44 @@ def play(runs: list[Path], output: Path) -> list[list[str]]:
     return pages.crossplay_table(payoff)
 
 
+def gather(output: Path, variants: list[str], seeds: list[int]) -> dict[str, dict[int, runs.Run]]:
+    """
+    The runs of a comparison: those that lie in `output`, and those of which `arms_race.json` there kept the figures.
+    The file is brought up to date.
+    """
+    kept = runs.load(output / runs.RESULTS)
+    for name in variants:
+        for seed in seeds:
+            if (output / name / f"seed_{seed}" / "metrics.jsonl").exists():
+                kept.setdefault(name, {})[seed] = runs.measure(output / name / f"seed_{seed}")
+    kept = {name: dict(sorted(kept[name].items())) for name in VARIANTS if name in kept}
+    runs.save(kept, output / runs.RESULTS)
+    asked = {name: {seed: run for seed, run in of.items() if seed in seeds} for name, of in kept.items()}
+    return {name: asked[name] for name in variants if asked.get(name)}
+
+
 def compare(output: Path, variants: list[str], seeds: list[int], steps: int) -> Path:
     """Writes the comparison page of the first `steps` of all runs; those that ended there also transfer and play."""
-    paths = {name: {seed: output / name / f"seed_{seed}" for seed in seeds} for name in variants}
+    paths = [output / name / f"seed_{seed}" for name in variants for seed in seeds]
+    ended = [path for path in paths if steps_done(path) == steps]
+    for path in tqdm(ended, desc="levels never trained", unit="run"):
+        transfer(path)
     begun = {
-        name: {seed: pages.Run(run, steps) for seed, run in of.items() if (run / "metrics.jsonl").exists()}
-        for name, of in paths.items()
+        name: {seed: run.first(steps) for seed, run in of.items()}
+        for name, of in gather(output, variants, seeds).items()
     }
-    begun = {name: of for name, of in begun.items() if of}
-    ended = [run for of in begun.values() for run in of.values() if steps_done(run.path) == steps]
-    for run in tqdm(ended, desc="levels never trained", unit="run"):
-        run.untrained = transfer(run.path)
     tables = [
+        ("The paper's claims", pages.claims_table(begun)),
         ("Held-out tasks, mean ± std over seeds", pages.held_out_table(begun)),
         ("First and last fifth of the steps, mean ± std over seeds", pages.table(begun)),
     ]
     if REFERENCE in begun and len(begun) > 1:
-        tables.insert(0, (f"Against {REFERENCE}, paired by seed", pages.paired_table(begun, REFERENCE)))
+        tables.insert(1, (f"Against {REFERENCE}, paired by seed", pages.paired_table(begun, REFERENCE)))
     pages.draw_held_out(begun, output / "held_out.png")
     pages.draw_curves(begun, output / "curves.png")
     pictures = [output / "held_out.png", output / "curves.png"]
-    if len({run.path.parent for run in ended}) > 1:
-        tables.append(("Cross-play: share of attempts solved", play([run.path for run in ended], output)))
+    if len({path.parent for path in ended}) > 1:
+        tables.append(("Cross-play: share of attempts solved", play(ended, output)))
         pictures.append(output / "crossplay.png")
     return pages.write_page(output, tables, pictures)
 
@@ -133,8 +164,7 @@ def main() -> None:
     for seed in [] if options.compare_only else options.seeds:
         for name in options.variants:
             run = options.output / name / f"seed_{seed}"
-            if steps_done(run) < options.steps:
-                train(run, seed, name == COIN, [*options_of(name, options.steps), *settings], CONFIG)
+            train_variant(run, name, seed, options.steps, settings)
             print(f"{run}: {steps_done(run)} steps", flush=True)
     print(f"Comparison written to {compare(options.output, options.variants, options.seeds, options.steps)}.")
 

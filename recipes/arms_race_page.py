@@ -1,172 +1,79 @@
 """
-The comparison page of `arms_race.py`: held-out curves, differences paired by seed, tables over seeds, cross-play.
+The comparison page of `arms_race.py`: claims, held-out curves, differences paired by seed, tables, cross-play.
 
 Writes `comparison.html` (self-contained), `table.md` for a README, `held_out.png`, `curves.png` and `crossplay.png`.
-What a run was is read from its `metrics.jsonl`; unfinished runs are shown as far as they went.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
+from arms_race_runs import BLOCK, KINDS, MEASURES, Run, mean
+
 from trl_populora.adapters.routing import BASE_NAME
-from trl_populora.report.load import load_evaluations, load_history
 from trl_populora.report.payoff import Payoff
-from trl_populora.runs.records import PLAYED, read_lines
 
 
-@dataclass(frozen=True)
-class Measure:
-    """One row of the table and one panel of the picture: the metrics whose mean it is, its name and its unit."""
+Runs = Mapping[str, Mapping[int, Run]]  # by variant and seed
 
-    keys: tuple[str, ...]
-    name: str
-    unit: str
-
-
-MEASURES = (
-    Measure(("solve/rate",), "solve rate of fresh tasks", "fraction"),
-    Measure(("rewards/teacher_reward/mean",), "teacher reward", "points"),
-    Measure(("rewards/student_reward/mean",), "student reward", "points"),
-    Measure(("curriculum/ast_depth",), "AST depth", "nodes"),
-    Measure(("curriculum/cyclomatic",), "cyclomatic complexity", "paths"),
-    Measure(("curriculum/lines",), "lines of code", "lines"),
-    Measure(("curriculum/variables",), "variables", "names"),
-    Measure(("new_structures",), "new structures per valid proposal", "number"),
-    Measure(("population/teacher/mu_std", "population/student/mu_std"), "TrueSkill spread in a role", "mu, std"),
-    Measure(("solve/frac_none",), "valid proposals nobody solves", "fraction"),
-    Measure(("propose/valid_rate",), "valid proposals", "fraction"),
-)
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#444444")  # Okabe and Ito
-MARKERS = "osD^vP"  # told apart without colours
+POPULATION, AGENT = "4t4s", "single_agent"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")  # Okabe and Ito
+MARKERS = "osD^vPX"  # told apart without colours
 ENOUGH_SEEDS = 5  # of fewer, all lie on one side too easily
-WINDOW = 15  # steps of the running mean in the picture
+WINDOW = 3  # blocks of the running mean in the picture
 
 
-@dataclass
-class Run:
-    """
-    What the first `steps` of a run have left.
-
-    Args:
-        path (`Path`): Its directory.
-        steps (`int`): Those that count.
-        untrained (`dict[str, float]`): Solve rates on levels never trained, of its students and of the base.
-    """
-
-    path: Path
-    steps: int
-    untrained: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self.history = with_new_structures(self.path)[: self.steps]
-        self.evaluations = [entry for entry in load_evaluations(self.path) if entry["step"] <= self.steps]
-
-    def last(self, key: str) -> float:
-        """A figure of the last evaluation; NaN without one."""
-        return _number(self.evaluations[-1].get(f"eval/{key}")) if self.evaluations else math.nan
-
-    def gain(self, key: str = "solve_rate", of: str = "solve_rate_mean") -> float:
-        """What the last evaluation's figure is above the base's."""
-        return self.last(of) - self.last(f"{BASE_NAME}/{key}")
-
-    def transfer(self) -> float:
-        """Mean solve rate of the students on the untrained levels."""
-        return _mean([rate for name, rate in self.untrained.items() if name != BASE_NAME])
-
-    def last_fifth(self, measure: Measure) -> float:
-        """Mean of a measure over the last fifth of the steps."""
-        numbers = values(self.history, measure)
-        return _mean(numbers[-max(1, len(numbers) // 5) :])
-
-    def minutes(self) -> float:
-        """Minutes of one thread that its steps took, evaluations apart."""
-        return sum(entry.get("step_time", 0.0) for entry in read_lines(self.path / "times.jsonl")) / 60
-
-
-def with_new_structures(run: Path) -> list[dict[str, float]]:
-    """Metrics per step. Coverage counts a population's larger number of proposals, so it is given per proposal."""
-    history, proposed = [entry for entry in load_history(run) if PLAYED in entry], proposals(run)
-    for before, entry in zip([None, *history], history, strict=False):
-        valid = entry["propose/valid_rate"] * proposed
-        gained = entry["curriculum/coverage"] - before["curriculum/coverage"] if before else math.nan
-        entry["new_structures"] = gained / valid if valid else math.nan
-    return history
-
-
-def proposals(run: Path) -> int:
-    """Proposals per step, from the rows of the first."""
-    import pyarrow.parquet as pq
-
-    roles = pq.read_table(sorted(run.glob("rollouts/*.parquet"))[0], columns=["role"])["role"].to_pylist()
-    return roles.count("teacher")
-
-
-def values(history: Sequence[Mapping[str, float]], measure: Measure) -> list[float]:
-    return [fmean(_number(entry.get(key)) for key in measure.keys) for entry in history]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    known = [number for number in numbers if not math.isnan(number)]
-    return fmean(known) if known else math.nan
-
-
-def spread(numbers: Sequence[float]) -> str:
+def spread(numbers: Iterable[float]) -> str:
     """Mean and sample standard deviation over seeds, as text; the second from two seeds on."""
     known = [number for number in numbers if not math.isnan(number)]
-    if len(known) < 2:
-        return f"{known[0]:.2f}" if known else "-"
+    if len(set(known)) < 2:
+        return f"{known[0]:.2f}".removesuffix(".00") if known else "-"
     return f"{fmean(known):.2f} ± {stdev(known):.2f}"
 
 
-def table(runs: Mapping[str, Mapping[int, Run]]) -> list[list[str]]:
-    """A row per measure; per config the mean of the first and of the last fifth of the steps, over seeds."""
-    rows = [["", *(f"{name}, {part}" for name in runs for part in ("first fifth", "last fifth"))]]
+def table(runs: Runs) -> list[list[str]]:
+    """A row per measure; per variant the mean of the first and of the last fifth of the steps, over seeds."""
+    rows = [["first fifth to last fifth", *runs]]
     for measure in MEASURES:
-        row = [f"{measure.name} ({measure.unit})"]
-        for seeds in runs.values():
-            series = [values(run.history, measure) for run in seeds.values()]
-            fifths = [max(1, len(numbers) // 5) for numbers in series]
-            row.append(spread([_mean(n[:fifth]) for n, fifth in zip(series, fifths, strict=True)]))
-            row.append(spread([_mean(n[-fifth:]) for n, fifth in zip(series, fifths, strict=True)]))
-        rows.append(row)
-    steps = [f"{min(len(run.history) for run in seeds.values())} x {len(seeds)}" for seeds in runs.values()]
-    rows.append(["steps x seeds", *(text for count in steps for text in (count, ""))])
+        fifths = [[run.fifths(measure.name) for run in seeds.values()] for seeds in runs.values()]
+        cells = [" to ".join(spread(part) for part in zip(*both, strict=True)) for both in fifths]
+        rows.append([f"{measure.name} ({measure.unit})", *cells])
+    rows.append(["steps x seeds", *(f"{min(run.steps for run in of.values())} x {len(of)}" for of in runs.values())])
     return rows
 
 
 FIGURES: dict[str, Callable[[Run], float]] = {
     "students' mean": lambda run: run.last("solve_rate_mean"),
-    "gain over the base": lambda run: run.gain(),
+    "gain over the base": Run.gain,
+    "gain, mean over the run": Run.mean_gain,
     "best student": lambda run: run.last("solve_rate_best"),
     "worst student": lambda run: run.last("solve_rate_worst"),
-    **{kind: lambda run, kind=kind: run.last(f"{kind}/solve_rate") for kind in ("code_o", "code_i", "code_f")},
+    **{kind: lambda run, kind=kind: run.last(f"{kind}/solve_rate") for kind in KINDS},
     "worked share": lambda run: run.last("thinking_rate"),
     "levels never trained": Run.transfer,
     "the base on them": lambda run: run.untrained.get(BASE_NAME, math.nan),
-    "minutes of one thread": Run.minutes,
+    "rows a step": lambda run: run.rows,
+    "adapters": lambda run: run.adapters,
+    "minutes of one thread": lambda run: run.minutes,
 }
 COMPARED: dict[str, Callable[[Run], float]] = {
-    "gain over the base, mean": FIGURES["gain over the base"],
-    "gain over the base, worst student": lambda run: run.gain(of="solve_rate_worst"),
-    "gain over the base, best student": lambda run: run.gain(of="solve_rate_best"),
+    "gain over the base, mean": Run.gain,
+    "gain over the base, mean over the run": Run.mean_gain,
+    "gain over the base, worst student": lambda run: run.gain("worst"),
+    "gain over the base, best student": lambda run: run.gain("best"),
     "levels never trained": Run.transfer,
-    **{f"{measure.name}, last fifth": lambda run, measure=measure: run.last_fifth(measure) for measure in MEASURES},
+    **{f"{m.name}, last fifth": lambda run, name=m.name: run.fifths(name)[1] for m in MEASURES},
 }
 
 
-def held_out_table(runs: Mapping[str, Mapping[int, Run]]) -> list[list[str]]:
+def held_out_table(runs: Runs) -> list[list[str]]:
     """A row per figure of the last evaluation, a column per variant."""
     rows = [["at the last evaluation", *runs]]
     for name, figure in FIGURES.items():
@@ -174,108 +81,192 @@ def held_out_table(runs: Mapping[str, Mapping[int, Run]]) -> list[list[str]]:
     return rows
 
 
-def paired(differences: Sequence[float]) -> tuple[float, float, float]:
+@dataclass(frozen=True)
+class Claim:
     """
-    Mean, lower and upper end of the exact 95 % bootstrap interval of few differences: all resamples are counted.
+    A claim of the paper that runs of the arms race can show or refute.
 
     Args:
-        differences (`Sequence[float]`): One per seed, at most 7.
+        text (`str`): The claim.
+        figure (`Callable[[Run], float]`): Above zero in every run, or larger than in the other's, where it is true.
+        of (`str`): The variant whose runs are looked at.
+        against (`str`, *optional*): The variant that it is compared with, seed by seed.
     """
-    means = sorted(fmean(drawn) for drawn in product(differences, repeat=len(differences)))
+
+    text: str
+    figure: Callable[[Run], float]
+    of: str = POPULATION
+    against: str | None = None
+
+
+def _rise(name: str, sign: int = 1) -> Callable[[Run], float]:
+    return lambda run: sign * run.rise(name)
+
+
+CLAIMS = (
+    Claim("the single agent's solve rate of fresh tasks climbs", _rise("solve rate of fresh tasks"), AGENT),
+    Claim("the population's climbs less", _rise("solve rate of fresh tasks", -1), POPULATION, AGENT),
+    Claim("the population's programs get longer", _rise("lines of code")),
+    Claim("and more branched", _rise("cyclomatic complexity")),
+    Claim("and deeper", _rise("AST depth")),
+    Claim("the single agent's programs get shorter", _rise("lines of code", -1), AGENT),
+    Claim("and less branched", _rise("cyclomatic complexity", -1), AGENT),
+    Claim("and flatter", _rise("AST depth", -1), AGENT),
+    Claim(
+        "the population's proposals cover more new structures",
+        lambda run: run.fifths("new structures per valid proposal")[1],
+        POPULATION,
+        AGENT,
+    ),
+    Claim("its ratings spread beyond their sigma", lambda run: run.fifths("rating spread in a role")[1] - 1),
+    Claim("most newborn students are back within 20 updates", lambda run: run.share_back() - 0.5),
+    Claim("the mean student solves more held-out tasks than the base", Run.gain),
+    Claim("and than the single agent", Run.gain, POPULATION, AGENT),
+    Claim("and earlier (mean over the run)", Run.mean_gain, POPULATION, AGENT),
+    Claim("the weakest student does, too", lambda run: run.gain("worst"), POPULATION, AGENT),
+    Claim("the mean student solves more at levels never trained than the base", lambda r: r.transfer() - _base(r)),
+    Claim("and than the single agent", Run.transfer, POPULATION, AGENT),
+)
+
+
+def _base(run: Run) -> float:
+    return run.untrained.get(BASE_NAME, math.nan)
+
+
+def claims_table(runs: Runs) -> list[list[str]]:
+    """Claim by claim: mean, interval, seeds, and what they say."""
+    rows = [["claim", "mean [95 %]", "seeds", "verdict"]]
+    for claim in CLAIMS:
+        if claim.of in runs and (claim.against is None or claim.against in runs):
+            numbers = differences(runs, claim.figure, claim.of, claim.against)
+            rows.append([claim.text, interval(numbers), str(len(numbers)), verdict(numbers)])
+    return rows
+
+
+def verdict(numbers: Sequence[float]) -> str:
+    """`reproduces`, `does not`, or `cannot be told`, where the interval holds zero or seeds are few."""
+    if len(numbers) < ENOUGH_SEEDS:
+        return "cannot be told: too few seeds"
+    _, low, high = bootstrap(numbers)
+    return "reproduces" if low > 0 else "does not: the opposite" if high < 0 else "cannot be told"
+
+
+def differences(runs: Runs, figure: Callable[[Run], float], of: str, against: str | None) -> list[float]:
+    """A figure of a variant by seed, less that of the other variant with the same seed; unknown ones are left out."""
+    if against is None:
+        numbers = [figure(runs[of][seed]) for seed in sorted(runs[of])]
+    else:
+        both = sorted(runs[of].keys() & runs[against].keys())
+        numbers = [figure(runs[of][seed]) - figure(runs[against][seed]) for seed in both]
+    return [number for number in numbers if not math.isnan(number)]
+
+
+def bootstrap(numbers: Sequence[float]) -> tuple[float, float, float]:
+    """
+    Mean, lower and upper end of the exact 95 % bootstrap interval of few numbers: all resamples are counted.
+
+    Args:
+        numbers (`Sequence[float]`): One per seed, at most 7.
+    """
+    means = sorted(fmean(drawn) for drawn in product(numbers, repeat=len(numbers)))
     beyond = int(0.025 * len(means))
-    return fmean(differences), means[beyond], means[-1 - beyond]
+    return fmean(numbers), means[beyond], means[-1 - beyond]
 
 
-def paired_table(runs: Mapping[str, Mapping[int, Run]], reference: str) -> list[list[str]]:
+def interval(numbers: Sequence[float]) -> str:
+    """`+0.05 [+0.01, +0.08]`."""
+    if len(numbers) < 2:
+        return f"{numbers[0]:+.3f}" if numbers else "-"
+    mean, low, high = bootstrap(numbers)
+    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def paired_table(runs: Runs, reference: str) -> list[list[str]]:
     """What each variant has more than the reference, seed by seed; a claim needs an interval without zero."""
     others = [name for name in runs if name != reference]
     rows = [["difference: mean [95 %], signs", *others]]
     for name, figure in COMPARED.items():
-        row = [name]
-        for other in others:
-            seeds = sorted(runs[other].keys() & runs[reference].keys())
-            both = [figure(runs[other][seed]) - figure(runs[reference][seed]) for seed in seeds]
-            row.append(told([difference for difference in both if not math.isnan(difference)]))
-        rows.append(row)
+        rows.append([name, *(told(differences(runs, figure, other, reference)) for other in others)])
     return rows
 
 
-def told(differences: Sequence[float]) -> str:
+def told(numbers: Sequence[float]) -> str:
     """`+0.05 [+0.01, +0.08], 4 of 5 above`; bold where there are enough seeds and the interval holds no zero."""
-    if not differences:
-        return "-"
-    above = f"{sum(difference > 0 for difference in differences)} of {len(differences)} above"
-    if len(differences) < 2:
-        return f"{differences[0]:+.3f}, one seed"
-    mean, low, high = paired(differences)
-    text = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}], {above}"
-    return f"**{text}**" if len(differences) >= ENOUGH_SEEDS and (low > 0 or high < 0) else text
+    if len(numbers) < 2:
+        return f"{numbers[0]:+.3f}, one seed" if numbers else "-"
+    text = f"{interval(numbers)}, {sum(number > 0 for number in numbers)} of {len(numbers)} above"
+    return f"**{text}**" if verdict(numbers) in ("reproduces", "does not: the opposite") else text
 
 
-def draw_held_out(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
-    """Held-out solve rate over the steps: students' mean, best and worst, every seed thin, the base dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.4, 4.6), layout="constrained")
-    axes = figure.subplots(1, 3, sharex=True, sharey=True)
-    for axis, which in zip(axes, ("mean", "best", "worst"), strict=True):
+def draw_held_out(runs: Runs, path: Path) -> None:
+    """Held-out solve rate over the steps: students' mean and the weakest, every seed thin, the base dashed."""
+    figure = _figure((6.2, 7.6))
+    axes = figure.subplots(2, 1, sharex=True, sharey=True)
+    bases = [run.last(f"{BASE_NAME}/solve_rate") for seeds in runs.values() for run in seeds.values()]
+    for axis, which in zip(axes, ("mean", "worst"), strict=True):
         for (name, seeds), color, marker in zip(runs.items(), COLORS, MARKERS, strict=False):
-            curves = [{e["step"]: e[f"eval/solve_rate_{which}"] for e in run.evaluations} for run in seeds.values()]
+            curves = [{e["step"]: e[f"solve_rate_{which}"] for e in run.evaluations} for run in seeds.values()]
             for curve in curves:
-                axis.plot(curve.keys(), curve.values(), color=color, linewidth=0.7, alpha=0.5)
+                axis.plot(curve.keys(), curve.values(), color=color, linewidth=0.8, alpha=0.6)
             steps = sorted(set.intersection(*map(set, curves)))
             means = [fmean(curve[step] for curve in curves) for step in steps]
-            label = f"{name}: {len(curves)} seed(s)"
-            axis.plot(steps, means, color=color, marker=marker, linewidth=2.2, label=label)
-        bases = [run.last(f"{BASE_NAME}/solve_rate") for seeds in runs.values() for run in seeds.values()]
-        axis.axhline(_mean(bases), color="0.35", linestyle="--", linewidth=1, label="base")
-        axis.set_title({"mean": "students' mean"}.get(which, f"{which} student"))
-        axis.set_xlabel("population step")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("held-out tasks solved (fraction)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=80, metadata={"Software": None})
+            axis.plot(steps, means, color=color, marker=marker, linewidth=2.4, label=f"{name}, {len(curves)} seed(s)")
+        axis.axhline(mean(bases), color="0.35", linestyle="--", linewidth=1.2, label="base")
+        axis.set_title({"mean": "students' mean", "worst": "weakest student"}[which])
+        axis.set_ylabel("held-out tasks solved")
+        _tidy(axis)
+    axes[-1].set_xlabel("population step")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def draw_curves(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
+def draw_curves(runs: Runs, path: Path) -> None:
     """One panel per measure: a thin line per seed, a thick one for their mean."""
+    figure = _figure((6.6, 15.5))
+    axes = figure.subplots(-(-(len(MEASURES) + 1) // 2), 2, sharex=True)
+    for axis, measure in zip(axes.flat, MEASURES, strict=False):
+        for color, seeds in zip(COLORS, runs.values(), strict=False):
+            smooth = [_running(run.curves[measure.name]) for run in seeds.values()]
+            for line in smooth:
+                axis.plot(_steps(line), line, color=color, linewidth=0.8, alpha=0.5)
+            together = [mean(step) for step in zip(*smooth, strict=False)]
+            axis.plot(_steps(together), together, color=color, linewidth=2.4)
+        axis.set_title(measure.name.replace(" per ", "\nper "), fontsize=12)
+        axis.set_ylabel(measure.unit)
+        _tidy(axis)
+    for axis in list(axes.flat)[len(MEASURES) :]:
+        axis.axis("off")
+    axes[-1, 0].set_xlabel("population step")
+    handles = [axes[0, 0].plot([], [], color=color, linewidth=2.4)[0] for color, _ in zip(COLORS, runs, strict=False)]
+    handles.append(axes[0, 0].plot([], [], color="0.4", linewidth=0.8)[0])
+    labels = [f"{name}: mean of {len(seeds)} seed(s)" for name, seeds in runs.items()]
+    note = f"one seed\n(all: mean of {WINDOW * BLOCK} steps)"
+    axes[-1, -1].legend(handles, [*labels, note], loc="center", frameon=False, fontsize=11)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _figure(inches: tuple[float, float]):
+    """Two thirds of a screen wide, with letters that a phone shows."""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["font.size"] = 12
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.4, 11.5), layout="constrained")
-    axes = figure.subplots(4, 3, sharex=True)
-    for axis, measure in zip(axes.flat, MEASURES, strict=False):
-        for color, seeds in zip(COLORS, runs.values(), strict=False):
-            smooth = [_running(values(run.history, measure)) for run in seeds.values()]
-            for line in smooth:
-                axis.plot(range(1, len(line) + 1), line, color=color, linewidth=0.7, alpha=0.45)
-            together = [_mean(step) for step in zip(*smooth, strict=False)]
-            axis.plot(range(1, len(together) + 1), together, color=color, linewidth=2.2)
-        axis.set_title(measure.name, fontsize=10)
-        axis.set_ylabel(measure.unit)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in axes.flat[len(MEASURES) :]:
-        axis.axis("off")
-    for axis in axes[-1, :2]:
-        axis.set_xlabel("population step")
-    axes[-2, 2].set_xlabel("population step")
-    axes[-2, 2].xaxis.set_tick_params(labelbottom=True)
-    handles = [axes[0, 0].plot([], [], color=color, linewidth=2.2)[0] for color, _ in zip(COLORS, runs, strict=False)]
-    handles.append(axes[0, 0].plot([], [], color="0.4", linewidth=0.7)[0])
-    labels = [f"{name}: mean of {len(seeds)} seed(s)" for name, seeds in runs.items()]
-    axes[-1, 2].legend(handles, [*labels, f"one seed (all: mean of {WINDOW} steps)"], loc="center", frameon=False)
-    figure.savefig(path, dpi=80, metadata={"Software": None})
+    return Figure(figsize=inches, layout="constrained")
+
+
+def _tidy(axis) -> None:
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _steps(line: Sequence[float]) -> list[int]:
+    return [BLOCK * (index + 1) for index in range(len(line))]
 
 
 def _running(numbers: Sequence[float]) -> list[float]:
-    return [_mean(numbers[max(0, end - WINDOW) : end]) for end in range(1, len(numbers) + 1)]
+    return [mean(numbers[max(0, end - WINDOW) : end]) for end in range(1, len(numbers) + 1)]
 
 
 def of_run(name: str) -> str:
@@ -296,7 +287,7 @@ def by_run(payoff: Payoff) -> Payoff:
         teachers,
         students,
         [fmean(valid[name]) for name in teachers],
-        [[_mean(cells[teacher, student]) for student in students] for teacher in teachers],
+        [[mean(cells[teacher, student]) for student in students] for teacher in teachers],
     )
 
 
@@ -309,7 +300,7 @@ def crossplay_table(payoff: Payoff) -> list[list[str]]:
         row = [f"teachers of {config}"]
         for other in configs:
             columns = [index for index, name in enumerate(payoff.students) if name.split("/")[0] == other]
-            row.append(spread([_mean([payoff.solved[i][j] for j in columns]) for i in mine]))
+            row.append(spread([mean([payoff.solved[i][j] for j in columns]) for i in mine]))
         rows.append([*row, spread([payoff.valid[i] for i in mine])])
     return rows
 

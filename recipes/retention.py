@@ -1,118 +1,43 @@
-"""Does a child keep its parents' ability? Breeds one child per operator from two trained students and trains all on.
+"""
+What does a child keep of parents that have drifted apart, and does crossover combine what they are good at?
 
-    python recipes/retention.py                                   # all operators, seeds 0 1 2
-    python recipes/retention.py --seeds 3                         # one more seed; finished ones are read, not run
-    again python recipes/retention.py --operators clone dare --seeds 0 --parent_steps 4 --steps 3 --output runs/short
+    python recipes/retention.py                      # all operators, seeds 0 1 2; ten minutes a seed
+    python recipes/retention.py --seeds 3            # one more seed; finished ones are read, not run again
 
-Two students learn 12 fixed tasks of code_o on the embedded base (the teachers are frozen and every proposal is turned
-down, so that nothing but the students' ability moves). Then each operator breeds one child from them, all children
-train on side by side with fresh optimizers, as after an evolution event, and the recipe counts the updates until a
-child's reward, averaged over three steps, is back within 0.05 of the better parent's last five steps. An operator of
-the default mixture should need at most 20; the paper reports 10 to 20. `clone` is the control: what it loses is noise
-and the optimizer's; `from scratch` is what the better parent itself needed. Every step attempts every task, so two
-steps differ by sampling alone. A seed ends when all children are back, after 10 updates at the earliest. The last line
-is one JSON object; `curves.png` shows the rewards.
+Two students learn on the embedded base for `--steps` updates, each with a teacher of its own: one code_o alone, one
+code_i alone (`tiny/config_4t4s.yaml` with 1T+1S). Every operator breeds a child from them, the better parent first;
+base, parents and children attempt the held-out tasks of both kinds. A child combines if it solves more of the mixture
+than the better parent does. Runs go on where they stopped; `<output>/seed_<n>.json` holds a finished seed's figures,
+`retention.md` the table, `retention.png` the picture. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
-from check_learning import hard_tasks, make_trainer
-from transformers import TrainerCallback
+from arms_race import CONFIG, steps_done
+from arms_race_page import interval, markdown
+from tiny_headroom import train
+from tqdm import tqdm
 
-from trl_populora.adapters.weights import read_member
-from trl_populora.population.evolution import DEFAULT_CROSSOVERS, DEFAULT_MUTATIONS
+from trl_populora.adapters.routing import BASE_NAME
+from trl_populora.adapters.weights import read_member, write_member
+from trl_populora.assets import tiny_eval_tasks
+from trl_populora.evaluation.cross_play import Contest, assemble
 from trl_populora.population.factors import Factors, compare
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
-from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.step.played import Row
-from trl_populora.step.rewards import student_reward
-from trl_populora.tasks import TaskArchive
-from trl_populora.tasks.base import Task
+from trl_populora.tasks import load_seed_tasks
 
 
-TASKS = 12
-ATTEMPTS = 4
-WINDOW = 3
-TOLERANCE = 0.05
-LEAST_UPDATES, UPDATES = 10, 20
-FROM_SCRATCH = "from scratch"
-
-
-class InTurn(TaskArchive):
-    """Hands its tasks out one after the other instead of at random."""
-
-    def __init__(self, tasks: list[Task]):
-        super().__init__()
-        for task in tasks:
-            self.add(task)
-        self.handed_out = 0
-
-    def sample(self, kinds, k, rng):
-        tasks = list(self)
-        drawn = [tasks[(self.handed_out + i) % len(tasks)] for i in range(k)]
-        self.handed_out += k
-        return drawn
-
-
-class Rewards(TrainerCallback):
-    """Mean reward of every student at every step: entry u is what it earned after u updates. May end the training."""
-
-    def __init__(self, trainer: PopuLoRATrainer, target: float):
-        self.trainer, self.target = trainer, target
-        self.of: dict[str, list[float]] = {member.name: [] for member in trainer.population.students}
-
-    def on_step_end(self, args, state, control, **kwargs):
-        for name, rewards in self.of.items():
-            rows = [row for row in self.trainer.played.rows if row.member == name]
-            columns = {column: [getattr(row, column) for row in rows] for column in Row.COLUMNS}
-            rewards.append(statistics.fmean(student_reward(**columns)))
-        regained = [updates_to_regain(rewards, self.target) is not None for rewards in self.of.values()]
-        control.should_training_stop |= all(regained) and state.global_step > LEAST_UPDATES
-
-
-def train_students(
-    count: int, steps: int, seed: int, output: Path, factors: list[Factors] | None = None, target: float = math.inf
-):
-    """
-    Trains `count` students on the fixed tasks, from given factors or from scratch, until all have reached `target`.
-
-    Returns:
-        `tuple[list[Factors], list[list[float]]]`: Their final factors and their reward after each number of updates.
-    """
-    tasks = hard_tasks(TASKS, seed)
-    trainer = make_trainer(
-        output,
-        tasks=tasks,
-        seed=seed,
-        teachers=count,
-        students=count,
-        task_kinds=["check_learning:FixedO"],
-        proposals_per_teacher=TASKS,
-        attempts_per_task=ATTEMPTS,
-        references_per_proposal=0,
-        per_device_train_batch_size=15 * count,
-        max_completion_length=200,  # a worked answer to these tasks is shorter; proposals are turned down anyway
-        max_steps=steps,
-        learning_rate=1e-3,
-        teacher_learning_rate=0.0,
-        matchmaking="uniform",
-    )
-    trainer.game.archive = InTurn(tasks)
-    names = [member.name for member in trainer.population.students]
-    for name, given in zip(names, factors or [], strict=False):
-        trainer.replace_member(name, given, step=0)
-    rewards = Rewards(trainer, target)
-    trainer.add_callback(rewards)
-    trainer.train()
-    return [read_member(trainer.model, name) for name in names], [rewards.of[name] for name in names]
+KINDS = ("code_o", "code_i")
+APART = 1000  # between the seeds of two parents: members of a population start from different factors, too
+ONE_PAIR = ("--teachers", "1", "--students", "1", "--evolve_every", "0", "--eval_strategy", "no")
+ONE_PAIR += ("--eval_on_start", "false")
 
 
 def breed(name: str, better: Factors, worse: Factors, seed: int) -> Factors:
@@ -120,47 +45,63 @@ def breed(name: str, better: Factors, worse: Factors, seed: int) -> Factors:
     return MUTATIONS[name](better, generator) if name in MUTATIONS else CROSSOVERS[name](better, worse, generator)
 
 
-def updates_to_regain(rewards: list[float], target: float) -> int | None:
-    """First number of updates at which the mean of the last `WINDOW` rewards reaches the target."""
-    for update in range(WINDOW - 1, len(rewards)):
-        if statistics.fmean(rewards[update - WINDOW + 1 : update + 1]) >= target:
-            return update
-    return None
+def rates(contest: Contest, member: str, attempts: int, tasks: int | None) -> dict[str, float]:
+    """Held-out solve rates of a member by kind, and their mean as `mixture`; the same random numbers for everybody."""
+    held_out, found = load_seed_tasks(tiny_eval_tasks()), {}
+    for kind in KINDS:
+        torch.manual_seed(0)
+        own = [task for task in held_out if task.kind == kind][:tasks]
+        found[kind] = contest.score([member], own, attempts)[member]
+    return found | {"mixture": fmean(found.values())}
 
 
-def run(operators: list[str], seed: int, parent_steps: int, steps: int, output: Path) -> dict[str, dict]:
-    """One seed: parents, one child per operator, and what became of them."""
-    started = time.process_time()
-    parents, rewards = train_students(2, parent_steps, seed, output / f"parents_{seed}")
-    levels = [statistics.fmean(curve[-5:]) for curve in rewards]
-    first, second = sorted((0, 1), key=lambda index: -levels[index])
-    better, worse, level = parents[first], parents[second], levels[first]
-    target = level - TOLERANCE
-    children = [breed(name, better, worse, seed) for name in operators]
-    _, curves = train_students(len(children), steps, seed, output / f"children_{seed}", children, target)
-    print(f"seed {seed}: {time.process_time() - started:.0f} s of processor time", flush=True)
-    results = {FROM_SCRATCH: {"cosine": math.nan, "rewards": rewards[first]}}
-    for name, child, curve in zip(operators, children, curves, strict=True):
-        results[name] = {"cosine": compare(child, better)["cosine"], "rewards": curve}
-    for result in results.values():
-        result |= {"parent_reward": level, "updates": updates_to_regain(result["rewards"], target)}
-    return results
+def parents(seed: int, options: argparse.Namespace, settings: Sequence[str]) -> list[Path]:
+    """The two parents' runs, trained unless they are there."""
+    paths = [options.output / kind / f"seed_{seed}" for kind in KINDS]
+    for index, (kind, path) in enumerate(zip(KINDS, paths, strict=True)):
+        if steps_done(path) < options.steps:
+            held_out = options.output / f"{kind}.jsonl"
+            lines = Path(tiny_eval_tasks()).read_text(encoding="utf-8").splitlines()
+            held_out.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["kind"] == kind))
+            given = ["--task_kinds", kind, "--eval_tasks", str(held_out), "--max_steps", str(options.steps), *ONE_PAIR]
+            train(path, seed + index * APART, False, [*given, *settings], CONFIG)
+    return paths
 
 
-def finished(options: argparse.Namespace) -> list[dict[str, dict]]:
+def run(seed: int, options: argparse.Namespace, settings: Sequence[str]) -> dict[str, dict[str, float]]:
+    """One seed: rates of the base, of both parents, and of a child per operator."""
+    paths = parents(seed, options, settings)
+    with assemble([str(path) for path in paths], seed=seed, task_kinds=list(KINDS)) as contest:
+        asked = options.attempts, options.tasks
+        result = {BASE_NAME: rates(contest, BASE_NAME, *asked)}
+        both = [rates(contest, name, *asked) for name in contest.students]
+        factors = [read_member(contest.model, name) for name in contest.students]
+        first = int(both[1]["mixture"] > both[0]["mixture"])
+        better, worse = factors[first], factors[1 - first]
+        for index, kind in enumerate(KINDS):
+            cosine = compare(factors[index], better)["cosine"]
+            result[f"{kind} parent"] = both[index] | {"cosine": cosine}
+        slot = contest.teachers[0]  # as good as any
+        for name in tqdm(options.operators, desc=f"children of seed {seed}", unit="child"):
+            child = breed(name, better, worse, seed)
+            write_member(contest.model, slot, child)
+            result[name] = rates(contest, slot, *asked) | {"cosine": compare(child, better)["cosine"]}
+    return result
+
+
+def finished(options: argparse.Namespace, settings: Sequence[str]) -> list[dict[str, dict[str, float]]]:
     """
     The results of all seeds, each run once and kept in a file of its own under the output directory.
 
     Raises:
-        ValueError: If a kept file is of another run, with other operators or numbers of steps.
+        ValueError: If a kept file is of another run, with other operators or numbers.
     """
     results = []
-    asked = {name: getattr(options, name) for name in ("operators", "parent_steps", "steps")}
+    asked = {name: getattr(options, name) for name in ("operators", "steps", "attempts", "tasks")}
     for seed in options.seeds:
         path = options.output / f"seed_{seed}.json"
-        if not path.exists():  # so that a run may be split over several calls
-            result = run(options.operators, seed, options.parent_steps, options.steps, options.output)
-            path.write_text(json.dumps({"asked": asked, "result": result}))
+        if not path.exists():  # so that a study may be split over several calls
+            path.write_text(json.dumps({"asked": asked, "result": run(seed, options, settings)}))
         kept = json.loads(path.read_text())
         if kept["asked"] != asked:
             raise ValueError(f"{path} holds a run with {kept['asked']}, not {asked}. Give another `--output`.")
@@ -168,63 +109,58 @@ def finished(options: argparse.Namespace) -> list[dict[str, dict]]:
     return results
 
 
-def plot(results: list[dict[str, dict]], seeds: list[int], path: Path) -> None:
-    """Reward over updates, one panel per operator, one line per seed, the level to regain dotted."""
+def above_better_parent(result: dict[str, dict[str, float]], name: str) -> float:
+    return result[name]["mixture"] - max(result[f"{kind} parent"]["mixture"] for kind in KINDS)
+
+
+def table(results: list[dict[str, dict[str, float]]]) -> list[list[str]]:
+    """A row for base, parents and each operator: cosine to the better parent, rates, and what it has over that one."""
+    rows = [["", "cosine", *KINDS, "mixture", "above the better parent [95 %]"]]
+    for name in results[0]:
+        cosine = "" if name == BASE_NAME else f"{fmean(result[name]['cosine'] for result in results):.3f}"
+        means = [f"{fmean(result[name][key] for result in results):.3f}" for key in (*KINDS, "mixture")]
+        rows.append([name, cosine, *means, interval([above_better_parent(result, name) for result in results])])
+    return rows
+
+
+def plot(results: list[dict[str, dict[str, float]]], seeds: Sequence[int], path: Path) -> None:
+    """One row per child: what it solves of the mixture above the better parent, a point per seed."""
     from matplotlib.figure import Figure
 
-    names = list(results[0])
-    columns = min(5, len(names))
-    figure = Figure(figsize=(2 * columns, 2.2 * -(-len(names) // columns)), layout="constrained")
-    axes = figure.subplots(-(-len(names) // columns), columns, sharex=True, sharey=True, squeeze=False)
-    for axis, name in zip(axes.flat, names, strict=False):
-        for color, (seed, result) in enumerate(zip(seeds, results, strict=True)):
-            axis.plot(result[name]["rewards"], color=f"C{color}", label=f"seed {seed}")
-            axis.axhline(result[name]["parent_reward"] - TOLERANCE, color=f"C{color}", linestyle=":")
-        axis.set_title(name, fontsize=9)
-        axis.locator_params(axis="x", integer=True)
-    for axis in list(axes.flat)[len(names) :]:
-        axis.set_axis_off()
-    axes.flat[0].legend(fontsize=7)
-    figure.supxlabel("updates after birth", fontsize=10)
-    figure.supylabel("student reward (dotted: to regain)", fontsize=10)
-    figure.savefig(path, dpi=100)
-
-
-def report(results: list[dict[str, dict]]) -> dict[str, list[int | None]]:
-    """Prints the table; returns the updates that each operator needed, per seed."""
-    print(f"{'operator':16}{'cosine':>8}{'at birth':>10}{'parent':>8}  updates until regained, per seed")
-    needed = {}
-    for name in results[0]:
-        of_seeds = [result[name] for result in results]
-        birth, cosine, level = (
-            statistics.fmean(values)
-            for values in (
-                [entry["rewards"][0] for entry in of_seeds],
-                [entry["cosine"] for entry in of_seeds],
-                [entry["parent_reward"] for entry in of_seeds],
-            )
-        )
-        needed[name] = [entry["updates"] for entry in of_seeds]
-        updates = "  ".join("-" if count is None else str(count) for count in needed[name])
-        print(f"{name:16}{cosine:8.3f}{birth:10.3f}{level:8.3f}  {updates}")
-    return needed
+    names = [name for name in results[0] if "cosine" in results[0][name]]
+    figure = Figure(figsize=(6.2, 1.2 + 0.36 * len(names)), layout="constrained")
+    axis = figure.subplots()
+    for marker, (seed, result) in zip("osD^v", zip(seeds, results, strict=True), strict=False):
+        above = [above_better_parent(result, name) for name in names]
+        axis.plot(above, range(len(names)), marker, color="#0072B2", alpha=0.7, label=f"seed {seed}")
+    axis.axvline(0, color="0.35", linestyle="--", linewidth=1)
+    axis.set_yticks(range(len(names)), names, fontsize=11)
+    axis.invert_yaxis()
+    axis.set_xlabel("held-out tasks solved, above the better parent", fontsize=11)
+    axis.grid(axis="x", alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(seeds), frameon=False)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operators", nargs="+", default=["clone", *DEFAULT_MUTATIONS, *DEFAULT_CROSSOVERS])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operators", nargs="+", default=[*MUTATIONS, *CROSSOVERS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--parent_steps", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=UPDATES + 2)
+    parser.add_argument("--steps", type=int, default=60, help="updates of each parent")
+    parser.add_argument("--attempts", type=int, default=3, help="at each held-out task")
+    parser.add_argument("--tasks", type=int, help="held-out tasks of each kind; all by default")
     parser.add_argument("--output", type=Path, default=Path("runs/retention"))
-    options = parser.parse_args()
+    options, settings = parser.parse_known_args()
+    torch.set_num_threads(1)  # two threads beside any other process are slower than one
     options.output.mkdir(parents=True, exist_ok=True)
-    results = finished(options)
-    plot(results, options.seeds, options.output / "curves.png")
-    needed = report(results)
-    children = {name: counts for name, counts in needed.items() if name != FROM_SCRATCH}
-    late = [name for name, counts in children.items() if any(count is None or count > UPDATES for count in counts)]
-    print(json.dumps({"seeds": options.seeds, "updates": needed, "later_than_20": late}))
+    results = finished(options, settings)
+    plot(results, options.seeds, options.output / "retention.png")
+    rows = table(results)
+    (options.output / "retention.md").write_text(markdown(rows) + "\n")
+    print(markdown(rows))
+    above = {name: [round(above_better_parent(result, name), 4) for result in results] for name in options.operators}
+    print(json.dumps({"seeds": options.seeds, "above_better_parent": above}))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from trl_populora.__main__ import TrainArguments, build_trainer
 from trl_populora.assets import tiny_base_path, tiny_eval_tasks
 from trl_populora.model_options import MemberConfig
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.load import load_evaluations
 from trl_populora.report.plots import plot_run
 from trl_populora.runs.checkpoint import newest
@@ -51,12 +52,17 @@ def coin(seed: int) -> Callable[..., list[float | None]]:
     return random_student_reward
 
 
-def train(run: Path, seed: int, random_rewards: bool, options: list[str], config: Path = CONFIG) -> None:
-    """Trains one run to its end, from its newest checkpoint if there is one."""
+def build(run: Path, seed: int, options: list[str], config: Path = CONFIG) -> PopuLoRATrainer:
+    """The trainer of a recipe's run, which is saved every 20 steps."""
     given = ["--config", str(config), "--seed", str(seed), "--output_dir", str(run), "--save_strategy", "steps"]
     given += ["--save_steps", "20", "--save_total_limit", "1", *options]
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig))
-    trainer = build_trainer(*parser.parse_args_and_config(given))
+    return build_trainer(*parser.parse_args_and_config(given))
+
+
+def train(run: Path, seed: int, random_rewards: bool, options: list[str], config: Path = CONFIG) -> None:
+    """Trains one run to its end, from its newest checkpoint if there is one."""
+    trainer = build(run, seed, options, config)
     if random_rewards:
         trainer.reward_funcs[1] = coin(seed)
     trainer.train(resume_from_checkpoint=newest(str(run)))

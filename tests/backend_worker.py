@@ -7,6 +7,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
   second step with learning rate 0;
 - `evolve` has an evolution event after the second of three steps, whose children learn at rates of their own;
 - `plain` is the same run without the event;
+- `savings` is the first step of each loss, with and without blank rows and shared prompts;
 - `half` is one step in fp16 with a loss scale, which only DeepSpeed does on a CPU;
 - `unwritable` fails to save, because a file stands where the main process wants a directory.
 """
@@ -196,6 +197,29 @@ def plain(base: str, output: str) -> dict:
     return evolve(base, output, every=0)
 
 
+# One loss that is divided by rows and one by tokens, with gradient checkpointing and without it;
+# `POPULORA_SAVINGS=all` tries all four with both.
+SAVINGS = {("grpo", True), ("dapo", False)}
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
+
+
+def savings(base: str, output: str) -> dict:
+    """Members after one step, by loss and checkpointing: first with what saves forwards, then without."""
+    every = {(loss, checkpointing) for loss in LOSS_TYPES for checkpointing in (False, True)}
+    seen = {}
+    for loss, checkpointing in sorted(every if os.environ.get("POPULORA_SAVINGS") == "all" else SAVINGS):
+        options = {"loss_type": loss, "gradient_checkpointing": checkpointing, "per_device_train_batch_size": 6}
+        for whole in (False, True):
+            trainer = make_trainer(base, output, evolve_every=0, max_steps=1, **CLIPPED, **options)
+            if whole:
+                trainer.skips_blank_rows, trainer.sharing = False, None
+            trainer.train()
+            members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.names}
+            logged = trainer.state.log_history[0]
+            seen[loss, checkpointing, whole] = members, logged["batch/live_rows"], logged["batch/shared_tokens"]
+    return identity(trainer) | {"savings": seen}
+
+
 def half(base: str, output: str) -> dict:
     """A step whose gradients are scaled and clipped."""
     trainer = make_trainer(base, output, evolve_every=0, max_steps=1, fp16=True, **CLIPPED)
@@ -226,7 +250,14 @@ def unwritable(base: str, output: str) -> dict:
 def main(base: str, output: str, *scenarios: str) -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         without_compiler()
-    runs = {"replace": replace, "evolve": evolve, "plain": plain, "half": half, "unwritable": unwritable}
+    runs = {
+        "replace": replace,
+        "evolve": evolve,
+        "plain": plain,
+        "savings": savings,
+        "half": half,
+        "unwritable": unwritable,
+    }
     for scenario in scenarios:
         run = runs[scenario]
         seen = run(base, f"{output}/{scenario}")

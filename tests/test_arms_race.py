@@ -6,12 +6,15 @@ import json
 import math
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import yaml
 
 from tests.populora_run import EVALUATED, make_trainer
 from trl_populora.assets import tiny_eval_tasks
+from trl_populora.report.load import load_history
+from trl_populora.runs.records import PLAYED
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
@@ -19,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 import arms_race  # noqa: E402
 
 
-pages = arms_race.pages
+pages, runs = arms_race.pages, arms_race.runs
 
 
 @pytest.fixture
@@ -74,8 +77,8 @@ def test_a_variant_is_trained_once(variant, few_tasks, tmp_path, capsys, monkeyp
     run = tmp_path / variant / "seed_0"
     assert arms_race.steps_done(run) == 1
     assert capsys.readouterr().out.count("step 1/1 | valid") == 1
-    (step,) = pages.Run(run, 1).history
-    assert (step["propose/valid_rate"] == 0) == (variant == "seed_tasks"), "these are given the archive's tasks alone"
+    (valid,) = runs.measure(run).curves["valid proposals"]
+    assert (valid == 0) == (variant == "seed_tasks"), "these are given the archive's tasks alone"
     text = (tmp_path / "table.md").read_text()
     assert "1 x 1" in text
     assert "levels never trained" in text
@@ -86,7 +89,7 @@ def test_the_page_compares_what_has_been_run(output, few_tasks):
     assert page.count("data:image/png;base64,") == 3
     assert "http" not in page
     text = (output / "table.md").read_text()
-    assert "| steps x seeds | 2 x 1 |  | 2 x 2 |  |" in text
+    assert "| steps x seeds | 2 x 1 | 2 x 2 |" in text
     assert "uniform" not in text
     members = json.loads((output / "members.json").read_text())
     assert len(members["teachers"]) == len(members["students"]) == 3, "an unfinished run does not play"
@@ -95,28 +98,92 @@ def test_the_page_compares_what_has_been_run(output, few_tasks):
     transfer = json.loads((output / "4t4s" / "seed_0" / "untrained.json").read_text())
     assert set(transfer) == {"base", "student_0", "student_1"}
     (row,) = [line for line in text.splitlines() if line.startswith("| gain over the base, mean")]
-    gains = [pages.Run(output / name / "seed_0", 2).gain() for name in ("4t4s", "single_agent")]
+    gains = [runs.measure(output / name / "seed_0").gain() for name in ("4t4s", "single_agent")]
     assert f"{gains[0] - gains[1]:+.3f}, one seed" in row
+
+
+def test_runs_whose_files_are_gone_are_compared_by_their_figures(output, few_tasks, tmp_path):
+    variants = ["4t4s", "single_agent"]
+    arms_race.compare(output, variants, [0, 1], 2)
+    (tmp_path / runs.RESULTS).write_text((output / runs.RESULTS).read_text())
+    page = arms_race.compare(tmp_path, variants, [0, 1], 2).read_text()
+    assert page.count("data:image/png;base64,") == 2, "members that are gone do not play"
+    before, after = ((path / "table.md").read_text().split("**Cross-play")[0] for path in (output, tmp_path))
+    assert after.strip() == before.strip()
+    assert (tmp_path / runs.RESULTS).read_text() == (output / runs.RESULTS).read_text()
+
+
+def test_the_published_tables_are_those_of_the_published_figures(tmp_path):
+    published = arms_race.CONFIG.parent
+    (tmp_path / runs.RESULTS).write_text((published / runs.RESULTS).read_text())
+    kept = runs.load(tmp_path / runs.RESULTS)
+    arms_race.compare(tmp_path, [*kept], sorted({seed for of in kept.values() for seed in of}), 150)
+    tables = (tmp_path / "table.md").read_text().split("\n\n")[1::2]
+    assert len(tables) == 4
+    for table in tables:
+        assert table.strip() in (published / "README.md").read_text()
+
+
+def test_the_smallest_published_figure_comes_back(few_tasks, tmp_path, monkeypatch):
+    options = f"--variants single_agent --seeds 0 --steps 1 --output {tmp_path} --eval_steps 1000"
+    monkeypatch.setattr(sys, "argv", ["arms_race.py", *options.split()])
+    arms_race.main()
+    (seen,) = runs.measure(tmp_path / "single_agent" / "seed_0").evaluations
+    published = runs.load(arms_race.CONFIG.parent / runs.RESULTS)["single_agent"][0].evaluations[0]
+    assert seen == pytest.approx(published, abs=0.02), "the base's rates; another machine rounds and samples otherwise"
 
 
 def test_the_first_steps_of_longer_runs_are_compared(output):
     page = arms_race.compare(output, ["4t4s", "single_agent"], [0, 1], 1).read_text()
-    assert "| steps x seeds | 1 x 1 |  | 1 x 2 |  |" in (output / "table.md").read_text()
+    assert "| steps x seeds | 1 x 1 | 1 x 2 |" in (output / "table.md").read_text()
     assert page.count("data:image/png;base64,") == 2, "members of another step do not play"
-    assert [entry["step"] for entry in pages.Run(output / "4t4s" / "seed_0", 1).evaluations] == [0]
+    assert [entry["step"] for entry in runs.measure(output / "4t4s" / "seed_0").first(1).evaluations] == [0]
 
 
 def test_a_measure_is_a_mean_over_the_seeds(output):
-    begun = {"single_agent": {seed: pages.Run(output / "single_agent" / f"seed_{seed}", 2) for seed in (0, 1)}}
-    rates = [begun["single_agent"][seed].history[0]["propose/valid_rate"] for seed in (0, 1)]
+    begun = {"single_agent": {seed: runs.measure(output / "single_agent" / f"seed_{seed}") for seed in (0, 1)}}
+    histories = [load_history(output / "single_agent" / f"seed_{seed}") for seed in (0, 1)]
+    rates = [fmean(entry["propose/valid_rate"] for entry in played if PLAYED in entry) for played in histories]
     (row,) = [row for row in pages.table(begun) if row[0].startswith("valid proposals (")]
-    assert row[1] == pages.spread(rates) == f"{sum(rates) / 2:.2f} ± {abs(rates[0] - rates[1]) / 2:.2f}"
+    assert row[1].split(" to ")[0] == pages.spread([round(rate, 4) for rate in rates])
+
+
+def test_curves_are_means_of_five_steps():
+    assert runs.blocks([1.0, 2.0, 3.0, 4.0, math.nan, 7.0]) == [2.5, 7.0]
+    run = runs.Run(steps=30, curves={"x": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]})
+    assert (run.fifths("x"), run.rise("x")) == ((1.0, 6.0), 5.0)
+    assert run.first(10).curves == {"x": [1.0, 2.0]}
+
+
+def attempts(member: str, version: int, step: int, right: int, of: int = 10) -> list[dict]:
+    row = {"role": "student", "member": member, "version": version, "step": step, "archived": False}
+    return [row | {"correct": index < right} for index in range(of)]
+
+
+def test_a_newborn_student_is_back_when_it_solves_what_the_others_do():
+    birth = {"step": 10, "role": "student", "child": "student_1@1"}
+    peer = [row for step in range(11, 21) for row in attempts("student_0", 0, step, 8)]
+    own = {11: 0, 12: 4, 13: 6, 14: 8, 15: 9}  # over three steps .33, .6, .77: back with the fifth
+    rows = peer + [row for step, right in own.items() for row in attempts("student_1", 1, step, right)]
+    assert runs.recoveries([birth], rows) == [4]
+    assert runs.recoveries([birth], peer + attempts("student_1", 1, 11, 9)) == [None], "replaced after a step"
+    assert runs.Run(steps=20, back=[4, None, 21]).share_back() == pytest.approx(1 / 3)
 
 
 def test_an_interval_counts_every_resample_of_the_seeds():
-    mean, low, high = pages.paired([0.0, 0.1])
+    mean, low, high = pages.bootstrap([0.0, 0.1])
     assert (mean, low, high) == pytest.approx((0.05, 0.0, 0.1)), "means 0, .05, .05, .1"
     assert pages.told([0.1, 0.1, 0.1, 0.1, 0.1]).startswith("**+0.100 [+0.100, +0.100], 5 of 5 above")
     assert not pages.told([-0.1, 0.1, 0.2, 0.1, -0.3]).startswith("**"), "zero lies within"
     assert not pages.told([0.1, 0.1, 0.2]).startswith("**"), "three seeds are no claim"
     assert pages.told([]) == "-"
+
+
+def test_a_claim_is_told_by_five_seeds_and_an_interval_without_zero():
+    assert pages.verdict([0.1, 0.2, 0.1, 0.1, 0.3]) == "reproduces"
+    assert pages.verdict([-0.1, -0.2, -0.1, -0.1, -0.3]) == "does not: the opposite"
+    assert pages.verdict([-0.1, 0.1, 0.2, 0.1, -0.3]) == "cannot be told"
+    assert pages.verdict([0.1, 0.2, 0.1, 0.1]) == "cannot be told: too few seeds"
+    longer = {seed: runs.Run(steps=25, curves={"lines of code": [4, 4, 4, 4, 5 + seed]}) for seed in range(5)}
+    (row,) = [row for row in pages.claims_table({"4t4s": longer}) if row[0].endswith("programs get longer")]
+    assert row[2:] == ["5", "reproduces"]

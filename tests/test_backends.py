@@ -43,7 +43,7 @@ def runs(request, random_base, tmp_path_factory) -> dict:
     if stage is not None:
         pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
     output = tmp_path_factory.mktemp(request.param) / "run"
-    scenarios = ["replace", "evolve", "plain"]
+    scenarios = ["replace", "evolve", "plain", "savings"]
     run_script([*launch(config), backend_worker.__file__, random_base, str(output), *scenarios], output)
     seen = {scenario: load(output / scenario) for scenario in scenarios}
     for ranks in seen.values():
@@ -80,6 +80,21 @@ def test_ranks_with_different_numbers_of_live_rows_meet_and_learn_what_one_proce
             for name, (factors, _) in reference.items():
                 for key, value in factors.items():
                     assert (step[name][0][key] - value).norm() <= 1e-3 * value.norm()
+
+
+def test_blank_rows_and_shared_prompts_change_no_member(runs):
+    for rank in runs["savings"]:
+        seen = rank["savings"]
+        assert {key[:2] for key in seen} >= backend_worker.SAVINGS
+        for loss, checkpointing in {key[:2] for key in seen}:
+            members, live, shared = seen[loss, checkpointing, False]
+            reference, all_rows, _ = seen[loss, checkpointing, True]
+            assert live < all_rows == 1
+            assert shared > 0
+            for name, factors in reference.items():
+                for key, value in factors.items():
+                    difference = (members[name][key] - value).norm() / value.norm()
+                    assert difference < 1e-5, f"{loss}, checkpointing {checkpointing}, {name} {key}: {difference:.1e}"
 
 
 def test_every_rank_ends_with_the_same_members(ranks):
