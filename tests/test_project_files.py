@@ -16,7 +16,7 @@ import trl_populora
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "trl_populora" / "sandbox" / "README.md"]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "trl_populora" / "sandbox" / "README.md"]
 
 
 def test_the_version_is_the_same_everywhere():

@@ -1,0 +1,143 @@
+"""The site: Python on its pages runs, every page is in the navigation, and every command and option is explained."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+import trl_populora
+from tests.populora_run import make_trainer
+from tests.small_run import small_args
+from trl_populora import __main__ as program
+from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
+from trl_populora.evaluation.cross_play import CrossPlayArguments
+from trl_populora.hub.export import ExportArguments
+from trl_populora.population.operators import MUTATIONS
+from trl_populora.sandbox import Sandbox
+
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
+GUIDES = [name for name in PAGES if name.startswith("guides/") and "```python" in PAGES[name].read_text()]
+
+# Sizes for a random base. A page's own settings win, but for the steps, and none that it shows is among these.
+SIZES = {
+    "proposals_per_teacher": 4,
+    "attempts_per_task": 2,
+    "per_device_train_batch_size": 4,
+    "max_completion_length": 24,
+    "max_steps": 1,
+    "evolve_every": 10,
+    "save_strategy": "steps",
+}
+
+
+def script(page: str) -> str:
+    """All Python of a page, one block after the other; blocks in lists are indented."""
+    blocks = re.findall(r"^( *)```python\n(.*?)^ *```", PAGES[page].read_text(), re.MULTILINE | re.DOTALL)
+    return "\n\n".join(re.sub(f"^{indent}", "", block, flags=re.MULTILINE) for indent, block in blocks)
+
+
+@pytest.fixture
+def play(base, tmp_path, monkeypatch):
+    """Runs a page's script on a random base, in a directory of its own, as the module `my_kinds`."""
+    monkeypatch.chdir(tmp_path)
+    sized = lambda output_dir, **given: small_args(output_dir=output_dir, **(SIZES | given))  # noqa: E731
+    monkeypatch.setattr(trl_populora, "PopuLoRAConfig", sized, raising=False)
+    module = types.ModuleType("my_kinds")
+    monkeypatch.setitem(sys.modules, "my_kinds", module)
+
+    def run(page: str) -> dict:
+        text = script(page).replace("Qwen/Qwen2.5-0.5B-Instruct", base).replace("max_steps=200", "max_steps=1")
+        exec(compile(text, page, "exec"), module.__dict__)
+        return module.__dict__
+
+    known = dict(MUTATIONS)
+    yield run
+    MUTATIONS.clear()
+    MUTATIONS.update(known)
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_python_of_a_guide_runs(page, play):
+    play(page)
+
+
+def test_the_first_run_is_read_as_the_page_says(play, base, capsys):
+    sizes = {"proposals_per_teacher": 8, "attempts_per_task": 4, "per_device_train_batch_size": 16}
+    make_trainer(base, "runs/quickstart", sizes | {"max_steps": 1, "save_strategy": "no"}).train()
+    task = play("start.md")["task"]
+    shown = capsys.readouterr().out
+    assert task.prompt in shown
+    assert re.findall(r"^(True|False) ", shown, re.MULTILINE)
+
+
+def test_the_kind_with_the_sandbox_takes_and_refuses_what_it_should():
+    names: dict = {"__name__": "my_kinds"}
+    exec(script("guides/kinds.md").partition("\nkind = Factors()")[0], names)
+    kind = names["LongestLoop"]()
+    with Sandbox(workers=1) as sandbox:
+        proposals = [kind.parse_proposal(f"def f(n):\n    return {body}", []) for body in ("n * n % 97", "1", "n / 0")]
+        verdicts = sandbox.run([kind.check(proposal) for proposal in proposals])
+    task, flat, broken = [kind.accept(p, v, None) for p, v in zip(proposals, verdicts, strict=True)]
+    assert [flat.value, broken.value] == ["constant_output", "error"]
+    best = max(range(100), key=lambda n: n * n % 97)
+    assert kind.correct(task, kind.parse_attempt(str(best), task), None)
+    assert not kind.correct(task, kind.parse_attempt("0", task), None)
+    assert kind.chance(task) == 0.02  # 96 is the square of two numbers
+
+
+def nav_paths(nav: list) -> list[str]:
+    """The files that a navigation names."""
+    found = []
+    for entry in nav:
+        entry = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        found += nav_paths(entry) if isinstance(entry, list) else [entry]
+    return found
+
+
+def test_every_page_is_in_the_navigation_once():
+    paths = nav_paths(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(paths) == sorted(set(paths))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert {f"docs/{name}" for name in PAGES} - set(paths) == set()
+
+
+OPTIONS = {
+    "quickstart": None,
+    "train": program.TrainArguments,
+    "recipes": program.RecipesArguments,
+    "report": program.ReportArguments,
+    "info": program.InfoArguments,
+    "push": program.PushArguments,
+    "export": ExportArguments,
+    "crossplay": CrossPlayArguments,
+    "evaluate": EvaluateArguments,
+    "check-kind": program.CheckKindArguments,
+    "sandbox-check": None,
+}
+SECTIONS = dict(re.findall(r"^## populora ([\w-]+)\n(.*?)(?=^## |\Z)", PAGES["commands.md"].read_text(), re.M | re.S))
+
+
+def test_every_command_is_explained():
+    assert set(SECTIONS) == set(program.COMMANDS) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_of_a_command_is_explained_and_no_other(command):
+    wanted = [field.name for field in fields(OPTIONS[command])] if OPTIONS[command] else []
+    wanted += ["config"] if command == "train" else []
+    assert sorted(re.findall(r"^\| `--(\w+)` \|", SECTIONS[command], re.MULTILINE)) == sorted(wanted)
+
+
+def test_no_page_loads_anything_from_elsewhere():
+    """Pictures and styles lie beside the pages."""
+    for page in PAGES.values():
+        assert not re.findall(r"!\[[^\]]*\]\(https?:|<(?:script|link|img)\b[^>]*https?:", page.read_text()), page
