@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 
 from accelerate import PartialState
 
@@ -17,14 +18,23 @@ from tests.populora_run import make_trainer, state_of
 
 
 def main(base: str, directory: str, settings: dict) -> None:
-    resume = settings.pop("resume", False)
+    resume, absent = settings.pop("resume", False), settings.pop("absent", None)
     trainer = make_trainer(base, directory, {"lr_scheduler_type": "constant"} | settings)
     assert trainer.accelerator.num_processes == 2, trainer.accelerator.num_processes
     assert trainer.args.local_process_index == 0, trainer.args.local_process_index
+    if absent is not None:
+        trainer.args.ddp_timeout = 3
+    if trainer.args.process_index == absent:
+        time.sleep(15)  # the other node has given up long before
+        return
     trainer.train(resume_from_checkpoint=resume)
     state = state_of(trainer)
     lasting = json.dumps({key: repr(state[key]) for key in ("members", "game", "archive")})
-    result = {"step": trainer.state.global_step, "digest": hashlib.sha256(lasting.encode()).hexdigest()}
+    result = {
+        "step": trainer.state.global_step,
+        "digest": hashlib.sha256(lasting.encode()).hexdigest(),
+        "pool": type(trainer.sandbox).__name__,
+    }
     print("RESULT " + json.dumps(result), flush=True)
     PartialState().destroy_process_group()
 

@@ -77,6 +77,15 @@ class TestOwnDirectories:
         assert found[0] == found[1]
         return found, directories
 
+    def test_every_node_has_a_sandbox_of_its_own(self, straight):
+        assert [node["pool"] for node in straight[0]] == ["Sandbox", "Sandbox"]
+
+    def test_a_node_keeps_its_own_rows_and_the_first_one_all_metrics(self, straight):
+        for rank, directory in enumerate(straight[1]):
+            rows = sorted(path.name for path in (directory / "rollouts").iterdir())
+            assert rows == [f"step_{step:05}-rank{rank}.parquet" for step in range(1, 5)]
+            assert (directory / "metrics.jsonl").exists() == (rank == 0)
+
     def test_every_node_has_whole_checkpoints_and_nothing_unfinished(self, straight):
         for directory in straight[1]:
             assert newest(str(directory)) == str(directory / "checkpoint-4")
@@ -118,3 +127,9 @@ class TestOneDirectory:
         assert found[0] == found[1]
         assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-1")
         assert not list(tmp_path.glob(".*")), "what the nodes looked for is gone"
+
+
+def test_a_node_that_does_not_come_to_the_start_is_named(base, tmp_path):
+    (code, output), _ = run_nodes(base, [tmp_path / "0", tmp_path / "1"], absent=1, save_strategy="no")
+    assert code != 0
+    assert "Of 2 processes, rank 1 (node 1) did not start to train within `ddp_timeout=3` seconds" in output

@@ -272,6 +272,7 @@ class PopuLoRATrainer(GRPOTrainer):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
         self._open()
         try:
+            nodes.wait_for_all(self.args, self.accelerator)
             nodes.check_nodes(self.args, self.accelerator)
             found = checkpoint.to_resume(resume_from_checkpoint, self.args.output_dir)
             with StopAtSignals(self.callback_handler, self.args, checkpoint.newest):
