@@ -8,7 +8,8 @@ Nothing is downloaded: weights are random, the tokenizer is the embedded base's.
 token limit, so no task is valid, students attempt archived ones, and every row is as long as it may be; a reward on
 token ids gives every row an advantage. That is the update at its fullest, of fewer rows than the recipe's: 4T+4S with
 two proposals a teacher and two attempts. Settings that decide about memory (rank, micro-batch, lengths, share of vLLM)
-are the recipe's. Generation is vLLM's where the recipe says so and vLLM is installed.
+are the recipe's. Generation is vLLM's where the recipe says so; where vLLM is not installed it is transformers', and
+completions have 256 tokens.
 
 Memory and seconds stand beside what recipes/budget.py predicts for these rows on this card; the first step, a warm-up,
 is left out of the seconds. The last line is one JSON object.
@@ -106,7 +107,7 @@ def read(recipe: str, options: argparse.Namespace, output_dir: str) -> tuple[Pop
     """The recipe's settings with those that differ."""
     settings = FEWER_ROWS | RUN | {"max_steps": options.steps, "output_dir": output_dir}
     if importlib.util.find_spec("vllm") is None:
-        settings["use_vllm"] = "false"
+        settings |= {"use_vllm": "false", "max_completion_length": 256}
     if options.completion:
         settings["max_completion_length"] = options.completion
     if options.dry_run:

@@ -64,7 +64,7 @@ class TestGpu:
         assert results["environment"]["figures"]["sandbox"] in "ABC"
         table = (tmp_path / "table.md").read_text()
         assert "| **environment** | done, a dry run |" in table
-        assert "| | sandbox level | not measured | |" in table, "a dry run measures nothing"
+        assert "| | sandbox level | not measured |  |" in table, "a dry run measures nothing"
         assert capsys.readouterr().out.count(" ... ") == 3, "a line per part"
 
         monkeypatch.setattr(sys, "argv", ["", "--only", "fails", "--output", str(tmp_path)])

@@ -142,7 +142,10 @@ def test_the_card_does_not_fill_over_50_publishings(served):
 
 def run(**settings) -> dict:
     """A whole run with a colocated engine, in a process of its own."""
-    environment = os.environ | ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    # The engine of this process leaves these behind, and they would make the run a worker of it.
+    left = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {key: value for key, value in os.environ.items() if key not in left}
+    environment |= ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     settings = {"vllm_gpu_memory_utilization": SHARE} | settings
     command = [sys.executable, "-m", "tests.gpu_run", json.dumps(settings)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)

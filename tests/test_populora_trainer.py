@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import HELD_OUT, letters
+from tests.vllm_models import randomise
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.evolution import Birth
 from trl_populora.population.matchmaking import student_share
@@ -91,9 +93,17 @@ class TestStep:
         trainer, batches = make_trainer(), []
         trainer.generation_config.update(do_sample=False, top_k=None, top_p=None)
         trainer._generates_whole = whole
+        for seed, name in enumerate(trainer.population.names):
+            randomise(trainer.model, name, seed)
         base = trainer.model.get_base_model()
         forward = base.forward
-        monkeypatch.setattr(base, "forward", lambda *a, **k: batches.append(k["input_ids"]) or forward(*a, **k))
+
+        @functools.wraps(forward)  # whose parameters `generate` looks at
+        def counted(*args, **kwargs):
+            batches.append(kwargs["input_ids"])
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(base, "forward", counted)
         asked = [[{"role": "user", "content": text}] for text in ("a" * 9, "b", "b", "b", "c" * 30, "d", "e")]
         members = [*trainer.population.names, "student_0", "base", "teacher_0"]
         answers = []
