@@ -25,7 +25,7 @@ def main(base: str, directory: str, settings: dict) -> None:
     if absent is not None:
         trainer.args.ddp_timeout = 3
     if trainer.args.process_index == absent:
-        time.sleep(15)  # the other node has given up long before
+        time.sleep(8)  # the other node has given up long before
         return
     trainer.train(resume_from_checkpoint=resume)
     state = state_of(trainer)
