@@ -2,6 +2,8 @@
 
     python benchmarks/vs_trl.py                # the embedded base, then 7B-like proportions on a small width
     python benchmarks/vs_trl.py --only step    # or `--only long`
+    python benchmarks/vs_trl.py --gpu --width 1024
+    python benchmarks/vs_trl.py --small --rounds 1 --steps 1 --width 128    # walks through; its figures mean nothing
 
 *Whole steps.* Our trainer plays and trains as in the quick start, with twice the members and half the proposals, so
 that a step has the same 144 rows. After each of its steps TRL's own `GRPOTrainer`, with stock PEFT and one adapter of
@@ -201,6 +203,9 @@ def lora() -> LoraConfig:
 def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dict, dict, float]:
     """Median seconds by phase of ours and of TRL's, and the share of live rows."""
     settings = {"attempts_per_task": 8, "per_device_train_batch_size": 16, "max_completion_length": 200}
+    if options.small:
+        settings = {"attempts_per_task": 2, "per_device_train_batch_size": 16, "max_completion_length": 16}
+    rows = PAIRS * 4 * (1 + settings["attempts_per_task"])
     game = {"proposals_per_teacher": 4, "references_per_proposal": 2, "inputs_per_function": 6}
     game["model_init_kwargs"] = {"dtype": "float32"}
     ours = Ours("tiny", clock, options.steps, directory, **settings, **game)
@@ -209,7 +214,7 @@ def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dic
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         AutoTokenizer.from_pretrained(path),
     )
-    theirs = Theirs(base, tokenizer, clock, PAIRS * 4 * 9, options.steps, directory, **settings)
+    theirs = Theirs(base, tokenizer, clock, rows, options.steps, directory, **settings)
     theirs.trainer.eos_token_ids = ours.trainer.eos_token_ids
     theirs.trainer.generation_config.update(eos_token_id=ours.trainer.eos_token_ids)
     written = []
@@ -218,7 +223,7 @@ def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dic
         written += [sum(len(row.completion.completion_ids) for row in step.rows) for step in ours.played]
         theirs.train(ours.played)
     ours.trainer.close()
-    print(f"tiny, rank {RANK}, {PAIRS * 36} rows a step, {len(ours.recorder.steps)} steps; sampled tokens: ", end="")
+    print(f"tiny, rank {RANK}, {rows} rows a step, {len(ours.recorder.steps)} steps; sampled tokens: ", end="")
     print(f"{statistics.mean(written):.0f} in a step of ours, {statistics.mean(theirs.sampled):.0f} in one of TRL's")
     return medians(ours.recorder), medians(theirs.recorder), statistics.mean(ours.live)
 
@@ -342,11 +347,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="counted steps per round and side")
     parser.add_argument("--width", type=int, default=256, help="of the random base, a multiple of 128")
     parser.add_argument("--live", type=float, default=0.54, help="share of live rows in the second part")
+    parser.add_argument("--small", action="store_true", help="few and short rows")
+    parser.add_argument("--gpu", action="store_true", help="both sides in bf16 on a GPU")
     options = parser.parse_args()
+    if options.small:
+        vars(LONG).update(prompt=20, median=8, shortest=4, longest=16, attempts=2)
+    if options.gpu:
+        COMMON.update(use_cpu=False, bf16=True)
     clock = CLOCKS[options.clock]()
     for module in (rollout, populora_trainer):  # whose own timers name the phases
         module.time = SimpleNamespace(perf_counter=clock)
-    print(f"CPU, {torch.get_num_threads()} threads, {options.clock} seconds; torch {torch.__version__}")
+    where = torch.cuda.get_device_name() if options.gpu else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{where}, {options.clock} seconds; torch {torch.__version__}")
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         if options.only != "long":

@@ -2,12 +2,14 @@
 
     python recipes/budget.py recipes/Qwen2.5-0.5B-Instruct/config_2t2s.yaml --gpu RTX-4090
     python recipes/budget.py recipes/Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml --gpu A100-80GB --processes 8
+    python recipes/budget.py recipes/Qwen2.5-Coder-7B/config_4t4s_24gb.yaml --gpu RTX-4090
 
 Prints what one GPU of the training node holds at its fullest moment, for prompts as they are at the start of a run and
 for the longest that the limits of the task kinds allow, then the room left for vLLM's cache, and the seconds of a
-step. Parameters are exact (a test compares them with transformers and PEFT). Bytes that activations need were counted
-with saved-tensor hooks on one routed decoder layer under bf16 autocast. What is merely assumed is a constant with a
-name.
+step. Without vLLM the fullest moment is the update's or the generation's: what both hold stands first. Parameters are
+exact, and so are the bytes of a base in 4 bits (tests compare them with transformers, PEFT and bitsandbytes). Bytes
+that activations need were counted with saved-tensor hooks on one routed decoder layer under bf16 autocast. What is
+merely assumed is a constant with a name. `benchmarks/gpu.py` compares all of it with a GPU.
 
 What it leaves out: fragmentation beyond `RESERVE`, other engines than vLLM, pipeline and tensor parallelism.
 """
@@ -19,9 +21,10 @@ import math
 from dataclasses import dataclass
 
 from transformers import Qwen2Config
-from trl import TrlParser
+from trl import ModelConfig, TrlParser
 
 from trl_populora.__main__ import TrainArguments
+from trl_populora.generation.decoding import READ_SHARE
 from trl_populora.model_options import MemberConfig
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.forwards import pair_cost
@@ -38,6 +41,7 @@ TRAINING_UTILIZATION = 0.35  # of peak FLOP/s
 DECODING_UTILIZATION = 0.6  # of peak bandwidth or FLOP/s
 LORA_SLOWDOWN = 1.5  # serving adapters costs a third of the decoding rate, however many there are (vLLM PR 11267)
 MEAN_COMPLETION = 0.3  # of `max_completion_length`
+TRANSFORMERS_ROUND = 0.06  # seconds to start the kernels of a token for all rows of a batch, members' included
 
 # Measured on the embedded base; nobody knows it of a larger one. Mean of `batch/live_rows` over the 24 steps of
 # recipes/tiny/quickstart.yaml, seed 0, on 22 November 2026; over 60 steps of recipes/tiny_headroom.py it was 0.48.
@@ -76,6 +80,22 @@ class Shape:
         return self.num_hidden_layers * rank * (2 * (h + h) + 2 * (h + kv) + 3 * (h + i))
 
     @property
+    def linear_parameters(self) -> int:
+        """Weights of the linear layers but the head: those that bitsandbytes quantises."""
+        h, kv = self.hidden_size, self.key_value_size
+        return self.num_hidden_layers * (2 * h * h + 2 * h * kv + 3 * h * self.intermediate_size)
+
+    def bytes(self, four_bits: bool = False, nested: bool = False) -> float:
+        """
+        In bf16, or with linear layers in 4 bits: a scale for 64 weights, in fp32 or, nested, in a byte, for 256 of
+        which there is another in fp32. Embeddings, head, norms and biases stay in bf16.
+        """
+        if not four_bits:
+            return 2 * self.parameters
+        scale = (1 + 4 / 256) / 64 if nested else 4 / 64
+        return 2 * self.parameters + (0.5 + scale - 2) * self.linear_parameters
+
+    @property
     def cache_bytes_per_token(self) -> int:
         """Keys and values in bf16."""
         return 2 * 2 * self.num_hidden_layers * self.key_value_size
@@ -87,6 +107,14 @@ class Shape:
         per hidden unit, and as much again is allowed for gradients in flight.
         """
         return 2 * (8 * self.intermediate_size + 25 * self.hidden_size)
+
+    @property
+    def read_bytes_per_token(self) -> int:
+        """
+        One decoder layer without gradients, at its widest: the gate's output in bf16, and of the next routed layer the
+        base's output in bf16, the members' and their sum in fp32; five copies of the hidden state.
+        """
+        return 12 * self.intermediate_size + 10 * self.hidden_size
 
 
 SHAPES = {
@@ -108,22 +136,49 @@ GPUS = {
     "RTX-4090": Gpu(23.5 * GIB, 165e12, 1.008e12),
     "A100-80GB": Gpu(79.1 * GIB, 312e12, 2.04e12),
     "H100-80GB": Gpu(79.1 * GIB, 989e12, 3.35e12),
+    "H200": Gpu(139.8 * GIB, 989e12, 4.8e12),
 }
+
+
+@dataclass(frozen=True)
+class Rows:
+    """
+    What the rows of a step are like.
+
+    Args:
+        prompt (`int`): Tokens of the longest prompt.
+        completion (`float`): Tokens of a completion, in the mean.
+        live (`float`): Share with an advantage.
+    """
+
+    prompt: int
+    completion: float
+    live: float
+
+    @classmethod
+    def of(cls, args: PopuLoRAConfig, longest: bool = False) -> Rows:
+        """At the start of a run, or with prompts as long as the kinds allow."""
+        prompt = prompt_tokens(args.references_per_proposal, longest)
+        return cls(prompt, MEAN_COMPLETION * args.max_completion_length, LIVE_ROWS if args.beta == 0 else 1.0)
 
 
 @dataclass(frozen=True)
 class Budget:
     """
     Args:
-        trainer (`dict[str, float]`): Bytes of the training process by what holds them, at its fullest moment.
-        engine (`dict[str, float]`): Bytes of one vLLM engine without its cache.
+        held (`dict[str, float]`): Bytes that the training process holds all the time, by what holds them.
+        update (`dict[str, float]`): Bytes that the update adds at its fullest moment.
+        playing (`dict[str, float]`): Bytes that generation by transformers adds at its fullest; with vLLM none.
+        engine (`dict[str, float]`): Bytes of one vLLM engine without its cache; without vLLM none.
         engine_memory (`float`): Bytes that the engine may take on its GPU.
-        cache_tokens (`int`): Tokens that fit into what is left of them.
+        cache_tokens (`int`): Tokens that fit into what is left of them, or that transformers may hold at once.
         gpu_memory (`float`): Bytes of the training GPU.
-        on_one_gpu (`float`): Bytes of trainer and colocated engine together.
+        on_one_gpu (`float`): Bytes of trainer and colocated engine together, at the fullest moment.
     """
 
-    trainer: dict[str, float]
+    held: dict[str, float]
+    update: dict[str, float]
+    playing: dict[str, float]
     engine: dict[str, float]
     engine_memory: float
     cache_tokens: int
@@ -141,23 +196,29 @@ def prompt_tokens(references: int, longest: bool) -> int:
     return round((PROMPT_CHARS + references * reference) / CHARS_PER_TOKEN)
 
 
-def memory(args: PopuLoRAConfig, rank: int, shape: Shape, gpu: Gpu, processes: int, longest: bool) -> Budget:
+def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, processes: int, prompt: int) -> Budget:
     """What a GPU holds; rows of like length share a micro-batch, so its completions are as long as they may be."""
-    members = args.teachers + args.students
-    prompt = prompt_tokens(args.references_per_proposal, longest)
+    adapters = (args.teachers + args.students) * shape.adapter_parameters(model.lora_r)
     tokens = args.per_device_train_batch_size * (prompt + args.max_completion_length)
-    adapters = members * shape.adapter_parameters(rank)
     # Alone: fp32 weight, gradient, two moments. ZeRO-2: bf16 weight and gradient, and a share of the fp32 rest.
     per_parameter = 16 if processes == 1 else 4 + 12 / processes
-    trainer = {
-        "base, bf16": 2 * shape.parameters,
+    held = {
+        "base": shape.bytes(model.load_in_4bit, model.use_bnb_nested_quant),
         "members, gradients, Adam": per_parameter * adapters,
+        "reserve": RESERVE,
+    }
+    update = {
         "checkpoints between layers": 2 * tokens * shape.hidden_size * shape.num_hidden_layers,
         "one layer, recomputed": tokens * shape.layer_bytes_per_token,
         "members of that layer, stacked": 8 * adapters / shape.num_hidden_layers,
         "head, in TRL's tiles": 2 * 4096 * 32768 + 4 * tokens * shape.hidden_size,
-        "reserve": RESERVE,
     }
+    if model.load_in_4bit:  # the largest weight, once more as its transpose
+        update["a weight in bf16"] = 2 * 2 * shape.hidden_size * shape.intermediate_size
+    if not args.use_vllm:
+        playing = generation(args, shape, adapters, prompt)
+        fullest = sum(held.values()) + max(sum(update.values()), sum(playing.values()))
+        return Budget(held, update, playing, {}, 0.0, args.generation_tokens or 0, gpu.memory, fullest)
     colocated = args.vllm_mode == "colocate"
     rows = args.rows_per_step // engines_of(args, processes)
     engine = {
@@ -169,21 +230,42 @@ def memory(args: PopuLoRAConfig, rank: int, shape: Shape, gpu: Gpu, processes: i
     }
     engine_memory = gpu.memory * (args.vllm_gpu_memory_utilization if colocated else 0.9)  # 0.9 is a server's default
     left = engine_memory - sum(engine.values())
-    both = sum(trainer.values()) + (engine_memory if colocated else 0)
-    return Budget(trainer, engine, engine_memory, int(left / shape.cache_bytes_per_token), gpu.memory, both)
+    both = sum(held.values()) + sum(update.values()) + (engine_memory if colocated else 0)
+    return Budget(held, update, {}, engine, engine_memory, int(left / shape.cache_bytes_per_token), gpu.memory, both)
 
 
-def levers(args: PopuLoRAConfig, shape: Shape) -> dict[str, float]:
+def generation(args: PopuLoRAConfig, shape: Shape, adapters: int, prompt: int) -> dict[str, float]:
     """
-    By what the work of log-probabilities and update is multiplied, for the prompts of the start of a run.
+    Bytes that transformers adds while it generates as many rows as `generation_tokens` leaves room for.
+
+    One layer's cache is held twice while it grows, and once more for all heads where keys and values have fewer.
+    """
+    tokens = args.generation_tokens or args.rows_per_step * (prompt + args.max_completion_length)
+    rows = max(1, tokens // (prompt + args.max_completion_length))
+    one_layer = tokens * shape.cache_bytes_per_token / shape.num_hidden_layers
+    heads = shape.num_attention_heads / shape.num_key_value_heads
+    return {
+        "keys and values": tokens * shape.cache_bytes_per_token,
+        "one layer of them, for all heads": (1 + heads) * one_layer,
+        "prompts, as they are read": max(prompt, tokens // READ_SHARE) * shape.read_bytes_per_token,
+        "members that play, stacked": 4
+        * adapters
+        * max(args.teachers, args.students)
+        / (args.teachers + args.students),
+        "sampler, fp32": 2 * 4 * rows * shape.vocab_size,
+    }
+
+
+def levers(args: PopuLoRAConfig, shape: Shape, like: Rows) -> dict[str, float]:
+    """
+    By what the work of log-probabilities and update is multiplied for such rows.
 
     "live rows": rows without advantage are not computed. "shared prompts": a prompt stands once for as many attempts
     as a micro-batch has room for; it is bounded by the tokens of `per_device_train_batch_size` rows at the completion
     limit. Attention over the longer rows is counted, at the price per pair that was measured (`PAIR_SLOWDOWN` of
     `step/forwards.py`, benchmarks/RESULTS.md).
     """
-    prompt = prompt_tokens(args.references_per_proposal, longest=False)
-    completion = MEAN_COMPLETION * args.max_completion_length
+    prompt, completion = like.prompt, like.completion
     pair = pair_cost(Qwen2Config(**vars(shape)))
     room = args.per_device_train_batch_size * (prompt + args.max_completion_length)
     parts = math.ceil(args.attempts_per_task * completion / (room - prompt))  # of a group, each in a micro-batch
@@ -195,30 +277,37 @@ def levers(args: PopuLoRAConfig, shape: Shape) -> dict[str, float]:
 
     attempts = args.attempts_per_task
     shared = (cost(1) + attempts * cost(attempts / parts)) / (1 + attempts) / cost(1)
-    return {"live rows": LIVE_ROWS if args.beta == 0 else 1.0, "shared prompts": shared}
+    return {"live rows": like.live, "shared prompts": shared}
 
 
-def seconds(args: PopuLoRAConfig, shape: Shape, gpu: Gpu, engines: int, processes: int, cache_tokens: int) -> dict:
+def seconds(
+    args: PopuLoRAConfig, shape: Shape, gpu: Gpu, engines: int, processes: int, cache_tokens: int, like: Rows
+) -> dict[str, float]:
     """
-    Seconds of a step by phase, for the prompts of the start of a run.
+    Seconds of a step by phase, for such rows.
 
-    Decoding is bound by reading weights and cache or by arithmetic, whichever is slower. Training takes 8 FLOP per
-    parameter and token: forward, its recomputation, the way back through frozen weights, and the old
-    log-probabilities; of that the share of [`levers`]. A micro-batch of blank rows still reads the weights three
-    times.
+    vLLM decodes as fast as weights and cache are read or multiplied, whichever is slower. Transformers has a batch
+    until its last row has ended, which may be at the limit. Training takes 8 FLOP per parameter and token: forward,
+    its recomputation, the way back through frozen weights, and the old log-probabilities, which only vLLM needs; of
+    that the share of [`levers`]. A micro-batch of blank rows still reads the weights three times.
     """
-    completion = MEAN_COMPLETION * args.max_completion_length
-    row = prompt_tokens(args.references_per_proposal, longest=False) + completion
+    row = like.prompt + like.completion
     rows = args.rows_per_step / engines
-    running = min(rows, cache_tokens / row)
-    read = 2 * shape.parameters + running * row * shape.cache_bytes_per_token
-    round_seconds = max(read / gpu.bandwidth, running * 2 * shape.parameters / gpu.flops)
-    tokens_per_second = running / (round_seconds * LORA_SLOWDOWN / DECODING_UTILIZATION)
-    work = args.rows_per_step / processes * row * 8 * shape.parameters
-    share = math.prod(levers(args, shape).values())
+    if args.use_vllm:
+        running = min(rows, cache_tokens / row)
+        read = 2 * shape.parameters + running * row * shape.cache_bytes_per_token
+        round_seconds = max(read / gpu.bandwidth, running * 2 * shape.parameters / gpu.flops)
+        playing = rows * like.completion / running * round_seconds * LORA_SLOWDOWN / DECODING_UTILIZATION
+    else:
+        proposals = args.teachers * args.proposals_per_teacher
+        at_once = max(1, cache_tokens // (like.prompt + args.max_completion_length)) if cache_tokens else rows
+        batches = math.ceil(proposals / at_once) + math.ceil((rows - proposals) / at_once)
+        playing = batches * args.max_completion_length * TRANSFORMERS_ROUND
+    work = args.rows_per_step / processes * row * (8 if args.use_vllm else 6) * shape.parameters
+    share = math.prod(levers(args, shape, like).values())
     blank = (1 - share) * args.micro_batches(processes) * 3 * 2 * shape.parameters
     return {
-        "propose and solve": rows * completion / tokens_per_second,
+        "propose and solve": playing,
         "log-probs and update": share * work / (gpu.flops * TRAINING_UTILIZATION) + blank / gpu.bandwidth,
     }
 
@@ -232,8 +321,10 @@ def read_recipe(path: str, output_dir: str = "runs/budget") -> tuple[PopuLoRACon
 
 
 def engines_of(args: PopuLoRAConfig, processes: int) -> int:
-    """Engines that share a step's rows: one per process, or the servers of the list."""
-    return processes if args.vllm_mode == "colocate" else len(args.vllm_server_base_url.split(","))
+    """Engines that share a step's rows: one per process, with or without vLLM, or the servers of the list."""
+    return (
+        processes if args.vllm_mode == "colocate" or not args.use_vllm else len(args.vllm_server_base_url.split(","))
+    )
 
 
 def main() -> None:
@@ -244,30 +335,38 @@ def main() -> None:
     options = parser.parse_args()
     args, model = read_recipe(options.recipe)
     shape, gpu = SHAPES[model.model_name_or_path], GPUS[options.gpu]
-    columns = [memory(args, model.lora_r, shape, gpu, options.processes, longest) for longest in (False, True)]
+    rows = [Rows.of(args, longest) for longest in (False, True)]
+    columns = [memory(args, model, shape, gpu, options.processes, like.prompt) for like in rows]
     print(f"{model.model_name_or_path}: {shape.parameters / 1e6:.0f} M parameters, ", end="")
     print(f"{shape.adapter_parameters(model.lora_r) / 1e6:.1f} M per member of rank {model.lora_r}")
     print(f"{args.rows_per_step} rows a step, {args.micro_batches(options.processes)} micro-batches per process\n")
-    print("| GiB on a training GPU | at the start | at the limits |\n|---|---|---|")
-    for name in columns[0].trainer:
-        print(f"| {name} | " + " | ".join(f"{column.trainer[name] / GIB:.1f}" for column in columns) + " |")
-    if args.vllm_mode == "colocate":
-        print(f"| vLLM, all | {columns[0].engine_memory / GIB:.1f} | {columns[0].engine_memory / GIB:.1f} |")
-    print("| sum | " + " | ".join(f"{column.on_one_gpu / GIB:.1f}" for column in columns) + " |")
-    print(f"| of | {gpu.memory / GIB:.1f} | {gpu.memory / GIB:.1f} |")
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in columns[0].engine.items())
-    print(
-        f"\nAn engine has {columns[0].engine_memory / GIB:.1f} GiB: {parts}; left for {columns[0].cache_tokens} tokens"
-    )
+    print_memory(args, columns)
     engines = engines_of(args, options.processes)
-    phases = seconds(args, shape, gpu, engines, options.processes, columns[0].cache_tokens)
+    phases = seconds(args, shape, gpu, engines, options.processes, columns[0].cache_tokens, rows[0])
     total = sum(phases.values())
     print(f"Seconds a step: {', '.join(f'{name} {value:.0f}' for name, value in phases.items())}; ", end="")
     print(f"{args.max_steps} steps take {args.max_steps * total / 3600:.1f} hours")
-    factors = levers(args, shape)
+    factors = levers(args, shape, rows[0])
     print("Log-probs and update are multiplied by ", end="")
     print(" and ".join(f"{value:.2f} ({name})" for name, value in factors.items()))
     print("Fits." if all(column.fits for column in columns) else "Does not fit.")
+
+
+def print_memory(args: PopuLoRAConfig, columns: list[Budget]) -> None:
+    """The table of what is held, part by part, at the start of a run and at the limits."""
+    print("| GiB on a training GPU | at the start | at the limits |\n|---|---|---|")
+    for part in ("held", "update", "playing"):
+        for name in getattr(columns[0], part):
+            cells = " | ".join(f"{getattr(column, part)[name] / GIB:.1f}" for column in columns)
+            print(f"| {'' if part == 'held' else f'{part}: '}{name} | {cells} |")
+    if args.use_vllm and args.vllm_mode == "colocate":
+        print(f"| vLLM, all | {columns[0].engine_memory / GIB:.1f} | {columns[0].engine_memory / GIB:.1f} |")
+    print("| fullest moment | " + " | ".join(f"{column.on_one_gpu / GIB:.1f}" for column in columns) + " |")
+    print(f"| of | {columns[0].gpu_memory / GIB:.1f} | {columns[0].gpu_memory / GIB:.1f} |\n")
+    if args.use_vllm:
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in columns[0].engine.items())
+        print(f"An engine has {columns[0].engine_memory / GIB:.1f} GiB: {parts}; ", end="")
+        print(f"left for {columns[0].cache_tokens} tokens")
 
 
 if __name__ == "__main__":

@@ -58,12 +58,29 @@ def forget_processes() -> None:
         GradientState._reset_state()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_report_header():
+    return "marked `gpu`: deselected where torch sees no CUDA device; POPULORA_GPU_TESTS_ON=cpu walks through them"
+
+
+def leave_out_gpu(config, items) -> None:
+    """Deselects what is marked `gpu` on a machine that has none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked or os.environ.get("POPULORA_GPU_TESTS_ON"):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if item not in marked]
+
+
+def pytest_collection_modifyitems(config, items):
     """
     The files with the longest tests first, so that two workers end together (`make test` deals out whole files).
 
     `POPULORA_ORDER=7` shuffles the files with that seed instead: none may need another before or after it.
     """
+    leave_out_gpu(config, items)
     if seed := os.environ.get("POPULORA_ORDER"):
         paths = sorted({item.path for item in items})
         random.Random(seed).shuffle(paths)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 
 from accelerate import PartialState
@@ -22,19 +23,26 @@ SAVING = {"save_steps": 2, "max_steps": 4}
 EACH = {"save_on_each_node": True}
 
 
-def run(base: str, directory: Path, resume: bool = False, **settings) -> dict:
-    """Trains, from the newest checkpoint if `resume`."""
+def run(base: str, directory: Path, resume: bool = False, absent: int | None = None, **settings) -> dict:
+    """Trains, from the newest checkpoint if `resume`; the rank `absent` does not come."""
     trainer = make_trainer(base, str(directory), {"lr_scheduler_type": "constant"} | settings)
     assert trainer.accelerator.num_processes == 2, trainer.accelerator.num_processes
     assert trainer.args.local_process_index == 0, trainer.args.local_process_index
+    if absent is not None:
+        trainer.args.ddp_timeout = 3
+    if trainer.args.process_index == absent:
+        trainer.close()
+        time.sleep(8)  # the other node has given up long before
+        return {}
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         trainer.close()
         return {"refused": str(error), "step": trainer.state.global_step}
     state = state_of(trainer)
     lasting = json.dumps({key: repr(state[key]) for key in ("members", "game", "archive")})
-    return {"step": trainer.state.global_step, "digest": hashlib.sha256(lasting.encode()).hexdigest()}
+    digest = hashlib.sha256(lasting.encode()).hexdigest()
+    return {"step": trainer.state.global_step, "digest": digest, "pool": type(trainer.sandbox).__name__}
 
 
 def copy_of(run: Path, name: str) -> Path:
@@ -54,6 +62,7 @@ def main(base: str, own: Path, common: Path) -> None:
 
     told["twice"] = run(base, common / "twice", **EACH, **SAVING)
     told["common"] = run(base, common / "run", save_steps=1, max_steps=1)
+    told["alone"] = run(base, own / "alone", absent=1, save_strategy="no")
     print("RESULT " + json.dumps(told), flush=True)
     PartialState().destroy_process_group()
 

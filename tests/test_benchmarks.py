@@ -13,6 +13,7 @@ import trueskill
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import gpu  # noqa: E402
 import ratings  # noqa: E402
 
 from trl_populora.population.matchmaking import Match  # noqa: E402
@@ -26,6 +27,50 @@ def test_every_benchmark_finds_what_it_measures():
     assert len(names) >= 7
     for name in names:
         importlib.import_module(name)
+
+
+class TestGpu:
+    """The one command for a GPU, whose parts `--dry-run` walks through on a CPU (the hosted checks do)."""
+
+    def test_all_parts_are_there_and_take_forty_minutes_at_most(self):
+        assert sum(part.minutes for part in gpu.PARTS) <= 40
+        for part in gpu.PARTS:
+            for command in (part.command, part.small):
+                script, *options = command.split()
+                files = [f"benchmarks/{script}", *(option for option in options if option.endswith(".yaml"))]
+                assert [file for file in files if not (gpu.ROOT / file).exists()] == []
+
+    def test_what_has_no_value_is_not_measured(self):
+        rows = gpu.table({}).splitlines()[2:]
+        assert len(rows) == sum(1 + len(part.figures) for part in gpu.PARTS)
+        assert all("not measured" in row for row in rows)
+        figures = {"used_gib": 60.25, "predicted_gib": 57.5, "seconds": {"total": 90.0}}
+        table = gpu.table({"7B": {"status": "done", "seconds": 1.0, "dry": False, "figures": figures}})
+        assert "| | GiB in use at the peak | 60.2 | 57.5 |" in table
+        assert "| | update | not measured | not measured |" in table
+
+    def test_a_part_that_fails_or_overruns_is_named_and_stops_no_other(self, tmp_path, monkeypatch, capsys):
+        fails, overruns = "operators.py --no-such-option", "operators.py"
+        parts = [gpu.Part("fails", 1, fails, fails, {"a": "a"}, {}), gpu.Part("overruns", 0.01, "", overruns, {}, {})]
+        monkeypatch.setattr(gpu, "PARTS", [*parts, gpu.PARTS[0]])
+        monkeypatch.setattr(sys, "argv", ["", "--dry-run", "--output", str(tmp_path)])
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+        assert ended.value.code == 1
+        results = json.loads((tmp_path / "results.json").read_text())
+        assert "unrecognized arguments: --no-such-option" in results["fails"]["status"]
+        assert results["overruns"]["status"] == "stopped after 0.01 minutes"
+        assert results["environment"]["status"] == "done"
+        assert results["environment"]["figures"]["sandbox"] in "ABC"
+        table = (tmp_path / "table.md").read_text()
+        assert "| **environment** | done, a dry run |" in table
+        assert "| | sandbox level | not measured |  |" in table, "a dry run measures nothing"
+        assert capsys.readouterr().out.count(" ... ") == 3, "a line per part"
+
+        monkeypatch.setattr(sys, "argv", ["", "--only", "fails", "--output", str(tmp_path)])
+        with pytest.raises(SystemExit):
+            gpu.main()
+        assert json.loads((tmp_path / "results.json").read_text())["environment"] == results["environment"]
 
 
 class TestRatings:

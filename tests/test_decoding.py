@@ -111,6 +111,24 @@ def test_a_prompt_is_read_once_and_ended_rows_leave():
     assert seen[1:] == [sum(length > start for length in ended) for start in begun]
 
 
+@pytest.mark.parametrize("name", BASES)
+def test_prompts_that_are_read_in_parts_are_read_the_same(name, monkeypatch):
+    model, read = base(BASES[name]), []
+    whole = complete(model, PROMPTS, [0] * len(PROMPTS), no_route, settings())
+    reading = decoding._read
+    monkeypatch.setattr(decoding, "_read", lambda *given: read.append(len(given[1])) or reading(*given))
+    tokens = 2 * decoding.READ_SHARE * max(map(len, PROMPTS))
+    assert complete(model, PROMPTS, [0] * len(PROMPTS), no_route, settings(), tokens) == whole
+    assert read == [2, 2], "of the four prompts"
+
+
+def test_parts_are_refused_where_ranks_have_to_meet():
+    decoding.check_parts(None, sharded=True)
+    decoding.check_parts(100, sharded=False)
+    with pytest.raises(ValueError, match="generation_tokens=100.*Leave it unset, or use ZeRO-2 or DDP"):
+        decoding.check_parts(100, sharded=True)
+
+
 def test_samples_have_the_distribution_of_the_model(monkeypatch):
     monkeypatch.setattr(decoding, "ROUND", 1)
     vocabulary, count = 6, 6000

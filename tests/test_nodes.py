@@ -69,6 +69,16 @@ class TestOwnDirectories:
             assert newest(str(directory)) == str(directory / "checkpoint-4")
             assert not (directory / "_unfinished").exists()
 
+    def test_every_node_has_a_sandbox_of_its_own(self, nodes):
+        assert [node["straight"]["pool"] for node in nodes] == ["Sandbox", "Sandbox"]
+
+    def test_a_node_keeps_its_own_rows_and_the_first_one_all_metrics(self, nodes, root):
+        for rank in range(2):
+            directory = root / f"node_{rank}" / "straight"
+            rows = sorted(path.name for path in (directory / "rollouts").iterdir())
+            assert rows == [f"step_{step:05}-rank{rank}.parquet" for step in range(1, 5)]
+            assert (directory / "metrics.jsonl").exists() == (rank == 0)
+
     def test_the_nodes_go_on_from_the_newest_that_all_of_them_have(self, nodes):
         for node in nodes:
             assert node["resumed"] == node["straight"], "the steps from 2 to 4 are played again"
@@ -100,3 +110,8 @@ class TestOneDirectory:
         assert nodes[0]["common"] == nodes[1]["common"]
         assert newest(str(directory)) == str(directory / "checkpoint-1")
         assert not list(directory.glob(".*")), "what the nodes looked for is gone"
+
+
+def test_a_node_that_does_not_come_to_the_start_is_named(nodes):
+    refused = nodes[0]["alone"]["refused"]
+    assert "Of 2 processes, rank 1 (node 1) did not start to train within `ddp_timeout=3` seconds" in refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import HELD_OUT, letters
+from tests.vllm_models import randomise
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.evolution import Birth
 from trl_populora.population.matchmaking import student_share
@@ -85,6 +87,35 @@ class TestStep:
         assert torch.equal(base, trainer.model.get_base_model().model.embed_tokens.weight)
         assert frozen
         assert all(torch.equal(p, frozen[n]) for n, p in trainer.model.named_parameters() if n in frozen)
+
+    @pytest.mark.parametrize("whole", ["", "in one call"])
+    def test_rows_that_are_generated_a_few_at_a_time_are_the_same(self, make_trainer, monkeypatch, whole):
+        trainer, batches = make_trainer(), []
+        trainer.generation_config.update(do_sample=False, top_k=None, top_p=None)
+        trainer._generates_whole = whole
+        for seed, name in enumerate(trainer.population.names):
+            randomise(trainer.model, name, seed)
+        base = trainer.model.get_base_model()
+        forward = base.forward
+
+        @functools.wraps(forward)  # whose parameters `generate` looks at
+        def counted(*args, **kwargs):
+            batches.append(kwargs["input_ids"])
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(base, "forward", counted)
+        asked = [[{"role": "user", "content": text}] for text in ("a" * 9, "b", "b", "b", "c" * 30, "d", "e")]
+        members = [*trainer.population.names, "student_0", "base", "teacher_0"]
+        answers = []
+        for most in (None, 300):
+            trainer.args.generation_tokens = most
+            batches.clear()
+            answers.append(trainer._generate_rows(asked, members))
+            longest = max(len(answer.prompt_ids) for answer in answers[-1])
+            assert max(map(len, batches)) == (7 if most is None else most // (longest + 24))
+        assert answers[0] == answers[1]
+        if not whole:
+            assert min(map(len, batches)) == 1, "prompts are read one by one"
 
     @pytest.mark.parametrize(("rates", "frozen"), [((1e-2, 0.0), "teacher"), ((0.0, 1e-2), "student")])
     def test_a_role_of_rate_zero_stands_still(self, make_trainer, rates, frozen):

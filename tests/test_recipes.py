@@ -16,7 +16,7 @@ import pytest
 import torch
 from datasets import load_dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2Config, Qwen2ForCausalLM
 
 from tests.recipe_runs import CONFIGS, RECIPES, ROOT, arguments_of, check_run, check_zero2, save_qwen
 from tests.vllm_models import ENGINE_ENVIRONMENT
@@ -30,7 +30,7 @@ sys.path.insert(0, str(RECIPES))
 
 import check_learning  # noqa: E402
 import retention  # noqa: E402
-from budget import GPUS, SHAPES, engines_of, levers, memory, prompt_tokens, read_recipe, seconds  # noqa: E402
+from budget import GIB, GPUS, SHAPES, Rows, Shape, engines_of, levers, memory, read_recipe, seconds  # noqa: E402
 
 from trl_populora.adapters.layers import add_members  # noqa: E402
 from trl_populora.adapters.routing import Router  # noqa: E402
@@ -42,6 +42,7 @@ from trl_populora.step.forwards import Sharing, pair_cost  # noqa: E402
 HARDWARE = {
     "Qwen2.5-0.5B-Instruct/config_2t2s.yaml": ("RTX-4090", 1),
     "Qwen2.5-Coder-7B/config_4t4s.yaml": ("A100-80GB", 1),
+    "Qwen2.5-Coder-7B/config_4t4s_24gb.yaml": ("RTX-4090", 1),
     "Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml": ("A100-80GB", 8),
     "Qwen2.5-Coder-7B/config_4t4s_two_nodes.yaml": ("A100-80GB", 8),
 }
@@ -92,13 +93,72 @@ class TestBudget:
         gpu, processes = HARDWARE[name]
         shape = SHAPES[model.model_name_or_path]
         for longest in (False, True):
-            budget = memory(args, model.lora_r, shape, GPUS[gpu], processes, longest)
+            like = Rows.of(args, longest)
+            budget = memory(args, model, shape, GPUS[gpu], processes, like.prompt)
             assert budget.fits
-            tokens = prompt_tokens(args.references_per_proposal, longest) + args.max_completion_length
+            tokens = like.prompt + args.max_completion_length
             assert budget.cache_tokens > 8 * tokens, "the engine could not answer eight rows at a time"
-        assert sum(seconds(args, shape, GPUS[gpu], engines_of(args, processes), processes, 10**5).values()) > 0
+        like = Rows.of(args)
+        assert sum(seconds(args, shape, GPUS[gpu], engines_of(args, processes), processes, 10**5, like).values()) > 0
         args.per_device_train_batch_size *= 2
-        assert not memory(args, model.lora_r, shape, GPUS[gpu], processes, True).fits, "a larger batch would fit, too"
+        limits = Rows.of(args, longest=True).prompt
+        assert not memory(args, model, shape, GPUS[gpu], processes, limits).fits, "a larger batch would fit, too"
+
+    def test_the_recipe_for_24_gb_leaves_room_at_the_limits_part_by_part(self, tmp_path):
+        args, model = read_recipe(str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s_24gb.yaml"]), str(tmp_path))
+        assert (args.teachers, args.students, model.load_in_4bit, args.use_vllm) == (4, 4, True, False)
+        shape, gpu = SHAPES[model.model_name_or_path], GPUS["RTX-4090"]
+        budget = memory(args, model, shape, gpu, 1, Rows.of(args, longest=True).prompt)
+        assert budget.on_one_gpu <= 22 * GIB
+        moments = [sum(part.values()) for part in (budget.update, budget.playing)]
+        assert budget.on_one_gpu == sum(budget.held.values()) + max(moments)
+        args.generation_tokens = None
+        assert memory(args, model, shape, gpu, 1, Rows.of(args).prompt).on_one_gpu > 24 * GIB, "what the limit is for"
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_bytes_of_a_base_in_4_bits_are_those_of_bitsandbytes(self, nested, tmp_path):
+        pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
+        shape = Shape(256, 2, 4, 2, 512, 1000, False)
+        with torch.random.fork_rng():
+            Qwen2ForCausalLM(Qwen2Config(**vars(shape))).save_pretrained(tmp_path)
+        options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=nested)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=options)
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        states = [module.weight.quant_state for module in model.modules() if hasattr(module, "quant_state")]
+        held += sum(state.absmax.nbytes + (state.state2.absmax.nbytes if nested else 0) for state in states)
+        assert len(states) == 14
+        # A last block of 256 scales may be a part of one.
+        assert held == pytest.approx(shape.bytes(four_bits=True, nested=nested), abs=4 * len(states))
+
+    def test_a_layer_in_4_bits_saves_no_more_for_its_backward_than_is_counted(self, tmp_path):
+        """Saved-tensor hooks on a routed decoder layer under bf16 autocast; weights are not counted."""
+        pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
+        shape, tokens, saved = Shape(256, 1, 4, 2, 1024, 100, False), 127, {}  # no other size is a multiple of 127
+        with torch.random.fork_rng():
+            Qwen2ForCausalLM(Qwen2Config(**vars(shape))).save_pretrained(tmp_path)
+        options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+        base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=options)
+        router = Router()
+        members = add_members(base, ["a"], LoraConfig(r=4, target_modules="all-linear"), router, seed=0).train()
+        members.enable_input_require_grads()
+        layer = base.model.layers[0]
+        forward = layer.forward
+
+        def keep(tensor):
+            if tokens in tensor.shape:
+                saved[tensor.data_ptr(), tensor.dtype] = tensor
+            return tensor
+
+        def watched(*args, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                return forward(*args, **kwargs)
+
+        layer.forward = watched
+        with router.rows_of([0]), torch.autocast("cpu", torch.bfloat16):
+            members(input_ids=torch.ones(1, tokens, dtype=torch.long))
+        # Beside it stand what members' rank and the tables of positions take, nothing at a 7B model's widths.
+        counted = shape.layer_bytes_per_token / 2
+        assert sum(tensor.nbytes for tensor in saved.values()) / tokens == pytest.approx(counted, rel=0.05)
 
     @pytest.mark.parametrize(
         ("name", "parameters", "adapter"),
@@ -120,7 +180,7 @@ class TestBudget:
     def test_shared_prompts_save_what_the_trainers_own_dealing_saves(self, name, tmp_path):
         args, model = read_recipe(str(CONFIGS[name]), str(tmp_path))
         sharing = Sharing(False, pair_cost(Qwen2Config(**vars(SHAPES[model.model_name_or_path]))))
-        prompt, completion = prompt_tokens(args.references_per_proposal, False), args.max_completion_length * 3 // 10
+        prompt, completion = Rows.of(args).prompt, args.max_completion_length * 3 // 10
         tasks = torch.cat([torch.arange(8).repeat_interleave(args.attempts_per_task), torch.arange(8, 16)])
         batch = {
             "prompt_ids": torch.zeros(len(tasks), prompt),
@@ -136,9 +196,10 @@ class TestBudget:
         row = prompt + completion
         share = sum(layout.cost(sharing) for layout in attempts) / (row * (1 + sharing.pair_cost * row))
         expected = (8 + share) / len(tasks)
-        assert levers(args, SHAPES[model.model_name_or_path])["shared prompts"] == pytest.approx(expected, rel=0.1)
+        shape, like = SHAPES[model.model_name_or_path], Rows.of(args)
+        assert levers(args, shape, like)["shared prompts"] == pytest.approx(expected, rel=0.1)
         args.beta = 0.1
-        assert levers(args, SHAPES[model.model_name_or_path])["live rows"] == 1.0
+        assert levers(args, shape, Rows.of(args))["live rows"] == 1.0
 
     def test_cache_bytes_are_those_of_the_keys_and_values(self):
         model = AutoModelForCausalLM.from_pretrained(tiny_base_path(), dtype=torch.bfloat16)

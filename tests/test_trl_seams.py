@@ -109,3 +109,8 @@ def test_the_fused_head_takes_labels_that_are_shifted_already():
 
 def test_helpers_are_where_they_were():
     assert callable(importlib.import_module("trl.trainer.utils").create_model_from_path)
+
+
+def test_the_model_is_unwrapped_for_generation_with_these_options():
+    unwrap = importlib.import_module("trl.models").unwrap_model_for_generation
+    assert {"generation_kwargs", "gradient_checkpointing_kwargs"} <= set(inspect.signature(unwrap).parameters)

@@ -119,7 +119,7 @@ GROUPS = {
     "Sandbox": "sandbox_workers",
     "Evolution": "evolve_every",
     "Evaluation": "eval_attempts",
-    "Generation": "vllm_engine_kwargs",
+    "Generation": "generation_tokens",
     "Records": "save_rollouts",
 }
 

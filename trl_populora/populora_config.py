@@ -71,12 +71,9 @@ class PopuLoRAConfig(GRPOConfig):
             Reward of a proposal that does not parse, run or repeat (paper).
         teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`):
             Reward of a valid task that no attempt solves (paper). A solved one earns 1 - solve rate.
-        student_reward_correct (`float`, *optional*, defaults to `1.0`):
-            Reward of a right answer (paper, second hand; AZR uses 1).
-        student_reward_wrong (`float`, *optional*, defaults to `-0.5`):
-            Reward of a well-formed wrong answer (AZR).
-        student_reward_malformed (`float`, *optional*, defaults to `-1.0`):
-            Reward of an answer that cannot be read (AZR).
+        student_reward_correct (`float`, *optional*, defaults to `1.0`): Of a right answer (AZR; paper, second hand).
+        student_reward_wrong (`float`, *optional*, defaults to `-0.5`): Of a well-formed wrong answer (AZR).
+        student_reward_malformed (`float`, *optional*, defaults to `-1.0`): Of an answer that cannot be read (AZR).
         teacher_baseline (`str`, *optional*, defaults to `"member"`):
             `"member"`: mean over the teacher's proposals of the same kind, each of which has its own references
             (AZR's task-relative REINFORCE++). `"group"`: the whole match.
@@ -90,8 +87,7 @@ class PopuLoRAConfig(GRPOConfig):
         sandbox_seconds (`float`, *optional*, defaults to `2.0`):
             CPU time that one program run may use, in seconds. A proposal may use half of it, because the same program
             may need more in the attempts, which run beside other work. Programs are small; AZR waits 10 by the clock.
-        sandbox_memory_mb (`int`, *optional*, defaults to `512`):
-            Memory limit of one program run, in MiB.
+        sandbox_memory_mb (`int`, *optional*, defaults to `512`): Memory limit of one program run, in MiB.
         determinism_runs (`int`, *optional*, defaults to `2`):
             Runs of a proposal under different hash seeds that must agree (AZR: 2).
         sandbox_allow_weak (`bool`, *optional*, defaults to `False`):
@@ -127,6 +123,9 @@ class PopuLoRAConfig(GRPOConfig):
             `eval_on_start` say when; `per_device_eval_batch_size` rows are generated at once.
         eval_teachers (`bool`, *optional*, defaults to `False`): Teachers attempt the held-out tasks as well.
 
+        generation_tokens (`int`, *optional*):
+            Tokens, prompts included, that the cache of a process holds at once where transformers generates: the
+            longest rows decide how many that are. All rows of a phase when `None`.
         vllm_engine_kwargs (`dict` or `str`, *optional*):
             Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`. TRL's own
             `vllm_*` settings hold too; the engine computes in the trainer's precision unless `dtype` is given.
@@ -226,6 +225,7 @@ class PopuLoRAConfig(GRPOConfig):
     eval_teachers: bool = field(default=False, metadata={"help": "Teachers attempt held-out tasks, too."})
 
     # Generation
+    generation_tokens: int | None = field(default=None, metadata={"help": "Tokens in the cache at once, no vLLM."})
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Arguments of `LLM`."})
     vllm_adapter_dir: str | None = field(default=None, metadata={"help": "Directory that trainer and servers see."})
     vllm_request_timeout: float = field(default=1200.0, metadata={"help": "Seconds a vLLM server may take to answer."})
@@ -286,7 +286,7 @@ class PopuLoRAConfig(GRPOConfig):
             0: "references_per_proposal evolve_every evolve_burn_in mutation_strength retention_tolerance pfsp_kappa"
             " pfsp_floor teacher_learning_rate",
             1: "teachers students archive_size determinism_runs eval_attempts tournament_size retention_rows"
-            " num_iterations sandbox_workers sandbox_memory_mb",
+            " num_iterations sandbox_workers sandbox_memory_mb generation_tokens",
             2: "proposals_per_teacher attempts_per_task inputs_per_function",  # one alone is compared with nothing
         }
         for name, least in ((name, least) for least, names in at_least.items() for name in names.split()):

@@ -223,6 +223,7 @@ class PopuLoRATrainer(GRPOTrainer):
         if not self.args.use_vllm:
             warn_of_unknown(given)
             sharded = preparation.is_zero3(self.args) or self.is_fsdp_enabled
+            decoding.check_parts(self.args.generation_tokens, sharded)
             self._generates_whole = decoding.why_whole(base.config, self.generation_config, sharded)
 
     def _add_callbacks(self) -> None:
@@ -271,6 +272,7 @@ class PopuLoRATrainer(GRPOTrainer):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
         self._open()
         try:
+            nodes.wait_for_all(self.args, self.accelerator)
             nodes.check_nodes(self.args, self.accelerator)
             found = checkpoint.to_resume(resume_from_checkpoint, self.args.output_dir)
             with StopAtSignals(self.callback_handler, self.args, checkpoint.newest):
@@ -375,10 +377,18 @@ class PopuLoRATrainer(GRPOTrainer):
         if self.use_vllm:
             self.vllm_generation.seed = seed
         with seeded(seed):
-            completion_ids, logprobs = self._complete(prompt_ids, rows)
+            completion_ids, logprobs = self._complete_in_parts(prompt_ids, rows)
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         each_logprobs = [None] * len(texts) if logprobs is None else logprobs
         return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, each_logprobs, strict=True)]
+
+    def _complete_in_parts(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
+        if self.use_vllm or self.args.generation_tokens is None:
+            return self._complete(prompt_ids, members)
+        longest = max(map(len, prompt_ids), default=0) + (self.args.max_completion_length or 1)
+        rows = max(1, self.args.generation_tokens // longest)
+        parts = [slice(start, start + rows) for start in range(0, len(members), rows)]
+        return [ids for part in parts for ids in self._complete(prompt_ids[part], members[part])[0]], None
 
     def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
         if self.use_vllm or self._generates_whole:
@@ -391,7 +401,8 @@ class PopuLoRATrainer(GRPOTrainer):
             gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
         )
         with profiling_context(self, "transformers.generate"), unwrapped as model:
-            return decoding.complete(model, prompt_ids, members, self.router.rows_of, self.generation_config), None
+            sampling, most = self.generation_config, self.args.generation_tokens
+            return decoding.complete(model, prompt_ids, members, self.router.rows_of, sampling, most), None
 
     # Phase 5: rewards, advantages, micro-batches
 

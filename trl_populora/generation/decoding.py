@@ -18,6 +18,9 @@ from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedMo
 
 
 ROUND = 8  # tokens: more keep ended rows longer, fewer call `generate` more often
+# Of the tokens that the cache may hold, prompts are read an eighth at a time: in a 7B model a token that is read takes
+# 4 to 5 times the memory that it takes in the cache.
+READ_SHARE = 8
 _SELECTABLE = {"full_attention", "sliding_attention"}  # layers whose cache holds every row apart
 # These count from the prompt's end, which for them would be the round's start.
 _COUNTING = ("min_new_tokens", "exponential_decay_length_penalty", "max_time", "forced_eos_token_id")
@@ -36,12 +39,26 @@ def why_whole(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool
     return f"{', '.join(counting)} count from the prompt's end" if counting else ""
 
 
+def check_parts(tokens: int | None, sharded: bool) -> None:
+    """
+    Raises:
+        `ValueError`: If rows shall be generated in parts where ranks with other rows would make other parts.
+    """
+    if tokens is not None and sharded:
+        raise ValueError(
+            f"`generation_tokens={tokens}` is not supported with ZeRO-3 and FSDP: ranks that hold parts of the base "
+            "meet in every forward, and each would make as many as its own rows need. Leave it unset, or use ZeRO-2 "
+            "or DDP."
+        )
+
+
 def complete(
     model: PreTrainedModel | PeftModel,
     prompts: Sequence[Sequence[int]],
     members: Sequence[int],
     route: Callable[[list[int]], AbstractContextManager],
     sampling: GenerationConfig,
+    room: int | None = None,
 ) -> list[list[int]]:
     """
     One completion per prompt, up to and including its end token if it came to one.
@@ -53,14 +70,19 @@ def complete(
         route (`Callable`): Members of a batch's rows -> context in which the model computes each row as its member
             does, [`Router.rows_of`].
         sampling ([`~transformers.GenerationConfig`]): `max_new_tokens`, `eos_token_id` and `pad_token_id` are needed.
+        room (`int`, *optional*): Tokens that the cache may hold, if that matters: prompts are then read in parts.
     """
     order = sorted(range(len(prompts)), key=lambda row: members[row])  # the layers need not gather a member's rows
     number: dict[tuple, int] = {}
     group = [number.setdefault((members[row], tuple(prompts[row])), len(number)) for row in order]
     ids, mask = _padded([prompt for _, prompt in number], sampling, model.device)
     width = ids.shape[1]
-    with torch.no_grad(), route([member for member, _ in number]):
-        cache = _read(model, ids, mask)
+    size = len(ids) if room is None else max(1, room // READ_SHARE // width)
+    read = []
+    for some in (slice(start, start + size) for start in range(0, len(ids), size)):
+        with torch.no_grad(), route([member for member, _ in [*number][some]]):
+            read.append(_read(model, ids[some], mask[some]))
+    cache = _joined(read)
     going = torch.tensor(group, device=model.device)
 
     rows = order
@@ -129,3 +151,14 @@ def _read(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Ten
         logits_to_keep=1,
     )
     return output.past_key_values
+
+
+def _joined(parts: list[Cache]) -> Cache:
+    """One cache of all rows, layer by layer, so that no more than one layer is held twice. Takes the parts apart."""
+    first, *others = parts
+    for layers in zip(*(part.layers for part in parts), strict=True) if others else ():
+        for name in ("keys", "values"):
+            setattr(layers[0], name, torch.cat([getattr(layer, name) for layer in layers]))
+            for layer in layers[1:]:
+                setattr(layer, name, None)
+    return first

@@ -1,10 +1,15 @@
-"""Several nodes: whether they see one `output_dir`, which decides how a checkpoint can be whole."""
+"""Several nodes: whether all came to the start, and whether they see one `output_dir`, which decides how a checkpoint
+can be whole."""
 
 from __future__ import annotations
 
+import os
+import time
 import uuid
+from datetime import timedelta
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 
@@ -43,4 +48,33 @@ def check_nodes(args: PopuLoRAConfig, accelerator: Accelerator) -> None:
         raise ValueError(
             f"The {len(nodes)} nodes do not see one {args.output_dir}, so no checkpoint would be whole on any. Choose "
             "an `output_dir` on a file system that all nodes see, or set `save_on_each_node=True`."
+        )
+
+
+def wait_for_all(args: PopuLoRAConfig, accelerator: Accelerator) -> None:
+    """
+    Waits until every process starts to train. A collective would wait as long and then say that it waited. Collective.
+
+    Raises:
+        `RuntimeError`: If some do not within `ddp_timeout` seconds; names them and their nodes.
+    """
+    if accelerator.num_processes == 1:
+        return
+    store = torch.distributed.distributed_c10d._get_default_store()
+    turn = store.add(f"populora trainings of rank {args.process_index}", 1)  # a process may train several times
+    store.set(f"populora training {turn} of rank {args.process_index}", "")
+    end, absent = time.monotonic() + args.ddp_timeout, []
+    for rank in range(accelerator.num_processes):
+        try:
+            store.wait(
+                [f"populora training {turn} of rank {rank}"], timedelta(seconds=max(0.1, end - time.monotonic()))
+            )
+        except torch.distributed.DistStoreError:
+            absent.append(rank)
+    if absent:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        names = ", ".join(f"{rank} (node {rank // per_node})" for rank in absent)
+        raise RuntimeError(
+            f"Of {accelerator.num_processes} processes, rank {names} did not start to train within "
+            f"`ddp_timeout={args.ddp_timeout}` seconds. What holds them up stands in the log of their node."
         )

@@ -1,0 +1,70 @@
+"""What is known of other releases of TRL, and the road that stays open if its `rollout_func` goes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import trl
+
+from tests.populora_run import assert_equal, make_trainer, state_of
+from trl_populora import populora_trainer
+from trl_populora.populora_trainer import PopuLoRATrainer
+
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import trl_versions  # noqa: E402
+
+
+class WithoutRolloutFunc(PopuLoRATrainer):
+    """The step on TRL's methods for generation: what to do once `rollout_func` is gone (`docs/trl_versions.md`)."""
+
+    def __init__(self, *args, **kwargs):
+        self.asked_by_trl, self.columns = False, None
+        super().__init__(*args, **kwargs)
+        self.rollout_func = None
+
+    def _generate(self, prompts):
+        self.asked_by_trl = True
+        return super()._generate(prompts)
+
+    def _tokenize_prompts(self, prompts):
+        if not self.asked_by_trl:  # but by the game itself
+            return super()._tokenize_prompts(prompts)
+        self.asked_by_trl = False
+        self.columns = self._play(prompts, self)
+        return self.columns.pop("prompt_ids"), None, {}
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self.columns is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return self.columns.pop("completion_ids"), self.columns.pop("logprobs")
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        columns, self.columns = self.columns, None
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        inputs = [given | row for given, row in zip(inputs, rows, strict=True)]
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+
+def test_a_step_on_trls_methods_for_generation_equals_one_on_rollout_func(base, tmp_path, monkeypatch):
+    states = []
+    for name, trainer_class in (("with", PopuLoRATrainer), ("without", WithoutRolloutFunc)):
+        monkeypatch.setattr(populora_trainer, "PopuLoRATrainer", trainer_class)
+        trainer = make_trainer(base, str(tmp_path / name), {"save_strategy": "no"})
+        assert type(trainer) is trainer_class
+        trainer.train()
+        states.append(state_of(trainer))
+    assert trainer.rollout_func is None
+    assert_equal(*states)
+
+
+def test_the_page_of_versions_is_about_this_window():
+    page = trl_versions.PAGE.read_text()
+    assert f"window `{trl_versions.window()}`" in page, "run benchmarks/trl_versions.py"
+    rows = dict(re.findall(r"^\| ([\d.]+) \| (\w+) \| .* \| none \| works \|$", page, re.MULTILINE))
+    assert rows.get(trl.__version__) == "yes", "all seams of the installed release hold"
+    inside = [release for release, held in rows.items() if held == "yes"]
+    assert all(release in trl_versions.window().specifier for release in inside)
