@@ -208,7 +208,8 @@ def report(arguments: Sequence[str]) -> None:
     from trl_populora.report.served import ReportArguments, report
 
     (options,) = _parse(ReportArguments, "report", arguments)
-    report(options, _local(options.run), options.out or _own_directory(options.run), _say)
+    run = options.run if options.watch else _local(options.run)
+    report(options, run, options.out or _own_directory(options.run), _say)
 
 
 def watch(arguments: Sequence[str]) -> None:

@@ -148,9 +148,10 @@ CURRICULUM = dict(
 
 def draw_curriculum(figure: Figure, run: Run) -> None:
     names = run.measures
-    rows = -(-len(names) // 2)
+    columns = min(2, len(names))
+    rows = -(-len(names) // columns)
     figure.set_figheight(1.0 + 1.8 * rows)
-    axes = figure.subplots(rows, 2, sharex=True, squeeze=False)
+    axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
         plot_smoothed(axis, run, f"curriculum/{name}", color=COLORS["teacher"], marker=".", markersize=3)
         title, unit = CURRICULUM.get(name, (name.replace("_", " "), f"{name} per task"))

@@ -102,6 +102,11 @@ class Run:
         return kinds if len(kinds) > 1 else []
 
     @property
+    def thinks(self) -> bool:
+        """Whether any attempt worked its task out before the answer."""
+        return any(any(self.series(key)[1]) for key in ("solve/thinking_rate", "eval/thinking_rate"))
+
+    @property
     def holds_programs(self) -> bool:
         """Whether its archive has seen a program: kinds of one's own may do without."""
         return bool(self.latest.get("curriculum/coverage"))

@@ -48,7 +48,7 @@ summary { cursor: pointer; overflow-wrap: anywhere; }
 pre { background: var(--soft); border-radius: 6px; padding: .6rem; font-size: .82rem; line-height: 1.4;
       margin: .4rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .tag { border-radius: 4px; padding: 0 .4rem; font-size: .8rem; background: var(--soft); white-space: nowrap; }
-.settings td { text-align: left; overflow-wrap: anywhere; }
+.settings td, .settings th { text-align: left; overflow-wrap: anywhere; }
 @media (max-width: 640px) {  /* a row of many cells becomes a card, its cells named by their column */
   .cards, .cards tbody { display: block; }
   .cards thead { display: none; }
@@ -78,12 +78,12 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
     Raises:
         `ValueError`: If the run has not logged a step yet, or a file is broken.
     """
-    records = load_run(run, name)
+    records, samples = load_run(run, name), load_samples(run)
     target = Path(run if directory is None else directory)
     drawn = draw_plots(records, target / "plots")
     way = os.path.relpath(run, target)
     with written_whole(target / "report.html") as unfinished:
-        unfinished.write_text(page(records, drawn, load_samples(run), way), encoding="utf-8")
+        unfinished.write_text(page(records, drawn, samples, way), encoding="utf-8")
     return target / "report.html"
 
 
@@ -242,10 +242,9 @@ def _settings(run: Run) -> str:
     settings = run.population.get("settings", {})
     if not settings:
         return '<p class="note">This run did not say what it was set to.</p>'
-    rows = [([f"<code>{escape(name)}</code>", escape(str(value))], "") for name, value in settings.items()]
-    lora = ", ".join(f"{name} {value}" for name, value in run.population.get("lora", {}).items() if value)
-    note = f'<p class="note">Adapters: {escape(lora)}.</p>'
-    return note + _folded("settings", f"all {len(rows)} settings", _table(("setting", "value"), rows, "settings"))
+    every = settings | {f"lora: {name}": value for name, value in run.population.get("lora", {}).items()}
+    rows = [([f"<code>{escape(name)}</code>", escape(str(value))], "") for name, value in every.items()]
+    return _folded("settings", f"all {len(rows)} settings", _table(("setting", "value"), rows, "settings"))
 
 
 def _table(header: Sequence[str], body: Sequence[tuple[Sequence[str], str]], style: str) -> str:

@@ -64,6 +64,7 @@ PLOTS = (
         "Worked answers",
         "Share of the students' attempts that work the task out in `<think>` before they answer.",
         draw_thinking,
+        needs="thinks",
     ),
     Plot(
         "ratings_teachers",

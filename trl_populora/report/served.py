@@ -61,14 +61,14 @@ def report(options: ReportArguments, run: str, out: str | None, say: Callable[[s
         `ValueError`: If the run has not logged a step yet and is not watched, a file is broken, the port is taken, or
             `--out` is given together with `--watch`, which writes no file.
     """
-    name = None if Path(options.run).is_dir() else options.run
     if not options.watch:
+        name = None if Path(options.run).is_dir() else options.run
         say(f"Report written to {write_report(run, out, name)}.")
         return
     if options.out is not None:
         raise ValueError("`--out` is where a report is written to; `--watch` serves it and writes nothing.")
     try:
-        server = PageServer(Path(run), options.port, name)
+        server = PageServer(Path(run), options.port)
     except OSError as error:
         raise ValueError(
             f"port {options.port} cannot be used ({error}); leave `--port` out for a free one."
@@ -95,7 +95,6 @@ class PageServer(ThreadingHTTPServer):
     Args:
         run (`Path`): The run's directory, also before its first step.
         port (`int`): 0 for a free one.
-        name (`str`, *optional*): Title of the page.
 
     Raises:
         `OSError`: If the port is taken.
@@ -103,9 +102,9 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, run: Path, port: int, name: str | None = None):
+    def __init__(self, run: Path, port: int):
         super().__init__((ADDRESS, port), _Handler)
-        self.run, self.name = run, name
+        self.run = run
         self.page, self.version = _waiting(run), "0"
         self._drawn: tuple | None = None
 
@@ -140,9 +139,9 @@ class PageServer(ThreadingHTTPServer):
         self._drawn, self.version = seen, str(hash(seen))
 
     def _drawn_page(self) -> str:
-        records = load_run(self.run, self.name)
+        records, samples = load_run(self.run), load_samples(self.run)
         with tempfile.TemporaryDirectory() as place:  # not in the run, into which its own process draws
-            return page(records, draw_plots(records, Path(place)), load_samples(self.run))
+            return page(records, draw_plots(records, Path(place)), samples)
 
 
 def _waiting(run: Path) -> str:

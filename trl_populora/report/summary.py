@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -132,7 +133,9 @@ def _differ(first: Sequence[float], last: Sequence[float]) -> bool | None:
         return first[0] != last[0]
     from scipy.stats import ttest_ind
 
-    return bool(ttest_ind(first, last, equal_var=False).pvalue < CHANCE)
+    with warnings.catch_warnings():  # of values that hardly differ, whose answer is "no"
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return bool(ttest_ind(first, last, equal_var=False).pvalue < CHANCE)
 
 
 def write(value: float | None, form: Form, sign: bool = False) -> str:
