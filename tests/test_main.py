@@ -77,6 +77,7 @@ print(json.dumps(said))
     [
         ("info", "populora info RUN [--option value ...]"),
         ("report", "populora report RUN [--option value ...]"),
+        ("watch", "populora watch RUN [--option value ...]"),
         ("push", "populora push RUN [--option value ...]"),
         ("evaluate", "populora evaluate RUN [--option value ...]"),
         ("crossplay", "populora crossplay RUN ... [--option value ...]"),

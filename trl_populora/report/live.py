@@ -52,5 +52,5 @@ class LiveReport(TrainerCallback):
             logger.warning("Picture and page of %s are not kept up to date any more: %r.", run, error)
             self._due, self._written = float("inf"), False
             return
-        took = time.monotonic() - start
-        self._due, self._written = time.monotonic() + max(EVERY, took / SHARE), True
+        end = time.monotonic()
+        self._due, self._written = end + max(EVERY, (end - start) / SHARE), True

@@ -158,8 +158,12 @@ def _history(root: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, An
 
 def load_evaluations(run: str | Path) -> list[dict[str, Any]]:
     """Figures and seconds of each evaluation on held-out tasks, oldest first; none if the run has not evaluated."""
-    files = (Path(run, name) for name in (METRICS, TIMES))
-    return _by_step(entry for path in files for entry in _read_lines(path) if sort_of(entry) == EVALUATION)
+    figures, seconds = (
+        _by_step(entry for entry in _read_lines(Path(run, name)) if sort_of(entry) == EVALUATION)
+        for name in (METRICS, TIMES)
+    )
+    took = {entry["step"]: entry for entry in seconds}
+    return [took.get(entry["step"], {}) | entry for entry in figures]
 
 
 def _by_step(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

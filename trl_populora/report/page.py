@@ -163,7 +163,8 @@ def _changes(run: Run) -> str:
     played, ((start, end), measured) = changes(run), held_out_changes(run)
     clear = [change for change in played if change.clear]
     told = [change.told for change in (*measured[:1], *clear) if change.difference]
-    rest = "Everything else stayed within what steps differ by among themselves."
+    what = "Everything else" if clear else "What the game shows"
+    rest = f"{what} stayed within what steps differ by among themselves."
     if all(change.clear is None for change in played):
         rest = (
             "The run is too short to tell more from how steps differ by chance; from ten logged steps on it is told."

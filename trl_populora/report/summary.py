@@ -142,9 +142,7 @@ def write(value: float | None, form: Form, sign: bool = False) -> str:
     """A value as tables show it, `-` where there is none; `sign` for a difference, in points where it is of shares."""
     if value is None:
         return "-"
-    plus = "+" if sign else ""
-    if form == "share":
-        return format(100 * value, plus + ".0f") + ("" if sign else " %")
-    if form == "seconds":
-        return format(value, plus + (".0f" if abs(value) >= 10 else ".1f")) + " s"
-    return format(value, plus + (".0f" if form == "count" else ".2f"))
+    digits = {"share": 0, "number": 2, "count": 0, "seconds": 0 if abs(value) >= 10 else 1}[form]
+    shown = round(100 * value if form == "share" else value, digits) + 0.0  # no "-0"
+    text = format(shown, ("+" if sign and shown else "") + f".{digits}f")
+    return text + {"share": "" if sign else " %", "seconds": " s"}.get(form, "")

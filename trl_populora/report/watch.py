@@ -19,7 +19,7 @@ from trl_populora.report.terminal import duration, percent
 
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.table import Table
     from rich.text import Text
 
@@ -47,9 +47,9 @@ class WatchArguments:
     seconds: float = field(default=2.0, metadata={"help": "Seconds between two looks at the files."})
 
 
-def watch(options: WatchArguments) -> None:
+def watch(options: WatchArguments, console: Console | None = None) -> None:
     """
-    Shows a run until it is finished or Ctrl-C; the last frame stays on the terminal.
+    Shows a run on the terminal, or on another `console`, until it is finished or Ctrl-C; the last frame stays.
 
     Raises:
         `ValueError`: If a file of the run is broken, or `seconds` is not positive.
@@ -59,7 +59,7 @@ def watch(options: WatchArguments) -> None:
 
     if not options.seconds > 0:
         raise ValueError(f"`seconds` must be positive, got {options.seconds}.")
-    console, look = Console(), _Look(Path(options.run))
+    console, look = console or Console(), _Look(Path(options.run))
     if console.is_terminal and not options.once and not look.now().finished:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             try:
