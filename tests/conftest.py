@@ -173,6 +173,18 @@ def base(random_base, seed_tasks):
     return random_base
 
 
+@pytest.fixture(scope="session")
+def finished(base, tmp_path_factory):
+    """The directory of a run of four steps with births after the second; nobody writes into it."""
+    from tests.populora_run import EVALUATED, make_trainer
+
+    path = str(tmp_path_factory.mktemp("finished") / "run")
+    trainer = make_trainer(base, path, EVALUATED | {"max_steps": 4, "evolve_every": 2, "save_strategy": "no"})
+    trainer.train()
+    trainer.save_model()
+    return Path(path)
+
+
 @pytest.fixture
 def seed_dataset(seed_tasks):
     """The same as the table that a user would pass as `train_dataset`."""

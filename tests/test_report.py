@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,50 +17,68 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from transformers import TrainerControl, TrainerState
 
-from tests.populora_run import EVALUATED, make_trainer
 from trl_populora import __main__ as cli
+from trl_populora.report import live, plots
 from trl_populora.report.canvas import STYLE, draw_payoff, smooth
+from trl_populora.report.charts import draw_rejects
+from trl_populora.report.curves import CURRICULUM, draw_curriculum, draw_held_out, draw_ratings, draw_rewards
+from trl_populora.report.live import LiveReport
 from trl_populora.report.load import Run, load_history, load_run, load_samples
-from trl_populora.report.page import write_report
+from trl_populora.report.page import page, write_report
 from trl_populora.report.payoff import payoff_size
-from trl_populora.report.plots import (
-    CURRICULUM,
-    PLOTS,
-    draw_curriculum,
-    draw_rejects,
-    draw_rewards,
-    plot_run,
-)
+from trl_populora.report.plots import PLOTS, plot_run
+from trl_populora.runs.records import read_lines
 
 
 @pytest.fixture(scope="module")
-def finished(random_base, seed_tasks, tmp_path_factory):
-    """A run of four steps with births after the second."""
-    Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
-    path = str(tmp_path_factory.mktemp("report") / "run")
-    settings = {"max_steps": 4, "evolve_every": 2, "save_strategy": "no"}
-    trainer = make_trainer(random_base, path, EVALUATED | settings)
-    trainer.train()
-    trainer.save_model()
-    return Path(path)
+def written(finished, tmp_path_factory):
+    """Its page with all its pictures, elsewhere."""
+    return write_report(finished, tmp_path_factory.mktemp("page"))
+
+
+def page_of(run: Path) -> str:
+    """Its page without pictures, which take seconds."""
+    return page(load_run(run), [], load_samples(run))
 
 
 def visible_text(page: str) -> str:
-    return re.sub(r"<[^>]+>", " ", re.sub(r"<style>.*?</style>|src=\"[^\"]*\"", "", page, flags=re.S))
+    shown = re.sub(r"<style>.*?</style>|src=\"[^\"]*\"", "", page, flags=re.S)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", shown))
 
 
 class TestPage:
-    def test_is_self_contained_and_has_every_picture(self, finished, tmp_path):
-        page = write_report(finished, tmp_path).read_text()
-        assert page.count("data:image/png;base64,") == len(PLOTS)
-        assert sorted(path.stem for path in tmp_path.glob("plots/*.png")) == sorted(plot.name for plot in PLOTS)
-        assert not re.search(r"(src|href)=\"(?!data:)", page), "nothing is loaded from elsewhere"
+    def test_is_self_contained_and_has_every_picture(self, written):
+        page = written.read_text()
+        drawn = {plot.name for plot in PLOTS} - {"thinking", "curriculum"}  # a random base writes no program
+        assert page.count("data:image/png;base64,") == len(drawn)
+        assert {path.stem for path in written.parent.glob("plots/*.png")} == drawn
+        assert not re.search(r"src=\"(?!data:)|<link|url\(|@import", page), "nothing is loaded from elsewhere"
         assert "<script" not in page
         text = visible_text(page)
         assert "4 of 4" in text
         for name in ("teacher_0", "student_1", "step 4"):
             assert name in text
+
+    def test_samples_name_the_rows_that_they_are(self, finished, written):
+        page = written.read_text()
+        links = re.findall(r'<a href="([^"]+)">(rollouts/[^<]+)</a>, row (\d+)(?:, task <code>(\w+)</code>)?', page)
+        assert len(links) == len(load_samples(finished)) > 0
+        for link, name, number, task in links:
+            assert (written.parent / link).resolve() == (finished / name).resolve()
+            row = pq.read_table(written.parent / link).to_pylist()[int(number)]
+            assert (row["role"], row["task_id"]) == ("teacher", task)
+
+    def test_tells_seed_versions_duration_and_every_setting(self, finished):
+        text = visible_text(page_of(finished))
+        times = read_lines(finished / "times.jsonl")
+        seconds = [sum(entry.get(key, 0) for entry in times) for key in ("step_time", "eval/runtime")]
+        assert f"duration: {round(seconds[0])} s, evaluations {round(seconds[1])} s" in text
+        assert f"trl {version('trl')}" in text
+        assert "seed: 42" in text
+        population = json.loads((finished / "population.json").read_text())
+        assert [name for name in (*population["settings"], *population["lora"]) if name not in text] == []
 
     def test_what_a_model_wrote_is_escaped(self, finished, tmp_path):
         run = tmp_path / "run"
@@ -66,7 +87,7 @@ class TestPage:
         table = pq.read_table(path)
         evil = ["</pre><script>alert(1)</script><img src=x onerror=alert(2)>"] * len(table)
         pq.write_table(table.set_column(table.column_names.index("completion"), "completion", pa.array(evil)), path)
-        page = write_report(run).read_text()
+        page = page_of(run)
         assert "&lt;script&gt;alert(1)" in page
         assert "<script" not in page
         assert "<img src=x" not in page
@@ -83,14 +104,17 @@ class TestPage:
         assert [entry["step"] for entry in found.evaluations] == [0]
         assert [entry["step"] for entry in found.history] == [1, 2]
         assert {row["step"] for row in found.rows} == {1, 2}
-        assert "births: 2" in re.sub(r"\s+", " ", visible_text(write_report(run).read_text()))
+        assert "births: 2" in visible_text(page_of(run))
 
     def test_a_run_without_rollouts(self, finished, tmp_path):
         run = tmp_path / "run"
         shutil.copytree(finished, run, ignore=shutil.ignore_patterns("rollouts"))
-        page = write_report(run).read_text()
-        assert "kept no rollouts" in page
-        assert page.count("data:image/png") == len([plot for plot in PLOTS if plot.needs != "rows"])
+        assert "kept no rollouts" in page_of(run)
+        assert [plot.name for plot in PLOTS if not plot.can_be_drawn(load_run(run))] == [
+            "thinking",
+            "curriculum",
+            "matches",
+        ]
 
 
 class TestReading:
@@ -118,7 +142,8 @@ class TestReading:
 
     def test_a_long_run_is_smoothed_over_its_own_past(self):
         run = Run("long", [{"step": step} for step in range(150)])
-        assert smooth([0.0, 4.0, 8.0, 0.0, 0.0], run) == [0.0, 2.0, 4.0, 3.0, 3.0]
+        assert smooth([0.0, 4.0, 8.0, 0.0, 0.0], run) == [0.0, 2.0, 4.0, 3.0, 2.4]
+        assert smooth([1.0] * 13 + [14.0], run)[-2:] == [1.0, 2.0], "thirteen steps, a twelfth of the run"
 
 
 def test_the_overview_picture(finished, tmp_path):
@@ -156,7 +181,6 @@ def test_nothing_of_a_cross_play_is_clipped(name):
         (["numbers"], ["numbers"]),
         (["lines", "ast_depth"], ["AST depth", "Lines of code"]),
         ([*CURRICULUM, "open_ends", "atoms"], [*(title for title, _ in CURRICULUM.values()), "atoms", "open ends"]),
-        ([], [title for title, _ in CURRICULUM.values()]),
     ],
 )
 def test_every_measure_that_a_run_logs_is_drawn(measures, titles):
@@ -166,7 +190,86 @@ def test_every_measure_that_a_run_logs_is_drawn(measures, titles):
     draw_curriculum(figure, Run("r", [{"step": 1} | of_code | known, {"step": 2} | of_code]))
     drawn = [axis for axis in figure.axes if axis.axison]
     assert [axis.get_title() for axis in drawn] == titles
-    assert [list(axis.lines[0].get_ydata()) for axis in drawn] == [[3.0] if measures else []] * len(titles)
+    assert [list(axis.lines[0].get_ydata()) for axis in drawn] == [[3.0]] * len(titles)
+
+
+def test_a_run_whose_kinds_measure_nothing_has_no_picture_of_it():
+    run = Run("r", [{"step": 1, "curriculum/ast_depth": None, "curriculum/coverage": 0.0}])
+    drawn = {plot.name for plot in PLOTS if plot.can_be_drawn(run)}
+    assert not drawn & {"curriculum", "coverage", "matches", "lineage", "held_out", "thinking"}
+
+
+def test_measured_values_stand_behind_their_running_mean():
+    values = [float(n % 2) for n in range(24)]
+    run = Run("r", [{"step": n + 1, "rewards/student_reward/mean": value} for n, value in enumerate(values)])
+    figure = Figure()
+    draw_rewards(figure, run)
+    lines = [(list(line.get_ydata()), line.get_linewidth(), line.get_alpha()) for line in figure.axes[0].lines]
+    assert (values, 0.7, 0.35) in lines
+    assert (smooth(values, run), 2.0, None) in lines
+
+
+@pytest.mark.parametrize(("members", "bands"), [(2, 0), (3, 0), (4, 1)])
+def test_a_band_over_members_needs_four(members, bands):
+    keys = {f"member/teacher_{n}/mu": 25.0 + n for n in range(members)}
+    ends = {"population/teacher/mu_mean": 26.0, "population/teacher/mu_std": 1.0}
+    figure = Figure()
+    draw_ratings("teacher")(figure, Run("r", [{"step": 1} | keys | ends]))
+    assert len(figure.axes[0].collections) == bands
+
+
+def test_held_out_tables_of_their_own_names_are_drawn():
+    rates = {"eval/easy_solve_rate_mean": 0.6, "eval/hard_solve_rate_mean": 0.2, "eval/hard_base/solve_rate": 0.1}
+    figure = Figure()
+    draw_held_out(figure, Run("r", [], evaluations=[{"step": 0} | rates, {"step": 2} | rates]))
+    curves = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert curves == {"easy, mean": [0.6, 0.6], "hard, mean": [0.2, 0.2], "_": [0.1, 0.1]}
+
+
+class TestLiveReport:
+    """The callback on the directory of a finished run, as the trainer calls it."""
+
+    @pytest.fixture
+    def run(self, finished, tmp_path):
+        run = tmp_path / "run"
+        shutil.copytree(finished, run, ignore=shutil.ignore_patterns("members", "plots", "run.png", "report.html"))
+        return run
+
+    @pytest.fixture
+    def logs(self, run, make_args, monkeypatch):
+        """Begins a run with the callback, and returns what logs a step at an instant; two pictures are enough here."""
+        monkeypatch.setattr(plots, "PLOTS", PLOTS[:1])
+        monkeypatch.setattr(plots, "OVERVIEW", plots.OVERVIEW[:2])
+        args, state, control, instants = make_args(output_dir=str(run)), TrainerState(), TrainerControl(), [0.0]
+        monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: instants.pop(0)))
+        callback = LiveReport()
+        callback.on_train_begin(args, state, control)
+
+        def log(*at: float, end: bool = False) -> bool:
+            (run / "run.png").unlink(missing_ok=True)
+            instants[:] = at
+            step = callback.on_train_end if end else partial(callback.on_log, logs={"loss": 0.0})
+            step(args, state, control)
+            return (run / "run.png").exists()
+
+        return log
+
+    def test_waits_a_minute_and_takes_a_fiftieth_of_the_time(self, run, logs):
+        assert not logs(59)
+        assert not logs(end=True), "a short run has neither"
+        assert logs(61, 61, 64)
+        assert (run / "report.html").stat().st_size > 10_000
+        assert not logs(64 + 3 * 50 - 1), "three seconds of writing"
+        assert logs(64 + 3 * 50, 214, 215)
+        assert not logs(215 + 59), "not more than once a minute"
+        assert logs(216, 217, end=True), "a run that has them ends with all of it"
+
+    def test_a_picture_that_cannot_be_drawn_stops_no_run(self, run, logs, caplog):
+        (run / "metrics.jsonl").write_text("{broken\n")
+        assert not logs(61, 61)
+        assert not logs(1000)
+        assert not logs(end=True)
+        assert [record.message.partition(" are")[0] for record in caplog.records] == [f"Picture and page of {run}"]
 
 
 def test_rejects_are_means_over_the_run():

@@ -1,6 +1,6 @@
 """
-The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, push, export, info, crossplay,
-evaluate, check-kind and sandbox-check.
+The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, watch, push, export, info,
+crossplay, evaluate, check-kind and sandbox-check.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
@@ -48,14 +48,6 @@ class RecipesArguments:
     out: str | None = field(
         default=None, metadata={"help": "Directory that gets recipes/ and accelerate_configs/; else they are listed."}
     )
-
-
-@dataclass
-class ReportArguments:
-    """What `populora report` needs."""
-
-    run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
-    out: str | None = field(default=None, metadata={"help": "Where report.html and plots/ go; the run by default."})
 
 
 @dataclass
@@ -175,6 +167,7 @@ def build_trainer(recipe, args, model):
 
 def run_training(recipe, args, model) -> None:
     """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
+    from trl_populora.report.page import write_report
     from trl_populora.report.plots import plot_run
     from trl_populora.report.terminal import print_population
     from trl_populora.runs.checkpoint import newest_of_all
@@ -188,7 +181,7 @@ def run_training(recipe, args, model) -> None:
         print_population(args.output_dir)
         _say(f"Population saved to {args.output_dir}.")
         try:
-            _say(f"Its story is in {plot_run(args.output_dir)}.")
+            _say(f"Its story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
         except ModuleNotFoundError as error:
             _say(f"There is no picture: {_way_out(error)}")
     # Left to the end of the interpreter, gloo's threads abort a process now and then (pytorch#179291), and the
@@ -211,12 +204,20 @@ def recipes(arguments: Sequence[str]) -> None:
 
 
 def report(arguments: Sequence[str]) -> None:
-    """Draws the pictures of a run and writes report.html."""
-    from trl_populora.report.page import write_report
+    """Draws the pictures of a run and writes report.html; --watch serves it."""
+    from trl_populora.report.served import ReportArguments, report
 
     (options,) = _parse(ReportArguments, "report", arguments)
-    name = None if Path(options.run).is_dir() else options.run
-    _say(f"Report written to {write_report(_local(options.run), options.out or _own_directory(options.run), name)}.")
+    run = options.run if options.watch else _local(options.run)
+    report(options, run, options.out or _own_directory(options.run), _say)
+
+
+def watch(arguments: Sequence[str]) -> None:
+    """Shows a run on the terminal while it goes on."""
+    from trl_populora.report.watch import WatchArguments, watch
+
+    (options,) = _parse(WatchArguments, "watch", arguments)
+    watch(options)
 
 
 def push(arguments: Sequence[str]) -> None:
@@ -309,6 +310,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train,
     "recipes": recipes,
     "report": report,
+    "watch": watch,
     "push": push,
     "export": export,
     "info": info,

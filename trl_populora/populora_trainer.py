@@ -38,6 +38,8 @@ from trl_populora.population.evolution import EvolutionCallback
 from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.report.live import LiveReport
+from trl_populora.report.trackers import TrackerTables
 from trl_populora.runs import checkpoint, nodes, records
 from trl_populora.runs.alarms import Alarms
 from trl_populora.runs.interrupts import StopAtSignals
@@ -240,7 +242,8 @@ class PopuLoRATrainer(GRPOTrainer):
             )
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
-        for callback in (self.evolution, records.Records(self.describe), Alarms()):
+        shown = LiveReport(), TrackerTables(self.describe)
+        for callback in (self.evolution, records.Records(self.describe), Alarms(), *shown):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -422,6 +425,8 @@ class PopuLoRATrainer(GRPOTrainer):
         # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
         self._metrics["train"]["frac_reward_zero_std"][-1] = scored.flat
         self._logs["advantages"].extend(scored.advantages.tolist())  # a full deque: TRL's own advantages drop out
+        for column in ("prompt", "completion"):  # as text: trackio shows messages as "[object Object]"
+            self._logs[column].extend([messages[-1]["content"] for messages in self._logs[column]])
         start = self.accelerator.process_index * len(played.rows)
         mine = scored.part(slice(start, start + len(played.rows)))
         if self.args.save_rollouts:

@@ -103,12 +103,23 @@ def finish(figure: Figure, lowest: Axes) -> None:
 
 def window(run: Run) -> str:
     width = _width(run)
-    return f"running mean of {width} logged steps" if width > 1 else ""
+    return f"thick: running mean of {width} logged steps" if width > 1 else ""
 
 
 def _width(run: Run) -> int:
-    """Points that a running mean covers: long runs would be a tangle without."""
-    return 1 + len(run.history) // 50
+    """
+    Points that a running mean covers: steps of a few tasks each jump more than they change. A twelfth of a run is
+    short enough to show what an evolution event did.
+    """
+    return 1 + len(run.history) // 12
+
+
+def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
+    """A metric's running mean, with what was measured as a faint line behind it."""
+    steps, values = run.series(key)
+    if _width(run) > 1:
+        axis.plot(steps, values, color=style["color"], linewidth=0.7, alpha=0.35, zorder=1)
+    axis.plot(steps, smooth(values, run), **style)
 
 
 def smooth(values: Sequence[float], run: Run) -> list[float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_populora.population.members import POPULATION_FILE, read_population
-from trl_populora.runs.lines import EVALUATION, STEP, read_lines, sort_of
+from trl_populora.runs.lines import EVALUATION, LINEAGE, METRICS, STEP, TIMES, read_lines, sort_of
 from trl_populora.tasks.complexity import PROGRAM_MEASURES
 
 
@@ -23,7 +23,7 @@ class Run:
         rows (`list[dict]`): Proposals and attempts (`step role member match kind valid correct archived solve_rate`).
         lineage (`list[dict]`): Births, oldest first.
         population (`dict`): `population.json`; empty while there is none.
-        evaluations (`list[dict]`): Figures on held-out tasks, oldest first.
+        evaluations (`list[dict]`): Figures on held-out tasks with their seconds, oldest first.
     """
 
     name: str
@@ -59,15 +59,78 @@ class Run:
         return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, where it was known."""
+        """Steps and values of one metric, where it was known; `eval/` ones are those of evaluations."""
         entries = self.evaluations if key.startswith("eval/") else self.history
         points = [(entry["step"], entry[key]) for entry in entries if entry.get(key) is not None]
         return [step for step, _ in points], [value for _, value in points]
 
     @property
+    def step(self) -> int:
+        """The last logged step; 0 before the first."""
+        return self.history[-1]["step"] if self.history else 0
+
+    @property
+    def planned(self) -> int | None:
+        """Steps that the run is to have, if it says so."""
+        return self.population.get("settings", {}).get("max_steps")
+
+    @property
+    def finished(self) -> bool:
+        return self.planned is not None and self.step >= self.planned
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """What steps and evaluations took so far, resumed parts included; a logged time is the mean since the last."""
+        before = [0, *(entry["step"] for entry in self.history)]
+        steps = sum(
+            (entry.get("step_time") or 0.0) * (entry["step"] - earlier)
+            for entry, earlier in zip(self.history, before, strict=False)
+        )
+        return steps, sum(entry.get("eval/runtime") or 0.0 for entry in self.evaluations)
+
+    @property
+    def tables(self) -> list[str]:
+        """Starts of the keys of each held-out table: `["eval/"]`, or `["eval/easy_", "eval/hard_"]` for named ones."""
+        keys = {key for entry in self.evaluations for key in entry}
+        return sorted(key.removesuffix("solve_rate_mean") for key in keys if key.endswith("solve_rate_mean"))
+
+    @property
+    def held_out_kinds(self) -> list[str]:
+        """Kinds of the (first) held-out table, where there are several."""
+        known = {key for entry in self.evaluations for key in entry}
+        kinds = [kind for kind in self.kinds if self.tables and f"{self.tables[0]}{kind}/solve_rate" in known]
+        return kinds if len(kinds) > 1 else []
+
+    @property
+    def thinks(self) -> bool:
+        """Whether any attempt worked its task out before the answer."""
+        return any(any(self.series(key)[1]) for key in ("solve/thinking_rate", "eval/thinking_rate"))
+
+    @property
+    def holds_programs(self) -> bool:
+        """Whether its archive has seen a program: kinds of one's own may do without."""
+        return bool(self.latest.get("curriculum/coverage"))
+
+    @property
+    def pairs(self) -> bool:
+        """Whether it kept rollouts of more than one pair of teacher and student."""
+        return bool(self.rows) and len(self.members("teacher")) * len(self.members("student")) > 1
+
+    @property
     def births(self) -> list[int]:
         """Steps at which somebody was replaced."""
         return sorted({event["step"] for event in self.lineage})
+
+
+def stamp(run: str | Path) -> tuple:
+    """Changes when a run has logged something."""
+    paths = [Path(run, name) for name in (METRICS, POPULATION_FILE, LINEAGE)]
+    return tuple((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in paths)
+
+
+def table_name(table: str) -> str:
+    """What a held-out table is called, from the start of its keys; empty for the only one."""
+    return table.removeprefix("eval/").rstrip("_")
 
 
 def load_history(run: str | Path) -> list[dict[str, Any]]:
@@ -81,17 +144,26 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
         `ValueError`: If it holds no metrics, or the file is broken.
     """
     root = Path(run)
-    entries = _read_lines(root / "metrics.jsonl")
+    entries = _read_lines(root / METRICS)
     if not entries:
-        raise ValueError(f"{root} holds no metrics.jsonl: it is not a run's directory.")
+        raise ValueError(f"{root} holds no {METRICS}: it is not a run's directory.")
+    return _history(root, entries)
+
+
+def _history(root: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     history = _by_step(entry for entry in entries if sort_of(entry) == STEP)
-    times = {e["step"]: e for e in _read_lines(root / "times.jsonl") if sort_of(e) != EVALUATION}
+    times = {e["step"]: e for e in _read_lines(root / TIMES) if sort_of(e) != EVALUATION}
     return [entry | times.get(entry["step"], {}) for entry in history]
 
 
 def load_evaluations(run: str | Path) -> list[dict[str, Any]]:
-    """Figures of each evaluation on held-out tasks, oldest first; none if the run has not evaluated."""
-    return _by_step(e for e in _read_lines(Path(run, "metrics.jsonl")) if sort_of(e) == EVALUATION)
+    """Figures and seconds of each evaluation on held-out tasks, oldest first; none if the run has not evaluated."""
+    figures, seconds = (
+        _by_step(entry for entry in _read_lines(Path(run, name)) if sort_of(entry) == EVALUATION)
+        for name in (METRICS, TIMES)
+    )
+    took = {entry["step"]: entry for entry in seconds}
+    return [took.get(entry["step"], {}) | entry for entry in figures]
 
 
 def _by_step(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,37 +193,75 @@ def load_run(run: str | Path, name: str | None = None) -> Run:
         `ValueError`: If the run has not logged a step yet, or a file is broken.
     """
     root = Path(run)
-    history = load_history(root)
-    if not history:
+    if not load_history(root):
         raise ValueError(f"{root} has not logged a population step yet; try again after its first one.")
-    last = history[-1]["step"]
-    rows = [row for row in _read_rollouts(root, ROW_COLUMNS) if row["step"] <= last]
-    lineage = [event for event in _read_lines(root / "lineage.jsonl") if event["step"] <= last]
+    records = load_figures(root, name)
+    records.rows = [row for row in _read_rollouts(root, ROW_COLUMNS) if row["step"] <= records.step]
+    return records
+
+
+def load_figures(run: str | Path, name: str | None = None) -> Run:
+    """
+    The same without its rows, which takes milliseconds; of a run that has not logged anything yet, nothing.
+
+    Raises:
+        `ValueError`: If a file is broken.
+    """
+    root = Path(run)
+    history = _history(root, _read_lines(root / METRICS))
+    last = history[-1]["step"] if history else 0
+    lineage = [event for event in _read_lines(root / LINEAGE) if event["step"] <= last]
     population = read_population(root) if (root / POPULATION_FILE).exists() else {}
     evaluations = [entry for entry in load_evaluations(root) if entry["step"] <= last]
-    return Run(name or root.resolve().name, history, rows, lineage, population, evaluations)
+    return Run(name or root.resolve().name, history, lineage=lineage, population=population, evaluations=evaluations)
 
 
 def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[dict[str, Any]]:
-    """The rows of all files, or of the `last` ones, by step."""
+    """The rows of all files, or of the `last` ones, by step; `file` and `row` tell where each one stands."""
     import pyarrow.parquet as pq
 
     paths = sorted(root.glob("rollouts/step_*.parquet"))[-last:]
-    return [row for path in paths for row in pq.read_table(path, columns=columns).to_pylist()]
+    return [
+        row | {"file": f"rollouts/{path.name}", "row": number}
+        for path in paths
+        for number, row in enumerate(pq.read_table(path, columns=columns).to_pylist())
+    ]
 
 
-def load_samples(run: str | Path, number: int = 8) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+Sample = tuple[dict[str, Any], list[dict[str, Any]]]  # a proposal and the attempts at it
+
+
+def load_samples(run: str | Path, number: int = 8) -> list[Sample]:
     """Proposals of the last steps with the attempts at them: valid ones from hard to easy, then rejected ones."""
-    rows = _read_rollouts(Path(run), SAMPLE_COLUMNS, last=4)
-    attempts: dict[tuple, list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["role"] == "student" and not row["archived"]:
-            attempts.setdefault((row["step"], row["match"], row["task_id"]), []).append(row)
-    proposals = [row for row in reversed(rows) if row["role"] == "teacher"]
+    proposals, attempts = _proposals(Path(run), last=4)
     valid = sorted((row for row in proposals if row["valid"]), key=lambda row: row["solve_rate"])
     step = max(1, len(valid) // max(1, number * 3 // 4))
     chosen = valid[::step][: number * 3 // 4]
     chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]
-    return [
-        (row, attempts.get((row["step"], row["match"], row["task_id"]), []) if row["valid"] else []) for row in chosen
-    ]
+    return [(row, attempts.get(_task(row), []) if row["valid"] else []) for row in chosen]
+
+
+def load_last_task(run: str | Path) -> Sample | None:
+    """
+    The newest task with its attempts, one that some of them solved if there is such a one; a rejected proposal if the
+    step has no task, `None` without rollouts.
+    """
+    proposals, attempts = _proposals(Path(run), last=1)
+    if not proposals:
+        return None
+    row = max(proposals, key=lambda row: (row["valid"], row["valid"] and 0 < row["solve_rate"] < 1))
+    return row, attempts.get(_task(row), []) if row["valid"] else []
+
+
+def _proposals(root: Path, last: int) -> tuple[list[dict[str, Any]], dict[tuple, list[dict[str, Any]]]]:
+    """Proposals of the last files, newest first, and the attempts at each task that is not an archived one."""
+    rows = _read_rollouts(root, SAMPLE_COLUMNS, last)
+    attempts: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["role"] == "student" and not row["archived"]:
+            attempts.setdefault(_task(row), []).append(row)
+    return [row for row in reversed(rows) if row["role"] == "teacher"], attempts
+
+
+def _task(row: dict[str, Any]) -> tuple:
+    return row["step"], row["match"], row["task_id"]

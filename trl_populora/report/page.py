@@ -6,43 +6,60 @@ Whatever a model wrote is escaped: a task must not become a script in somebody's
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from trl_populora.files import written_whole
-from trl_populora.report.load import Run, load_run, load_samples
+from trl_populora.report.load import Run, Sample, load_run, load_samples
 from trl_populora.report.plots import Plot, draw_plots
+from trl_populora.report.summary import Change, changes, fifths, held_out_changes, write
+from trl_populora.report.terminal import duration, percent
 
 
 # Characters of a completion that are shown, and rows of the table of births before it folds.
 _SHOWN, _ROWS = 1500, 16
 
 _STYLE = """
-:root { color-scheme: light; --line: #d8d8d8; --soft: #f5f5f3; --teacher: #D55E00; --student: #0072B2; }
+:root { color-scheme: light; --line: #d8d8d8; --soft: #f5f5f3; --quiet: #555; --teacher: #B34700; --student: #0072B2; }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; margin: 0 auto; max-width: 1160px;
        padding: 1rem clamp(.8rem, 3vw, 2rem) 4rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: .6rem 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
 .facts { display: flex; flex-wrap: wrap; gap: .3rem 1.6rem; margin: 0; padding: 0; list-style: none; }
-.facts b { font-variant-numeric: tabular-nums; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 1.2rem; }
+.facts b { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 1.2rem 2rem; }
+.columns > * { min-width: 0; }
 figure { margin: 0; padding: .8rem; border: 1px solid var(--line); border-radius: 8px; }
 figure h3 { margin: 0 0 .4rem; font-size: 1rem; }
 figure img { width: 100%; height: auto; display: block; }
-figcaption, .note { color: #555; font-size: .88rem; margin-top: .4rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, .text { text-align: left; }
+figcaption, .note { color: var(--quiet); font-size: .88rem; margin: .4rem 0; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; width: 100%; }
+th, td { padding: .3rem .5rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+tr.clear td { font-weight: 700; }
 .teacher { color: var(--teacher); font-weight: 600; } .student { color: var(--student); font-weight: 600; }
 details { border: 1px solid var(--line); border-radius: 8px; margin: .6rem 0; padding: .5rem .8rem; }
 summary { cursor: pointer; overflow-wrap: anywhere; }
 pre { background: var(--soft); border-radius: 6px; padding: .6rem; font-size: .82rem; line-height: 1.4;
       margin: .4rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .tag { border-radius: 4px; padding: 0 .4rem; font-size: .8rem; background: var(--soft); white-space: nowrap; }
+.settings td, .settings th { text-align: left; overflow-wrap: anywhere; }
+@media (max-width: 640px) {  /* a row of many cells becomes a card, its cells named by their column */
+  .cards, .cards tbody { display: block; }
+  .cards thead { display: none; }
+  .cards tr { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1.2rem; padding: .4rem 0;
+              border-bottom: 1px solid var(--line); }
+  .cards td { display: flex; justify-content: space-between; gap: .6rem; border: 0; padding: .1rem 0;
+              overflow-wrap: anywhere; }
+  .cards td::before { content: attr(data-name); color: var(--quiet); white-space: nowrap; }
+  .cards td:first-child, .cards td.wide { grid-column: 1 / -1; }
+  .cards td:first-child::before { content: none; }
+}
 """
 
 
@@ -61,15 +78,16 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
     Raises:
         `ValueError`: If the run has not logged a step yet, or a file is broken.
     """
-    records = load_run(run, name)
+    records, samples = load_run(run, name), load_samples(run)
     target = Path(run if directory is None else directory)
     drawn = draw_plots(records, target / "plots")
+    way = os.path.relpath(run, target)
     with written_whole(target / "report.html") as unfinished:
-        unfinished.write_text(page(records, drawn, load_samples(run)), encoding="utf-8")
+        unfinished.write_text(page(records, drawn, samples, way), encoding="utf-8")
     return target / "report.html"
 
 
-def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[tuple[dict, list[dict]]]) -> str:
+def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Sample], way: str = ".") -> str:
     """
     Builds the page.
 
@@ -77,6 +95,7 @@ def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[tuple[d
         run ([`Run`]): The run's records.
         plots (`list[tuple[Plot, Path]]`): Pictures that were drawn.
         samples (`list[tuple[dict, list[dict]]]`): Proposals with the attempts at them.
+        way (`str`, *optional*, defaults to `"."`): From the page to the run's directory, for links to its rollouts.
     """
     figures = "\n".join(_figure(plot, path) for plot, path in plots)
     return f"""<!DOCTYPE html>
@@ -90,17 +109,21 @@ def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[tuple[d
 <body>
 <h1>{escape(run.name)}</h1>
 {_facts(run)}
+<h2>What changed</h2>
+{_changes(run)}
 <h2>Members</h2>
 {_members(run)}
 <h2>The run in pictures</h2>
 <p class="note">Dotted vertical lines mark evolution events. One population step is one optimizer step.</p>
-<div class="plots">
+<div class="columns">
 {figures}
 </div>
 <h2>Births</h2>
 {_births(run)}
 <h2>Sample tasks with attempts</h2>
-{_samples(samples)}
+{_samples(samples, way)}
+<h2>Settings</h2>
+{_settings(run)}
 </body>
 </html>
 """
@@ -108,9 +131,10 @@ def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[tuple[d
 
 def _facts(run: Run) -> str:
     last, population = run.latest, run.population
-    planned = population.get("settings", {}).get("max_steps")
-    done = f"{last['step']} of {planned}" if planned else str(last["step"])
-    state = " (in progress or stopped)" if planned and last["step"] < planned else ""
+    done = f"{run.step} of {run.planned}" if run.planned else str(run.step)
+    state = " (in progress or stopped)" if run.planned and not run.finished else ""
+    settings = population.get("settings", {})
+    steps, evaluations = run.seconds
     facts = {
         "steps": done + state,
         "base model": population.get("base_model", "-"),
@@ -120,9 +144,57 @@ def _facts(run: Run) -> str:
         "births": len(run.lineage),
         "tasks in the archive": _number(last.get("archive/size"), ".0f"),
         "tokens": _number(last.get("num_tokens"), ",.0f"),
+        "seed": settings.get("seed", "-"),
+        "duration": duration(steps) + (f", evaluations {duration(evaluations)}" if evaluations else ""),
+        "versions": ", ".join(f"{name} {number}" for name, number in population.get("versions", {}).items()) or "-",
     }
+    if settings.get("single_agent"):
+        facts["single agent"] = "one adapter plays both roles"
     items = "".join(f"<li>{escape(name)}: <b>{escape(str(value))}</b></li>" for name, value in facts.items())
     return f'<ul class="facts">{items}</ul>'
+
+
+def _changes(run: Run) -> str:
+    early, late = fifths(run)
+    if not early:
+        return (
+            '<p class="note">There is one step so far; from the second on this compares early ones with late ones.</p>'
+        )
+    played, ((start, end), measured) = changes(run), held_out_changes(run)
+    clear = [change for change in played if change.clear]
+    told = [change.told for change in (*measured[:1], *clear) if change.difference]
+    what = "Everything else" if clear else "What the game shows"
+    rest = f"{what} stayed within what steps differ by among themselves."
+    if all(change.clear is None for change in played):
+        rest = (
+            "The run is too short to tell more from how steps differ by chance; from ten logged steps on it is told."
+        )
+    items = "".join(f"<li>{escape(text[:1].upper() + text[1:])}.</li>" for text in told)
+    parts = [_change_table(("", _span(early, run), _span(late, run), "change"), played)]
+    if measured:
+        parts.insert(0, _change_table(("", f"step {start}", f"step {end}", "change", "base"), measured))
+    note = "First and last fifth of the logged steps. Bold: more than chance between steps (Welch's test, 1 %)."
+    tables = "".join(f"<div>{table}</div>" for table in parts)
+    return f'<ul>{items}<li>{rest}</li></ul><div class="columns">{tables}</div><p class="note">{note}</p>'
+
+
+def _span(entries: list[dict[str, Any]], run: Run) -> str:
+    """The steps that logged entries are about; an entry is about all steps since the one before it."""
+    position = run.history.index(entries[0])
+    first = run.history[position - 1]["step"] + 1 if position else 1
+    last = entries[-1]["step"]
+    return f"step {last}" if first == last else f"steps {first}-{last}"
+
+
+def _change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
+    body = []
+    for row in rows:
+        cells = [escape(row.name), write(row.first, row.form), write(row.last, row.form)]
+        cells.append(write(row.difference, row.form, sign=True))
+        if "base" in header:
+            cells.append(write(row.base, row.form))
+        body.append((cells, "clear" if row.clear else ""))
+    return _table(header, body, "")
 
 
 def _members(run: Run) -> str:
@@ -134,43 +206,65 @@ def _members(run: Run) -> str:
             mu, sigma = last.get(f"member/{name}/mu"), last.get(f"member/{name}/sigma")
             low = mu - 3 * sigma if mu is not None and sigma is not None else None
             born = max((e["step"] for e in run.lineage if e["child"].startswith(f"{name}@")), default=0)
-            cells = [_number(mu, ".2f"), _number(sigma, ".2f"), _number(low, ".2f"), str(born)]
-            cells += [escape(str(known.get(name, {}).get(key, "-"))) for key in ("age", "operator")]
-            parents = escape(", ".join(known.get(name, {}).get("parents", []))) or "-"
-            rows.append(((role == "student", -(mu or 0.0)), name, role, [*cells, parents]))
-    header = ("member", "mu", "sigma", "mu - 3 sigma", "born at step", "matches", "made by", "parents")
-    body = [f'<td class="{role}">{escape(name)}</td>' + _cells(cells) for _, name, role, cells in sorted(rows)]
-    return _table(header, body)
+            member = known.get(name, {})
+            rate = member.get("held_out")
+            cells = [f'<span class="{role}">{escape(name)}</span>']
+            cells += [_number(mu, ".2f"), _number(sigma, ".2f"), _number(low, ".2f")]
+            cells += ["-" if rate is None else percent(rate), str(born)]
+            cells += [escape(str(member.get(key, "-"))) for key in ("age", "operator")]
+            parents = escape(", ".join(member.get("parents", []))) or "-"
+            rows.append(((role == "student", -(mu or 0.0), name), [*cells, parents]))
+    header = ("member", "mu", "sigma", "mu - 3 sigma", "held out", "born at step", "matches", "made by", "parents")
+    return _table(header, [(cells, "") for _, cells in sorted(rows)], "cards")
 
 
 def _births(run: Run) -> str:
     if not run.lineage:
         return '<p class="note">Nobody has been replaced yet.</p>'
-    header = ("step", "child", "in place of", "its mu", "parents", "operator", "cosine to parents")
+    header = ("child", "step", "its mu", "in place of", "parents", "operator", "cosine to parents")
     body = []
     for event in run.lineage:
         replaced = event["replaced"]
         cells = [
             escape(event["child"]),
-            escape(replaced["member"]),
+            str(event["step"]),
             _number(replaced["mu"], ".2f"),
+            escape(replaced["member"]),
             escape(", ".join(parent["member"] for parent in event["parents"])),
             escape(event["operator"]),
             ", ".join(_number(value, ".2f") for value in event.get("cosine", [])),
         ]
-        body.append(f"<td>{event['step']}</td>" + _cells(cells))
-    table = _table(header, body)
-    return table if len(body) <= _ROWS else f"<details><summary>all {len(body)} births</summary>{table}</details>"
+        body.append((cells, ""))
+    table = _table(header, body, "cards")
+    return table if len(body) <= _ROWS else _folded("births", f"all {len(body)} births", table)
 
 
-def _table(header: Sequence[str], body: Sequence[str]) -> str:
+def _settings(run: Run) -> str:
+    settings = run.population.get("settings", {})
+    if not settings:
+        return '<p class="note">This run did not say what it was set to.</p>'
+    every = settings | {f"lora: {name}": value for name, value in run.population.get("lora", {}).items()}
+    rows = [([f"<code>{escape(name)}</code>", escape(str(value))], "") for name, value in every.items()]
+    return _folded("settings", f"all {len(rows)} settings", _table(("setting", "value"), rows, "settings"))
+
+
+def _table(header: Sequence[str], body: Sequence[tuple[Sequence[str], str]], style: str) -> str:
+    """A table of HTML cells; each row comes with its class."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    rows = "".join(f"<tr>{cells}</tr>" for cells in body)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    rows = "".join(f'<tr class="{row}">{_cells(header, cells)}</tr>' for cells, row in body)
+    return f'<table class="{style}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _cells(cells: Sequence[str]) -> str:
-    return "".join(f"<td>{cell}</td>" for cell in cells)
+def _cells(header: Sequence[str], cells: Sequence[str]) -> str:
+    wide = {"parents", "operator", "made by", "in place of", "cosine to parents"}  # half a phone is too narrow
+    return "".join(
+        f'<td data-name="{escape(name)}"{" class=wide" if name in wide else ""}>{cell}</td>'
+        for name, cell in zip(header, cells, strict=True)
+    )
+
+
+def _folded(name: str, title: str, inside: str) -> str:
+    return f'<details id="{escape(name)}"><summary>{escape(title)}</summary>{inside}</details>'
 
 
 def _figure(plot: Plot, path: Path) -> str:
@@ -180,27 +274,37 @@ def _figure(plot: Plot, path: Path) -> str:
     return f"<figure><h3>{title}</h3>{image}<figcaption>{caption}</figcaption></figure>"
 
 
-def _samples(samples: Sequence[tuple[dict, list[dict]]]) -> str:
+def _samples(samples: Sequence[Sample], way: str) -> str:
     if not samples:
         return '<p class="note">This run kept no rollouts (<code>save_rollouts</code>).</p>'
-    return "\n".join(_sample(proposal, attempts) for proposal, attempts in samples)
+    whole = "<code>pandas.read_parquet(file).iloc[row]</code>"
+    note = f'<p class="note">Each names its file and rows: {whole} has all of it.</p>'
+    return note + "\n".join(_sample(proposal, attempts, way) for proposal, attempts in samples)
 
 
-def _sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> str:
+def _sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]], way: str) -> str:
     if proposal["valid"]:
         verdict = f"solved by {sum(a['correct'] for a in attempts)} of {len(attempts)} attempts"
     else:
         verdict = f"rejected: {proposal['reject_reason'].replace('_', ' ')}"
     title = f"step {proposal['step']} · {proposal['member']} · {proposal['kind']} · {verdict}"
-    parts = [f"<p>Proposal, reward {proposal['reward']:+.2f}:</p>{_text(proposal['completion'])}"]
+    parts = [
+        _source(proposal, way),
+        f"<p>Proposal, reward {proposal['reward']:+.2f}:</p>{_text(proposal['completion'])}",
+    ]
     if attempts:
         parts.append(f"<p>What {escape(attempts[0]['member'])} was asked:</p>{_text(attempts[0]['prompt'])}")
     for attempt in attempts:
         mark = "right" if attempt["correct"] else "wrong" if attempt["well_formed"] else "malformed"
-        parts.append(
-            f'<p><span class="tag">{mark}, reward {attempt["reward"]:+.2f}</span></p>' + _text(attempt["completion"])
-        )
-    return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
+        tag = f'<span class="tag">{mark}, reward {attempt["reward"]:+.2f}, row {attempt["row"]}</span>'
+        parts.append(f"<p>{tag}</p>" + _text(attempt["completion"]))
+    return _folded(f"{Path(proposal['file']).stem}-{proposal['row']}", title, "".join(parts))
+
+
+def _source(proposal: Mapping[str, Any], way: str) -> str:
+    link = quote(proposal["file"] if way == "." else f"{way}/{proposal['file']}")
+    task = f", task <code>{escape(proposal['task_id'])}</code>" if proposal["task_id"] else ""
+    return f'<p class="note"><a href="{link}">{proposal["file"]}</a>, row {proposal["row"]}{task}</p>'
 
 
 def _text(text: str) -> str:

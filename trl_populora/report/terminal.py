@@ -68,3 +68,12 @@ def _cells(member: dict[str, Any]) -> tuple[str, ...]:
 
 def percent(rate: float) -> str:
     return f"{100 * rate:.0f} %" if rate == rate else "-"
+
+
+def duration(seconds: float) -> str:
+    """Two units that matter: `42 s`, `3 min 32 s`, `5 h 12 min`, `2 d 3 h`."""
+    whole = round(seconds)
+    for unit, next_unit, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {next_unit}"
+    return f"{whole} s"

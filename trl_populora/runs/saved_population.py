@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +148,15 @@ def describe(game: Game, shape: Shape, args: PopuLoRAConfig, step: int, held_out
         "held_out_base": held_out.base_rate if held_out else None,
         "members": members,
         "settings": _settings(args),
+        "versions": versions(),
     }
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of Python and the packages on which the figures of a run depend."""
+    packages = ("trl-populora", "trl", "transformers", "peft", "torch")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
 def _settings(args: PopuLoRAConfig) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""Tables in the real W&B, offline, and the real trackio, on this disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import trackio
+import wandb
+from trackio import sqlite_storage
+
+from tests.populora_run import EVALUATED, make_trainer
+from trl_populora.report.trackers import BIRTH, MEMBER
+from trl_populora.runs.records import LINEAGE, read_lines
+
+
+PLAYED = ("prompt", "completion", "kind", "member", "role", "advantage")
+
+
+@pytest.fixture(scope="module")
+def tracked(base, tmp_path_factory):
+    """A run of two steps with births after both and evaluations before and after, in both trackers."""
+    path = tmp_path_factory.mktemp("tracked")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_DIR", str(path))
+        patch.setenv("WANDB_SILENT", "true")
+        for module in (trackio.utils, sqlite_storage):  # `TRACKIO_DIR` of the environment, which is read at import
+            patch.setattr(module, "TRACKIO_DIR", path / "trackio")
+        settings = {"max_steps": 2, "evolve_every": 1, "save_strategy": "no", "log_completions": True}
+        trackers = {"report_to": ["wandb", "trackio"], "project": "letters", "num_completions_to_print": 1}
+        make_trainer(base, str(path / "run"), EVALUATED | settings | trackers).train()
+        wandb.finish()
+        yield path
+        wandb.teardown()
+
+
+def in_wandb(path: Path) -> dict[str, list[list[dict]]]:
+    """Every table by name, in the order in which they were logged."""
+    found: dict[str, list[list[dict]]] = {}
+    files = [*path.glob("wandb/offline-run-*/files/media/table/*.table.json")]
+    for file in sorted(files, key=lambda file: int(file.name.split("_")[1])):
+        table = json.loads(file.read_text())
+        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+        found.setdefault(file.name.split("_")[0], []).append(rows)
+    return found
+
+
+def in_trackio(path: Path) -> dict[str, list[list[dict]]]:
+    """Likewise."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (trackio.utils, sqlite_storage):
+            patch.setattr(module, "TRACKIO_DIR", path / "trackio")
+        store = sqlite_storage.SQLiteStorage
+        (run,) = store.get_runs("letters")
+        logs = store.get_logs("letters", run)
+    found: dict[str, list[list[dict]]] = {}
+    for name, value in ((name, value) for log in logs for name, value in log.items()):
+        if isinstance(value, dict) and value.get("_type") == "trackio.table":
+            found.setdefault(name, []).append(value["_value"])
+    return found
+
+
+@pytest.mark.parametrize("read", [in_wandb, in_trackio])
+class TestTables:
+    def test_population_with_evaluations_and_births(self, tracked, read):
+        tables = read(tracked)["population"]
+        assert [rows[0]["step"] for rows in tables] == [0, 1, 2, 2]
+        assert all(tuple(row) == MEMBER for rows in tables for row in rows)
+        saved = json.loads((tracked / "run" / "population.json").read_text())["members"]
+        for row, member in zip(tables[-1], saved, strict=True):
+            assert (row["name"], row["mu"], row["held_out"]) == (member["name"], member["mu"], member["held_out"])
+            assert row["parents"] == ", ".join(member["parents"])
+
+    def test_births_are_those_of_the_lineage(self, tracked, read):
+        events, last = read_lines(tracked / "run" / LINEAGE), read(tracked)["births"][-1]
+        assert len(events) == len(last) > 1
+        for event, row in zip(events, last, strict=True):
+            assert tuple(row) == BIRTH
+            assert (row["step"], row["child"]) == (event["step"], event["child"])
+            assert row["replaced"] == event["replaced"]["member"]
+            assert row["parents"] == ", ".join(parent["member"] for parent in event["parents"])
+
+    def test_completions_tell_member_role_and_kind_as_text(self, tracked, read):
+        tables = read(tracked)["completions"]
+        for row in (row for rows in tables for row in rows):
+            assert {type(row[name]) for name in PLAYED} == {str, float}
+            assert row["member"].startswith(row["role"])
