@@ -20,7 +20,7 @@ from trl import TrlParser
 import trl_populora
 from trl_populora import __main__ as cli
 from trl_populora.given_tasks import load_archive, read_tasks
-from trl_populora.model_options import MemberConfig, member_lora
+from trl_populora.model_options import MemberConfig, group_options, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.preparation import make_kinds
 from trl_populora.report.payoff import Payoff, write_payoff
@@ -235,7 +235,7 @@ def test_what_the_user_can_mend_is_one_line(command, tmp_path):
 
 def test_training_options_are_grouped_as_the_config_is(capsys):
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=cli.USAGE)
-    cli.group_options(parser)
+    group_options(parser, cli.TrainArguments, PopuLoRAConfig)
     text = parser.format_help()
     order = ["This command:", "--resume", "Population:", "--teachers", "--warm_start", "Tasks:", "--task_kinds"]
     order += ["Matchmaking:", "--pfsp_kappa", "Rewards and baselines:", "--student_baseline", "Sandbox:"]
@@ -264,7 +264,7 @@ def test_yaml_and_overrides_reach_the_config(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(f"output_dir: {tmp_path}\nteachers: 2\nstudents: 3\nuse_cpu: true\nbf16: false\nresume: true\n")
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig))
-    cli.group_options(parser)
+    group_options(parser, cli.TrainArguments, PopuLoRAConfig)
     recipe, args, _ = parser.parse_args_and_config(["--config", str(path), "--students", "4"])
     assert (args.teachers, args.students, recipe.resume) == (2, 4, True)
 

@@ -87,13 +87,13 @@ def train(arguments: Sequence[str]) -> None:
     """Trains a population."""
     from trl import TrlParser
 
-    from trl_populora.model_options import MemberConfig
+    from trl_populora.model_options import MemberConfig, group_options
     from trl_populora.populora_config import PopuLoRAConfig
 
     # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename in every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
-    group_options(parser)
+    group_options(parser, TrainArguments, PopuLoRAConfig)
     if not arguments:
         parser.error("what to train? Give a recipe, `--config recipes/tiny/quickstart.yaml`, or options; see --help.")
     run_training(*parser.parse_args_and_config(list(arguments)))
@@ -101,44 +101,6 @@ def train(arguments: Sequence[str]) -> None:
 
 # argparse would list 250 options twice.
 USAGE = "populora train --config FILE.yaml [--option value ...]"
-
-# Heading in `populora train --help`: the field of `PopuLoRAConfig` that its group starts with.
-GROUPS = {
-    "Population": "teachers",
-    "Tasks": "task_kinds",
-    "Matchmaking": "matchmaking",
-    "Rewards and baselines": "teacher_reward_invalid",
-    "Sandbox": "sandbox_workers",
-    "Evolution": "evolve_every",
-    "Evaluation": "eval_attempts",
-    "Generation": "generation_tokens",
-    "Records": "save_rollouts",
-}
-
-
-def group_options(parser: argparse.ArgumentParser) -> None:
-    """Lists the options of a population in the groups of the config, before the many that are inherited."""
-    from trl import GRPOConfig
-
-    from trl_populora.populora_config import PopuLoRAConfig
-
-    inherited = {option.name for option in fields(GRPOConfig)}
-    headings = {start: heading for heading, start in GROUPS.items()}
-    heading, heading_of = "", {}
-    for option in fields(PopuLoRAConfig):
-        if option.name not in inherited:
-            heading = headings.get(option.name, heading)
-            heading_of[option.name] = heading
-    for option in fields(TrainArguments):
-        heading_of[option.name] = "This command"
-    # argparse has no public way to move an option into a group once it is there.
-    rest = parser._optionals._group_actions
-    groups = {name: parser.add_argument_group(name) for name in ("This command", *GROUPS)}
-    for action in [action for action in rest if action.dest in heading_of]:
-        rest.remove(action)
-        groups[heading_of[action.dest]]._group_actions.append(action)
-    parser._optionals.title = "Training and model (TRL and transformers)"
-    parser._action_groups.append(parser._action_groups.pop(parser._action_groups.index(parser._optionals)))
 
 
 def build_trainer(recipe, args, model):

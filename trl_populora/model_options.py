@@ -1,11 +1,12 @@
-"""What a command line says about base and members: TRL's `ModelConfig`, honoured or refused."""
+"""What a command line says about base and members: TRL's `ModelConfig`, honoured or refused; and its help."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from argparse import ArgumentParser
+from dataclasses import dataclass, field, fields
 
 from peft import LoraConfig
-from trl import ModelConfig, get_peft_config
+from trl import GRPOConfig, ModelConfig, get_peft_config
 
 
 @dataclass
@@ -35,3 +36,38 @@ def member_lora(model: ModelConfig) -> LoraConfig:
     if lora.target_modules is None and lora.target_parameters is None:
         lora.target_modules = "all-linear"
     return lora
+
+
+# Heading in `populora train --help`: the field of `PopuLoRAConfig` that its group starts with.
+GROUPS = {
+    "Population": "teachers",
+    "Tasks": "task_kinds",
+    "Matchmaking": "matchmaking",
+    "Rewards and baselines": "teacher_reward_invalid",
+    "Sandbox": "sandbox_workers",
+    "Evolution": "evolve_every",
+    "Evaluation": "eval_attempts",
+    "Generation": "generation_tokens",
+    "Records": "save_rollouts",
+}
+
+
+def group_options(parser: ArgumentParser, command: type, settings: type[GRPOConfig]) -> None:
+    """Lists a command's own options, then a population's in the groups of its config, before the many inherited."""
+    inherited = {option.name for option in fields(GRPOConfig)}
+    headings = {start: heading for heading, start in GROUPS.items()}
+    heading, heading_of = "", {}
+    for option in fields(settings):
+        if option.name not in inherited:
+            heading = headings.get(option.name, heading)
+            heading_of[option.name] = heading
+    for option in fields(command):
+        heading_of[option.name] = "This command"
+    # argparse has no public way to move an option into a group once it is there.
+    rest = parser._optionals._group_actions
+    groups = {name: parser.add_argument_group(name) for name in ("This command", *GROUPS)}
+    for action in [action for action in rest if action.dest in heading_of]:
+        rest.remove(action)
+        groups[heading_of[action.dest]]._group_actions.append(action)
+    parser._optionals.title = "Training and model (TRL and transformers)"
+    parser._action_groups.append(parser._action_groups.pop(parser._action_groups.index(parser._optionals)))

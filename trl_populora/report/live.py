@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from trl_populora.report.page import write_report
 from trl_populora.report.plots import plot_run
-from trl_populora.runs.records import STEP, sort_of
+from trl_populora.runs.lines import STEP, sort_of
 
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from trl_populora.runs.records import EVALUATION, LINEAGE, read_lines, sort_of
+from trl_populora.runs.lines import EVALUATION, LINEAGE, read_lines, sort_of
 
 
 TRACKERS = ("wandb", "trackio")  # those with tables; they have the same `Table` and `log`
