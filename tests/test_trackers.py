@@ -66,7 +66,9 @@ def in_trackio(path: Path) -> dict[str, list[list[dict]]]:
 class TestTables:
     def test_population_with_evaluations_and_births(self, tracked, read):
         tables = read(tracked)["population"]
-        assert [rows[0]["step"] for rows in tables] == [0, 1, 2, 2]
+        assert [rows[0]["step"] for rows in tables] == [0, 1, 2], (
+            "none after the last step, and the end repeats nothing"
+        )
         assert all(tuple(row) == MEMBER for rows in tables for row in rows)
         saved = json.loads((tracked / "run" / "population.json").read_text())["members"]
         for row, member in zip(tables[-1], saved, strict=True):
