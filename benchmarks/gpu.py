@@ -141,7 +141,7 @@ PARTS = (
         "vllm_routing",
         3,
         "vllm_routing.py",
-        "vllm_routing.py --quick",
+        "vllm_routing.py --quick --repeats 1",
         {
             "8 members mixed against one, tokens/s": "mixed_vs_one",
             "mixed against one after the other": "mixed_vs_sequential",
