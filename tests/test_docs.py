@@ -19,6 +19,8 @@ from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.evaluation.cross_play import CrossPlayArguments
 from trl_populora.hub.export import ExportArguments
 from trl_populora.population.operators import MUTATIONS
+from trl_populora.report.served import ReportArguments
+from trl_populora.report.watch import WatchArguments
 from trl_populora.sandbox import Sandbox
 
 
@@ -114,7 +116,8 @@ OPTIONS = {
     "quickstart": None,
     "train": program.TrainArguments,
     "recipes": program.RecipesArguments,
-    "report": program.ReportArguments,
+    "report": ReportArguments,
+    "watch": WatchArguments,
     "info": program.InfoArguments,
     "push": program.PushArguments,
     "export": ExportArguments,
