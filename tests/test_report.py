@@ -254,19 +254,19 @@ class TestLiveReport:
 
         return log
 
-    def test_waits_a_minute_and_takes_a_fiftieth_of_the_time(self, run, logs):
-        assert not logs(59)
+    def test_waits_two_minutes_and_takes_a_fiftieth_of_the_time(self, run, logs):
+        assert not logs(119)
         assert not logs(end=True), "a short run has neither"
-        assert logs(61, 61, 64)
+        assert logs(121, 121, 124)
         assert (run / "report.html").stat().st_size > 10_000
-        assert not logs(64 + 3 * 50 - 1), "three seconds of writing"
-        assert logs(64 + 3 * 50, 214, 215)
-        assert not logs(215 + 59), "not more than once a minute"
-        assert logs(216, 217, end=True), "a run that has them ends with all of it"
+        assert not logs(124 + 3 * 50 - 1), "three seconds of writing"
+        assert logs(124 + 3 * 50, 274, 275)
+        assert not logs(275 + 119), "not more than every two minutes"
+        assert logs(276, 277, end=True), "a run that has them ends with all of it"
 
     def test_a_picture_that_cannot_be_drawn_stops_no_run(self, run, logs, caplog):
         (run / "metrics.jsonl").write_text("{broken\n")
-        assert not logs(61, 61)
+        assert not logs(121, 121)
         assert not logs(1000)
         assert not logs(end=True)
         assert [record.message.partition(" are")[0] for record in caplog.records] == [f"Picture and page of {run}"]

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds before the first writing and between two, and the share of the run's time that writing may take: a page takes
 # three to five seconds, so it is drawn anew every four minutes.
-EVERY, SHARE = 60.0, 0.02
+EVERY, SHARE = 120.0, 0.02
 
 
 class LiveReport(TrainerCallback):
