@@ -44,8 +44,8 @@ REFERENCE = pages.AGENT
 COIN = "coin"
 REJECTION = "rejection"  # the base's samples; `rejection.py` makes an adapter of those that were right
 VARIANTS: dict[str, dict[str, str]] = {
-    "4t4s": {},
     REFERENCE: {"single_agent": "true", "evolve_every": "0"},  # with the rows of one pair: as many per adapter
+    "4t4s": {},
     "single_agent_all_rows": {"single_agent": "true", "evolve_every": "0", "proposals_per_teacher": "32"},
     "1t1s": {"teachers": "1", "students": "1", "evolve_every": "0"},  # nobody to breed from
     "no_evolution": {"evolve_every": "0"},

@@ -34,7 +34,7 @@ def spread(numbers: Iterable[float]) -> str:
     """Mean and sample standard deviation over seeds, as text; the second from two seeds on."""
     known = [number for number in numbers if not math.isnan(number)]
     if len(set(known)) < 2:
-        return f"{known[0]:.2f}".removesuffix(".00") if known else "-"
+        return "-" if not known else str(known[0]) if isinstance(known[0], int) else f"{known[0]:.2f}"
     return f"{fmean(known):.2f} ± {stdev(known):.2f}"
 
 
