@@ -128,7 +128,7 @@ def test_the_smallest_published_figure_comes_back(few_tasks, tmp_path, monkeypat
     options = f"--variants single_agent --seeds 0 --steps 1 --output {tmp_path} --eval_steps 1000"
     monkeypatch.setattr(sys, "argv", ["arms_race.py", *options.split()])
     arms_race.main()
-    (seen,) = runs.measure(tmp_path / "single_agent" / "seed_0").evaluations
+    seen, *_ = runs.measure(tmp_path / "single_agent" / "seed_0").evaluations
     published = runs.load(arms_race.CONFIG.parent / runs.RESULTS)["single_agent"][0].evaluations[0]
     assert seen == pytest.approx(published, abs=0.02), "the base's rates; another machine rounds and samples otherwise"
 
