@@ -426,7 +426,8 @@ class PopuLoRATrainer(GRPOTrainer):
         self._metrics["train"]["frac_reward_zero_std"][-1] = scored.flat
         self._logs["advantages"].extend(scored.advantages.tolist())  # a full deque: TRL's own advantages drop out
         for column in ("prompt", "completion"):  # as text: trackio shows messages as "[object Object]"
-            self._logs[column].extend([messages[-1]["content"] for messages in self._logs[column]])
+            texts = [messages[-1]["content"] if messages else "" for messages in self._logs[column]]
+            self._logs[column].extend(texts)
         start = self.accelerator.process_index * len(played.rows)
         mine = scored.part(slice(start, start + len(played.rows)))
         if self.args.save_rollouts:
