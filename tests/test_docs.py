@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from trl import TrlParser
 
 import trl_populora
 from tests.populora_run import make_trainer
@@ -18,7 +19,9 @@ from trl_populora import __main__ as program
 from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.evaluation.cross_play import CrossPlayArguments
 from trl_populora.hub.export import ExportArguments
+from trl_populora.model_options import MemberConfig
 from trl_populora.population.operators import MUTATIONS
+from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.served import ReportArguments
 from trl_populora.report.watch import WatchArguments
 from trl_populora.sandbox import Sandbox
@@ -127,6 +130,24 @@ OPTIONS = {
     "sandbox-check": None,
 }
 SECTIONS = dict(re.findall(r"^## populora ([\w-]+)\n(.*?)(?=^## |\Z)", PAGES["commands.md"].read_text(), re.M | re.S))
+
+
+QUICKSTARTS = [
+    line.replace("\\\n", " ").split("#")[0].split()[2:]
+    for line in re.findall(r"^populora quickstart(?:.*\\\n)*.*$", PAGES["start.md"].read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("options", QUICKSTARTS, ids=" ".join)
+def test_every_quick_start_of_the_first_page_is_a_valid_one(options):
+    parser = TrlParser((program.TrainArguments, PopuLoRAConfig, MemberConfig))
+    recipe = ["--config", str(ROOT / "recipes" / "tiny" / "quickstart.yaml")]
+    _, args, _ = parser.parse_args_and_config([*recipe, *options])
+    assert args.output_dir == options[options.index("--output_dir") + 1]
+
+
+def test_the_first_page_changes_the_quick_start_in_three_ways():
+    assert len(QUICKSTARTS) == 3
 
 
 def test_every_command_is_explained():

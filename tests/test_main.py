@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from safetensors import SafetensorError
 from trl import TrlParser
 
@@ -258,6 +259,14 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
     args = make_args()
     archive = load_archive(read_tasks(recipe.seed_tasks), make_kinds(args), args)
     assert list(archive) == list(earlier)
+
+
+@pytest.mark.parametrize(("shown", "told"), [(2, ["No task of code_i to start from"]), (0, [])])
+def test_a_kind_without_a_task_to_start_from_is_told(shown, told, seed_tasks, make_args, caplog):
+    args = make_args(task_kinds=["code_o", "code_i"], references_per_proposal=shown)
+    given = Dataset.from_list([task.to_record() for task in seed_tasks if task.kind == "code_o"])
+    load_archive(given, make_kinds(args), args)
+    assert [line.partition(":")[0] for line in caplog.messages if line.startswith("No task")] == told
 
 
 def test_yaml_and_overrides_reach_the_config(tmp_path):

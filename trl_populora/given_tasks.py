@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task, TaskKind
 from trl_populora.tasks.code import CodeKind
 from trl_populora.tasks.control import control_text
+
+
+logger = logging.getLogger(__name__)
 
 
 def read_tasks(source: str | None):
@@ -66,6 +70,14 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
             "table can be read with `load_dataset('json', data_files=...)['train']`."
         )
     check_archive(archive, kinds)
+    shown = {name: kind.reference_kinds for name, kind in kinds.items() if kind.reference_kinds}
+    bare = [name for name, references in shown.items() if not archive.sample(references, 1, random.Random(0))]
+    if bare and args.references_per_proposal:
+        logger.warning(
+            "No task of %s to start from: teachers see no example of them at first, and may write nothing valid. Add "
+            "seed tasks of these kinds, or leave them out of `task_kinds`.",
+            ", ".join(bare),
+        )
     return archive
 
 
