@@ -97,7 +97,7 @@ def test_the_page_compares_what_has_been_run(output, few_tasks):
     assert [row.split(" |")[0] for row in rows] == ["| teachers of 4t4s", "| teachers of single_agent"]
     transfer = json.loads((output / "4t4s" / "seed_0" / "untrained.json").read_text())
     assert set(transfer) == {"base", "student_0", "student_1"}
-    (row,) = [line for line in text.splitlines() if line.startswith("| gain over the base, mean")]
+    (row,) = [line for line in text.splitlines() if line.startswith("| gain over the base, mean |")]
     gains = [runs.measure(output / name / "seed_0").gain() for name in ("4t4s", "single_agent")]
     assert f"{gains[0] - gains[1]:+.3f}, one seed" in row
 

@@ -39,7 +39,7 @@ def as_it_was(finished: Path, run: Path, lines: int) -> None:
 
 class TestFrame:
     def test_of_a_run_that_is_not_there(self, tmp_path):
-        assert shown(tmp_path / "later").startswith(f"{tmp_path}/later is not there yet; waiting")
+        assert shown(tmp_path / "later", 300).startswith(f"{tmp_path}/later is not there yet; waiting")
 
     def test_of_a_run_that_has_only_evaluated(self, finished, tmp_path):
         as_it_was(finished, tmp_path, 1)
