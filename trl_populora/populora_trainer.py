@@ -208,11 +208,7 @@ class PopuLoRATrainer(GRPOTrainer):
         if args.warm_start:
             warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
         if args.use_vllm:
-            from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
-
-            engine_of = self.model, self.population.adapters, self.asked, self.accelerator
-            self.vllm_generation = population_generation(args, *engine_of, tokenizer, self.eos_token_ids)
-            self.use_vllm, self._last_loaded_step = True, -1
+            self._start_vllm()
         context = self.vllm_generation.context_length() if self.use_vllm else preparation.trained_context(base)
         room = preparation.prompt_room(context, args, lambda prompt: self._tokenize_prompts([prompt])[0][0])
         preparation.fit_into_context(referee, archive, held_out, room)
@@ -227,6 +223,14 @@ class PopuLoRATrainer(GRPOTrainer):
             sharded = preparation.is_zero3(self.args) or self.is_fsdp_enabled
             decoding.check_parts(self.args.generation_tokens, sharded)
             self._generates_whole = decoding.why_whole(base.config, self.generation_config, sharded)
+
+    def _start_vllm(self) -> None:
+        from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
+
+        engine_of = self.model, self.population.adapters, self.asked, self.accelerator
+        asking = self.processing_class, self.eos_token_ids
+        self.vllm_generation = population_generation(self.args, *engine_of, *asking)
+        self.use_vllm, self._last_loaded_step = True, -1
 
     def _add_callbacks(self) -> None:
         adapter = self.population.adapter
