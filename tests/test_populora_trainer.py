@@ -126,7 +126,8 @@ class TestStep:
         still = {name for name in before if same(before[name], after[name])}
         assert still == {f"{frozen}_0", f"{frozen}_1"}
 
-    @pytest.mark.parametrize(("silent", "checkpointing"), [("teacher_1", True), ("student_0", False)])
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.parametrize("silent", ["teacher_1", "student_0"])
     def test_a_member_with_zero_advantages_stands_still(self, make_trainer, silent, checkpointing):
         trainer = make_trainer(SilentFor(silent), gradient_checkpointing=checkpointing)
         before = members_of(trainer)
@@ -487,6 +488,20 @@ class TestRecords:
         times = [entry["time/propose"] for entry in load_history(tmp_path / "a" / "run")]
         assert len(times) == 2
         assert min(times) > 0
+
+
+class TestMembers:
+    def test_resumed_run_equals_unbroken_run(self, make_trainer, tmp_path):
+        straight = make_trainer(output_dir=str(tmp_path / "a"), max_steps=4)
+        straight.train()
+        first = make_trainer(output_dir=str(tmp_path / "b"), max_steps=4, save_strategy="steps", save_steps=2)
+        first.train()
+        second = make_trainer(output_dir=str(tmp_path / "b"), max_steps=4, save_strategy="steps", save_steps=2)
+        second.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+        for name in straight.population.names:
+            assert same(members_of(straight)[name], members_of(second)[name])
+        assert straight.population.state_dict() == second.population.state_dict()
+        assert list(straight.archive.entries()) == list(second.archive.entries())
 
 
 class TestMembers:
