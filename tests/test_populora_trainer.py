@@ -489,8 +489,6 @@ class TestRecords:
         assert len(times) == 2
         assert min(times) > 0
 
-
-class TestMembers:
     def test_resumed_run_equals_unbroken_run(self, make_trainer, tmp_path):
         straight = make_trainer(output_dir=str(tmp_path / "a"), max_steps=4)
         straight.train()
