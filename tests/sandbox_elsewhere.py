@@ -95,7 +95,7 @@ def run(folder, bubblewrap):
             report = box.report()
             verdicts = box.run(jobs)
             sessions = {each.process.pid for each in box._supervisor._workers()}
-            found["respawns"] = found.get("respawns", 0) + box.report()["respawns"]
+            found["respawns"] = found.get("respawns", {}) | box.report()["respawns"]
         found["level"] = report["level"]
         found["layers"] = report["layers"]
         found["leftovers"] = sessions_alive(sessions)

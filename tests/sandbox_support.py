@@ -46,5 +46,5 @@ def check(found):
     assert found["unexpected"] == []
     assert found["reached"] == []
     assert found["leftovers"] == []
-    assert found["respawns"] == 0
+    assert found["respawns"] == {}
     assert found["count"] > 300

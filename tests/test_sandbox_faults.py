@@ -16,6 +16,8 @@ import pytest
 
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox import supervisor as supervisor_module
+from trl_populora.sandbox import worker as worker_module
+from trl_populora.sandbox.protocol import EVENT, FAILED
 from trl_populora.sandbox.supervisor import LONGEST_EXTENSION
 from trl_populora.sandbox.values import encode
 from trl_populora.sandbox.worker import Worker
@@ -42,7 +44,7 @@ def test_killed_zygotes_are_replaced_and_their_jobs_run_again():
         for worker in box._supervisor._workers():
             os.kill(inner_pid(worker), signal.SIGKILL)
         assert [future.result(60).outputs for future in futures] == [("1",)] * 4
-        assert box.report()["respawns"] >= 2
+        assert box.report()["respawns"]["it ended"] >= 2
 
 
 def test_a_job_whose_zygote_dies_twice_is_reported():
@@ -112,11 +114,13 @@ def test_what_a_dead_zygote_leaves_is_killed():
 
 def test_a_stopped_zygote_is_replaced(monkeypatch):
     monkeypatch.setattr(supervisor_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor_module, "LONGEST_EXTENSION", 10.0)
     with Sandbox(workers=1, limits=Limits(wall_seconds=0.3)) as box:
         for worker in box._supervisor._workers():
             os.kill(inner_pid(worker), signal.SIGSTOP)
         verdicts = box.run([Job("def f(x): return x", ONE)] * 3)
         assert [verdict.outputs for verdict in verdicts] == [("1",)] * 3
+        assert box.report()["respawns"].keys() == {"it did not report in time"}
 
 
 OWNER = """
@@ -395,8 +399,26 @@ def test_programs_a_second_are_not_bound_by_one_process_limit():
 def test_time_of_a_zygote_that_cannot_start(monkeypatch, tmp_path):
     broken = tmp_path / "zygote.py"
     broken.write_text("raise SystemExit('no way')\n")
-    monkeypatch.setattr("trl_populora.sandbox.worker._SCRIPT", broken)
+    monkeypatch.setattr(worker_module, "_SCRIPT", broken)
     start = time.perf_counter()
     with pytest.raises(RuntimeError, match="did not start: no way"):
         Sandbox(workers=1)
     assert time.perf_counter() - start < 20
+
+
+def test_a_zygote_that_fails_once_at_its_start_is_replaced_and_the_report_says_why(monkeypatch, tmp_path):
+    failed, real = tmp_path / "failed", worker_module._SCRIPT
+    told = EVENT.pack(FAILED, 0, 0, 0.0, 0.0, 0) + b'{"error": "OSError: not today"}'
+    program = f"""
+        import os, socket, sys
+        if os.path.exists({str(failed)!r}):
+            os.execv(sys.executable, [sys.executable, "-s", "-S", "-B", {str(real)!r}, *sys.argv[1:]])
+        open({str(failed)!r}, "w").close()
+        socket.socket(fileno=int(sys.argv[1])).send({told!r})
+    """
+    script = tmp_path / "zygote.py"
+    script.write_text(textwrap.dedent(program))
+    monkeypatch.setattr(worker_module, "_SCRIPT", script)
+    with Sandbox(workers=1) as box:
+        assert box.run([Job("f = abs", ONE)])[0].outputs == ("1",)
+        assert "OSError: not today" in box.report()["respawns"]

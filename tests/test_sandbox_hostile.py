@@ -130,7 +130,7 @@ def test_verdict_is_the_expected_one(guarded, name):
         assert all(equal(decode(a), b) for a, b in zip(verdict.outputs, case.outputs, strict=True))
 
 
-NOTHING = {"files": False, "connections": 0, "leftovers": [], "respawns": 0, "control": False}
+NOTHING = {"files": False, "connections": 0, "leftovers": [], "respawns": {}, "control": False}
 
 
 def test_nothing_happened_outside(guarded):

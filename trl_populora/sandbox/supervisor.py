@@ -8,7 +8,7 @@ import select
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -52,7 +52,8 @@ class Supervisor:
         self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
         self.running: dict[int, Pending] = {}
         self.numbers = itertools.count(1)
-        self.places, self.failed_starts, self.respawns = Places(workers), 0, 0
+        self.places, self.failed_starts = Places(workers), 0
+        self.respawns: Counter[str] = Counter()
         self.failure: Exception | None = None
         self.closed, self.busy, self.ready = False, False, threading.Event()
         self.listener, self.next_check = Listener(), 0.0
@@ -68,7 +69,7 @@ class Supervisor:
     # Called from any thread.
 
     def report(self) -> dict:
-        """The weakest zygote's level, with its layers and probes."""
+        """The weakest zygote's level, with its layers and probes; how often zygotes were replaced, by reason."""
         healthy = [each for each in self._workers() if each.healthy]
         worst = max(healthy, key=lambda each: each.level, default=None)  # "C" is the weakest
         return {
@@ -76,7 +77,7 @@ class Supervisor:
             "layers": dict(worst.layers) if worst else {},
             "refused": dict(worst.refused) if worst else {},
             "zygotes": len(healthy),
-            "respawns": self.respawns,
+            "respawns": dict(self.respawns),
         }
 
     def submit(self, job: Job, limits: Limits) -> Future[Verdict]:
@@ -188,8 +189,8 @@ class Supervisor:
             seconds, owed, memory = limits.wall_seconds, limits.owed_cpu_seconds, limits.memory_bytes
             try:
                 worker.start(kind, number, theirs.fileno(), seconds, owed, memory)
-            except OSError:
-                self._lose(worker)
+            except OSError as error:
+                self._lose(worker, f"it takes no orders: {error.strerror}")
                 return True
         if pending.slow:
             worker.tell(protocol.YIELD, number)
@@ -221,7 +222,7 @@ class Supervisor:
                 worker.layers = report["layers"]
                 self._probe(worker)
             elif kind == protocol.FAILED:
-                self.failure = RuntimeError(f"a zygote failed: {report['error']}")
+                worker.failure = report["error"]
             elif pending is not None and kind == protocol.SLOW:
                 self._note_slow(number, worker, pending)
                 self._listen(number, pending, worker)
@@ -233,7 +234,7 @@ class Supervisor:
                     self._listen(number, pending, worker)
                 self._settle(number, pending)
         if events is None:
-            self._lose(worker)
+            self._lose(worker, worker.failure or "it ended")
 
     def _settle(self, number: int, pending: Pending) -> None:
         """Go on with a run of which both the end of file and the zygote's word have come."""
@@ -305,10 +306,10 @@ class Supervisor:
         if all(any(each.healthy for each in pool) for pool in self.pools.values()):
             self.ready.set()
 
-    def _lose(self, worker: Worker) -> None:
+    def _lose(self, worker: Worker, reason: str) -> None:
         """A zygote is gone: start another, and give its jobs one more chance."""
         self.listener.forget(worker.control)
-        words = "" if worker.healthy else worker.last_words()
+        words = worker.failure or ("" if worker.healthy else worker.last_words())
         worker.kill()
         self.pools[worker.slot].remove(worker)
         for number in worker.jobs:
@@ -322,10 +323,10 @@ class Supervisor:
             else:
                 pending.retried = True
                 self._queue_again(pending)
-        self.respawns += 1
+        self.respawns[reason] += 1
         self.failed_starts += not worker.healthy
         if self.failed_starts >= FAILED_STARTS:
-            self.failure = self.failure or RuntimeError(f"{FAILED_STARTS} zygotes in a row did not start: {words}")
+            self.failure = RuntimeError(f"{FAILED_STARTS} zygotes in a row did not start: {words}")
             self.closed = True
         else:
             self._populate(worker.slot)
@@ -337,7 +338,7 @@ class Supervisor:
         for worker in self._workers():
             unborn = not worker.healthy and now > worker.born + START_SECONDS
             if unborn or any(now > self.running[number].late_at for number in worker.jobs):
-                self._lose(worker)
+                self._lose(worker, "it did not start in time" if unborn else "it did not report in time")
                 continue
             for number in worker.jobs:
                 pending = self.running[number]

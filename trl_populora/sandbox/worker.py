@@ -55,7 +55,7 @@ class Worker:
         self.jobs: set[int] = set()
         self.layers: dict[str, str] = {}
         self.refused: dict[str, bool] = {}
-        self.healthy = False
+        self.healthy, self.failure = False, ""  # what it said when it failed
 
     @property
     def level(self) -> str:
