@@ -127,9 +127,10 @@ def test_a_quantisation_that_comes_twice_or_too_late_is_refused(base, saved_base
         small_trainer(make_base(), quantization_config=config, output_dir=str(tmp_path))
 
 
-def test_vllm_beside_a_quantised_base_is_refused(make_args):
-    with pytest.raises(ValueError, match="not supported with `use_vllm=True`.*not measured"):
-        check_quantised(make_args(use_vllm=True))
+def test_vllm_beside_a_quantised_base_needs_weights_for_its_samples(make_args):
+    check_quantised(make_args(use_vllm=True))
+    with pytest.raises(ValueError, match="`vllm_importance_sampling_correction=False`.*Leave the option at True"):
+        check_quantised(make_args(use_vllm=True, vllm_importance_sampling_correction=False))
 
 
 def test_fsdp_beside_a_quantised_base_is_refused(make_args, monkeypatch):

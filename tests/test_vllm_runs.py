@@ -10,9 +10,18 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from .vllm_models import ENGINE_ENVIRONMENT, make_served_base
+from trl_populora.adapters.weights import read_member, write_member
+
+from .vllm_models import (
+    ENGINE_ENVIRONMENT,
+    largest_difference,
+    logprobs_of,
+    make_population,
+    make_served_base,
+    randomise,
+)
 from .vllm_processes import finish, result_of, start_run
-from .vllm_run import run
+from .vllm_run import make_trainer, run
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess]
@@ -56,7 +65,16 @@ def test_two_processes_with_an_engine_each_agree_and_sample_from_newborn_members
 
 
 @pytest.fixture(scope="module")
-def cramped(tmp_path_factory):
+def engines_here():
+    """An environment in which this process may start engines."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENGINE_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def cramped(engines_here, tmp_path_factory):
     """Runs with an engine in which six references never have room: a function of a run's steps."""
     root = tmp_path_factory.mktemp("cramped")
     base = make_served_base(root / "base")
@@ -66,10 +84,7 @@ def cramped(tmp_path_factory):
         settings |= {"references_per_proposal": 6, "vllm_max_model_length": 320, "lr_scheduler_type": "constant"}
         return run(settings)
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENGINE_ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield in_this_process
+    return in_this_process
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +104,24 @@ def test_a_resumed_run_with_a_colocated_engine_equals_a_straight_one(cramped, st
     resumed = cramped("cut", 4, save_strategy="no", resume=True)
     assert resumed["sums"] == straight["sums"]
     assert resumed["logp_differences"] == straight["logp_differences"]
+
+
+def test_beside_a_quantised_base_vllm_serves_it_unrounded_and_its_samples_are_weighted(engines_here, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
+    base, options = make_served_base(tmp_path / "base"), {"load_in_4bit": True, "quant_method": "bitsandbytes"}
+    settings = {"base": base, "output_dir": str(tmp_path / "run"), "max_steps": 1, "save_strategy": "no"}
+    trainer = make_trainer(settings | {"model_init_kwargs": {"quantization_config": options}})
+    whole, names, router = make_population(base, len(trainer.population.names))
+    for seed, (name, twin) in enumerate(zip(trainer.population.names, names, strict=True)):
+        randomise(trainer.model, name, seed)
+        write_member(whole, twin, read_member(trainer.model, name))
+    trainer.train()
+
+    completions = [row.completion for row in trainer.played.rows]
+    members = [trainer.population[row.member].index for row in trainer.played.rows]
+    prompts, texts = ([getattr(c, f"{part}_ids") for c in completions] for part in ("prompt", "completion"))
+    sampled = [completion.logprobs for completion in completions]
+    assert largest_difference(sampled, logprobs_of(whole, router, members, prompts, texts)) < 1e-3
+    told = trainer.state.log_history[0]
+    assert told["sampling/sampling_logp_difference/mean"] > 1e-3, "four bits are not the base"
+    assert told["sampling/importance_sampling_ratio/min"] < 1

@@ -51,9 +51,8 @@ def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
     return seen
 
 
-def run(settings: dict) -> dict:
-    """Trains in this process, as a rank of its group if it has one; what the run ended with on all ranks."""
-    base, resume = settings.pop("base"), settings.pop("resume", False)
+def make_trainer(settings: dict) -> PopuLoRATrainer:
+    """A trainer with an engine of its own, unless the settings say otherwise."""
     defaults = {
         "per_device_train_batch_size": 4,
         "max_completion_length": 16,
@@ -62,7 +61,14 @@ def run(settings: dict) -> dict:
         "vllm_engine_kwargs": {"enforce_eager": True},
         "vllm_max_model_length": 1024,
     }
-    trainer = small_trainer(base, None, letters, **(defaults | settings))
+    settings = defaults | settings
+    return small_trainer(settings.pop("base"), None, letters, **settings)
+
+
+def run(settings: dict) -> dict:
+    """Trains in this process, as a rank of its group if it has one; what the run ended with on all ranks."""
+    resume = settings.pop("resume", False)
+    trainer = make_trainer(settings)
     args = trainer.args
     newborns = watch_newborns(trainer) if trainer.evolution else []
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir) if resume else None)

@@ -80,16 +80,17 @@ def load_base(
 def check_quantised(args: PopuLoRAConfig) -> None:
     """
     Raises:
-        `ValueError`: Where a quantised base cannot be used: under DeepSpeed, FSDP or vLLM.
+        `ValueError`: Where a quantised base cannot be used: under DeepSpeed or FSDP, or beside a vLLM whose samples,
+            drawn from a base that is rounded otherwise, would be taken for the trainer's.
     """
     plugin = args.deepspeed_plugin
     how = f"ZeRO-{plugin.zero_stage}" if plugin is not None else "FSDP" if _fsdp_version(args) else ""
     if how:
         raise ValueError(f"A quantised base is not supported with {how}, which holds weights in one type. Use DDP.")
-    if args.use_vllm:
+    if args.use_vllm and not args.vllm_importance_sampling_correction:
         raise ValueError(
-            "A quantised base is not supported with `use_vllm=True`: vLLM would sample from the base in its own type, "
-            "and how far that is from what is trained was not measured. Leave one of both."
+            "`vllm_importance_sampling_correction=False` with a quantised base: vLLM rounds the base otherwise than "
+            "the trainer, or not at all, so its samples must be weighted. Leave the option at True."
         )
 
 

@@ -124,6 +124,7 @@ class PopulationGeneration(VLLMGeneration):
                 "max_lora_rank": permitted_rank(config),
                 # vLLM's own choice turns an fp32 base into bf16, and its log-probabilities drift from the trainer's.
                 "dtype": computed_in.get(self.accelerator.mixed_precision, base_dtype),
+                "quantization": None,  # for a base in 4 bits TRL asks for bitsandbytes, which vLLM 0.31 has not
             }
             | (self._whole_prompts() if self.accelerator.device.type == "cpu" else {})
             | self.engine_kwargs
