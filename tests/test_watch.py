@@ -76,6 +76,23 @@ class TestFrame:
         assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
+@pytest.mark.usefixtures("two_plots")
+def test_files_that_go_away_while_they_are_read_are_read_at_the_next_look(finished, tmp_path):
+    as_it_was(finished, tmp_path, 9)
+    metrics, look, server = tmp_path / "metrics.jsonl", _Look(tmp_path), PageServer(tmp_path, 0)
+    kept = metrics.rename(tmp_path / "kept")
+    metrics.mkdir()  # it is there, and cannot be opened
+    server.draw()
+    assert "has not logged a step yet" in server.page
+    assert look.now().history == []
+    metrics.rmdir()
+    kept.rename(metrics)
+    server.draw()
+    server.server_close()
+    assert "steps: <b>4 of 4" in server.page
+    assert len(look.now().history) == 4
+
+
 def test_what_a_model_wrote_steers_no_terminal():
     assert excerpt("\x1b[2Jgone\r\x07[bold]\u202e\nnext\tline\nthird", 2) == "·[2Jgone··[bold]·\nnext    line\n..."
 
