@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import select
@@ -56,9 +57,12 @@ class TestFrame:
         assert "step 4 of 4, finished" in text
         assert re.search(r"held-out solved +[▁-█]{3} +\d+ % +\d+ %", text)
         assert re.search(r"students' reward +[▁-█]{4} ", text)
-        for member in ("teacher_0", "teacher_1", "student_0", "student_1"):
-            assert re.search(rf"{member} +\d+\.\d ± \d+\.\d", text)
         assert re.search(r"step 4, teacher_\d, \w+: (\d of 2 right|rejected: \w+)", text)
+        members = json.loads((finished / "population.json").read_text())["members"]
+        best = sorted(members, key=lambda member: -member["mu"])
+        wanted = [member["name"] for role in ("teacher", "student") for member in best if member["role"] == role]
+        assert re.findall(r"^ ?((?:teacher|student)_\d) +\d+\.\d ± ", text, re.MULTILINE) == wanted
+        assert bool(re.search(r"range +step 4, teacher_", text)) == (width == 160), "the task is beside the curves"
         assert max(map(len, text.splitlines())) <= width
 
     def test_of_a_single_agent_and_of_a_kind_of_its_own(self, finished, tmp_path):
@@ -197,7 +201,7 @@ class TestServer:
                 assert told in page
                 versions.append(get(server, "version")[0])
         assert len(set(versions)) == len(versions)
-        assert not list(run.glob("report.html")) + list(run.glob("plots")), "it writes nothing"
+        assert {path.name for path in run.iterdir()} == {path.name for path in finished.iterdir()}, "it writes nothing"
 
     def test_draws_only_what_has_changed(self, finished):
         with PageServer(finished, 0) as server:
