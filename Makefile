@@ -12,8 +12,9 @@ PAGES = $(wildcard *.md) LICENSE docs recipes benchmarks notebooks trl_populora/
 quickstart: $(VENV)/.installed
 	$(VENV)/bin/populora quickstart
 
+# Three workers for two cores: tests also wait, for servers and deadlines.
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
+	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -76,7 +76,7 @@ def leave_out_gpu(config, items) -> None:
 
 def pytest_collection_modifyitems(config, items):
     """
-    The files with the longest tests first, so that two workers end together (`make test` deals out whole files).
+    The files with the longest tests first, so that workers end together (`make test` deals out whole files).
 
     `POPULORA_ORDER=7` shuffles the files with that seed instead: none may need another before or after it.
     """

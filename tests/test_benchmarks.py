@@ -50,7 +50,7 @@ class TestGpu:
         assert "| | update | not measured | not measured |" in table
 
     def test_a_part_that_fails_or_overruns_is_named_and_stops_no_other(self, tmp_path, monkeypatch, capsys):
-        fails, overruns = "operators.py --no-such-option", "operators.py"
+        fails, overruns = "gpu.py --no-such-option", "gpu.py --environment"
         parts = [gpu.Part("fails", 1, fails, fails, {"a": "a"}, {}), gpu.Part("overruns", 0.01, "", overruns, {}, {})]
         monkeypatch.setattr(gpu, "PARTS", [*parts, gpu.PARTS[0]])
         monkeypatch.setattr(sys, "argv", ["", "--dry-run", "--output", str(tmp_path)])
