@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _interruptible():
+    """A shell that starts tests in the background has them ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True, scope="module")

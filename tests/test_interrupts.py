@@ -21,14 +21,6 @@ def base(random_base, seed_tasks):
     return random_base
 
 
-@pytest.fixture(autouse=True)
-def _interruptible():
-    """A shell that starts tests in the background has them ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 class Send(TrainerCallback):
     """Sends signals to this process in the middle of the second step."""
 

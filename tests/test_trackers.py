@@ -20,7 +20,7 @@ PLAYED = ("prompt", "completion", "kind", "member", "role", "advantage")
 
 @pytest.fixture(scope="module")
 def tracked(base, tmp_path_factory):
-    """A run of two steps with births after both and evaluations before and after, in both trackers."""
+    """A run of three steps with births and an evaluation after the second, in both trackers."""
     path = tmp_path_factory.mktemp("tracked")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
@@ -28,7 +28,7 @@ def tracked(base, tmp_path_factory):
         patch.setenv("WANDB_SILENT", "true")
         for module in (trackio.utils, sqlite_storage):  # `TRACKIO_DIR` of the environment, which is read at import
             patch.setattr(module, "TRACKIO_DIR", path / "trackio")
-        settings = {"max_steps": 2, "evolve_every": 1, "save_strategy": "no", "log_completions": True}
+        settings = {"max_steps": 3, "evolve_every": 2, "save_strategy": "no", "log_completions": True}
         trackers = {"report_to": ["wandb", "trackio"], "project": "letters", "num_completions_to_print": 1}
         make_trainer(base, str(path / "run"), EVALUATED | settings | trackers).train()
         wandb.finish()
@@ -47,16 +47,19 @@ def in_wandb(path: Path) -> dict[str, list[list[dict]]]:
     return found
 
 
-def in_trackio(path: Path) -> dict[str, list[list[dict]]]:
-    """Likewise."""
+def logs_in_trackio(path: Path) -> list[dict]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (trackio.utils, sqlite_storage):
             patch.setattr(module, "TRACKIO_DIR", path / "trackio")
         store = sqlite_storage.SQLiteStorage
         (run,) = store.get_runs("letters")
-        logs = store.get_logs("letters", run)
+        return store.get_logs("letters", run)
+
+
+def in_trackio(path: Path) -> dict[str, list[list[dict]]]:
+    """Likewise."""
     found: dict[str, list[list[dict]]] = {}
-    for name, value in ((name, value) for log in logs for name, value in log.items()):
+    for name, value in ((name, value) for log in logs_in_trackio(path) for name, value in log.items()):
         if isinstance(value, dict) and value.get("_type") == "trackio.table":
             found.setdefault(name, []).append(value["_value"])
     return found
@@ -66,9 +69,7 @@ def in_trackio(path: Path) -> dict[str, list[list[dict]]]:
 class TestTables:
     def test_population_with_evaluations_and_births(self, tracked, read):
         tables = read(tracked)["population"]
-        assert [rows[0]["step"] for rows in tables] == [0, 1, 2], (
-            "none after the last step, and the end repeats nothing"
-        )
+        assert [rows[0]["step"] for rows in tables] == [0, 2, 2, 3], "births, then what they score; the end"
         assert all(tuple(row) == MEMBER for rows in tables for row in rows)
         saved = json.loads((tracked / "run" / "population.json").read_text())["members"]
         for row, member in zip(tables[-1], saved, strict=True):
@@ -89,3 +90,12 @@ class TestTables:
         for row in (row for rows in tables for row in rows):
             assert {type(row[name]) for name in PLAYED} == {str, float}
             assert row["member"].startswith(row["role"])
+
+
+def test_tables_stand_at_their_step_among_the_curves(tracked):
+    steps = [
+        (log["population"]["_value"][0]["step"], log["train/global_step"])
+        for log in logs_in_trackio(tracked)
+        if "population" in log
+    ]
+    assert steps == [(0, 0), (2, 2), (2, 2), (3, 3)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import threading
@@ -109,19 +109,28 @@ def test_a_line_of_blocks(values, line):
 
 
 class Terminal:
-    """A terminal of the system, with what was printed on it."""
+    """A terminal of the system, with what was printed on it; one that nobody reads would block who writes."""
 
     def __init__(self) -> None:
         self.ours, theirs = os.openpty()
         self.file = os.fdopen(theirs, "w")
         self.console = Console(file=self.file, width=100)
+        self.text, self.reader = b"", threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # the other side is closed
+            while data := os.read(self.ours, 65536):
+                self.text += data
 
     def printed(self) -> str:
-        self.file.flush()
-        text = b""
-        while select.select([self.ours], [], [], 0)[0]:
-            text += os.read(self.ours, 65536)
-        return text.decode()
+        """All of it; nothing can be printed any more."""
+        self.close()
+        return self.text.decode()
+
+    def close(self) -> None:
+        self.file.close()
+        self.reader.join(30)
 
 
 ALTERNATE, NORMAL = "\x1b[?1049h", "\x1b[?1049l"
@@ -132,7 +141,7 @@ def terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     yield terminal
-    terminal.file.close()
+    terminal.close()
     os.close(terminal.ours)
 
 
