@@ -92,6 +92,9 @@ def run_all(soft, cases, seconds=None, hoped_for=None):
         "connections": listener.count(),
         "leftovers": sessions_alive(sessions),
         "respawns": report["respawns"],
+        "killed their zygote": [
+            str(case) for case, verdict in zip(cases, verdicts, strict=True) if "died twice" in verdict.reason
+        ],
         "control": control.outputs != ("2",),
     }
     with contextlib.suppress(OSError):  # another run of these tests may use it as well
@@ -130,7 +133,14 @@ def test_verdict_is_the_expected_one(guarded, name):
         assert all(equal(decode(a), b) for a, b in zip(verdict.outputs, case.outputs, strict=True))
 
 
-NOTHING = {"files": False, "connections": 0, "leftovers": [], "respawns": {}, "control": False}
+NOTHING = {
+    "files": False,
+    "connections": 0,
+    "leftovers": [],
+    "respawns": {},
+    "killed their zygote": [],
+    "control": False,
+}
 
 
 def test_nothing_happened_outside(guarded):

@@ -318,8 +318,8 @@ class Supervisor:
             if pending.probe_of is not None:
                 continue
             if pending.retried:
-                reason = "its worker process died twice while the program was running"
-                self._resolve(pending, Verdict(Status.TAMPERED, reason))
+                twice = "its worker process died twice while the program was running"
+                self._resolve(pending, Verdict(Status.TAMPERED, twice))
             else:
                 pending.retried = True
                 self._queue_again(pending)
