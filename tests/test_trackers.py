@@ -47,13 +47,13 @@ def in_wandb(path: Path) -> dict[str, list[list[dict]]]:
     return found
 
 
-def logs_in_trackio(path: Path) -> list[dict]:
+def logs_in_trackio(path: Path, project: str = "letters") -> list[dict]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (trackio.utils, sqlite_storage):
             patch.setattr(module, "TRACKIO_DIR", path / "trackio")
         store = sqlite_storage.SQLiteStorage
-        (run,) = store.get_runs("letters")
-        return store.get_logs("letters", run)
+        (run,) = store.get_runs(project)
+        return store.get_logs(project, run)
 
 
 def in_trackio(path: Path) -> dict[str, list[list[dict]]]:
@@ -99,3 +99,12 @@ def test_tables_stand_at_their_step_among_the_curves(tracked):
         if "population" in log
     ]
     assert steps == [(0, 0), (2, 2), (2, 2), (3, 3)]
+
+
+def test_a_run_without_births_and_evaluations_has_its_last_population(base, tmp_path, monkeypatch):
+    for module in (trackio.utils, sqlite_storage):
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    settings = {"max_steps": 1, "save_strategy": "no", "report_to": ["trackio"], "project": "quiet"}
+    make_trainer(base, str(tmp_path / "run"), settings).train()
+    logs = logs_in_trackio(tmp_path, "quiet")
+    assert [log["train/global_step"] for log in logs if "population" in log] == [1]
