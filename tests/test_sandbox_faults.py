@@ -19,7 +19,7 @@ from trl_populora.sandbox import supervisor as supervisor_module
 from trl_populora.sandbox import worker as worker_module
 from trl_populora.sandbox.protocol import EVENT, FAILED
 from trl_populora.sandbox.supervisor import LONGEST_EXTENSION
-from trl_populora.sandbox.values import encode
+from trl_populora.sandbox.values import decode, encode
 from trl_populora.sandbox.worker import Worker
 
 from .sandbox_support import descriptors, sessions_alive, wait_until
@@ -127,7 +127,7 @@ OWNER = """
     import sys, time
     sys.path.insert(0, {root!r})
     from trl_populora.sandbox import Job, Limits, Sandbox
-    from trl_populora.sandbox.values import encode
+    from trl_populora.sandbox.values import decode, encode
     box = Sandbox(workers=2)
     for i in range(4):
         program = f"def f(x):\\n    while True: pass\\n# {{i}}"
@@ -204,6 +204,34 @@ def test_payloads_beyond_the_socket_buffer():
     assert lengths.outputs == ("3000001", "3000001")
     assert len(doubled.outputs[0]) == 6_000_004
     assert doubled.status == "ok"
+
+
+DESCRIPTORS = """
+def f(x):
+    import os
+    found = []
+    for fd in range(4096):
+        try:
+            os.read(fd, 0)
+        except OSError as error:
+            if error.errno == 9:
+                continue
+        found.append(fd)
+    return found
+"""
+
+
+@pytest.mark.parametrize("many", [0, 100, 1000])
+def test_a_program_has_its_own_socket_and_no_other_however_many_the_trainer_has(many):
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(many)]
+    with Sandbox(workers=1, soft=False) as box:
+        (verdict,) = box.run([Job(DESCRIPTORS, ONE)])
+    for fd in held:
+        os.close(fd)
+    streams_and_own = decode(verdict.outputs[0])
+    assert streams_and_own[:3] == [0, 1, 2]
+    assert len(streams_and_own) == 4
+    assert streams_and_own[3] < 16
 
 
 def test_too_long_programs_are_not_even_started():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
 
 
+_MOST_DESCRIPTORS = 4096
 _SPACES = ("ipc", "mnt", "net", "pid", "uts")
 
 
@@ -52,6 +54,19 @@ def _limit_parent() -> None:
     resource.prlimit(os.getppid() or 1, resource.RLIMIT_CORE, (0, 0))  # what it has anyway
 
 
+def _use_another_descriptor() -> None:
+    open_ones = 0
+    for fd in range(3, _MOST_DESCRIPTORS):
+        try:
+            os.read(fd, 0)
+        except OSError as error:
+            open_ones += error.errno != errno.EBADF
+        else:
+            open_ones += 1
+    if open_ones == 1:  # its own socket
+        raise OSError("there is no other")
+
+
 def _be_root() -> None:
     if os.getuid() != 0 and os.geteuid() != 0:
         raise OSError("not root")
@@ -73,6 +88,7 @@ PROBES = {
     "signal the zygote": _kill,
     "set its own limits": _raise_limit,
     "set the zygote's limits": _limit_parent,
+    "use another descriptor": _use_another_descriptor,
     "be root": _be_root,
     "exec": _exec,
 }

@@ -60,7 +60,7 @@ _close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, 
 _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
-_DESCRIPTORS = 64  # none is above; `confine.py` allows 16
+_DESCRIPTORS = 64  # none is above: `_control` begins low, and `confine.py` allows 16
 _LONGEST_EXTENSION = 120.0  # times the limit, for a program that the busy host does not let run
 _PATIENCE_SECONDS = 5.0  # or the limit, if that is longer: who has used no CPU time for so long sleeps
 # While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 100: programs that never end
@@ -296,9 +296,16 @@ def _warm_up(guard: soft.Guard) -> None:
     os.close(writer)
 
 
+def _control(number: int) -> socket.socket:
+    """The trainer's end may have any number, with many files open there; a child closes only low ones."""
+    control = socket.socket(fileno=os.dup(number))
+    os.close(number)
+    return control
+
+
 def main() -> None:
     """Load, confine, report, serve."""
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control = _control(int(sys.argv[1]))
     options = json.loads(sys.argv[2])
     try:
         zygote, layers = _prepare(control, options)
