@@ -6,9 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
-from tests.without_vllm import without_vllm
+from tests.without_extras import without_extras
 
 
 ROOT = Path(__file__).parent.parent
@@ -19,8 +20,11 @@ BACKENDS = {
 }
 
 
-def run_script(command: list[str], output: Path, seconds: int = 570, vllm: bool = False, fails: bool = False) -> str:
-    """Runs a command in the new directory `output`, returns its log, and raises with that if it fails unless asked."""
+def run_script(command: list[str], output: Path, extras: Collection[str] = (), fails: bool = False) -> str:
+    """
+    Runs a command in the new directory `output`, with these of the extras, returns its log, and raises with that if it
+    fails unless asked.
+    """
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         "OMP_NUM_THREADS": "1",
@@ -30,10 +34,10 @@ def run_script(command: list[str], output: Path, seconds: int = 570, vllm: bool 
     }
     # ACCELERATE_USE_CPU=true from outside would silently turn the DeepSpeed configurations into DDP.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    environment = inherited | variables if vllm else without_vllm(inherited | variables)
+    environment = without_extras(inherited | variables, but=extras)
     output.mkdir()
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=output, check=False
+        command, env=environment, capture_output=True, text=True, timeout=570, cwd=output, check=False
     )
     told = f"{done.stdout[-2000:]}\n{done.stderr[-20000:]}"
     assert bool(done.returncode) == fails, f"{' '.join(command)} ended with {done.returncode}:\n{told}"

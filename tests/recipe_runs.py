@@ -86,6 +86,6 @@ def check_zero2(name: str, directory: Path, **overrides) -> None:
     arguments = arguments_of(name, directory / "run", **overrides)
     script = [str(ROOT / "tests" / "recipe_worker.py"), str(directory / "result.json"), *arguments]
     vllm = "use_vllm" in overrides
-    run_script([*launch("cpu_zero2.yaml"), *script], directory / "log", vllm=vllm)
+    run_script([*launch("cpu_zero2.yaml"), *script], directory / "log", extras=["vllm"] if vllm else ())
     assert json.loads((directory / "result.json").read_text()) == {"world": 2, "stage": 2, "connected": False}
     check_run(name, directory / "run", vllm)

@@ -55,7 +55,8 @@ def launched(base, tmp_path_factory):
         output, scenarios = tmp_path_factory.mktemp(backend) / "run", SCENARIOS[backend]
         # `timeout` ends the workers, too, if one of them waits for a rank that failed.
         command = ["timeout", "550", *launch(config), backend_worker.__file__, base, str(output), *scenarios]
-        log = run_script(command, output, fails="unwritable" in scenarios)
+        extras = ["bitsandbytes"] if "resume quantised" in scenarios else ()
+        log = run_script(command, output, extras, fails="unwritable" in scenarios)
         seen = {scenario: load(output / scenario) for scenario in scenarios if scenario != "unwritable"}
         for scenario, ranks in seen.items():
             assert len(ranks) == 2, f"{scenario}:\n{log[-20000:]}"

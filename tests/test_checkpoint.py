@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
-from tests.without_vllm import without_vllm
+from tests.without_extras import without_extras
 from trl_populora.runs.checkpoint import MANIFEST, find_flaw, newest
 
 
@@ -55,7 +55,8 @@ class TestExactResume:
 class TestKill:
     def test_killed_at_random_moments(self, base, tmp_path, monkeypatch):
         """Saves take a good part of the time here, so that kills fall into them."""
-        monkeypatch.setenv("PYTHONPATH", without_vllm()["PYTHONPATH"])
+        for name, value in without_extras().items():
+            monkeypatch.setenv(name, value)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.populora_run", "trl_populora.populora_trainer"])
         settings = {"max_steps": 6, "save_steps": 1, "save_total_limit": 2}

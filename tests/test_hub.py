@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.hub_server import HubServer
 from tests.populora_run import make_trainer
-from tests.without_vllm import without_vllm
+from tests.without_extras import without_extras
 from trl_populora.adapters.weights import read_member
 from trl_populora.assets import tiny_base_path
 from trl_populora.evaluation.benchmarks.contenders import find_contenders
@@ -311,7 +311,7 @@ def test_the_command_pushes_population_and_archive_to_hf_endpoint(finished, tmp_
     def run(*arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, *arguments],
-            env=without_vllm() | environment | {"HF_HOME": str(tmp_path)},
+            env=without_extras() | environment | {"HF_HOME": str(tmp_path)},
             capture_output=True,
             text=True,
             timeout=300,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.without_vllm import without_vllm
+from tests.without_extras import without_extras
 from trl_populora.runs.checkpoint import newest
 
 
@@ -38,7 +38,7 @@ def nodes(base, root) -> list[dict]:
         "HF_HUB_OFFLINE": "1",
     }
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    environment = without_vllm(inherited | variables)
+    environment = without_extras(inherited | variables)
     (root / "common").mkdir()
     started = []
     for rank in range(2):

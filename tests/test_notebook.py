@@ -10,6 +10,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.without_extras import without_extras
+
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "arms_race.ipynb"
 SHORTER = {
@@ -34,7 +36,8 @@ def test_it_runs_from_top_to_bottom(tmp_path):
         assert text.count(long) == 1, long
         text = text.replace(long, short)
     notebook = nbformat.reads(text, as_version=4)
-    NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    client = NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    client.execute(env=without_extras())
     shown = "\n".join(
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()) if "text" in output
     )

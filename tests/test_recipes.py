@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2Config, 
 
 from tests.recipe_runs import CONFIGS, RECIPES, ROOT, arguments_of, check_run, check_zero2, save_qwen
 from tests.vllm_models import ENGINE_ENVIRONMENT
-from tests.without_vllm import without_vllm
+from tests.without_extras import without_extras
 from trl_populora.__main__ import train
 from trl_populora.assets import tiny_base_path, tiny_eval_tasks
 from trl_populora.runs.records import read_lines
@@ -62,7 +62,7 @@ def launch(*arguments: str) -> str:
     process = subprocess.Popen(
         [*command, *arguments],
         cwd=ROOT,
-        env=without_vllm(),
+        env=without_extras(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.without_vllm import without_vllm
+from tests.without_extras import without_extras
 
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +58,7 @@ def populora(wheel, tmp_path_factory) -> str:
 
 def run(*command: str | Path, **options) -> str:
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment = without_vllm(inherited | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    environment = without_extras(inherited | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=500, check=False, **options
     )
