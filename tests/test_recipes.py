@@ -211,14 +211,21 @@ class TestBudget:
         assert held == 10 * shape.cache_bytes_per_token
 
 
+def few_held_out(directory: Path) -> Path:
+    """Six of the tiny base's held-out tasks."""
+    path = directory / "tasks.jsonl"
+    path.write_text("".join(Path(tiny_eval_tasks()).read_text(encoding="utf-8").splitlines(keepends=True)[:6]))
+    return path
+
+
 class TestSmoke:
     """Two steps of every recipe as it stands, small; GPU recipes on a random model of their architecture."""
 
     @pytest.mark.parametrize("name", [name for name in CONFIGS if HARDWARE.get(name, ("", 1))[1] == 1])
     def test_one_process(self, name, qwen, tmp_path, monkeypatch):
         monkeypatch.chdir(ROOT)  # seed tasks are named from there
-        model = "tiny" if name in TINY else qwen
-        train(arguments_of(name, tmp_path / "run", model_name_or_path=model))
+        tiny = {"model_name_or_path": "tiny", "eval_tasks": few_held_out(tmp_path)}
+        train(arguments_of(name, tmp_path / "run", **tiny if name in TINY else {"model_name_or_path": qwen}))
         steps = check_run(name, tmp_path / "run")
         assert all(math.isfinite(step["solve/archive_rate"]) for step in steps), "archived tasks fill the slots"
 
@@ -234,8 +241,7 @@ class TestSmoke:
 
 
 def test_quick_start_leaves_what_the_readme_lists(tmp_path):
-    run, tasks = tmp_path / "run", tmp_path / "tasks.jsonl"
-    tasks.write_text("".join(Path(tiny_eval_tasks()).read_text(encoding="utf-8").splitlines(keepends=True)[:6]))
+    run, tasks = tmp_path / "run", few_held_out(tmp_path)
     settings = {"output_dir": run, "max_steps": 2, "evolve_every": 1, "evolve_burn_in": 1, "eval_tasks": tasks}
     settings |= {"proposals_per_teacher": 4, "attempts_per_task": 2, "per_device_train_batch_size": 8}
     overrides = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
