@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -231,17 +232,22 @@ def run(part: Part, directory: Path, dry: bool) -> dict:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it started, too: a group of its own
             process.wait()
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    # Some library may have the last word, at the interpreter's end; and a part that hangs there has its figures.
-    last = next((line for line in reversed(said) if line.startswith("{")), "")
+    text = log.read_text(errors="replace")
+    said, found = [line for line in text.splitlines() if line.strip()], figures_in(text)  # also of a part that hangs
     if code is None:
         status = f"stopped after {part.minutes:g} minutes"
     elif code:
         status = f"failed: {said[-1][:200] if said else f'exit status {code}'}"
     else:
-        status = "done" if last else "failed: no figures"
-    figures = json.loads(last) if last and not code else {}
+        status = "done" if found else "failed: no figures"
+    figures = {} if code else found
     return {"status": status, "seconds": round(time.perf_counter() - start, 1), "dry": dry, "figures": figures}
+
+
+def figures_in(log: str) -> dict:
+    """What a script said last in JSON. A library's last words may stand before it on that line, or after it."""
+    lines = (re.search(r'\{".*\}$', line) for line in reversed(log.splitlines()))
+    return next((json.loads(found[0]) for found in lines if found), {})
 
 
 def value_at(figures: dict, place: str) -> object:

@@ -2,15 +2,16 @@
 The arms race: what population, matching and evolution each buy, over seeds and against controls, on one page.
 
     python recipes/arms_race.py                                   # 4T+4S against the single agent, 5 seeds, 150 steps
-    python recipes/arms_race.py --variants 4t4s uniform no_evolution --seeds 0 1 2 --steps 75
+    python recipes/arms_race.py --variants 4t4s uniform no_evolution --against 4t4s --seeds 0 1 2 --steps 75
     python recipes/arms_race.py --variants 4t4s --seeds 3 &       # several commands can share the work
 
-A variant is `recipes/tiny/config_4t4s.yaml` with the settings that `VARIANTS` lists; `single_agent` is what the others
-are compared with. Runs lie in `<output>/<variant>/seed_<n>`, use one thread, are saved every 25 steps, and go on where
-they stopped when the command is given again. Then the students of all finished runs solve tasks of levels that nobody
-was trained on, members of all runs play each other, and `<output>/comparison.html` compares everything;
-`--compare_only` does just this, for the first `--steps` of runs that may have gone on. The figures of all runs
-are kept in `<output>/arms_race.json`; with that file in a new `<output>`, its runs are compared with those made there.
+A variant is `recipes/tiny/config_4t4s.yaml` with the settings that `VARIANTS` lists; the others are compared with
+`single_agent`, or with what `--against` names. Runs lie in `<output>/<variant>/seed_<n>`, use one thread, are saved
+every 25 steps, and go on where they stopped when the command is given again. Then the students of all finished runs
+solve tasks of levels that nobody was trained on, members of all runs play each other, and `<output>/comparison.html`
+compares everything; `--compare_only` does just this, for the first `--steps` of runs that may have gone on. The
+figures of all runs are kept in `<output>/arms_race.json`; with that file in a new `<output>`, its runs are compared
+with those made there.
 """
 
 from __future__ import annotations
@@ -126,8 +127,11 @@ def gather(output: Path, variants: list[str], seeds: list[int]) -> dict[str, dic
     return {name: asked[name] for name in variants if asked.get(name)}
 
 
-def compare(output: Path, variants: list[str], seeds: list[int], steps: int) -> Path:
-    """Writes the comparison page of the first `steps` of all runs; those that ended there also transfer and play."""
+def compare(output: Path, variants: list[str], seeds: list[int], steps: int, against: str = REFERENCE) -> Path:
+    """
+    Writes the comparison page of the first `steps` of all runs, seed by seed with those of the variant `against`;
+    those that ended there also transfer and play.
+    """
     paths = [output / name / f"seed_{seed}" for name in variants for seed in seeds]
     ended = [path for path in paths if steps_done(path) == steps]
     for path in tqdm(ended, desc="levels never trained", unit="run"):
@@ -141,8 +145,8 @@ def compare(output: Path, variants: list[str], seeds: list[int], steps: int) -> 
         ("Held-out tasks, mean ± std over seeds", pages.held_out_table(begun)),
         ("First and last fifth of the steps, mean ± std over seeds", pages.table(begun)),
     ]
-    if REFERENCE in begun and len(begun) > 1:
-        tables.insert(1, (f"Against {REFERENCE}, paired by seed", pages.paired_table(begun, REFERENCE)))
+    if against in begun and len(begun) > 1:
+        tables.insert(1, (f"Against {against}, paired by seed", pages.paired_table(begun, against)))
     pages.draw_held_out(begun, output / "held_out.png")
     pages.draw_curves(begun, output / "curves.png")
     pictures = [output / "held_out.png", output / "curves.png"]
@@ -157,6 +161,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=[REFERENCE, "4t4s"], choices=[*VARIANTS], metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--against", default=REFERENCE, choices=VARIANTS, help="what the others are compared with")
     parser.add_argument("--output", type=Path, default=Path("runs/arms_race"))
     parser.add_argument("--compare_only", action="store_true", help="train nothing")
     options, settings = parser.parse_known_args()
@@ -166,7 +171,8 @@ def main() -> None:
             run = options.output / name / f"seed_{seed}"
             train_variant(run, name, seed, options.steps, settings)
             print(f"{run}: {steps_done(run)} steps", flush=True)
-    print(f"Comparison written to {compare(options.output, options.variants, options.seeds, options.steps)}.")
+    page = compare(options.output, options.variants, options.seeds, options.steps, options.against)
+    print(f"Comparison written to {page}.")
 
 
 if __name__ == "__main__":

@@ -116,12 +116,20 @@ def test_runs_whose_files_are_gone_are_compared_by_their_figures(output, few_tas
 def test_the_published_tables_are_those_of_the_published_figures(tmp_path):
     published = arms_race.CONFIG.parent
     (tmp_path / runs.RESULTS).write_text((published / runs.RESULTS).read_text())
-    kept = runs.load(tmp_path / runs.RESULTS)
-    arms_race.compare(tmp_path, [*arms_race.VARIANTS], sorted({seed for of in kept.values() for seed in of}), 150)
-    tables = (tmp_path / "table.md").read_text().split("\n\n")[1::2]
-    assert len(tables) == 4
-    for table in tables:
-        assert table.strip() in (published / "README.md").read_text()
+    said = (published / "README.md").read_text()
+
+    def tables() -> list[str]:
+        return (tmp_path / "table.md").read_text().split("\n\n")[1::2]
+
+    arms_race.compare(tmp_path, ["single_agent", "4t4s"], [0, 1, 2, 3, 4], 150)
+    assert len(tables()) == 4
+    for table in tables():
+        assert table.strip() in said
+    controls = [name for name in runs.load(tmp_path / runs.RESULTS) if name != "single_agent"]
+    arms_race.compare(tmp_path, controls, [0, 1, 2], 75, against="4t4s")
+    _, paired, held_out, _ = tables()
+    assert paired.strip() in said
+    assert held_out.strip() in said
 
 
 def test_the_smallest_published_figure_comes_back(few_tasks, tmp_path, monkeypatch):

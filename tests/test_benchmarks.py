@@ -30,7 +30,7 @@ def test_every_benchmark_finds_what_it_measures():
 
 
 class TestGpu:
-    """The one command for a GPU, whose parts `--dry-run` walks through on a CPU (the hosted checks do)."""
+    """The one command for a GPU, whose parts `--dry-run` walks through on a CPU (`.ci/run` does)."""
 
     def test_all_parts_are_there_and_take_forty_minutes_at_most(self):
         assert sum(part.minutes for part in gpu.PARTS) <= 40
@@ -48,6 +48,11 @@ class TestGpu:
         table = gpu.table({"7B": {"status": "done", "seconds": 1.0, "dry": False, "figures": figures}})
         assert "| | GiB in use at the peak | 60.2 | 57.5 |" in table
         assert "| | update | not measured | not measured |" in table
+
+    @pytest.mark.parametrize("log", ['{"a": 1}\n', 'refleaks.html{"a": 1}\n', '{"b": 2}\n{"a": 1}\nleaked {}\n'])
+    def test_figures_are_found_among_last_words(self, log):
+        assert gpu.figures_in(log) == {"a": 1}
+        assert gpu.figures_in("nothing {here}\n") == {}
 
     def test_a_part_that_fails_or_overruns_is_named_and_stops_no_other(self, tmp_path, monkeypatch, capsys):
         fails, overruns = "gpu.py --no-such-option", "gpu.py --environment"
