@@ -64,7 +64,7 @@ class TestGpu:
         assert ended.value.code == 1
         results = json.loads((tmp_path / "results.json").read_text())
         assert "unrecognized arguments: --no-such-option" in results["fails"]["status"]
-        assert results["overruns"]["status"] == "stopped after 0.01 minutes"
+        assert results["overruns"]["status"] == "stopped after 0.03 minutes"
         assert results["environment"]["status"] == "done"
         assert results["environment"]["figures"]["sandbox"] in "ABC"
         table = (tmp_path / "table.md").read_text()
