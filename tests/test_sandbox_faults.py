@@ -127,7 +127,7 @@ OWNER = """
     import sys, time
     sys.path.insert(0, {root!r})
     from trl_populora.sandbox import Job, Limits, Sandbox
-    from trl_populora.sandbox.values import decode, encode
+    from trl_populora.sandbox.values import encode
     box = Sandbox(workers=2)
     for i in range(4):
         program = f"def f(x):\\n    while True: pass\\n# {{i}}"
@@ -221,7 +221,7 @@ def f(x):
 """
 
 
-@pytest.mark.parametrize("many", [0, 100, 1000])
+@pytest.mark.parametrize("many", [0, 100, 500])
 def test_a_program_has_its_own_socket_and_no_other_however_many_the_trainer_has(many):
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(many)]
     with Sandbox(workers=1, soft=False) as box:
