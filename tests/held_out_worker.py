@@ -32,7 +32,7 @@ def vllm(directory: str) -> list[dict]:
     from trl_populora.populora_trainer import PopuLoRATrainer
     from trl_populora.tasks import load_seed_tasks
 
-    tasks = [task.to_record() for task in load_seed_tasks(tiny_eval_tasks()) if task.kind == "code_o"][:30]
+    tasks = [task.to_record() for task in load_seed_tasks(tiny_eval_tasks()) if task.kind == "code_o"][:50]
     told = []
     for use_vllm in (False, True):
         args = PopuLoRAConfig(

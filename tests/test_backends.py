@@ -114,7 +114,7 @@ def test_ranks_with_different_numbers_of_live_rows_meet_and_learn_what_one_proce
 def test_blank_rows_and_shared_prompts_change_no_member(runs):
     for rank in runs["savings"]:
         seen = rank["savings"]
-        assert backend_worker.SAVINGS[rank["stage"]] in {key[:2] for key in seen}
+        assert {key[:2] for key in seen} >= backend_worker.SAVINGS
         for loss, checkpointing in {key[:2] for key in seen}:
             members, live, shared = seen[loss, checkpointing, False]
             reference, all_rows, _ = seen[loss, checkpointing, True]
