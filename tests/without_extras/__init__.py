@@ -1,6 +1,6 @@
 """
 A Python as `make quickstart` installs it, without the extras. TRL and PEFT import vLLM, bitsandbytes and the trackers
-wherever they are, which takes half of the time that a process of a test needs to start.
+wherever they are, which takes four tenths of the time that a process of a test needs to start.
 """
 
 from __future__ import annotations
