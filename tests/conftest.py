@@ -52,14 +52,19 @@ def _environment_is_given_back():
 @pytest.fixture(autouse=True, scope="module")
 def _processes_are_forgotten():
     """
-    Accelerate remembers for good how many processes the first trainer saw, and a later file's would wait for them.
+    Accelerate remembers for good how many processes the first trainer saw, and a later file's would wait for them;
+    vLLM remembers the groups of its first engine, which end with the process group.
     """
     yield
     forget_processes()
 
 
 def forget_processes() -> None:
-    """Makes Accelerate look anew; nothing to do where no test of the file has imported it."""
+    """Makes Accelerate and vLLM look anew; nothing to do where no test of the file has used them."""
+    groups = sys.modules.get("vllm.distributed.parallel_state")
+    if groups and groups.model_parallel_is_initialized():
+        groups.cleanup_dist_env_and_memory()
+        gc.freeze()  # vLLM undoes what `pytest_collection_finish` did
     if "accelerate.state" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 

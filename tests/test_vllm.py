@@ -14,18 +14,16 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from accelerate import Accelerator
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from trl_populora.generation.routes import Published, StaleAdapterError
-from trl_populora.generation.vllm import PopulationGeneration
 from trl_populora.hub.publishing import fetch, push_run
 
 from .populora_run import make_trainer
 from .vllm_models import (
     ENGINE_ENVIRONMENT,
+    colocate,
     largest_difference,
     logprobs_of,
     make_population,
@@ -44,19 +42,7 @@ class Served:
     def __init__(self, directory: Path):
         self.base = make_served_base(directory / "base")
         self.model, self.names, self.router = make_population(self.base, MEMBERS)
-        self.generation = PopulationGeneration(
-            self.model,
-            members=self.names,
-            router=self.router,
-            output_dir=str(directory / "run"),
-            # Compiling the two layers takes half a minute; what is tested does not depend on it.
-            engine_kwargs={"enforce_eager": True},
-            accelerator=Accelerator(cpu=True),
-            processing_class=AutoTokenizer.from_pretrained(self.base),
-            max_model_length=256,
-            max_num_seqs=64,
-            max_completion_length=16,
-        )
+        self.generation = colocate(self.model, self.names, self.router, self.base, directory / "run")
 
     def generate(self, rows, prompts):
         """`(completion_ids, logprobs of the sampled tokens)`."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from accelerate import Accelerator
-from transformers import AutoTokenizer
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from trl_populora.generation.vllm import PopulationGeneration
-
 from .vllm_models import (
     ENGINE_ENVIRONMENT,
+    colocate,
     largest_difference,
     logprobs_of,
     make_population,
@@ -32,18 +29,7 @@ def test_the_engine_has_the_logprobs_of_members_with_rank_and_alpha_patterns(tmp
         monkeypatch.setenv(name, value)
     base = make_served_base(tmp_path / "base")
     model, names, router = make_population(base, 3, **PATTERNS)
-    generation = PopulationGeneration(
-        model,
-        members=names,
-        router=router,
-        output_dir=str(tmp_path / "run"),
-        engine_kwargs={"enforce_eager": True},
-        accelerator=Accelerator(cpu=True),
-        processing_class=AutoTokenizer.from_pretrained(base),
-        max_model_length=256,
-        max_num_seqs=64,
-        max_completion_length=16,
-    )
+    generation = colocate(model, names, router, base, tmp_path / "run")
     for publishing in range(2):
         for index, name in enumerate(names):
             randomise(model, name, seed=10 * publishing + index)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
@@ -36,6 +39,25 @@ def make_population(base: str, members: int, rank: int = 4, **options):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)
     return add_members(model, names, config, router, seed=0), names, router
+
+
+def colocate(model, names: list[str], router: Router, base: str, directory: Path):
+    """A `PopulationGeneration` with an engine in this process."""
+    from trl_populora.generation.vllm import PopulationGeneration
+
+    return PopulationGeneration(
+        model,
+        members=names,
+        router=router,
+        output_dir=str(directory),
+        # Compiling the two layers takes half a minute; what is tested does not depend on it.
+        engine_kwargs={"enforce_eager": True},
+        accelerator=Accelerator(cpu=True),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        max_model_length=256,
+        max_num_seqs=64,
+        max_completion_length=16,
+    )
 
 
 def randomise(model, name: str, seed: int) -> None:
