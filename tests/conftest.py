@@ -100,7 +100,9 @@ def pytest_collection_modifyitems(config, items):
         random.Random(seed).shuffle(paths)
         items.sort(key=lambda item: paths.index(item.path))
         return
-    long = {item.path for item in items if any(map(item.get_closest_marker, ("vllm", "multiprocess", "slow")))}
+    long = {
+        item.path for item in items if any(map(item.get_closest_marker, ("vllm", "multiprocess", "slow", "early")))
+    }
     items.sort(key=lambda item: item.path not in long)
 
 

@@ -132,6 +132,7 @@ def test_the_published_tables_are_those_of_the_published_figures(tmp_path):
     assert held_out.strip() in said
 
 
+@pytest.mark.slow
 def test_the_smallest_published_figure_comes_back(few_tasks, tmp_path, monkeypatch):
     options = f"--variants single_agent --seeds 0 --steps 1 --output {tmp_path} --eval_steps 1000"
     monkeypatch.setattr(sys, "argv", ["arms_race.py", *options.split()])

@@ -229,6 +229,7 @@ class TestSmoke:
         steps = check_run(name, tmp_path / "run")
         assert all(math.isfinite(step["solve/archive_rate"]) for step in steps), "archived tasks fill the slots"
 
+    @pytest.mark.slow
     @pytest.mark.multiprocess
     def test_eight_gpus_as_two_zero2_processes(self, qwen, tmp_path, monkeypatch):
         engine = {}

@@ -18,7 +18,7 @@ from .sandbox_cases import PWNED, benign, determinism_and_state, forge_and_outpu
 from .sandbox_support import sessions_alive
 
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.early
 CASES = [
     *time_and_memory.time,
     *time_and_memory.memory,

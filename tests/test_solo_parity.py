@@ -31,6 +31,8 @@ from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.step.played import Row
 
 
+pytestmark = pytest.mark.early
+
 # Clipping has to bite, otherwise it is not tested: most gradient norms here are between 0.03 and 0.5. Adam's own
 # epsilon of 1e-8 turns the rounding of near-zero gradients into whole steps: stock TRL against stock TRL with another
 # batch split then differs by 6e-5 already. 1e-4 keeps the step smooth; one case below has Adam's own.
@@ -41,8 +43,6 @@ LOSSES = {
     "dapo": {"loss_type": "dapo"},
     "dr_grpo": {"loss_type": "dr_grpo"},
     "cispo": {"loss_type": "cispo"},
-}
-MORE_LOSSES = {
     "dapo with KL": {"loss_type": "dapo", "beta": 0.04},
     "cispo with KL": {"loss_type": "cispo", "beta": 0.04},
     "two iterations per generation": {"loss_type": "grpo", "num_iterations": 2, "beta": 0.04},
@@ -112,11 +112,7 @@ def joint_run(base: str, output_dir, lora, names: list[str], all_rows: bool = Fa
     return {name: read_member(trainer.model, name) for name in names}, log.steps
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [pytest.param(loss, id=name) for name, loss in LOSSES.items()]
-    + [pytest.param(loss, id=name, marks=pytest.mark.slow) for name, loss in MORE_LOSSES.items()],
-)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_joint_training_is_solo_training(random_base, start, tmp_path, lora, loss):
     options = OPTIONS | loss
     names = sorted({row.member for row in rows_of_step(0)})

@@ -24,7 +24,7 @@ from .vllm_processes import finish, result_of, start_run
 from .vllm_run import make_trainer, run
 
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = pytest.mark.vllm
 
 
 def left_shelves() -> set[str]:
@@ -40,6 +40,8 @@ def left_shelves() -> set[str]:
     return left
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_two_processes_with_an_engine_each_agree_and_sample_from_newborn_members(tmp_path):
     before = left_shelves()
     settings = {
