@@ -44,6 +44,7 @@ RATE = "2.0e-3"  # of CONFIG
 REFERENCE = pages.AGENT
 COIN = "coin"
 REJECTION = "rejection"  # the base's samples; `rejection.py` makes an adapter of those that were right
+UNEVALUATED = {"eval_strategy": "no", "eval_on_start": "false"}
 VARIANTS: dict[str, dict[str, str]] = {
     REFERENCE: {"single_agent": "true", "evolve_every": "0"},  # with the rows of one pair: as many per adapter
     "4t4s": {},
@@ -55,7 +56,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "seed_tasks": {"task_kinds": "check_learning:FixedO check_learning:FixedI check_learning:FixedF"},
     "base_students": {"learning_rate": "0", "teacher_learning_rate": RATE},
     COIN: {},  # students are paid by a coin
-    REJECTION: {"single_agent": "true", "learning_rate": "0", "evolve_every": "0", "eval_strategy": "no"},
+    REJECTION: {"single_agent": "true", "learning_rate": "0", "evolve_every": "0", **UNEVALUATED},
 }
 UNTRAINED_LEVELS = (5, 6)  # six and eight operations
 

@@ -19,6 +19,7 @@ from tiny_headroom import build
 from trl import SFTConfig, SFTTrainer
 
 from trl_populora.assets import tiny_base_path
+from trl_populora.runs.records import append_metrics
 
 
 ADAPTER = "sft"
@@ -69,5 +70,6 @@ def fine_tune(run: Path, seed: int, options: list[str], config: Path) -> None:
     player = build(run, seed, [*options, "--warm_start", str(run / ADAPTER)], config)
     player.state.global_step = player.args.max_steps
     player.evaluate()
+    append_metrics(run, player.state.log_history[-1])  # a trainer leaves the files of a run that is not its own alone
     player.save_model()
     player.close()

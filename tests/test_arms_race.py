@@ -9,11 +9,13 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from tests.populora_run import EVALUATED, make_trainer
 from trl_populora.assets import tiny_eval_tasks
-from trl_populora.report.load import load_history
+from trl_populora.report.load import load_evaluations, load_history
 from trl_populora.runs.lines import PLAYED
 
 
@@ -63,18 +65,28 @@ def test_every_variant_is_made_of_the_settings_of_one_recipe():
         assert rows % recipe["per_device_train_batch_size"] == 0
 
 
+@pytest.fixture
+def race_twice(few_tasks, tmp_path, monkeypatch):
+    """Gives the command for one step of a variant twice; returns the run."""
+
+    def race(variant: str) -> Path:
+        tasks = Path(tiny_eval_tasks()).read_text(encoding="utf-8").splitlines()[:3]
+        (tmp_path / "tasks.jsonl").write_text("\n".join(tasks) + "\n", encoding="utf-8")
+        options = f"--variants {variant} --seeds 0 --steps 1 --output {tmp_path} --eval_tasks {tmp_path}/tasks.jsonl"
+        options += " --teachers 1 --students 1 --evolve_every 0 --proposals_per_teacher 3 --attempts_per_task 3"
+        options += " --per_device_train_batch_size 12 --max_completion_length 64 --eval_attempts 1 --eval_steps 1"
+        monkeypatch.syspath_prepend(str(arms_race.CONFIG.parents[1]))
+        monkeypatch.setattr(sys, "argv", ["arms_race.py", *options.split()])
+        for _ in range(2):
+            arms_race.main()
+        return tmp_path / variant / "seed_0"
+
+    return race
+
+
 @pytest.mark.parametrize("variant", ["seed_tasks", "coin"])
-def test_a_variant_is_trained_once(variant, few_tasks, tmp_path, capsys, monkeypatch):
-    tasks = Path(tiny_eval_tasks()).read_text(encoding="utf-8").splitlines()[:3]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(tasks) + "\n", encoding="utf-8")
-    options = f"--variants {variant} --seeds 0 --steps 1 --output {tmp_path} --eval_tasks {tmp_path / 'tasks.jsonl'}"
-    options += " --teachers 1 --students 1 --evolve_every 0 --proposals_per_teacher 3 --attempts_per_task 3"
-    options += " --per_device_train_batch_size 12 --max_completion_length 64 --eval_attempts 1 --eval_steps 1"
-    monkeypatch.syspath_prepend(str(arms_race.CONFIG.parents[1]))
-    monkeypatch.setattr(sys, "argv", ["arms_race.py", *options.split()])
-    for _ in range(2):
-        arms_race.main()
-    run = tmp_path / variant / "seed_0"
+def test_a_variant_is_trained_once(variant, race_twice, tmp_path, capsys):
+    run = race_twice(variant)
     assert arms_race.steps_done(run) == 1
     assert capsys.readouterr().out.count("step 1/1 | valid") == 1
     (valid,) = runs.measure(run).curves["valid proposals"]
@@ -82,6 +94,15 @@ def test_a_variant_is_trained_once(variant, few_tasks, tmp_path, capsys, monkeyp
     text = (tmp_path / "table.md").read_text()
     assert "1 x 1" in text
     assert "levels never trained" in text
+
+
+def test_rejection_fine_tuning_is_compared_by_the_adapter_that_it_makes(race_twice):
+    run = race_twice("rejection")
+    tuned, kept = (load_file(run / path / "adapter_model.safetensors") for path in ("sft", "members/agent"))
+    assert all(torch.equal(kept[key], value) for key, value in tuned.items())
+    assert sum(value.abs().sum() for key, value in tuned.items() if "lora_B" in key) > 0
+    (entry,) = load_evaluations(run)
+    assert entry["step"] == 1
 
 
 def test_the_page_compares_what_has_been_run(output, few_tasks):
