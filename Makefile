@@ -19,7 +19,7 @@ PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorde
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow"
 
-# Servers that are killed and started again, recipes for several GPUs, benchmarks and figures at their full size.
+# vLLM servers, recipes for several GPUs, and benchmarks and figures at their full size.
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
 

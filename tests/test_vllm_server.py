@@ -33,7 +33,7 @@ from .vllm_models import largest_difference, logprobs_of, make_population, rando
 from .vllm_processes import end, finish, free_port, result_of, served, start_run
 
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 MEMBERS, SERVED = 4, 8
 
 
@@ -297,7 +297,6 @@ def test_what_goes_wrong_in_a_game_ahead_ends_the_run(make_trainer):
     assert "play_step" in [entry.name for entry in error.traceback]
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_recipe_of_two_nodes_runs_as_two_zero2_processes(base, server, tmp_path):
     before, shelf = server.models(), tmp_path / "shelf"  # a client that gave up on it has left adapters
@@ -307,7 +306,6 @@ def test_the_recipe_of_two_nodes_runs_as_two_zero2_processes(base, server, tmp_p
     assert list(shelf.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_killed_server_ends_the_run_of_two_processes_and_after_a_restart_it_resumes(base, server, tmp_path):
     settings = {
