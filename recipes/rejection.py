@@ -70,6 +70,7 @@ def fine_tune(run: Path, seed: int, options: list[str], config: Path) -> None:
     player = build(run, seed, [*options, "--warm_start", str(run / ADAPTER)], config)
     player.state.global_step = player.args.max_steps
     player.evaluate()
-    append_metrics(run, player.state.log_history[-1])  # a trainer leaves the files of a run that is not its own alone
     player.save_model()
+    # A trainer leaves the files of a run that is not its own alone. Last, because this says that all is done.
+    append_metrics(run, player.state.log_history[-1])
     player.close()
