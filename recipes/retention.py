@@ -7,8 +7,11 @@ What does a child keep of parents that have drifted apart, and does crossover co
 Two students learn on the embedded base for `--steps` updates, each with a teacher of its own: one code_o alone, one
 code_i alone (`tiny/config_4t4s.yaml` with 1T+1S). Every operator breeds a child from them, the better parent first;
 base, parents and children attempt the held-out tasks of both kinds. A child combines if it solves more of the mixture
-than the better parent does. Runs go on where they stopped; `<output>/seed_<n>.json` holds a finished seed's figures,
-`retention.md` the table, `retention.png` the picture. The last line is one JSON object.
+than the better parent does. `dare@0.5` is an operator at half its strength, as the retention gate breeds a child anew
+that has forgotten too much; the default crossovers are tried so, too.
+
+Runs go on where they stopped; `<output>/seed_<n>.json` holds a seed's figures so far, `retention.md` the table,
+`retention.png` the picture. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -29,20 +33,42 @@ from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.adapters.weights import read_member, write_member
 from trl_populora.assets import tiny_eval_tasks
 from trl_populora.evaluation.cross_play import Contest, assemble
+from trl_populora.files import write_json
+from trl_populora.population.evolution import DEFAULT_CROSSOVERS
 from trl_populora.population.factors import Factors, compare
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
 from trl_populora.tasks import load_seed_tasks
 
 
 KINDS = ("code_o", "code_i")
+PARENTS = ("code_o parent", "code_i parent")
+OPERATORS = (*MUTATIONS, *CROSSOVERS, *(f"{name}@0.5" for name in DEFAULT_CROSSOVERS))
 APART = 1000  # between the seeds of two parents: members of a population start from different factors, too
 ONE_PAIR = ("--teachers", "1", "--students", "1", "--evolve_every", "0", "--eval_strategy", "no")
 ONE_PAIR += ("--eval_on_start", "false")
 
 
-def breed(name: str, better: Factors, worse: Factors, seed: int) -> Factors:
+def operator(text: str) -> str:
+    """
+    An operator's name, or `name@strength`, as an argument.
+
+    Raises:
+        ArgumentTypeError, ValueError: If there is no such operator, or the strength is no number.
+    """
+    name, _, strength = text.partition("@")
+    if name not in MUTATIONS | CROSSOVERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(MUTATIONS | CROSSOVERS)}")
+    float(strength or 1)
+    return text
+
+
+def breed(operator: str, better: Factors, worse: Factors, seed: int) -> Factors:
     generator = torch.Generator().manual_seed(seed)
-    return MUTATIONS[name](better, generator) if name in MUTATIONS else CROSSOVERS[name](better, worse, generator)
+    name, _, given = operator.partition("@")
+    strength = float(given or 1)
+    if name in MUTATIONS:
+        return MUTATIONS[name](better, generator, strength=strength)
+    return CROSSOVERS[name](better, worse, generator, strength=strength)
 
 
 def rates(contest: Contest, member: str, attempts: int, tasks: int | None) -> dict[str, float]:
@@ -68,49 +94,53 @@ def parents(seed: int, options: argparse.Namespace, settings: Sequence[str]) -> 
     return paths
 
 
-def run(seed: int, options: argparse.Namespace, settings: Sequence[str]) -> dict[str, dict[str, float]]:
-    """One seed: rates of the base, of both parents, and of a child per operator."""
+def run(seed: int, options: argparse.Namespace, settings: Sequence[str], path: Path) -> None:
+    """
+    One seed: rates of the base, of both parents, and of a child per operator. Writes what is not in the file yet.
+
+    Raises:
+        ValueError: If the file is of another study.
+    """
+    asked = {name: getattr(options, name) for name in ("steps", "attempts", "tasks")}
+    kept = json.loads(path.read_text()) if path.exists() else {"asked": asked, "result": {}}
+    if kept["asked"] != asked:
+        raise ValueError(f"{path} holds a run with {kept['asked']}, not {asked}. Give another `--output`.")
+    result = kept["result"]
+    missing = [name for name in options.operators if name not in result]
+    if not missing:
+        return
     paths = parents(seed, options, settings)
     with assemble([str(path) for path in paths], seed=seed, task_kinds=list(KINDS)) as contest:
-        asked = options.attempts, options.tasks
-        result = {BASE_NAME: rates(contest, BASE_NAME, *asked)}
-        both = [rates(contest, name, *asked) for name in contest.students]
+        rates_of = partial(rates, contest, attempts=options.attempts, tasks=options.tasks)
         factors = [read_member(contest.model, name) for name in contest.students]
-        first = int(both[1]["mixture"] > both[0]["mixture"])
+        if not result:
+            result[BASE_NAME] = rates_of(BASE_NAME)
+            result |= {parent: rates_of(name) for parent, name in zip(PARENTS, contest.students, strict=True)}
+        first = int(result[PARENTS[1]]["mixture"] > result[PARENTS[0]]["mixture"])
         better, worse = factors[first], factors[1 - first]
-        for index, kind in enumerate(KINDS):
-            cosine = compare(factors[index], better)["cosine"]
-            result[f"{kind} parent"] = both[index] | {"cosine": cosine}
+        for parent, own in zip(PARENTS, factors, strict=True):
+            result[parent]["cosine"] = compare(own, better)["cosine"]
         slot = contest.teachers[0]  # as good as any
-        for name in tqdm(options.operators, desc=f"children of seed {seed}", unit="child"):
+        for name in tqdm(missing, desc=f"children of seed {seed}", unit="child"):
             child = breed(name, better, worse, seed)
             write_member(contest.model, slot, child)
-            result[name] = rates(contest, slot, *asked) | {"cosine": compare(child, better)["cosine"]}
-    return result
+            result[name] = rates_of(slot) | {"cosine": compare(child, better)["cosine"]}
+            write_json(path, kept)
 
 
 def finished(options: argparse.Namespace, settings: Sequence[str]) -> list[dict[str, dict[str, float]]]:
-    """
-    The results of all seeds, each run once and kept in a file of its own under the output directory.
-
-    Raises:
-        ValueError: If a kept file is of another run, with other operators or numbers.
-    """
+    """What the seeds have come to, each from a file of its own under the output directory."""
     results = []
-    asked = {name: getattr(options, name) for name in ("operators", "steps", "attempts", "tasks")}
     for seed in options.seeds:
         path = options.output / f"seed_{seed}.json"
-        if not path.exists():  # so that a study may be split over several calls
-            path.write_text(json.dumps({"asked": asked, "result": run(seed, options, settings)}))
-        kept = json.loads(path.read_text())
-        if kept["asked"] != asked:
-            raise ValueError(f"{path} holds a run with {kept['asked']}, not {asked}. Give another `--output`.")
-        results.append(kept["result"])
+        run(seed, options, settings, path)  # so that a study may be split over several calls
+        result = json.loads(path.read_text())["result"]
+        results.append({name: result[name] for name in (BASE_NAME, *PARENTS, *options.operators)})
     return results
 
 
 def above_better_parent(result: dict[str, dict[str, float]], name: str) -> float:
-    return result[name]["mixture"] - max(result[f"{kind} parent"]["mixture"] for kind in KINDS)
+    return result[name]["mixture"] - max(result[parent]["mixture"] for parent in PARENTS)
 
 
 def table(results: list[dict[str, dict[str, float]]]) -> list[list[str]]:
@@ -145,7 +175,7 @@ def plot(results: list[dict[str, dict[str, float]]], seeds: Sequence[int], path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operators", nargs="+", default=[*MUTATIONS, *CROSSOVERS])
+    parser.add_argument("--operators", type=operator, nargs="+", default=OPERATORS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60, help="updates of each parent")
     parser.add_argument("--attempts", type=int, default=3, help="at each held-out task")

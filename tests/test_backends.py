@@ -69,7 +69,12 @@ def launched(base, tmp_path_factory):
     return go
 
 
-@pytest.fixture(params=BACKENDS)
+def params(*backends: str) -> list:
+    """Backends as parameters; `make test` goes through DDP, `make test-slow` through those that take a minute each."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if BACKENDS[name][2] else []) for name in backends]
+
+
+@pytest.fixture(params=params(*BACKENDS))
 def runs(request, launched) -> dict:
     """What both processes of a backend saw. One that silently is another fails here."""
     if BACKENDS[request.param][2] is not None:
@@ -79,7 +84,7 @@ def runs(request, launched) -> dict:
 
 def only(*backends: str):
     """A test of some backends' runs."""
-    return pytest.mark.parametrize("runs", backends, indirect=True)
+    return pytest.mark.parametrize("runs", params(*backends), indirect=True)
 
 
 @pytest.fixture

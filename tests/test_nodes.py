@@ -15,7 +15,7 @@ from tests.without_extras import without_extras
 from trl_populora.runs.checkpoint import newest
 
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 ROOT = Path(__file__).parent.parent
 

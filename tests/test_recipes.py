@@ -288,18 +288,21 @@ class TestChecks:
         assert math.isfinite(step["solve/archive_rate"])
 
     def test_children_and_their_parents(self, tmp_path, monkeypatch, capsys):
-        options = "--operators clone average --seeds 0 --steps 1 --attempts 1 --tasks 4 --proposals_per_teacher 2"
-        options += " --attempts_per_task 2 --per_device_train_batch_size 6 --max_completion_length 64"
-        monkeypatch.setattr(sys, "argv", ["retention.py", *options.split(), "--output", str(tmp_path)])
-        for _ in range(2):
+        options = "--seeds 0 --steps 1 --attempts 1 --tasks 4 --proposals_per_teacher 2 --attempts_per_task 2"
+        options += " --per_device_train_batch_size 6 --max_completion_length 64 --output"
+        kept = []
+        for operators in (["clone", "average"], ["average@0.5", "average", "clone"]):
+            monkeypatch.setattr(sys, "argv", ["x", *options.split(), str(tmp_path), "--operators", *operators])
             retention.main()
+            kept.append(json.loads((tmp_path / "seed_0.json").read_text())["result"])
         first, second = capsys.readouterr().out.split('"above_better_parent"', 1)
         assert "step 1/1" in first
         assert "step 1/1" not in second, "finished runs are read"
+        assert kept[1].keys() - kept[0].keys() == {"average@0.5"}, "and so are children"
         lines = (tmp_path / "retention.md").read_text().splitlines()
         table = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[1:] for row in lines}
-        assert table["clone"][0] == "1.000" != table["average"][0], "the cosine to the better parent"
-        result = json.loads((tmp_path / "seed_0.json").read_text())["result"]
+        assert table["clone"][0] == "1.000" > table["average@0.5"][0] > table["average"][0], "likeness to the parent"
+        result = kept[1]
         better = max(("code_o parent", "code_i parent"), key=lambda name: result[name]["mixture"])
         assert {**result["clone"]} == pytest.approx(result[better]), "the same weights, the same random numbers"
         assert result["base"].keys() == {"code_o", "code_i", "mixture"}
