@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -307,3 +308,10 @@ class TestChecks:
         assert {**result["clone"]} == pytest.approx(result[better]), "the same weights, the same random numbers"
         assert result["base"].keys() == {"code_o", "code_i", "mixture"}
         assert (tmp_path / "retention.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_the_published_children_are_those_of_the_published_figures(self, tmp_path, monkeypatch):
+        for path in (RECIPES / "tiny" / "retention").glob("seed_*.json"):
+            shutil.copy(path, tmp_path)
+        monkeypatch.setattr(sys, "argv", ["retention.py", "--output", str(tmp_path)])
+        retention.main()
+        assert (tmp_path / "retention.md").read_text() in (RECIPES / "README.md").read_text()
