@@ -19,7 +19,7 @@ PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorde
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow"
 
-# vLLM servers, recipes for several GPUs, and benchmarks and figures at their full size.
+# vLLM servers, DeepSpeed, several nodes, and benchmarks and figures at their full size.
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
 

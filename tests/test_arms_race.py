@@ -134,23 +134,29 @@ def test_runs_whose_files_are_gone_are_compared_by_their_figures(output, few_tas
     assert (tmp_path / runs.RESULTS).read_text() == (output / runs.RESULTS).read_text()
 
 
-def test_the_published_tables_are_those_of_the_published_figures(tmp_path):
+@pytest.fixture
+def tables_of(tmp_path):
+    """Gives the tables that the page makes of the runs in a published file."""
+
+    def compare(results: Path, variants: list[str], seeds: list[int], steps: int, against: str) -> list[str]:
+        (tmp_path / runs.RESULTS).write_text(results.read_text())
+        arms_race.compare(tmp_path, variants, seeds, steps, against)
+        return [table.strip() for table in (tmp_path / "table.md").read_text().split("\n\n")[1::2]]
+
+    return compare
+
+
+def test_the_published_tables_are_those_of_the_published_figures(tables_of):
     published = arms_race.CONFIG.parent
-    (tmp_path / runs.RESULTS).write_text((published / runs.RESULTS).read_text())
     said = (published / "README.md").read_text()
-
-    def tables() -> list[str]:
-        return (tmp_path / "table.md").read_text().split("\n\n")[1::2]
-
-    arms_race.compare(tmp_path, ["single_agent", "4t4s"], [0, 1, 2, 3, 4], 150)
-    assert len(tables()) == 4
-    for table in tables():
-        assert table.strip() in said
-    controls = [name for name in runs.load(tmp_path / runs.RESULTS) if name != "single_agent"]
-    arms_race.compare(tmp_path, controls, [0, 1, 2], 75, against="4t4s")
-    _, paired, held_out, _ = tables()
-    assert paired.strip() in said
-    assert held_out.strip() in said
+    race = tables_of(published / runs.RESULTS, ["single_agent", "4t4s"], [0, 1, 2, 3, 4], 150, "single_agent")
+    controls = [name for name in runs.load(published / runs.RESULTS) if name != "single_agent"]
+    _, paired, held_out, _ = tables_of(published / runs.RESULTS, controls, [0, 1, 2], 75, "4t4s")
+    variants = ["no_evolution", "4t4s"]
+    evolution = tables_of(published / "evolution.json", variants, [1, 2, 3, 4, 5], 40, "no_evolution")
+    assert len(race) == len(evolution) == 4
+    for table in (*race, paired, held_out, *evolution[1:3]):
+        assert table in said
 
 
 @pytest.mark.slow
