@@ -291,19 +291,24 @@ class TestChecks:
     def test_children_and_their_parents(self, tmp_path, monkeypatch, capsys):
         options = "--seeds 0 --steps 1 --attempts 1 --tasks 4 --proposals_per_teacher 2 --attempts_per_task 2"
         options += " --per_device_train_batch_size 6 --max_completion_length 64 --output"
-        kept = []
-        for operators in (["clone", "average"], ["average@0.5", "average", "clone"]):
+        figures = tmp_path / "seed_0.json"
+
+        def breed(*operators: str) -> dict:
             monkeypatch.setattr(sys, "argv", ["x", *options.split(), str(tmp_path), "--operators", *operators])
             retention.main()
-            kept.append(json.loads((tmp_path / "seed_0.json").read_text())["result"])
+            return json.loads(figures.read_text())
+
+        kept = breed("clone", "average")
+        kept["result"]["average"]["bred"] = "before"
+        figures.write_text(json.dumps(kept))
+        result = breed("average@0.5", "average", "clone")["result"]
         first, second = capsys.readouterr().out.split('"above_better_parent"', 1)
         assert "step 1/1" in first
         assert "step 1/1" not in second, "finished runs are read"
-        assert kept[1].keys() - kept[0].keys() == {"average@0.5"}, "and so are children"
+        assert result["average"]["bred"] == "before", "and so are children"
         lines = (tmp_path / "retention.md").read_text().splitlines()
         table = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[1:] for row in lines}
         assert table["clone"][0] == "1.000" > table["average@0.5"][0] > table["average"][0], "likeness to the parent"
-        result = kept[1]
         better = max(("code_o parent", "code_i parent"), key=lambda name: result[name]["mixture"])
         assert {**result["clone"]} == pytest.approx(result[better]), "the same weights, the same random numbers"
         assert result["base"].keys() == {"code_o", "code_i", "mixture"}
