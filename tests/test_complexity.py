@@ -113,7 +113,7 @@ SHAPES = [
 def test_coverage_counts_shapes_and_their_entropy(drawn):
     coverage = Coverage()
     for index in drawn:
-        coverage.add(parse_bounded(SHAPES[index]))
+        coverage.add(signature(parse_bounded(SHAPES[index])))
     counts = [drawn.count(index) for index in set(drawn)]
     entropy = -sum(count / len(drawn) * math.log2(count / len(drawn)) for count in counts)
     metrics = coverage.metrics()
@@ -125,13 +125,13 @@ def test_coverage_counts_shapes_and_their_entropy(drawn):
 def test_coverage_resumes_bit_for_bit():
     straight, first = Coverage(), Coverage()
     for index in (0, 1, 0, 2, 0, 1, 1, 3):
-        straight.add(parse_bounded(SHAPES[index]))
-        first.add(parse_bounded(SHAPES[index]))
+        straight.add(signature(parse_bounded(SHAPES[index])))
+        first.add(signature(parse_bounded(SHAPES[index])))
     resumed = Coverage()
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for index in (4, 4, 0):
-        straight.add(parse_bounded(SHAPES[index]))
-        resumed.add(parse_bounded(SHAPES[index]))
+        straight.add(signature(parse_bounded(SHAPES[index])))
+        resumed.add(signature(parse_bounded(SHAPES[index])))
     assert resumed.metrics() == straight.metrics()
     assert resumed.state_dict() == straight.state_dict()
 

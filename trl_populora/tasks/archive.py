@@ -6,12 +6,12 @@ and freezes). Adding, looking up and evicting cost O(1), sampling O(number sampl
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from trl_populora.sandbox import literals, values
 
 from .base import Task
-from .complexity import PROGRAM_MEASURES, Coverage
+from .complexity import PROGRAM_MEASURES, Coverage, signature
 from .forms import normal_forms
 from .programs import function_tree
 
@@ -111,13 +111,14 @@ class TaskArchive:
 
     def add(self, task: Task) -> bool:
         """Adds a task; returns `False` and changes nothing if it is a duplicate."""
-        key, form, tree = _key(task)
+        key = key_of(task)
         if key in self._keys:
             return False
         self._push((task, key, None))
+        _, form, shape = _program(task.program)
         self.coverage.forms.add(form)
-        if tree is not None:
-            self.coverage.add(tree)
+        if shape is not None:
+            self.coverage.add(shape)
         return True
 
     @property
@@ -277,22 +278,22 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
 
 def key_of(task: Task) -> bytes:
     """The hash by which duplicates are recognised."""
-    return _key(task)[0]
-
-
-def _key(task: Task) -> tuple[bytes, int, ast.Module | None]:
-    """
-    What makes a task a duplicate, as a short hash, the hash of its program's form with constants apart, and its
-    program's tree (`None` if it defines no `f`).
-    """
-    tree = function_tree(task.program)  # `24` or `a + b` is no program of ours though it parses
-    program, form = (task.program.strip(),) * 2 if tree is None else normal_forms(tree)
     inputs = [_unordered(text) for text in task.inputs]
     # The order of code_f's inputs is an accident of the shuffle.
-    content = json.dumps(
-        [task.kind, program, sorted(inputs) if task.visible else inputs, " ".join(task.message.lower().split())]
-    )
-    return _hash(content, 16), int.from_bytes(_hash(json.dumps(form), 8), "big"), tree
+    content = [task.kind, _program(task.program)[0], sorted(inputs) if task.visible else inputs]
+    return _hash(json.dumps([*content, " ".join(task.message.lower().split())]), 16)
+
+
+@lru_cache(maxsize=1024)  # a step asks several times for each of its tasks
+def _program(text: str) -> tuple[str, int, str | None]:
+    """
+    Of a program: its normal form, the hash of that with constants apart, and its signature (`None` if it defines no
+    `f`).
+    """
+    tree = function_tree(text)  # `24` or `a + b` is no program of ours though it parses
+    exact, form = (text.strip(),) * 2 if tree is None else normal_forms(tree)
+    shape = None if tree is None else signature(tree)
+    return exact, int.from_bytes(_hash(json.dumps(form), 8), "big"), shape
 
 
 def _hash(text: str, size: int) -> bytes:

@@ -138,11 +138,10 @@ class Coverage:
         self.seen = 0
         self._sum = 0.0  # of count * log2(count): the entropy without a pass over all signatures
 
-    def add(self, tree: ast.Module) -> None:
-        """Counts one program."""
-        key = signature(tree)
-        count = self.counts.get(key, 0)
-        self.counts[key] = count + 1
+    def add(self, shape: str) -> None:
+        """Counts one program by its `signature`."""
+        count = self.counts.get(shape, 0)
+        self.counts[shape] = count + 1
         self.seen += 1
         self._sum += _count_log(count + 1) - _count_log(count)
 
