@@ -23,9 +23,11 @@ import pytest  # noqa: E402
 
 
 def pytest_collection_finish():
-    """
-    Leaves what is imported by now out of garbage collections: every training collects once, through a million objects.
-    """
+    leave_out_of_collections()
+
+
+def leave_out_of_collections() -> None:
+    """All that is there by now: every training collects once, through a million objects if it may."""
     gc.collect()
     gc.freeze()
 
@@ -57,6 +59,7 @@ def _processes_are_forgotten():
     """
     yield
     forget_processes()
+    leave_out_of_collections()  # what was imported since, too; vLLM lets everything in again
 
 
 def forget_processes() -> None:
@@ -64,7 +67,6 @@ def forget_processes() -> None:
     groups = sys.modules.get("vllm.distributed.parallel_state")
     if groups and groups.model_parallel_is_initialized():
         groups.cleanup_dist_env_and_memory()
-        gc.freeze()  # vLLM undoes what `pytest_collection_finish` did
     if "accelerate.state" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 
@@ -128,6 +130,15 @@ def lora():
     from tests.small_run import small_lora
 
     return small_lora()
+
+
+@pytest.fixture
+def two_plots(monkeypatch):
+    """A report of two pictures, where the others are of no interest: all of them take seconds."""
+    from trl_populora.report import plots
+
+    monkeypatch.setattr(plots, "PLOTS", plots.PLOTS[:2])
+    monkeypatch.setattr(plots, "OVERVIEW", plots.OVERVIEW[:2])
 
 
 @pytest.fixture

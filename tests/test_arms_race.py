@@ -66,7 +66,13 @@ def test_every_variant_is_made_of_the_settings_of_one_recipe():
 
 
 @pytest.fixture
-def race_twice(few_tasks, tmp_path, monkeypatch):
+def no_curves(monkeypatch):
+    """Of a page whose tables are looked at: its fourteen panels take seconds."""
+    monkeypatch.setattr(pages, "draw_curves", lambda runs, path: path.write_bytes(b""))
+
+
+@pytest.fixture
+def race_twice(few_tasks, no_curves, tmp_path, monkeypatch):
     """Gives the command for one step of a variant twice; returns the run."""
 
     def race(variant: str) -> Path:
@@ -135,7 +141,7 @@ def test_runs_whose_files_are_gone_are_compared_by_their_figures(output, few_tas
 
 
 @pytest.fixture
-def tables_of(tmp_path):
+def tables_of(no_curves, tmp_path):
     """Gives the tables that the page makes of the runs in a published file."""
 
     def compare(results: Path, variants: list[str], seeds: list[int], steps: int, against: str) -> list[str]:

@@ -231,6 +231,7 @@ class TestWhileTraining:
         assert contents(checkpoint) == before
         assert (stage / "lineage.jsonl").samefile(checkpoint / "lineage.jsonl")
 
+    @pytest.mark.usefixtures("two_plots")
     def test_a_failed_push_does_not_stop_training_but_is_told(self, hub, base, tmp_path, caplog):
         settings = {"max_steps": 2, "save_steps": 1, "push_to_hub": True, "hub_model_id": "me/broken"}
         trainer = make_trainer(base, str(tmp_path / "run"), settings)
@@ -241,6 +242,7 @@ class TestWhileTraining:
         assert trainer.state.global_step == 2
 
 
+@pytest.mark.usefixtures("two_plots")
 class TestFailures:
     @pytest.mark.parametrize(
         ("token", "dies_at", "complaint"),

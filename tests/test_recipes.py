@@ -222,6 +222,7 @@ def few_held_out(directory: Path) -> Path:
 class TestSmoke:
     """Two steps of every recipe as it stands, small; GPU recipes on a random model of their architecture."""
 
+    @pytest.mark.usefixtures("two_plots")
     @pytest.mark.parametrize("name", [name for name in CONFIGS if HARDWARE.get(name, ("", 1))[1] == 1])
     def test_one_process(self, name, qwen, tmp_path, monkeypatch):
         monkeypatch.chdir(ROOT)  # seed tasks are named from there

@@ -195,13 +195,6 @@ def get(server: PageServer, path: str = "", **headers: str) -> tuple[str, dict]:
         return answer.read().decode(errors="replace"), dict(answer.headers)
 
 
-@pytest.fixture
-def two_plots(monkeypatch):
-    from trl_populora.report import plots
-
-    monkeypatch.setattr(plots, "PLOTS", plots.PLOTS[:2])
-
-
 @pytest.mark.usefixtures("two_plots")
 class TestServer:
     def test_follows_a_run_from_before_its_first_step(self, finished, tmp_path):
