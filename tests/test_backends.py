@@ -7,7 +7,6 @@ processes saw there. FSDP2 is PyTorch's own, because accelerate silently turns i
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 from pathlib import Path
 
@@ -29,8 +28,6 @@ SCENARIOS = {
     "zero2": ["replace", "evolve", "plain", "savings", "resume", "half", "unwritable"],
     "zero3": ["replace", "evolve", "plain", "savings", "half"],
 }
-if importlib.util.find_spec("bitsandbytes"):
-    SCENARIOS["ddp"].append("resume quantised")
 
 
 def load(output: Path) -> list[dict]:
@@ -45,6 +42,11 @@ def alone(base, tmp_path_factory) -> dict:
     return run
 
 
+def worker(config: str, base: str, output: Path, *scenarios: str) -> list[str]:
+    """`timeout` ends the workers, too, if one of them waits for a rank that failed."""
+    return ["timeout", "550", *launch(config), backend_worker.__file__, base, str(output), *scenarios]
+
+
 @pytest.fixture(scope="module")
 def launched(base, tmp_path_factory):
     """Goes through a backend's scenarios, when it is first asked for; what both processes saw, by scenario."""
@@ -53,10 +55,7 @@ def launched(base, tmp_path_factory):
     def go(backend: str) -> dict:
         config, wrapper, stage = BACKENDS[backend]
         output, scenarios = tmp_path_factory.mktemp(backend) / "run", SCENARIOS[backend]
-        # `timeout` ends the workers, too, if one of them waits for a rank that failed.
-        command = ["timeout", "550", *launch(config), backend_worker.__file__, base, str(output), *scenarios]
-        extras = ["bitsandbytes"] if "resume quantised" in scenarios else ()
-        log = run_script(command, output, extras, fails="unwritable" in scenarios)
+        log = run_script(worker(config, base, output, *scenarios), output, fails="unwritable" in scenarios)
         seen = {scenario: load(output / scenario) for scenario in scenarios if scenario != "unwritable"}
         for scenario, ranks in seen.items():
             assert len(ranks) == 2, f"{scenario}:\n{log[-20000:]}"
@@ -171,10 +170,14 @@ def test_a_cut_run_equals_a_straight_one(runs):
         assert min(rank["births"]) < 5 < max(rank["births"]), "evolution on both sides of the cut"
 
 
-@only("ddp")
-def test_a_cut_run_on_a_quantised_base_equals_a_straight_one(runs):
+@pytest.mark.slow
+def test_a_cut_run_on_a_quantised_base_equals_a_straight_one(base, tmp_path):
     pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
-    for rank in runs["resume quantised"]:
+    output = tmp_path / "run"
+    run_script(worker("cpu_ddp.yaml", base, output, "resume quantised"), output, ["bitsandbytes"])
+    ranks = load(output / "resume quantised")
+    assert len(ranks) == 2
+    for rank in ranks:
         assert rank["differing"] == []
         assert min(rank["births"]) < 5 < max(rank["births"]), "evolution on both sides of the cut"
 

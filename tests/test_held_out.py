@@ -143,7 +143,7 @@ class TestBestModel:
 
 class TestEvaluate:
     def test_by_hand_before_and_after_training_on_other_tasks_too(self, base, tmp_path):
-        settings = {"max_steps": 1, "save_strategy": "no", "learning_rate": 0.0, "eval_attempts": 40}
+        settings = {"max_steps": 1, "save_strategy": "no", "learning_rate": 0.0, "eval_attempts": 10}
         trainer = make_trainer(base, str(tmp_path), {"evaluated": True} | settings)
         before = trainer.evaluate()
         assert trainer.evaluate() | {"eval_runtime": 0} == before | {"eval_runtime": 0}

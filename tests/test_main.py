@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from trl import TrlParser
 
 import trl_populora
+from tests.without_extras import without_extras
 from trl_populora import __main__ as cli
 from trl_populora.given_tasks import load_archive, read_tasks
 from trl_populora.model_options import MemberConfig, group_options, member_lora
@@ -66,7 +67,8 @@ for command in COMMANDS:
     said[command] = printed.getvalue()
 print(json.dumps(said))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=without_extras(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout)
     assert said.keys() == set(cli.COMMANDS)

@@ -17,6 +17,7 @@ from trl_populora.populora_trainer import PopuLoRATrainer
 
 from .vllm_models import make_served_base
 from .vllm_processes import free_port
+from .without_extras import without_extras
 
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +30,7 @@ def run_python(program: str, *first_on_path: str) -> str:
     path = os.pathsep.join([*first_on_path, str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": path},
+        env=without_extras(os.environ | {"PYTHONPATH": path}, but=["vllm"]),
         capture_output=True,
         timeout=300,
         text=True,
