@@ -163,7 +163,7 @@ PARTS = (
         "operators",
         3,
         f"operators.py --rounds 1 --threads {min(16, os.cpu_count() or 1)}",
-        "operators.py --layers 1 --rounds 1 --threads 1",
+        "operators.py --layers 1 --rounds 1 --threads 1 --steps 2",
         {"seconds of the slowest operator at 7B": "slowest_seconds_7b"},
         {},
     ),

@@ -99,7 +99,7 @@ def random_pair(layers: int, rank: int = 32) -> list[Factors]:
     return pair
 
 
-def trained_pair(steps: int = 60) -> list[Factors]:
+def trained_pair(steps: int) -> list[Factors]:
     """Two adapters of one initialisation, taught the package's seed tasks of one kind each."""
     return [train_adapter(name, steps) for name in ("code_o", "code_i")]
 
@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28, help="Blocks of the 7B shape; 28 is the whole model.")
     parser.add_argument("--rounds", type=int, default=3, help="Timed rounds after one to warm up.")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60, help="Updates of each parent of the trained pair.")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if CROSSOVER_REGISTRY is None:
@@ -259,7 +260,7 @@ def main() -> None:
 
     random_results = measure(random_pair(options.layers), options.rounds)
     report(f"Random pair, 7B shape, rank 32, {options.layers} blocks, {options.threads} threads", random_results)
-    trained_results = measure(trained_pair(), 5 * options.rounds)
+    trained_results = measure(trained_pair(options.steps), 5 * options.rounds)
     report("Pair trained on the embedded base, rank 16", trained_results)
 
     operators = {}
