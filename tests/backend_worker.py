@@ -6,7 +6,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `replace` overwrites a member after the first step, gives another one the optimizer state of a third, and takes the
   second step with learning rate 0;
 - `evolve` has an evolution event after the second of three steps, whose children learn at rates of their own;
-- `plain` is the same run without the event;
+- `plain` is the same run without the event; for ZeRO-3 the user has everything partitioned;
 - `savings` is the first step of each loss, with and without blank rows and shared prompts;
 - `resume` and `resume quantised` play a game straight, and again cut in two by a checkpoint;
 - `evaluate` is one evaluation on held-out tasks;
@@ -200,7 +200,19 @@ def evolve(base: str, output: str, every: int = EVENT) -> dict:
 
 def plain(base: str, output: str) -> dict:
     """The same without the event."""
-    return evolve(base, output, every=0)
+    if launched_by_deepspeed():
+        zero_options()["stage3_param_persistence_threshold"] = 1
+    seen = evolve(base, output, every=0)
+    return seen | {"zero": zero_options() if launched_by_deepspeed() else {}}
+
+
+def launched_by_deepspeed() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+
+
+def zero_options() -> dict:
+    """What trainers are prepared with, once there was one."""
+    return AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"]
 
 
 # One loss that is divided by rows and one by tokens, with gradient checkpointing and without it;
@@ -304,7 +316,7 @@ SCENARIOS = {
 
 
 def main(base: str, output: str, *scenarios: str) -> None:
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    if launched_by_deepspeed():
         without_compiler()
     for scenario in scenarios:
         seen = SCENARIOS[scenario](base, f"{output}/{scenario}")

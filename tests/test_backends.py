@@ -130,6 +130,14 @@ def test_blank_rows_and_shared_prompts_change_no_member(runs):
                     assert difference < 1e-5, f"{loss}, checkpointing {checkpointing}, {name} {key}: {difference:.1e}"
 
 
+@only("zero3")
+def test_adapters_stay_whole_where_the_user_has_everything_partitioned(runs):
+    """Routed layers read them without the call that would gather them; the run before this test would have failed."""
+    for rank in runs["plain"]:
+        sizes = [value.numel() for factors, _ in rank["steps"][0].values() for value in factors.values()]
+        assert rank["zero"]["stage3_param_persistence_threshold"] == max(sizes)
+
+
 def test_every_rank_ends_with_the_same_members(ranks):
     for name, factors in ranks[0]["members"].items():
         assert equal(factors, ranks[1]["members"][name])
