@@ -132,7 +132,7 @@ def test_blank_rows_and_shared_prompts_change_no_member(runs):
 
 @only("zero3")
 def test_adapters_stay_whole_where_the_user_has_everything_partitioned(runs):
-    """Routed layers read them without the call that would gather them; the run before this test would have failed."""
+    """Routed layers read them without the call that would gather them; DeepSpeed may find out, at every single use."""
     for rank in runs["plain"]:
         sizes = [value.numel() for factors, _ in rank["steps"][0].values() for value in factors.values()]
         assert rank["zero"]["stage3_param_persistence_threshold"] == max(sizes)
