@@ -239,8 +239,8 @@ def savings(base: str, output: str) -> dict:
 
 
 def resume(base: str, output: str, **settings) -> dict:
-    """A game of eight steps straight, and another of five and three; what of it differs."""
-    settings |= {"evolve_every": 3, "max_steps": 8}
+    """Eight steps straight, and others of five and three, cut amid the rows of a game; what of them differs."""
+    settings |= {"evolve_every": 2, "max_steps": 8, "num_iterations": 2}
     straight = populora_run.make_trainer(base, f"{output}/straight", settings | {"save_strategy": "no"})
     straight.train()
     wanted = populora_run.state_of(straight)

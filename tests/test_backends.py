@@ -50,9 +50,12 @@ def worker(config: str, base: str, output: Path, *scenarios: str) -> list[str]:
 @pytest.fixture(scope="module")
 def launched(base, tmp_path_factory):
     """Goes through a backend's scenarios, when it is first asked for; what both processes saw, by scenario."""
+    begun = set()
 
     @functools.cache
     def go(backend: str) -> dict:
+        assert backend not in begun, "its launch has failed, as the first test of it says"
+        begun.add(backend)
         config, wrapper, stage = BACKENDS[backend]
         output, scenarios = tmp_path_factory.mktemp(backend) / "run", SCENARIOS[backend]
         log = run_script(worker(config, base, output, *scenarios), output, fails="unwritable" in scenarios)

@@ -356,8 +356,9 @@ def load_game(
         records.truncate_records(output_dir, saved["step"], root / "lineage.jsonl")
     if same_processes:
         path = root / f"rank_state_{args.process_index}.pt"
+        place = "cpu" if device.type == "cpu" else device  # torch.load knows no `cpu:0`, which several ranks are on
         try:
-            return RankState(**torch.load(path, map_location=device, weights_only=True))
+            return RankState(**torch.load(path, map_location=place, weights_only=True))
         except TypeError as error:
             raise ValueError(
                 f"{path} is of an earlier version of this package ({error}). Resume with that version, or start a new "
