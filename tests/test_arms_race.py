@@ -67,7 +67,7 @@ def test_every_variant_is_made_of_the_settings_of_one_recipe():
 
 @pytest.fixture
 def no_curves(monkeypatch):
-    """Of a page whose tables are looked at: its fourteen panels take seconds."""
+    """Of a page whose tables are looked at: its eleven panels take seconds."""
     monkeypatch.setattr(pages, "draw_curves", lambda runs, path: path.write_bytes(b""))
 
 
