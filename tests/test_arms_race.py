@@ -90,7 +90,7 @@ def race_twice(few_tasks, no_curves, tmp_path, monkeypatch):
     return race
 
 
-@pytest.mark.parametrize("variant", ["seed_tasks", "coin"])
+@pytest.mark.parametrize("variant", ["seed_tasks", pytest.param("coin", marks=pytest.mark.slow)])
 def test_a_variant_is_trained_once(variant, race_twice, tmp_path, capsys):
     run = race_twice(variant)
     assert arms_race.steps_done(run) == 1
@@ -102,6 +102,7 @@ def test_a_variant_is_trained_once(variant, race_twice, tmp_path, capsys):
     assert "levels never trained" in text
 
 
+@pytest.mark.slow
 def test_rejection_fine_tuning_is_compared_by_the_adapter_that_it_makes(race_twice):
     run = race_twice("rejection")
     tuned, kept = (load_file(run / path / "adapter_model.safetensors") for path in ("sft", "members/agent"))

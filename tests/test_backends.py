@@ -21,7 +21,7 @@ from trl_populora.population.factors import compare
 from trl_populora.population.operators import average
 
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 SCENARIOS = {
     "ddp": ["replace", "evolve", "plain", "savings", "resume", "evaluate", "shard"],
@@ -71,12 +71,7 @@ def launched(base, tmp_path_factory):
     return go
 
 
-def params(*backends: str) -> list:
-    """Backends as parameters; `make test` goes through DDP, `make test-slow` through those that take a minute each."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if BACKENDS[name][2] else []) for name in backends]
-
-
-@pytest.fixture(params=params(*BACKENDS))
+@pytest.fixture(params=BACKENDS)
 def runs(request, launched) -> dict:
     """What both processes of a backend saw. One that silently is another fails here."""
     if BACKENDS[request.param][2] is not None:
@@ -86,7 +81,7 @@ def runs(request, launched) -> dict:
 
 def only(*backends: str):
     """A test of some backends' runs."""
-    return pytest.mark.parametrize("runs", params(*backends), indirect=True)
+    return pytest.mark.parametrize("runs", backends, indirect=True)
 
 
 @pytest.fixture
@@ -181,7 +176,6 @@ def test_a_cut_run_equals_a_straight_one(runs):
         assert min(rank["births"]) < 5 < max(rank["births"]), "evolution on both sides of the cut"
 
 
-@pytest.mark.slow
 def test_a_cut_run_on_a_quantised_base_equals_a_straight_one(base, tmp_path):
     pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
     output = tmp_path / "run"

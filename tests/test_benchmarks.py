@@ -1,4 +1,4 @@
-"""Benchmarks that need neither a quiet machine nor long: what they print, and what they compare with."""
+"""Benchmarks that need no quiet machine: what they print, and what they compare with."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ import ratings  # noqa: E402
 from trl_populora.population.matchmaking import Match  # noqa: E402
 from trl_populora.population.members import Population  # noqa: E402
 
+from .without_extras import without_extras  # noqa: E402
+
+
+ONLY_ON_A_GPU = {"gpu", "memory_gib", "used_gib", "logp_difference", "train_ratio_8_vs_1"}
+
 
 def test_every_benchmark_finds_what_it_measures():
     """Modules and names move; a script that nobody has run since would be found out by the next reader."""
@@ -30,7 +35,7 @@ def test_every_benchmark_finds_what_it_measures():
 
 
 class TestGpu:
-    """The one command for a GPU, whose parts `--dry-run` walks through on a CPU (`.ci/run` does)."""
+    """The one command for a GPU."""
 
     def test_all_parts_are_there_and_take_forty_minutes_at_most(self):
         assert sum(part.minutes for part in gpu.PARTS) <= 40
@@ -53,6 +58,19 @@ class TestGpu:
     def test_figures_are_found_among_last_words(self, log):
         assert gpu.figures_in(log) == {"a": 1}
         assert gpu.figures_in("nothing {here}\n") == {}
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("part", gpu.PARTS, ids=lambda part: part.name)
+    def test_a_dry_run_comes_to_every_figure_that_needs_no_gpu(self, part, tmp_path, monkeypatch):
+        for name, value in without_extras(but=["vllm", "bitsandbytes"]).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["", "--dry-run", "--only", part.name, "--output", str(tmp_path)])
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+        result = json.loads((tmp_path / "results.json").read_text())[part.name]
+        assert (ended.value.code, result["status"]) == (0, "done")
+        missing = {place for place in part.figures.values() if gpu.value_at(result["figures"], place) is None}
+        assert missing == ONLY_ON_A_GPU.intersection(part.figures.values())
 
     def test_a_part_that_fails_or_overruns_is_named_and_stops_no_other(self, tmp_path, monkeypatch, capsys):
         fails, overruns = "gpu.py --no-such-option", "gpu.py --environment"

@@ -53,6 +53,7 @@ def shipped():
     )
 
 
+@pytest.mark.slow
 def test_smoke_run_writes_a_model_that_loads_and_resumes(tmp_path, monkeypatch, capsys):
     command = ["make_tiny_base.py", "--smoke", "--work", str(tmp_path), "--output", str(tmp_path / "model")]
     monkeypatch.setattr(sys, "argv", command)

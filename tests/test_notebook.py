@@ -28,7 +28,7 @@ def test_it_is_committed_without_outputs():
     assert [cell.id for cell in cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)] == []
 
 
-@pytest.mark.early
+@pytest.mark.slow
 def test_it_runs_from_top_to_bottom(tmp_path):
     text = NOTEBOOK.read_text()
     for long, short in SHORTER.items():

@@ -264,6 +264,7 @@ def test_quick_start_leaves_what_the_readme_lists(tmp_path):
     assert all(row["reject_reason"] for row in rows if row["role"] == "teacher" and not row["valid"])
 
 
+@pytest.mark.slow
 class TestChecks:
     """One update of the recipes that ask whether learning is real and whether children keep it."""
 

@@ -48,6 +48,7 @@ LOSSES = {
     "two iterations per generation": {"loss_type": "grpo", "num_iterations": 2, "beta": 0.04},
     "Adam's own epsilon": {"loss_type": "dapo", "adam_epsilon": 1e-8},
 }
+SLOW = {"grpo with KL", "dapo", "dr_grpo", "cispo", "cispo with KL"}
 
 
 def joint_trainer(base: str, output_dir, lora, rows_of=rows_of_step, **options) -> PopuLoRATrainer:
@@ -112,9 +113,11 @@ def joint_run(base: str, output_dir, lora, names: list[str], all_rows: bool = Fa
     return {name: read_member(trainer.model, name) for name in names}, log.steps
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(
+    "loss", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LOSSES]
+)
 def test_joint_training_is_solo_training(random_base, start, tmp_path, lora, loss):
-    options = OPTIONS | loss
+    options = OPTIONS | LOSSES[loss]
     names = sorted({row.member for row in rows_of_step(0)})
     assert len(names) == 8
     joint = {
@@ -180,7 +183,7 @@ def test_zero_advantages_leave_a_member_bit_identical_and_the_base_too(
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "cispo", "two iterations"])
-@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant"])
+@pytest.mark.parametrize("checkpointing", ["off", pytest.param("non-reentrant", marks=pytest.mark.slow)])
 def test_blank_rows_and_shared_prompts_change_no_gradient(random_base, tmp_path, lora, loss, checkpointing):
     names = sorted({row.member for row in rows_of_step(0)})
     kind = LOSSES.get(loss, {"loss_type": "grpo", "num_iterations": 2})

@@ -45,6 +45,7 @@ def measure(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_and_its_control_are_scored_against_the_base(measure, tmp_path):
     printed = measure(tmp_path / "run")
     found = json.loads((tmp_path / "run" / "headroom.json").read_text())["0"]

@@ -16,6 +16,7 @@ from trl_populora.generation.publishing import PREFIX, AdapterShelf, ChangeDetec
 from trl_populora.generation.routes import Published, distinct_asks
 
 from .adapter_models import make_population
+from .without_extras import without_extras
 
 
 NAMES = ["member_0", "member_1", "member_2"]
@@ -117,6 +118,7 @@ def test_a_killed_process_leaves_a_shelf_that_the_next_run_removes_and_an_ending
     ending, killed = tmp_path / "ending", tmp_path / "killed"
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(ending), str(killed)],
+        env=without_extras(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

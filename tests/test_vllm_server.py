@@ -33,7 +33,7 @@ from .vllm_models import largest_difference, logprobs_of, make_population, rando
 from .vllm_processes import end, finish, free_port, result_of, served, start_run
 
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.early]
 MEMBERS, SERVED = 4, 8
 
 

@@ -79,6 +79,7 @@ def test_the_wheel_holds_every_file_and_nothing_else(wheel):
     assert [name for name in wanted if held[name] != wanted[name]] == []
 
 
+@pytest.mark.slow
 def test_the_quick_start_needs_no_clone(populora, tmp_path):
     small = {"max_steps": 1, "proposals_per_teacher": 4, "attempts_per_task": 2, "per_device_train_batch_size": 8}
     small |= {"eval_strategy": "no", "eval_on_start": "false", "evolve_burn_in": 0}

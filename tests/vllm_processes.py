@@ -16,6 +16,7 @@ from pathlib import Path
 import requests
 
 from .vllm_models import ENGINE_ENVIRONMENT
+from .without_extras import without_extras
 
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,8 @@ def environment() -> dict[str, str]:
     here = {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "ACCELERATE_USE_CPU": "true"}
     # An engine in the test's own process leaves these behind, and they would tell a launcher that it is a worker.
     left = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    return {k: v for k, v in os.environ.items() if k not in left} | ENGINE_ENVIRONMENT | quiet | here
+    inherited = {k: v for k, v in os.environ.items() if k not in left}
+    return without_extras(inherited | ENGINE_ENVIRONMENT | quiet | here, but=["vllm"])
 
 
 def end(process: subprocess.Popen) -> None:
