@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -65,6 +66,36 @@ def served(tmp_path_factory):
         served = Served(tmp_path_factory.mktemp("served"))
         yield served
         served.generation.close()
+
+
+class Begun(Exception):
+    """An engine was about to start."""
+
+
+def port_of_an_engine(base, directory, monkeypatch) -> str:
+    """Where an engine would listen, which this process does not start."""
+
+    def begin(self, **arguments):
+        raise Begun
+
+    monkeypatch.setattr("trl_populora.generation.engine.RoutedLLM.__init__", begin)
+    with pytest.raises(Begun):
+        colocate(*make_population(base, 1), base, directory)
+    return os.environ["MASTER_PORT"]
+
+
+def test_engines_that_start_together_meet_on_no_port(tmp_path, monkeypatch):
+    """TRL gives all of them the same one, as long as none listens there yet."""
+    base, ports = make_served_base(tmp_path / "base"), []
+    for run in ("first", "second"):
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        ports.append(port_of_an_engine(base, tmp_path / run, monkeypatch))
+    assert ports[0] != ports[1]
+
+
+def test_the_port_of_a_launcher_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "23457")
+    assert port_of_an_engine(make_served_base(tmp_path / "base"), tmp_path / "run", monkeypatch) == "23457"
 
 
 @pytest.fixture

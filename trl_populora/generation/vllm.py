@@ -7,6 +7,7 @@ directories, which lie in shared memory where all servers are on this host: vLLM
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from accelerate.utils.other import get_free_port
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
@@ -108,6 +110,8 @@ class PopulationGeneration(VLLMGeneration):
             from .engine import RoutedLLM
 
             names = {"LLM": partial(RoutedLLM, routed_arguments=self._engine_arguments())}
+            # TRL's choice is the same for all runs of a machine that start at once.
+            os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_free_port())
         with _called_by_trl(names):
             super()._init_vllm()
 
