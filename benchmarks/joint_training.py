@@ -25,7 +25,7 @@ micro-batches, dealt as the trainer deals them, with TRL's fused head; four cont
     python benchmarks/joint_training.py --preset 7b       # random weights in Qwen2.5-7B's shape, bf16, one 80 GB GPU
     python benchmarks/joint_training.py --preset 7b --set layers=1 hidden=448 intermediate=512 vocabulary=512 tokens=16
 
-`--set` changes fields of the preset; the last line walks the 7b path (bf16, checkpointing) on a CPU in seconds, and
+`--set` changes fields of the preset, or of the levers' step; the last line walks the 7b path (bf16, checkpointing) on a CPU in seconds, and
 its figures mean nothing.
 
 The last line is one JSON object.
@@ -274,10 +274,9 @@ def score(model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> tuple:
     )
 
 
-def measure_levers(preset: Preset, live: float, device: torch.device) -> dict[str, tuple[float, int]]:
+def measure_levers(preset: Preset, levers: Levers, live: float, device: torch.device) -> dict[str, tuple[float, int]]:
     """Median seconds of forward and backward of a step, and tokens computed, by the levers in use."""
-    levers, router = Levers(), Router()
-    base = make_base(preset, device)
+    base, router = make_base(preset, device), Router()
     add_fused_lm_head(base)
     config = LoraConfig(r=preset.rank, lora_alpha=2 * preset.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = add_members(base, [f"member_{i}" for i in range(levers.members)], config, router, seed=0).train()
@@ -382,7 +381,7 @@ def members_figures(options: argparse.Namespace, preset: Preset, device: torch.d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="changes to the preset")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="changes to the preset and to the levers' step")
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--only", choices=("members", "levers"), help="one of the two parts")
@@ -392,7 +391,8 @@ def main() -> None:
     global CLOCK
     CLOCK = options.clock
     changes = {field: int(number) for field, number in (change.split("=") for change in options.set)}
-    preset = replace(PRESETS[options.preset], **changes)
+    lengths = {field: changes.pop(field) for field in list(changes) if field in Levers.__dataclass_fields__}
+    preset, levers = replace(PRESETS[options.preset], **changes), Levers(**lengths)
     device = torch.device("cuda" if options.preset == "7b" and torch.cuda.is_available() else "cpu")
     if options.preset == "7b" and device.type == "cpu" and not changes:
         parser.error("the 7b preset needs a GPU of 80 GB; `--set layers=1 ...` makes it small enough for a CPU.")
@@ -405,7 +405,7 @@ def main() -> None:
     if options.only != "levers":
         figures |= members_figures(options, preset, device)
     if options.only != "members":
-        figures |= print_levers(measure_levers(preset, options.live, device), options.live)
+        figures |= print_levers(measure_levers(preset, levers, options.live, device), options.live)
     print(json.dumps({key: round(value, 3) for key, value in figures.items()}))
 
 

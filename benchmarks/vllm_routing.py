@@ -1,6 +1,6 @@
 """Serving eight members in one batch, and publishing them, against the ways there are without routing.
 
-    python benchmarks/vllm_routing.py [--quick] [--rank 32] [--clock cpu]
+    python benchmarks/vllm_routing.py [--quick] [--tokens 48] [--rank 32] [--clock cpu]
 
 Generation, on the tiny base: (a) eight members mixed in one batch, (b) the same rows as eight batches of one member
 each, (c) the same rows all through one member. Interleaved repeats after a warm-up, medians, tokens per second; every
@@ -42,7 +42,7 @@ from trl_populora.assets import tiny_base_path
 from trl_populora.generation.vllm import PopulationGeneration
 
 
-MEMBERS, ROWS_PER_MEMBER, TOKENS = 8, 8, 48
+MEMBERS, ROWS_PER_MEMBER = 8, 8
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL_DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # vLLM's GPU kernels know no fp32 adapters
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -75,8 +75,8 @@ def make_half_billion(directory: str) -> str:
     return directory
 
 
-def make_generation(base: str, rank: int, dtype: torch.dtype, directory: str) -> tuple:
-    """`(generation, model, names, router)` of eight members."""
+def make_generation(base: str, rank: int, dtype: torch.dtype, directory: str, tokens: int = 1) -> tuple:
+    """`(generation, model, names, router)` of eight members, which say so many tokens."""
     names, router = [f"member_{i}" for i in range(MEMBERS)], Router()
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(DEVICE)
     model = add_members(
@@ -92,7 +92,7 @@ def make_generation(base: str, rank: int, dtype: torch.dtype, directory: str) ->
         max_model_length=512,
         max_num_seqs=MEMBERS * ROWS_PER_MEMBER,
         gpu_memory_utilization=0.2,  # three engines, one after the other, and not each gives all of it back
-        max_completion_length=TOKENS,
+        max_completion_length=tokens,
         generation_kwargs={"ignore_eos": True},
         engine_kwargs={"enforce_eager": True} if DEVICE.type == "cpu" else {},
     )
@@ -120,9 +120,9 @@ class Clock:
         return self.now() - start
 
 
-def measure_generation(clock: Clock, repeats: int, rank: int, directory: str) -> dict[str, float]:
+def measure_generation(clock: Clock, repeats: int, rank: int, tokens: int, directory: str) -> dict[str, float]:
     """Tokens per second of each way."""
-    generation, model, names, router = make_generation(tiny_base_path(), rank, SMALL_DTYPE, directory)
+    generation, model, names, router = make_generation(tiny_base_path(), rank, SMALL_DTYPE, directory, tokens)
     move(model, names, seed=1)
     generation.sync_weights()
     rng = random.Random(0)
@@ -132,7 +132,7 @@ def measure_generation(clock: Clock, repeats: int, rank: int, directory: str) ->
         prompts = [[rng.randrange(3, 400) for _ in range(32)] for _ in rows]
         with router.rows_of(rows):
             _, completions, _, _ = generation.generate(prompts, None, 1)
-        if {len(completion) for completion in completions} != {TOKENS}:
+        if {len(completion) for completion in completions} != {tokens}:
             raise RuntimeError("Rows of different length: the comparison would not be of equal work.")
 
     mixed = [*range(MEMBERS)] * ROWS_PER_MEMBER
@@ -148,7 +148,7 @@ def measure_generation(clock: Clock, repeats: int, rank: int, directory: str) ->
         for name, action in ways.items():
             times[name].append(clock.seconds(action))
     generation.close()
-    return {name: len(mixed) * TOKENS / statistics.median(values) for name, values in times.items()}
+    return {name: len(mixed) * tokens / statistics.median(values) for name, values in times.items()}
 
 
 def measure_publishing(
@@ -211,6 +211,7 @@ def measure_trl(clock: Clock, engine, base: str, rank: int, dtype: torch.dtype, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, help="timed repeats of each way to generate, 7 or, quick, 3")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens that each row gives")
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that has other work")
     parser.add_argument("--quick", action="store_true", help="the tiny size only")
@@ -220,7 +221,7 @@ def main() -> None:
     publishings = min(3, repeats)
 
     with tempfile.TemporaryDirectory() as directory:
-        rates = measure_generation(clock, repeats, options.rank, directory)
+        rates = measure_generation(clock, repeats, options.rank, options.tokens, directory)
         bases = {"tiny": (tiny_base_path(), SMALL_DTYPE)}
         if not options.quick:
             bases["0.5B"] = (make_half_billion(os.path.join(directory, "half")), torch.bfloat16)
@@ -228,7 +229,7 @@ def main() -> None:
         for size, (base, dtype) in bases.items():
             publishing[size] = measure_publishing(clock, base, options.rank, dtype, publishings, directory)
 
-    print(f"\n{MEMBERS} members, rank {options.rank}, {ROWS_PER_MEMBER} rows each, {TOKENS} tokens a row, tiny base")
+    print(f"\n{MEMBERS} members, rank {options.rank}, {ROWS_PER_MEMBER} rows each, {options.tokens} tokens a row, tiny base")
     for name, text in {"mixed": "(a) mixed", "sequential": "(b) one after the other", "one": "(c) one member"}.items():
         print(f"  {text:<26}{rates[name]:>9.0f} tokens/s")
     for size, values in publishing.items():

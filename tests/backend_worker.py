@@ -18,6 +18,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
 from pathlib import Path
@@ -316,6 +317,7 @@ SCENARIOS = {
 
 
 def main(base: str, output: str, *scenarios: str) -> None:
+    gc.freeze()  # every training collects once, through all that was imported if it may
     if launched_by_deepspeed():
         without_compiler()
     for scenario in scenarios:

@@ -54,7 +54,7 @@ def vllm(directory: str) -> list[dict]:
             model_init_kwargs={"dtype": "float32"},
             use_vllm=use_vllm,
             vllm_max_model_length=1024,
-            vllm_engine_kwargs={"enforce_eager": True},
+            vllm_engine_kwargs={"enforce_eager": True, "max_num_seqs": 64},  # by itself as many as a step has rows, 6
         )
         lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
         trainer = PopuLoRATrainer("tiny", args=args, eval_dataset=Dataset.from_list(tasks), peft_config=lora)

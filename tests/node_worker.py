@@ -7,6 +7,7 @@ Goes through the runs of `main` and prints what came of each: the last step with
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import shutil
@@ -50,6 +51,7 @@ def copy_of(run: Path, name: str) -> Path:
 
 
 def main(base: str, own: Path, common: Path) -> None:
+    gc.freeze()  # every training collects once, through all that was imported if it may
     told = {"apart": run(base, own / "apart", **SAVING), "straight": run(base, own / "straight", **EACH, **SAVING)}
 
     # As if killed when one node had moved its checkpoint into place and the other had not.

@@ -18,9 +18,11 @@ from .models import save_byte_base
 
 # One GiB of cache instead of a share of this machine's memory, and one unbound thread: OpenMP threads that spin while
 # they wait for a core make the tiny engine twenty times slower when the machine has other work. Compiled, one small
-# function of the sampler costs every process 20 s.
+# function of the sampler costs every process 20 s. As on one GPU, a server's engine computes in its own process; on a
+# CPU it would start another for that, and spin while it waits for it.
 ENGINE_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
