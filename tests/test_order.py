@@ -17,6 +17,7 @@ def test_no_file_inherits_the_processes_of_another():
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_no_file_inherits_the_engine_of_another(tmp_path, monkeypatch):
     """`populora train` ends the process group, and with it the groups of an engine that an earlier file colocated."""
     pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -24,6 +24,7 @@ def interpreter(version):
     return str(found[-1]) if found else shutil.which(f"python{version}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [each for each in VERSIONS if interpreter(each)])
 def test_other_pythons(version):
     found = run_elsewhere(interpreter(version))
