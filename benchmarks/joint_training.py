@@ -25,8 +25,8 @@ micro-batches, dealt as the trainer deals them, with TRL's fused head; four cont
     python benchmarks/joint_training.py --preset 7b       # random weights in Qwen2.5-7B's shape, bf16, one 80 GB GPU
     python benchmarks/joint_training.py --preset 7b --set layers=1 hidden=448 intermediate=512 vocabulary=512 tokens=16
 
-`--set` changes fields of the preset, or of the levers' step; the last line walks the 7b path (bf16, checkpointing) on a CPU in seconds, and
-its figures mean nothing.
+`--set` changes fields of the preset, or of the levers' step; the last line walks the 7b path (bf16, checkpointing) on
+a CPU in seconds, and its figures mean nothing.
 
 The last line is one JSON object.
 """
@@ -381,7 +381,7 @@ def members_figures(options: argparse.Namespace, preset: Preset, device: torch.d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="changes to the preset and to the levers' step")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="changes to preset or levers")
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--only", choices=("members", "levers"), help="one of the two parts")

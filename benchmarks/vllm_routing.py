@@ -229,7 +229,8 @@ def main() -> None:
         for size, (base, dtype) in bases.items():
             publishing[size] = measure_publishing(clock, base, options.rank, dtype, publishings, directory)
 
-    print(f"\n{MEMBERS} members, rank {options.rank}, {ROWS_PER_MEMBER} rows each, {options.tokens} tokens a row, tiny base")
+    rows = f"{ROWS_PER_MEMBER} rows each, {options.tokens} tokens a row"
+    print(f"\n{MEMBERS} members, rank {options.rank}, {rows}, tiny base")
     for name, text in {"mixed": "(a) mixed", "sequential": "(b) one after the other", "one": "(c) one member"}.items():
         print(f"  {text:<26}{rates[name]:>9.0f} tokens/s")
     for size, values in publishing.items():
