@@ -42,6 +42,7 @@ SIZES = {
     "evolve_every": 10,
     "save_strategy": "steps",
 }
+OWN_FILE = re.compile(r"^# (?!my_kinds)\w+\.py$", re.MULTILINE)  # the first line of a block
 
 
 def script(page: str) -> str:
@@ -52,7 +53,10 @@ def script(page: str) -> str:
 
 @pytest.fixture
 def play(base, tmp_path, monkeypatch):
-    """Runs a page's script on a random base, in a directory of its own, as the module `my_kinds`."""
+    """
+    Runs a page's script on a random base, in a directory of its own, as the module `my_kinds`; what the page has in
+    files beside that one can use nothing of it without an import.
+    """
     monkeypatch.chdir(tmp_path)
     sized = lambda output_dir, **given: small_args(output_dir=output_dir, **(SIZES | given))  # noqa: E731
     monkeypatch.setattr(trl_populora, "PopuLoRAConfig", sized, raising=False)
@@ -61,7 +65,10 @@ def play(base, tmp_path, monkeypatch):
 
     def run(page: str) -> dict:
         text = script(page).replace("Qwen/Qwen2.5-0.5B-Instruct", base).replace("max_steps=200", "max_steps=1")
-        exec(compile(text, page, "exec"), module.__dict__)
+        module_text, *others = re.split(OWN_FILE, text)
+        exec(compile(module_text, page, "exec"), module.__dict__)
+        for other in others:
+            exec(compile(other, page, "exec"), {"__name__": "__main__"})
         return module.__dict__
 
     known = dict(MUTATIONS)
@@ -86,7 +93,7 @@ def test_the_first_run_is_read_as_the_page_says(play, base, capsys):
 
 def test_the_kind_with_the_sandbox_takes_and_refuses_what_it_should():
     names: dict = {"__name__": "my_kinds"}
-    exec(script("guides/kinds.md").partition("\nkind = Factors()")[0], names)
+    exec(re.split(OWN_FILE, script("guides/kinds.md"))[0], names)
     kind = names["LongestLoop"]()
     with Sandbox(workers=1) as sandbox:
         proposals = [kind.parse_proposal(f"def f(n):\n    return {body}", []) for body in ("n * n % 97", "1", "n / 0")]
