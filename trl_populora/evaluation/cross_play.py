@@ -31,6 +31,7 @@ from trl_populora.given_tasks import load_archive
 from trl_populora.hub.publishing import fetch
 from trl_populora.population.members import Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.prompting import refuse_by_name
 from trl_populora.report.payoff import Payoff
 from trl_populora.runs.checkpoint import write_member_file
 from trl_populora.runs.saved_population import SAMPLING, Shape, check_same_shape
@@ -132,9 +133,7 @@ def cross_play(
     kinds = [names[slot % len(names)] for slot in range(proposals)]
     prompts, shown = [], []
     for kind in map(referee.kinds.__getitem__, kinds):
-        prompt, kept = referee.proposal_prompt(
-            kind, archive.sample(kind.reference_kinds, kind.reference_count(references), rng)
-        )
+        prompt, kept = referee.proposal_prompt(kind, referee.draw_references(kind, archive, references, rng))
         prompts.append(prompt)
         shown.append(kept)
     payoff = Payoff(list(teachers), list(students))
@@ -234,7 +233,8 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
     referee = preparation.make_referee(args, kinds, base, tokenizer)
     try:
         context = preparation.trained_context(base)
-        room = preparation.prompt_room(context, args, lambda prompt: tokenize(tokenizer, [prompt], args)[0])
+        tokenized = refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer)
+        room = preparation.prompt_room(context, args, tokenized)
         preparation.fit_into_context(referee, archive, None, room)
     except ValueError:
         referee.sandbox.close()
@@ -250,6 +250,8 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     theirs = {name: first[name] for name in ("task_kinds", "references_per_proposal", "inputs_per_function")}
     # Older files lack some of these.
     theirs |= {name: first[name] for name in ("max_completion_length", *SAMPLING) if name in first}
+    asked = {"shots": 0, "reading": "strict", "prompt_texts": None}
+    theirs |= {name: first.get(name, before) for name, before in asked.items()}
     return PopuLoRAConfig(
         "unused",
         **theirs
