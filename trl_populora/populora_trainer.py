@@ -97,7 +97,8 @@ class PopuLoRATrainer(GRPOTrainer):
         args ([`PopuLoRAConfig`], *optional*): Settings of the run.
         train_dataset ([`~datasets.Dataset`], *optional*):
             Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs` (see
-            [`~trl_populora.tasks.archive.TaskArchive`]). The 256 tasks of the package when `None`.
+            [`~trl_populora.tasks.archive.TaskArchive`]). The package's own when `None`, which the style of the prompts
+            decides: ordinary Python, or for `"compact"` the language of the embedded base.
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Held-out tasks in the same format, or several tables by name. Nobody trains on them; students attempt them
             in [`evaluate`] and when `eval_strategy` says so.
@@ -156,7 +157,7 @@ class PopuLoRATrainer(GRPOTrainer):
         lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
         preparation.check_setup(args, unsupported, model, lora_config)
         kinds = preparation.make_kinds(args)
-        archive = given_tasks.load_archive(train_dataset, kinds, args)
+        archive = given_tasks.load_archive(train_dataset, kinds, args, preparation.prompt_style(args, model))
         held_out = given_tasks.load_held_out(eval_dataset, kinds, archive, args)
 
         set_seed(args.seed)

@@ -17,7 +17,13 @@ from typing import Any
 from accelerate.utils import DistributedType, gather_object
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from trl.trainer.utils import create_model_from_path
 
 from trl_populora.adapters.checks import check_is_base, is_quantised
@@ -121,9 +127,15 @@ def load_tokenizer(
     return tokenizer
 
 
-def prompt_style(args: PopuLoRAConfig, model: PreTrainedModel) -> str:
+def prompt_style(args: PopuLoRAConfig, model: str | PreTrainedModel) -> str:
     """The configured style, else `"compact"` for a base made by `recipes/make_tiny_base.py` and `"chat"` otherwise."""
-    return args.prompt_style or str(getattr(model.config, "populora_prompt_style", "chat"))
+    if args.prompt_style:
+        return args.prompt_style
+    if isinstance(model, str):  # its weights are loaded once all else is checked
+        config, _ = PreTrainedConfig.get_config_dict(resolve_model_path(model), **(args.model_init_kwargs or {}))
+    else:
+        config = model.config.to_dict()
+    return str(config.get("populora_prompt_style", "chat"))
 
 
 def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig, further_rewards: bool) -> Sharing | None:

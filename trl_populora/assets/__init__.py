@@ -1,4 +1,4 @@
-"""What ships with the package: the embedded tiny base with its seed and held-out tasks, seed tasks for others, recipes."""
+"""What ships with the package: the embedded tiny base, seed tasks for it and others, its held-out tasks, recipes."""
 
 from __future__ import annotations
 
