@@ -98,7 +98,8 @@ class PopuLoRATrainer(GRPOTrainer):
         args ([`PopuLoRAConfig`], *optional*): Settings of the run.
         train_dataset ([`~datasets.Dataset`], *optional*):
             Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs` (see
-            [`~trl_populora.tasks.archive.TaskArchive`]). The 256 tasks of the package when `None`.
+            [`~trl_populora.tasks.archive.TaskArchive`]). The package's own when `None`, which the style of the prompts
+            decides: ordinary Python, or for `"compact"` the language of the embedded base.
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Held-out tasks in the same format, or several tables by name. Nobody trains on them; students attempt them
             in [`evaluate`] and when `eval_strategy` says so.

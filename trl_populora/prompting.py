@@ -6,9 +6,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.populora_config import PopuLoRAConfig
@@ -24,16 +25,16 @@ SHOTS = 3
 
 def choose_style(args: PopuLoRAConfig, model: str | PreTrainedModel) -> str:
     """The configured prompt style, else `"compact"` for a base made by `recipes/make_tiny_base.py`, or `"turns"`."""
-    return args.prompt_style or str(getattr(_config_of(model, args), "populora_prompt_style", "turns"))
+    return args.prompt_style or str(_config_of(model, args).get("populora_prompt_style", "turns"))
 
 
-def _config_of(model: str | PreTrainedModel, args: PopuLoRAConfig) -> PreTrainedConfig:
+def _config_of(model: str | PreTrainedModel, args: PopuLoRAConfig) -> dict[str, Any]:
     """
     Raises:
         `ValueError`: If there is no model by this name; says what is there instead.
     """
     if not isinstance(model, str):
-        return model.config
+        return model.config.to_dict()
     path, revision = resolve_model_path(model), (args.model_init_kwargs or {}).get("revision") or "main"
     files = [Path(path)] if path.endswith(".gguf") else sorted(Path(path).glob("*.gguf"))
     if files and not Path(path, "config.json").is_file():
@@ -43,7 +44,7 @@ def _config_of(model: str | PreTrainedModel, args: PopuLoRAConfig) -> PreTrained
             "`recipes/get_smollm2.py` does the rest for one."
         )
     try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=args.trust_remote_code)
+        return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
     except OSError as error:
         found = "a directory without config.json" if Path(path).is_dir() else "no directory here"
         raise ValueError(
