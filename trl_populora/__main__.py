@@ -1,6 +1,6 @@
 """
 The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, watch, push, export, info,
-crossplay, evaluate, check-kind and sandbox-check.
+crossplay, evaluate, check-kind and sandbox-check; `populora try` tells whether a base can be trained.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
@@ -151,6 +151,20 @@ def run_training(recipe, args, model) -> None:
     trainer.accelerator.end_training()
 
 
+def try_model(arguments: Sequence[str]) -> None:
+    """Shows what a base makes of each prompt style, before a run does."""
+    from trl_populora.evaluation.tryout import TryArguments
+    from trl_populora.evaluation.tryout import try_model as run_tryout
+    from trl_populora.evaluation.tryout_page import show
+
+    (options,) = _parse(TryArguments, "try", arguments)
+    found = run_tryout(options)
+    for line in show(found, options):
+        _say(line)
+    if found.obstacles():
+        raise SystemExit(1)
+
+
 def recipes(arguments: Sequence[str]) -> None:
     """Lists the recipes of the package, or copies them and the accelerate configs."""
     from trl_populora.assets import copy_recipes, recipe_titles
@@ -270,6 +284,7 @@ def sandbox_check(arguments: Sequence[str]) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "quickstart": quickstart,
     "train": train,
+    "try": try_model,
     "recipes": recipes,
     "report": report,
     "watch": watch,

@@ -24,15 +24,17 @@ SHOTS = 3
 
 
 def choose_style(args: PopuLoRAConfig, model: str | PreTrainedModel) -> str:
-    """The configured prompt style, else `"compact"` for a base made by `recipes/make_tiny_base.py`, or `"turns"`."""
-    return args.prompt_style or str(_config_of(model, args).get("populora_prompt_style", "turns"))
+    """
+    The configured prompt style, else `"compact"` for a base made by `recipes/make_tiny_base.py`, or `"turns"`.
+
+    Raises:
+        `ValueError`: If there is no such model; says what is there instead.
+    """
+    config = _config_of(model, args)
+    return args.prompt_style or str(config.get("populora_prompt_style", "turns"))
 
 
 def _config_of(model: str | PreTrainedModel, args: PopuLoRAConfig) -> dict[str, Any]:
-    """
-    Raises:
-        `ValueError`: If there is no model by this name; says what is there instead.
-    """
     if not isinstance(model, str):
         return model.config.to_dict()
     path, revision = resolve_model_path(model), (args.model_init_kwargs or {}).get("revision") or "main"

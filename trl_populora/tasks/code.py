@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +15,6 @@ from .base import Attempt, Proposal, Refusal, Reject, Task, TaskKind
 from .fences import FormatError, read_blocks
 from .programs import ProgramError, check_program
 from .reading import find_answer
-
-
-_CALL = re.compile(r"f\((.*)\)", re.DOTALL)
 
 
 class CodeKind(TaskKind):
@@ -79,8 +75,6 @@ class CodeKind(TaskKind):
 
     def read_arguments(self, text: str, max_chars: int) -> str:
         """Canonical text of an argument list, dicts in the order written; literals only."""
-        if self.reading == "tolerant" and (call := _CALL.fullmatch(text.strip())):
-            text = call[1]
         return self._read(literals.read_arguments, text, max_chars, ordered=True)
 
     def read_value(self, text: str, max_chars: int) -> str:
