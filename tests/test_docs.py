@@ -18,6 +18,7 @@ from tests.small_run import small_args
 from trl_populora import __main__ as program
 from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.evaluation.cross_play import CrossPlayArguments
+from trl_populora.evaluation.tryout import TryArguments
 from trl_populora.hub.export import ExportArguments
 from trl_populora.model_options import MemberConfig
 from trl_populora.population.operators import MUTATIONS
@@ -125,6 +126,7 @@ def test_every_page_is_in_the_navigation_once():
 OPTIONS = {
     "quickstart": None,
     "train": program.TrainArguments,
+    "try": TryArguments,
     "recipes": program.RecipesArguments,
     "report": ReportArguments,
     "watch": WatchArguments,

@@ -20,12 +20,9 @@ from trl_populora.tasks.templates import fenced
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "model.md"
 ROW = re.compile(r"^\| `(\".*\")` \| (.*?) \| (.*) \|$", re.MULTILINE)
+LITERALS = re.compile(r"`(\".*?\")`")
 READINGS = [
-    (
-        ast.literal_eval(text),
-        re.findall(r"`(\w+)`", names),
-        [ast.literal_eval(r) for r in re.findall(r"`(\".*?\")`", read)],
-    )
+    (ast.literal_eval(text), re.findall(r"`(\w+)`", names), list(map(ast.literal_eval, LITERALS.findall(read))))
     for text, names, read in ROW.findall(PAGE.read_text())
 ]
 
@@ -54,8 +51,7 @@ def test_a_text_is_read_as_the_guide_says(text, names, read):
 def test_any_text_is_read_or_refused_and_what_is_read_reads_back(names, text):
     try:
         contents = find_answer(text, names)
-    except FormatError as error:
-        assert str(error)
+    except FormatError:
         return
     assert len(contents) == len(names)
     if any(re.match(r"\s*(```|~~~|</think>)", line) for content in contents for line in content.split("\n")):
