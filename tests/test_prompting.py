@@ -250,8 +250,8 @@ def test_a_solved_task_that_is_held_out_is_refused(make_args, roomy_base, lora, 
     [
         ("model.gguf", ["model.gguf"], "is a GGUF file, which serves and does not train.*gguf_file='model.gguf'"),
         ("", ["model.gguf"], "is a GGUF file"),
-        ("nowhere/at-all", [], "is no directory here, and the Hub has no such model that can be reached"),
-        ("", ["notes.txt"], "is a directory without config.json"),
+        ("nowhere/at-all", [], "is no directory here, and the Hub has no such model in reach"),
+        ("", ["notes.txt"], "is a directory, but no model .it has no config.json"),
     ],
 )
 def test_what_is_no_model_is_named(make_args, tmp_path, name, files, message):

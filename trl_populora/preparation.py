@@ -27,7 +27,7 @@ from trl_populora.given_tasks import check_archive
 from trl_populora.population.matchmaking import Matchmaker, no_student_idles
 from trl_populora.population.members import Population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.prompting import choose_shots
+from trl_populora.prompting import choose_shots, refuse_gguf
 from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
 from trl_populora.step.forwards import Sharing, why_not_shared
 from trl_populora.step.held_out import HeldOut
@@ -209,6 +209,8 @@ def check_setup(
     refuse_unsupported(args, unsupported)
     check_output_dir(args.output_dir)
     source = resolve_model_path(model) if isinstance(model, str) else model
+    if isinstance(source, str):
+        refuse_gguf(source)
     check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
     if args.use_vllm:
         check_vllm(source, args, lora_config)
