@@ -22,9 +22,11 @@ from trl_populora.hub.export import ExportArguments
 from trl_populora.model_options import MemberConfig
 from trl_populora.population.operators import MUTATIONS
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.served import ReportArguments
 from trl_populora.report.watch import WatchArguments
 from trl_populora.sandbox import Sandbox
+from trl_populora.tasks import TASK_KINDS
 
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +82,17 @@ def play(base, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", GUIDES)
 def test_python_of_a_guide_runs(page, play):
     play(page)
+
+
+def test_the_settings_for_the_embedded_base_let_it_write_tasks_of_every_kind(tmp_path):
+    """A step as the page has it, of every kind; that most proposals are valid is what the base was trained for."""
+    (settings,) = re.findall(r'`model="tiny"`.*?in the config `(.*?)`', PAGES["guides/grpo.md"].read_text(), re.DOTALL)
+    given = eval(f"dict({settings})") | {"save_strategy": "no", "attempts_per_task": 2}
+    args = PopuLoRAConfig(str(tmp_path), teachers=2, students=2, max_steps=1, **given)
+    trainer = PopuLoRATrainer("tiny", args=args)
+    trainer.train()
+    rates = {kind: trainer.state.log_history[0][f"propose/{kind}/valid_rate"] for kind in TASK_KINDS}
+    assert all(rate > 0.5 for rate in rates.values()), rates
 
 
 def test_the_first_run_is_read_as_the_page_says(play, base, capsys):

@@ -87,6 +87,13 @@ def test_yaml_parses_and_its_batch_fits(name, tmp_path):
         assert args.micro_batches(HARDWARE[name][1]) > 0
 
 
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_recipe_runs_in_one_two_and_four_processes(name, processes, tmp_path):
+    args, _ = read_recipe(str(CONFIGS[name]), str(tmp_path))
+    assert args.micro_batches(processes) * processes * args.per_device_train_batch_size == args.rows_per_step
+
+
 class TestBudget:
     @pytest.mark.parametrize("name", HARDWARE)
     def test_the_recipe_fits_its_gpu_on_paper(self, name, tmp_path):
