@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 import re
 import sys
 import types
@@ -26,6 +28,7 @@ from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.served import ReportArguments
 from trl_populora.report.watch import WatchArguments
 from trl_populora.sandbox import Sandbox
+from trl_populora.sandbox.modules import FULL, LIGHT
 from trl_populora.tasks import TASK_KINDS
 
 
@@ -44,6 +47,7 @@ SIZES = {
     "evolve_every": 10,
     "save_strategy": "steps",
 }
+REFERENCE, CODE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]"), r"`\1`"  # a name in a docstring, and on a page
 OWN_FILE = re.compile(r"^# (?!my_kinds)\w+\.py$", re.MULTILINE)  # the first line of a block
 
 
@@ -117,6 +121,20 @@ def test_the_kind_with_the_sandbox_takes_and_refuses_what_it_should():
     assert kind.correct(task, kind.parse_attempt(str(best), task), None)
     assert not kind.correct(task, kind.parse_attempt("0", task), None)
     assert kind.chance(task) == 0.02  # 96 is the square of two numbers
+
+
+def test_what_a_script_uses_is_listed_for_who_reads_the_page_in_a_clone():
+    """With the first sentences of the docstrings that the site shows whole."""
+    page, rows = PAGES["reference/api.md"].read_text(), []
+    for path in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE):
+        text = inspect.getdoc(pkgutil.resolve_name(path)).partition("\n\n")[0].replace("\n", " ")
+        rows.append(f"| `{path}` | {REFERENCE.sub(CODE, text)} |")
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+
+
+def test_the_modules_that_programs_may_import_are_listed():
+    listed = PAGES["how/verify.md"].read_text().partition("## What a program may import\n\n")[2].partition("\n\n")[0]
+    assert re.findall(r"`([\w.]+)`", listed) == sorted([*LIGHT, *FULL])
 
 
 def nav_paths(nav: list) -> list[str]:

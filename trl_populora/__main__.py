@@ -151,6 +151,8 @@ def run_training(recipe, args, model) -> None:
             if not (way_out := way_to_install(error)):
                 raise
             _say(f"There is no picture: {way_out}")
+    if args.use_vllm:
+        trainer.vllm_generation.end()
     # Left to the end of the interpreter, gloo's threads abort a process now and then (pytorch#179291), and the
     # launcher calls a finished run failed.
     trainer.accelerator.end_training()

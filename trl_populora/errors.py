@@ -23,8 +23,8 @@ def sentence_of(error: Exception) -> str | None:
     """
     What a command says of an error in one line; `None` where a traceback is due.
 
-    The line is for what the user can mend: what the system refuses (`OSError`), and what some check does. An error that
-    no `raise` made, as the `TypeError` of a wrong call, is a bug, and an error in the midst of training may have cost
+    The line is for what the user can mend: what the system refuses (`OSError`), and what some check does. An error
+    that no `raise` made, as the `TypeError` of a wrong call, is a bug, and one in the midst of training may have cost
     days: both keep the whole story. The variable `POPULORA_TRACEBACK` shows it of every error.
     """
     if os.environ.get("POPULORA_TRACEBACK"):
