@@ -138,10 +138,10 @@ def test_the_command_ends_with_the_problems(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit) as end:
         cli.main(["check-kind", "odd_kind:Odd", "--tasks", str(RECIPES / "arithmetic_seeds.jsonl")])
-    lines = str(end.value).splitlines()
-    assert lines[0] == "populora check-kind: 2 problem(s)"
-    assert "`complexity` measures numbers" in lines[1]
-    assert "`correct` must return bool, got None" in lines[2]
+    assert end.value.code == "populora check-kind: 2 problem(s) in the task kind 'arithmetic', as told above."
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert "`complexity` measures numbers" in first
+    assert "`correct` must return bool, got None" in second
 
 
 @pytest.mark.parametrize(

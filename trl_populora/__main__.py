@@ -262,8 +262,10 @@ def check_kind(arguments: Sequence[str]) -> None:
     given = load_seed_tasks() if options.tasks is None else TaskArchive.from_dataset(read_tasks(options.tasks))
     with Sandbox() as sandbox:
         problems = check(kind, list(given), sandbox, _say).problems
+    for problem in problems:
+        _say(problem)
     if problems:
-        raise ValueError("\n".join([f"{len(problems)} problem(s)", *problems]))
+        raise ValueError(f"{len(problems)} problem(s) in the task kind {kind.name!r}, as told above.")
     _say(f"No problem found in the task kind {kind.name!r}.")
 
 
