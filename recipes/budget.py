@@ -89,9 +89,7 @@ class Shape:
         with torch.device("meta"):
             counted = AutoModelForCausalLM.from_config(config).num_parameters()
         if not all(said[name] for name in DIMENSIONS) or abs(cls(**said).parameters / counted - 1) > 1e-3:
-            raise ValueError(
-                f"{base} is a {config.model_type}, and this page knows dense decoders with gated MLPs only."
-            )
+            raise ValueError(f"{base} is a {config.model_type}; this page knows dense decoders with gated MLPs only.")
         return cls(**said)
 
     @property
@@ -227,7 +225,7 @@ class Budget:
 
     @property
     def fits(self) -> bool:
-        return self.on_one_gpu <= self.gpu_memory and self.cache_tokens > 0
+        return self.on_one_gpu <= self.gpu_memory and (self.cache_tokens > 0 or not self.engine)
 
 
 def prompt_tokens(references: int, longest: bool) -> int:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from trl import TrlParser
 
 import trl_populora
+from tests.launching import launch, run_script
 from tests.without_extras import without_extras
 from trl_populora import __main__ as cli
 from trl_populora.given_tasks import load_archive, read_tasks
@@ -337,6 +338,19 @@ def test_of_processes_that_a_launcher_started_only_the_first_says_the_error(tmp_
     sentence = "populora train: `lines` must be few, got many."
     assert codes == [sentence, 1]
     assert [json.loads((tmp_path / rank / "error.json").read_text())["message"] for rank in "01"] == [sentence] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_that_are_refused_say_it_once_before_the_launchers_page(tmp_path):
+    recipe = str(ROOT / "recipes" / "tiny" / "quickstart.yaml")
+    command = [*launch("cpu_ddp.yaml"), str(ROOT / "recipes" / "train_populora.py"), "--config", recipe]
+    said = run_script([*command, "--teachers", "0"], tmp_path / "log", fails=True).splitlines()
+    sentence = "populora train: `teachers` must be at least 1, got 0."
+    assert said[0] == sentence
+    assert said.count(sentence) == 1
+    assert said[-2] == f"  traceback : {sentence}", "the launcher's last word"
+    assert len(said) < 45
 
 
 def test_training_options_are_grouped_as_the_config_is(capsys):
