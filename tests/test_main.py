@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from trl import TrlParser
 
 import trl_populora
+from tests.launching import launch, run_script
 from tests.without_extras import without_extras
 from trl_populora import __main__ as cli
 from trl_populora.given_tasks import load_archive, read_tasks
@@ -30,6 +31,7 @@ from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import save_archive
 
 
+ROOT = Path(__file__).parent.parent
 MEMBER = {"mu": 25.0, "sigma": 8.0, "age": 3, "born": 0, "version": 0, "operator": "init", "parents": []}
 
 
@@ -234,6 +236,121 @@ def test_the_end_of_a_run_from_outside_is_no_traceback(error, told, monkeypatch)
 def test_what_the_user_can_mend_is_one_line(command, tmp_path):
     with pytest.raises(SystemExit, match=rf"^populora {command}: .*holds no (population.json: no run|metrics.jsonl)"):
         cli.main([command, str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--teachers", "0"], "`teachers` must be at least 1, got 0."),
+        (["--output_dir", "/proc/nowhere"], "`output_dir='/proc/nowhere'` is not writable .* Choose a directory"),
+        (["--seed_tasks", "nowhere.jsonl"], "The tasks 'nowhere.jsonl' cannot be read"),
+        (["--task_kinds", "nowhere:Kind"], "No module named 'nowhere'"),
+        (["--lora_dropout", "0.1"], "`lora_dropout=0.1` is not supported"),
+        (["--load_best_model_at_end", "true"], "requires the save and eval strategy to match"),
+        (["--teecher", "3"], "'--teecher', '3'"),
+        (["--resume_from_checkpoint", "nowhere"], "nowhere"),
+        (["--model_name_or_path", "nowhere"], "huggingface.co"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("command", ["quickstart", "train"])
+def test_what_a_training_command_refuses_is_one_line(command, options, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = ["--config", str(ROOT / "recipes" / "tiny" / "quickstart.yaml")] if command == "train" else []
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, *recipe, *options])
+    assert re.search(f"^populora {command}: .*{told}", end.value.code)
+    assert "\n" not in end.value.code
+
+
+def test_a_refusal_is_all_that_a_training_command_says(tmp_path):
+    command = [sys.executable, "-m", "trl_populora", "quickstart", "--teachers", "0", "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "populora quickstart: `teachers` must be at least 1, got 0.\n"
+
+
+def test_a_recipe_that_is_not_there_is_named():
+    with pytest.raises(SystemExit, match="^populora train: .* No such file or directory: 'nowhere.yaml'$"):
+        cli.main(["train", "--config", "nowhere.yaml"])
+
+
+@pytest.mark.parametrize("text", ["teachers: 2: 3", "[", "- teachers", "teechers: 2"])
+def test_a_recipe_that_is_none_is_told_in_one_line(text, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(SystemExit, match="^populora train: .+$"):
+        cli.main(["train", "--config", str(tmp_path / "recipe.yaml")])
+
+
+def test_a_config_without_a_name_is_told(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "--max_steps", "3", "--config"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith("populora train: error: argument --config: expected one argument\n")
+
+
+def refuse(arguments):
+    raise ValueError("`lines` must be few,\n  got many.")
+
+
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [(lambda arguments: len(3), TypeError), (lambda arguments: int("x"), ValueError), (lambda a: a[7], IndexError)],
+)
+@pytest.mark.parametrize("command", ["train", "info"])
+def test_a_bug_keeps_its_traceback(command, run, error, monkeypatch):
+    monkeypatch.setitem(cli.COMMANDS, command, run)
+    with pytest.raises(error):
+        cli.main([command])
+
+
+def test_the_traceback_of_a_refusal_is_shown_on_request(monkeypatch):
+    monkeypatch.setitem(cli.COMMANDS, "info", refuse)
+    with pytest.raises(SystemExit, match="^populora info: `lines` must be few, got many.$"):
+        cli.main(["info"])
+    monkeypatch.setenv("POPULORA_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="few"):
+        cli.main(["info"])
+
+
+def test_an_error_in_the_midst_of_training_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "late_kind.py").write_text(
+        "from trl_populora.tasks import CodeO\n\n\nclass Late(CodeO):\n"
+        "    def parse_proposal(self, text, references):\n        raise ValueError('no text is good enough')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = "--model_name_or_path tiny --dtype float32 --use_cpu true --bf16 false --max_completion_length 16"
+    options += " --task_kinds late_kind:Late --proposals_per_teacher 2 --attempts_per_task 2"
+    with pytest.raises(ValueError, match="no text is good enough"):
+        cli.main(["train", *options.split(), "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path)])
+
+
+def test_of_processes_that_a_launcher_started_only_the_first_says_the_error(tmp_path, monkeypatch):
+    """As torchrun does, each rank is told a file that the launcher's page quotes."""
+    monkeypatch.setitem(cli.COMMANDS, "train", refuse)
+    codes = []
+    for rank in ("1", "0"):
+        (tmp_path / rank).mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        with pytest.raises(SystemExit) as end:
+            cli.main(["train"])
+        codes.append(end.value.code)
+    sentence = "populora train: `lines` must be few, got many."
+    assert codes == [sentence, 1]
+    assert [json.loads((tmp_path / rank / "error.json").read_text())["message"] for rank in "01"] == [sentence] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_that_are_refused_say_it_once_before_the_launchers_page(tmp_path):
+    recipe = str(ROOT / "recipes" / "tiny" / "quickstart.yaml")
+    command = [*launch("cpu_ddp.yaml"), str(ROOT / "recipes" / "train_populora.py"), "--config", recipe]
+    said = run_script([*command, "--teachers", "0"], tmp_path / "log", fails=True).splitlines()
+    sentence = "populora train: `teachers` must be at least 1, got 0."
+    assert said[0] == sentence
+    assert said.count(sentence) == 1
+    assert said[-2] == f"  traceback : {sentence}", "the launcher's last word"
+    assert len(said) < 45
 
 
 def test_training_options_are_grouped_as_the_config_is(capsys):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from trl_populora.population.matchmaking import student_share
-from trl_populora.step.rewards import guessed, make_student_reward, make_teacher_reward, student_reward, teacher_reward
+from trl_populora.step.rewards import (
+    check_arguments,
+    guessed,
+    make_student_reward,
+    make_teacher_reward,
+    student_reward,
+    teacher_reward,
+)
 
 
 NAN = float("nan")
@@ -75,3 +82,24 @@ def test_settings_replace_the_defaults():
 
 def test_names_that_trl_logs():
     assert (teacher_reward.__name__, student_reward.__name__) == ("teacher_reward", "student_reward")
+
+
+def right(completions, answer, solution, level=1, **columns):
+    """As for a dataset of prompts with answers."""
+
+
+def brief(completions, role):
+    """Without `**columns`."""
+
+
+def fitting(prompts, completions, *, completion_ids=None, solve_rate, **columns):
+    """With what there is."""
+
+
+def test_a_reward_function_for_other_columns_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"`right` asks for `answer`, `solution`\. .* these do: prompts, .* chance\.$"):
+        check_arguments(right)
+    with pytest.raises(TypeError, match=r"`brief` is called with more .*`\*\*columns`"):
+        check_arguments(brief)
+    for function in (fitting, teacher_reward, student_reward):
+        check_arguments(function)

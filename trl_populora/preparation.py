@@ -33,7 +33,7 @@ from trl_populora.step.forwards import Sharing, why_not_shared
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.player import Messages, Player
 from trl_populora.step.referee import WAY_OUT, Referee
-from trl_populora.step.rewards import make_student_reward, make_teacher_reward
+from trl_populora.step.rewards import check_arguments, make_student_reward, make_teacher_reward
 from trl_populora.step.rollout import Game
 from trl_populora.tasks import resolve_kind
 from trl_populora.tasks.archive import TaskArchive
@@ -349,6 +349,9 @@ def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
 def reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     """The two built in, then the user's, whose weights count beside 1 for each of ours."""
     extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
+    for function in extra:
+        if not isinstance(function, (str, PreTrainedModel)):
+            check_arguments(function)
     if args.reward_weights is not None and len(args.reward_weights) == len(extra):
         args.reward_weights = [1.0, 1.0, *args.reward_weights]
     return [

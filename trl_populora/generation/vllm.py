@@ -290,6 +290,11 @@ class PopulationGeneration(VLLMGeneration):
             self._shelf.close()
             self._shelf = None
 
+    def end(self) -> None:
+        """Ends a colocated engine, for good and before the process group: at exit vLLM would look for groups of it."""
+        if self.mode == "colocate":
+            self.llm.llm_engine.engine_core.shutdown()
+
 
 @contextmanager
 def _called_by_trl(names: dict[str, Callable]) -> Iterator[None]:

@@ -20,11 +20,17 @@ alike. The line is drawn three times:
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from trl_populora.step.played import Row
+
 
 RewardFunc = Callable[..., list[float | None]]
+
+# By these names TRL hands a reward function what it knows beside the columns.
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 def make_teacher_reward(invalid: float = -1.0, unsolved: float = 0.0) -> RewardFunc:
@@ -88,3 +94,26 @@ def make_student_reward(right: float = 1.0, wrong: float = -0.5, malformed: floa
 
 teacher_reward = make_teacher_reward()
 student_reward = make_student_reward()
+
+
+def check_arguments(function: RewardFunc) -> None:
+    """
+    Checks that a reward function can be called as every one is: with all columns, by name.
+
+    Raises:
+        `TypeError`: If it asks for another column, as of a dataset of prompts, or does not take all that there are.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    given = (*ARGUMENTS, *Row.COLUMNS)
+    absent = [f"`{name}`" for name in named if name not in given and named[name].default is inspect.Parameter.empty]
+    if absent:
+        raise TypeError(
+            f"The reward function `{function.__name__}` asks for {', '.join(absent)}. Columns of a dataset do not "
+            f"arrive here, as teachers write the tasks; these do: {', '.join(given)}."
+        )
+    if not all(name in named for name in given) and all(each.kind is not each.VAR_KEYWORD for each in parameters):
+        raise TypeError(
+            f"The reward function `{function.__name__}` is called with more columns by name than it takes. End its "
+            "arguments with `**columns`."
+        )
