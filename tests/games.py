@@ -37,7 +37,7 @@ def make_game(
     for task in seed_tasks:
         archive.add(task)
 
-    def by_script(prompts, members, seed=None):
+    def by_script(prompts, members, seeds=None):
         counts: dict[str, int] = {}
         completions = []
         for prompt, member in zip(prompts, members, strict=True):

@@ -49,7 +49,7 @@ class TestCrossPlay:
     def test_every_student_meets_every_teachers_tasks(self, sandbox, seed_tasks):
         """teacher_0 writes the truth table's four; teacher_1 nothing valid; student_1 is always wrong."""
 
-        def generate(prompts, members, seed=None):
+        def generate(prompts, members, seeds=None):
             answers, counts = [], {}
             for prompt, member in zip(prompts, members, strict=True):
                 index = counts[prompt[0]["content"]] = counts.get(prompt[0]["content"], -1) + 1
@@ -139,7 +139,7 @@ class TestSavedPopulations:
             trainer.model.eval()
             for player in (trainer.game.player, contest.player):
                 torch.manual_seed(11)
-                said.append(player.generate(prompts, members, seed=seed))
+                said.append(player.generate(prompts, members, seeds=seed and [seed] * len(members)))
         assert said[0] == said[1]
         assert len({completion.text for completion in said[0]}) > 1
 

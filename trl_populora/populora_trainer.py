@@ -376,14 +376,14 @@ class PopuLoRATrainer(GRPOTrainer):
         return played.columns | played.tokens
 
     def _generate_rows(
-        self, prompts: list[Messages], members: Sequence[str], seed: int | None = None
+        self, prompts: list[Messages], members: Sequence[str], seeds: Sequence[int] | None = None
     ) -> list[Completion]:
         """One completion per prompt, each sampled from its own member."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
         if self.use_vllm:
-            self.vllm_generation.seed = seed
-        with seeded(seed):
+            self.vllm_generation.seeds = seeds
+        with seeded(seeds):
             completion_ids, logprobs = self._complete_in_parts(prompt_ids, rows)
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         each_logprobs = [None] * len(texts) if logprobs is None else logprobs
