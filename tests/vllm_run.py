@@ -91,7 +91,7 @@ def run(settings: dict) -> dict:
 
 
 def evaluate(settings: dict) -> dict:
-    """What an evaluation on 13 tasks with 3 attempts tells, and what ranks that ask for unlike numbers of rows hear."""
+    """What an evaluation tells, of 39 rows a member, and what ranks hear that ask for unlike numbers of rows."""
     held_out = [HELD_OUT[-1] | {"message": message} for message in ("ab", "cd", "efg", "hij", *"klmnopqrs")]
     kinds = {"task_kinds": ["tests.populora_run:Letters"], "sandbox_allow_weak": True, "eval_attempts": 3}
     trainer = make_trainer(settings | kinds, [HELD_OUT[-1] | {"message": "xyz"}], held_out)
