@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -50,6 +51,7 @@ from trl_populora.step import batching
 from trl_populora.step.advantages import LOSS_NORMALISERS, Scored, rewards_of, score_step, with_advantage
 from trl_populora.step.ahead import PlayAhead
 from trl_populora.step.forwards import Layout
+from trl_populora.step.loss_metrics import LossMetrics
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.retention import forgotten, known_solutions
@@ -191,6 +193,7 @@ class PopuLoRATrainer(GRPOTrainer):
         self._deal = partial(batching.reorder, num_teachers=args.teachers, multiple=args.pad_to_multiple_of or 1)
         self._phases = PhaseClock(PHASES_AHEAD if args.play_ahead else ())
         self._clipper = optim.MemberClipper(self.population.adapters, args.max_grad_norm)
+        self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
         self._choose_generation(base)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
@@ -495,15 +498,15 @@ class PopuLoRATrainer(GRPOTrainer):
         self._layout = layout
         # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
         rows = len(inputs["member"]) / self.args.per_device_train_batch_size
-        metrics = self._metrics["train"]
-        before = {name: len(values) for name, values in metrics.items()}
+        told: defaultdict[str, list[float]] = defaultdict(list)
         try:
-            return super()._compute_loss(model, inputs) * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
+            with preparation.hidden(self, _metrics={"train": told}):
+                loss = super()._compute_loss(model, inputs)
         finally:
             self._layout = None
-            if not inputs["live"]:  # on no rank: its zeros are no entropy or clip ratio of anything
-                for name in before:
-                    del metrics[name][before[name] :]
+        on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
+        self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
+        return loss * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.is_deepspeed_enabled:
@@ -516,7 +519,7 @@ class PopuLoRATrainer(GRPOTrainer):
             if self.accelerator.sync_gradients:
                 self._phases.add(self.ahead.wait())
         if self.accelerator.sync_gradients:
-            self._log_values(self._phases.take())
+            self._log_values(self._phases.take() | self._loss_metrics.take())
         return loss
 
     def create_optimizer(self, model=None):
