@@ -315,6 +315,9 @@ def test_an_evaluation_has_the_same_figures_on_any_number_of_ranks_with_a_server
         if world > 1:
             counts = ", ".join(map(str, range(1, world + 1)))
             assert all(f"as many rows each, got {counts} from them" in said for said in served["refused"])
+            rows = [rank for rank in range(world) for _ in range(2)]
+            seeds = [10 * rank + row for rank in range(world) for row in range(2)]
+            assert colocated["together"] == [[rows, seeds]] * world, "an engine over several ranks is asked alike"
     print(told[0])
     assert all(figures == told[0] for figures in told)
     assert 0 < told[0]["eval_student_0/solve_rate"] != told[0]["eval_student_1/solve_rate"]

@@ -106,8 +106,17 @@ def evaluate(settings: dict) -> dict:
     except ValueError as error:
         refused = str(error)
     trainer.close()
+    together = gather_object([_of_one_engine(trainer.vllm_generation, rank, world)]) if world > 1 else []
     figures.pop("eval_runtime")
-    return {"world": world, "figures": gather_object([figures]), "refused": gather_object([refused])}
+    told = {"figures": gather_object([figures]), "refused": gather_object([refused])}
+    return told | {"world": world, "together": together}
+
+
+def _of_one_engine(generation, rank: int, world: int) -> tuple:
+    """Rows and seeds with which all ranks ask one engine that is spread over them, which TRL has on GPUs only."""
+    generation.mode, generation.tensor_parallel_size = "colocate", world
+    generation.tp_group, generation.seeds = torch.distributed.group.WORLD, [10 * rank, 10 * rank + 1]
+    return generation._gather_rows([rank, rank])
 
 
 def main(settings: dict) -> None:

@@ -557,7 +557,8 @@ class PopuLoRATrainer(GRPOTrainer):
         optimizer_from: str | None = None,
     ) -> None:
         """
-        Replaces all of a member: weights, optimizer state, rating, age and version. Call it on every rank.
+        Replaces all of a member: weights, optimizer state, rating, age and version. Rows that were still to be trained
+        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank.
 
         Args:
             name (`str`): The slot.
@@ -579,6 +580,7 @@ class PopuLoRATrainer(GRPOTrainer):
         weights.write_member(self.model_wrapped, adapter, factors)
         if self.optimizer is not None:
             weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, source, adapter)
+        self._buffered_inputs = None
         self._last_loaded_step = -1  # vLLM may have generated earlier in this step
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
@@ -658,12 +660,11 @@ class PopuLoRATrainer(GRPOTrainer):
     def _load_game(self, directory: str) -> None:
         device = self.accelerator.device
         state = checkpoint.load_game(directory, self.game, self._nouns, self.shape, self.args, device)
-        if state is not None:
-            self._step, self._buffered_inputs = state.step, state.buffered
-            self.played = Played([], []) if state.played is None else Played.from_state(state.played)
-            self._metrics["train"].update(state.metrics)
-            self._pending_loss = state.loss, state.logged
-            self.ahead.load_state_dict(state.ahead)
+        self._step, self._buffered_inputs = state.step, state.buffered
+        self.played = Played([], []) if state.played is None else Played.from_state(state.played)
+        self._metrics["train"].update(state.metrics)
+        self._pending_loss = state.loss, state.logged
+        self.ahead.load_state_dict(state.ahead)
 
     def _load_rng_state(self, checkpoint):
         super()._load_rng_state(checkpoint)
