@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from datasets import Dataset
 from transformers import EarlyStoppingCallback
 
 from tests import held_out_worker
+from tests.games import Ranks
 from tests.populora_run import EVALUATED, HELD_OUT, Letters, assert_equal, cut_run, make_trainer, state_of
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from trl_populora.adapters.weights import read_member
@@ -22,7 +21,6 @@ from trl_populora.report.load import load_evaluations, load_history
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.step.held_out import HeldOut, Tried, attempt, scores
-from trl_populora.step.player import Completion, Player
 from trl_populora.step.referee import Referee
 from trl_populora.tasks.base import Task
 
@@ -61,45 +59,20 @@ class TestScores:
         assert population.best_student(rates) == ("student_0", "held-out solve rate")
 
 
-class Ranks:
-    """Threads in the place of processes, which ask one server together as TRL's ranks do."""
-
-    def __init__(self, world: int, right):
-        self.world, self.right = world, right
-        self.given, self.met = [None] * world, threading.Barrier(world, timeout=60)
-        self.parts = set()
-
-    def gather(self, rank: int, value) -> list:
-        self.given[rank] = value
-        self.met.wait()
-        values = list(self.given)
-        self.met.wait()
-        return values
-
-    def player(self, rank: int) -> Player:
-        def generate(prompts, members, seeds=None):
-            asked = [(prompt[0]["content"], *rest) for prompt, *rest in zip(prompts, members, seeds, strict=True)]
-            parts = self.gather(rank, asked)
-            self.parts.add(tuple(map(len, parts)))
-            rows = [row for part in parts for row in part]
-            answers = [self.answer(row, rows[:place].count(row)) for place, row in enumerate(rows)]
-            mine = answers[rank * len(prompts) : (rank + 1) * len(prompts)]  # as TRL cuts what comes back
-            return [Completion([1], [2], text) for text in mine]
-
-        return Player(generate, lambda value: self.gather(rank, value), rank, self.world)
-
-    def answer(self, row: tuple, before: int) -> str:
-        """Of a question's first, second, ... sample, which depends on nothing else."""
-        return row[0].removeprefix("solve ") if self.right((*row, before)) else "wrong: Z"
-
-    def attempt(self, referee: Referee, *given) -> list[dict]:
-        with ThreadPoolExecutor(self.world) as pool:
-            runs = [pool.submit(attempt, referee, self.player(rank), *given) for rank in range(self.world)]
-            return [run.result() for run in runs]
+def by_hash(task: str, *sample) -> bool:
+    """Of a question's first, second, ... sample, which depends on nothing else."""
+    return zlib.crc32(repr((task, *sample)).encode()) % 2 == 0
 
 
-def by_hash(sample: tuple) -> bool:
-    return zlib.crc32(repr(sample).encode()) % 2 == 0
+def attempts_of(world: int, right, referee: Referee, *given) -> tuple[list[dict], set]:
+    """What `attempt` returns on every rank, and how many rows they asked for in each call."""
+
+    def say(prompt: str, *sample) -> str:
+        task = prompt.removeprefix("solve ")
+        return task if right(task, *sample) else "wrong: Z"
+
+    ranks = Ranks(world, say)
+    return ranks.run(lambda player: attempt(referee, player, *given)), ranks.parts
 
 
 @pytest.fixture(scope="module")
@@ -116,20 +89,21 @@ class TestRanks:
     @pytest.mark.parametrize("batch", [None, 8, 64])
     @pytest.mark.parametrize("world", [1, 2, 3, 4, 50])
     def test_every_answer_is_graded_for_its_own_task(self, referee, world, batch):
-        tasks, ranks = [*self.TASKS, self.TASKS[0]], Ranks(world, right=lambda sample: True)
-        for tried in ranks.attempt(referee, ["student_0"], tasks, 3, batch, 0):
-            assert tried == {"student_0": [[Tried(True, False)] * 3] * 14}
-        assert all(len(set(sizes)) == 1 for sizes in ranks.parts), "equal parts on all ranks"
-        assert max(max(sizes) for sizes in ranks.parts) <= (batch or 42)
+        tasks = [*self.TASKS, self.TASKS[0]]
+        told, parts = attempts_of(world, lambda *sample: True, referee, ["student_0"], tasks, 3, batch, 0)
+        assert told == [{"student_0": [[Tried(True, False)] * 3] * 14}] * world
+        assert all(len(set(sizes)) == 1 for sizes in parts), "equal parts on all ranks"
+        assert max(max(sizes) for sizes in parts) <= (batch or 42)
 
     @pytest.mark.parametrize("batch", [None, 8, 64])
     def test_the_outcome_does_not_depend_on_the_number_of_ranks(self, referee, batch):
-        given = ["student_0", "base"], [*self.TASKS, self.TASKS[0]], 3, batch, 7
-        (alone,) = Ranks(1, by_hash).attempt(referee, *given)
+        given = referee, ["student_0", "base"], [*self.TASKS, self.TASKS[0]], 3, batch, 7
+        (alone,), _ = attempts_of(1, by_hash, *given)
         assert len({outcome.correct for group in alone["base"] for outcome in group}) == 2
         assert [alone[who][0] for who in alone] != [alone[who][13] for who in alone], "two tasks with one prompt"
         for world in (2, 3, 4):
-            assert Ranks(world, by_hash).attempt(referee, *given) == [alone] * world
+            told, _ = attempts_of(world, by_hash, *given)
+            assert told == [alone] * world
 
 
 class TestWhileTraining:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.trainer_utils import get_last_checkpoint
