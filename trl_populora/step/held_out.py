@@ -78,7 +78,7 @@ def attempt(
     else:
         share = _equal_part(len(rows), batch)
         numbers = [place // share for place in range(len(rows))]
-    found: list[tuple[str, int, Tried]] = []
+    found: dict[int, Tried] = {}
     first, quiet = player.rank * share, not describe or player.rank > 0
     starts = range(first, first + len(rows), share * player.world)
     for start in tqdm(starts, desc=describe, unit="batch", leave=False, disable=quiet):
@@ -87,17 +87,19 @@ def attempt(
         completions = player.generate(
             [prompts[tasks[rows[place][1]]] for place in places],
             [rows[place][0] for place in places],
-            None if seed is None else [seed + numbers[place] for place in places],
+            seeds=None if seed is None else [seed + numbers[place] for place in places],
         )
-        mine = rows[start : start + share]
+        mine = range(start, min(start + share, len(rows)))
         texts = [completion.text for completion in completions[: len(mine)]]
-        grades = referee.grade([tasks[index] for _, index in mine], texts)
-        for (member, index), text, grade in zip(mine, texts, grades, strict=True):
-            found.append((member, index, Tried(grade.right, has_thinking(text))))
+        grades = referee.grade([tasks[rows[place][1]] for place in mine], texts)
+        found |= {
+            place: Tried(grade.right, has_thinking(text))
+            for place, text, grade in zip(mine, texts, grades, strict=True)
+        }
+    outcomes = {place: outcome for part in player.gather(found) for place, outcome in part.items()}
     tried: dict[str, list[list[Tried]]] = {member: [[] for _ in tasks] for member in members}
-    for part in player.gather(found):
-        for member, index, outcome in part:
-            tried[member][index].append(outcome)
+    for place, (member, index) in enumerate(rows):
+        tried[member][index].append(outcomes[place])
     return tried
 
 
