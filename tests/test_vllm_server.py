@@ -302,7 +302,8 @@ def test_an_evaluation_has_the_same_figures_on_any_number_of_ranks_with_a_server
     base, server, tmp_path
 ):
     modes = [{"vllm_mode": "server", "vllm_server_base_url": server.url}, {"vllm_mode": "colocate"}]
-    settings = {"base": base, "output_dir": str(tmp_path / "run"), "max_completion_length": 8, "evaluate": modes}
+    sizes = {"max_completion_length": 8, "per_device_train_batch_size": 2}
+    settings = {"base": base, "output_dir": str(tmp_path / "run"), "evaluate": modes} | sizes
     told = []
     for world in (1, 2, 4):
         log = tmp_path / f"log-{world}"
