@@ -29,6 +29,7 @@ SETTINGS = QUIET | {
     "max_steps": 3,
     "max_completion_length": 12,
     "logging_steps": 1,
+    "ddp_timeout": 180,  # seconds that ranks wait for one that went another way
 }
 # A population's trainer gets these beside.
 POPULATION = SETTINGS | {

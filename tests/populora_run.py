@@ -56,6 +56,7 @@ SETTINGS = SMALL | {
     "evolve_every": 3,
     "evolve_burn_in": 1,
     "save_strategy": "steps",
+    "ddp_timeout": 180,  # seconds that ranks wait for one that went another way
 }
 
 

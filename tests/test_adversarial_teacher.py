@@ -85,7 +85,7 @@ class Teacher:
             answer = self.student(prompt, rng) if kind == self.kind else "0"
             return f"```{FENCE[kind]}\n{answer}\n```"
 
-        def generate(prompts, members, seed=None):
+        def generate(prompts, members, seeds=None):
             texts = (say(prompt[0]["content"], member) for prompt, member in zip(prompts, members, strict=True))
             return [Completion([1], [2], text) for text in texts]
 

@@ -18,10 +18,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
 from tests.without_extras import without_extras
+from trl_populora.adapters.weights import read_member
 from trl_populora.runs.checkpoint import MANIFEST, find_flaw, newest
+from trl_populora.runs.lines import PLAYED
+from trl_populora.runs.records import read_lines
 
 
 # 20 for the acceptance figure; a few show the same in seconds.
@@ -50,6 +54,44 @@ class TestExactResume:
         assert len(wanted["lineage"]) >= 4 or "single_agent" in settings, "evolution before and after the cut"
         assert len(wanted["archive"]) > 12, "the archive grew"
         assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
+
+
+class TestRowsOfTheReplaced:
+    """Two optimizer steps train on a game's rows. A child born amid them has none."""
+
+    ITERATIONS = {"num_iterations": 2, "lr_scheduler_type": "constant"}
+
+    def test_a_run_that_goes_on_with_another_number_of_processes_plays_after_every_event(self, base, tmp_path):
+        class Resave(TrainerCallback):
+            def on_save(self, args, state, control, **kwargs):
+                manifest = tmp_path / f"checkpoint-{state.global_step}" / MANIFEST
+                manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"processes": 2}))
+
+        settings = self.ITERATIONS | {"evolve_every": 2, "evolve_burn_in": 0}
+        trainer = make_trainer(base, str(tmp_path), settings | {"max_steps": 3, "save_steps": 3})
+        trainer.add_callback(Resave)
+        trainer.train()
+        trainer = make_trainer(base, str(tmp_path), settings | {"max_steps": 6, "save_strategy": "no"})
+        trainer.train(resume_from_checkpoint=True)
+        assert {event["step"] for event in read_lines(tmp_path / "lineage.jsonl")} == {2, 4}
+        assert steps_played(tmp_path) == [1, 3, 4, 5], "the rows of step 3 are lost, and step 5 has newborns"
+
+    def test_a_member_that_is_replaced_by_hand_plays_before_it_is_trained(self, base, tmp_path):
+        class Replace(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 1:
+                    other = read_member(trainer.model, "student_1")
+                    trainer.replace_member("student_0", other, step=1, operator="clone")
+
+        settings = self.ITERATIONS | {"evolve_every": 0, "save_strategy": "no", "max_steps": 4}
+        trainer = make_trainer(base, str(tmp_path), settings)
+        trainer.add_callback(Replace)
+        trainer.train()
+        assert steps_played(tmp_path) == [1, 2, 3]
+
+
+def steps_played(run: Path) -> list[int]:
+    return [line["step"] for line in read_lines(run / "metrics.jsonl") if PLAYED in line]
 
 
 class TestKill:

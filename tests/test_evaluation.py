@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from trl import GRPOConfig
 
-from tests.games import PROPOSALS, make_game, solve_by_plan
+from tests.games import PROPOSALS, Ranks, make_game, proposal, solve_by_plan
 from tests.populora_run import SETTINGS, make_trainer
 from trl_populora import __main__ as cli
 from trl_populora.adapters.weights import read_member, write_member
@@ -49,7 +50,7 @@ class TestCrossPlay:
     def test_every_student_meets_every_teachers_tasks(self, sandbox, seed_tasks):
         """teacher_0 writes the truth table's four; teacher_1 nothing valid; student_1 is always wrong."""
 
-        def generate(prompts, members, seed=None):
+        def generate(prompts, members, seeds=None):
             answers, counts = [], {}
             for prompt, member in zip(prompts, members, strict=True):
                 index = counts[prompt[0]["content"]] = counts.get(prompt[0]["content"], -1) + 1
@@ -70,6 +71,22 @@ class TestCrossPlay:
         assert payoff.by_student == [pytest.approx(0.5), 0.0], "a teacher without a task says nothing about students"
         assert payoff.by_teacher[0] == pytest.approx(0.25)
         assert (game.population.state_dict(), len(game.archive)) == before
+
+    def test_all_ranks_play_the_same_tasks(self, sandbox, seed_tasks):
+        """The second rank's proposals are worth nothing."""
+
+        def say(prompt, member, seed, before):
+            if member == "student_0":
+                return "```output\n0\n```"
+            program = f"def f(a):\n    return a * {zlib.crc32(prompt.encode())}"
+            return "no idea" if before else proposal(program, "0")
+
+        game, ranks = make_game(sandbox, seed_tasks, None, None), Ranks(2, say)
+        given = game.archive, ["teacher_0"], ["student_0"]
+        first, second = ranks.run(lambda player: cross_play(game.referee, player, *given, proposals=4, attempts=3))
+        assert first == second
+        assert first.solved == [[1.0]]
+        assert all(len(set(sizes)) == 1 for sizes in ranks.parts)
 
     def test_no_teacher_with_a_valid_task(self):
         payoff = Payoff(["t"], ["a", "b"], [0.0], [[math.nan, math.nan]])
@@ -139,7 +156,7 @@ class TestSavedPopulations:
             trainer.model.eval()
             for player in (trainer.game.player, contest.player):
                 torch.manual_seed(11)
-                said.append(player.generate(prompts, members, seed=seed))
+                said.append(player.generate(prompts, members, seeds=seed and [seed] * len(members)))
         assert said[0] == said[1]
         assert len({completion.text for completion in said[0]}) > 1
 

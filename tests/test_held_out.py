@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from datasets import Dataset
 from transformers import EarlyStoppingCallback
 
 from tests import held_out_worker
-from tests.populora_run import EVALUATED, HELD_OUT, assert_equal, cut_run, make_trainer, state_of
+from tests.games import Ranks
+from tests.populora_run import EVALUATED, HELD_OUT, Letters, assert_equal, cut_run, make_trainer, state_of
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.members import Population
 from trl_populora.report.load import load_evaluations, load_history
+from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
-from trl_populora.step.held_out import HeldOut, Tried, scores
+from trl_populora.step.held_out import HeldOut, Tried, attempt, scores
+from trl_populora.step.referee import Referee
 from trl_populora.tasks.base import Task
 
 
@@ -53,6 +57,53 @@ class TestScores:
         assert population.best_student(rates) == ("student_1", "held-out solve rate")
         population["student_1"].version = 1  # whoever had that rate is gone
         assert population.best_student(rates) == ("student_0", "held-out solve rate")
+
+
+def by_hash(task: str, *sample) -> bool:
+    """Of a question's first, second, ... sample, which depends on nothing else."""
+    return zlib.crc32(repr((task, *sample)).encode()) % 2 == 0
+
+
+def attempts_of(world: int, right, referee: Referee, *given) -> tuple[list[dict], set]:
+    """What `attempt` returns on every rank, and how many rows they asked for in each call."""
+
+    def say(prompt: str, *sample) -> str:
+        task = prompt.removeprefix("solve ")
+        return task if right(task, *sample) else "wrong: Z"
+
+    ranks = Ranks(world, say)
+    return ranks.run(lambda player: attempt(referee, player, *given)), ranks.parts
+
+
+@pytest.fixture(scope="module")
+def referee():
+    with Sandbox(workers=1, allow_weak=True) as sandbox:
+        yield Referee({"letters": Letters()}, sandbox, "compact", ())
+
+
+class TestRanks:
+    """13 tasks, the first posed twice, 3 attempts: 42 rows a member, which neither 4 ranks nor batches of 8 divide."""
+
+    TASKS = [Task("letters", "", (), (), letter) for letter in "abcdefghijklm"]
+
+    @pytest.mark.parametrize("batch", [None, 8, 64])
+    @pytest.mark.parametrize("world", [1, 2, 3, 4, 50])
+    def test_every_answer_is_graded_for_its_own_task(self, referee, world, batch):
+        tasks = [*self.TASKS, self.TASKS[0]]
+        told, parts = attempts_of(world, lambda *sample: True, referee, ["student_0"], tasks, 3, batch, 0)
+        assert told == [{"student_0": [[Tried(True, False)] * 3] * 14}] * world
+        assert all(len(set(sizes)) == 1 for sizes in parts), "equal parts on all ranks"
+        assert max(max(sizes) for sizes in parts) <= (batch or 42)
+
+    @pytest.mark.parametrize("batch", [None, 8, 64])
+    def test_the_outcome_does_not_depend_on_the_number_of_ranks(self, referee, batch):
+        given = referee, ["student_0", "base"], [*self.TASKS, self.TASKS[0]], 3, batch, 7
+        (alone,), _ = attempts_of(1, by_hash, *given)
+        assert len({outcome.correct for group in alone["base"] for outcome in group}) == 2
+        assert [alone[who][0] for who in alone] != [alone[who][13] for who in alone], "two tasks with one prompt"
+        for world in (2, 3, 4):
+            told, _ = attempts_of(world, by_hash, *given)
+            assert told == [alone] * world
 
 
 class TestWhileTraining:

@@ -298,6 +298,33 @@ def test_what_goes_wrong_in_a_game_ahead_ends_the_run(make_trainer):
 
 
 @pytest.mark.multiprocess
+def test_an_evaluation_has_the_same_figures_on_any_number_of_ranks_with_a_server_and_with_engines(
+    base, server, tmp_path
+):
+    modes = [{"vllm_mode": "server", "vllm_server_base_url": server.url}, {"vllm_mode": "colocate"}]
+    sizes = {"max_completion_length": 8, "per_device_train_batch_size": 2}
+    settings = {"base": base, "output_dir": str(tmp_path / "run"), "evaluate": modes} | sizes
+    told = []
+    for world in (1, 2, 4):
+        log = tmp_path / f"log-{world}"
+        code, output = finish(start_run(settings, world, log), log)
+        assert code == 0, output[-3000:]
+        served, colocated = result_of(output)["evaluated"]
+        assert served["world"] == colocated["world"] == world
+        told += served["figures"] + colocated["figures"]
+        assert colocated["refused"] == [""] * world, "an engine of one's own may be asked for any number"
+        if world > 1:
+            counts = ", ".join(map(str, range(1, world + 1)))
+            assert all(f"as many rows each, got {counts} from them" in said for said in served["refused"])
+            rows = [rank for rank in range(world) for _ in range(2)]
+            seeds = [10 * rank + row for rank in range(world) for row in range(2)]
+            assert colocated["together"] == [[rows, seeds]] * world, "an engine over several ranks is asked alike"
+    print(told[0])
+    assert all(figures == told[0] for figures in told)
+    assert 0 < told[0]["eval_student_0/solve_rate"] != told[0]["eval_student_1/solve_rate"]
+
+
+@pytest.mark.multiprocess
 def test_the_recipe_of_two_nodes_runs_as_two_zero2_processes(base, server, tmp_path):
     before, shelf = server.models(), tmp_path / "shelf"  # a client that gave up on it has left adapters
     server_mode = {"use_vllm": "true", "vllm_server_base_url": server.url, "vllm_adapter_dir": shelf}

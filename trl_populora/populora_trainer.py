@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -51,6 +52,7 @@ from trl_populora.step import batching
 from trl_populora.step.advantages import LOSS_NORMALISERS, Scored, rewards_of, score_step, with_advantage
 from trl_populora.step.ahead import PlayAhead
 from trl_populora.step.forwards import Layout
+from trl_populora.step.loss_metrics import LossMetrics
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.retention import forgotten, known_solutions
@@ -194,6 +196,7 @@ class PopuLoRATrainer(GRPOTrainer):
         self._deal = partial(batching.reorder, num_teachers=args.teachers, multiple=args.pad_to_multiple_of or 1)
         self._phases = PhaseClock(PHASES_AHEAD if args.play_ahead else ())
         self._clipper = optim.MemberClipper(self.population.adapters, args.max_grad_norm)
+        self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
         self._choose_generation(base)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
@@ -381,14 +384,14 @@ class PopuLoRATrainer(GRPOTrainer):
         return played.columns | played.tokens
 
     def _generate_rows(
-        self, prompts: list[Messages], members: Sequence[str], seed: int | None = None
+        self, prompts: list[Messages], members: Sequence[str], seeds: Sequence[int] | None = None
     ) -> list[Completion]:
         """One completion per prompt, each sampled from its own member."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
         if self.use_vllm:
-            self.vllm_generation.seed = seed
-        with seeded(seed):
+            self.vllm_generation.seeds = seeds
+        with seeded(seeds):
             completion_ids, logprobs = self._complete_in_parts(prompt_ids, rows)
         texts = decode_texts(self.processing_class, prompt_ids, completion_ids)
         each_logprobs = [None] * len(texts) if logprobs is None else logprobs
@@ -500,15 +503,15 @@ class PopuLoRATrainer(GRPOTrainer):
         self._layout = layout
         # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
         rows = len(inputs["member"]) / self.args.per_device_train_batch_size
-        metrics = self._metrics["train"]
-        before = {name: len(values) for name, values in metrics.items()}
+        told: defaultdict[str, list[float]] = defaultdict(list)
         try:
-            return super()._compute_loss(model, inputs) * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
+            with preparation.hidden(self, _metrics={"train": told}):
+                loss = super()._compute_loss(model, inputs)
         finally:
             self._layout = None
-            if not inputs["live"]:  # on no rank: its zeros are no entropy or clip ratio of anything
-                for name in before:
-                    del metrics[name][before[name] :]
+        on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
+        self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
+        return loss * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.is_deepspeed_enabled:
@@ -521,7 +524,7 @@ class PopuLoRATrainer(GRPOTrainer):
             if self.accelerator.sync_gradients:
                 self._phases.add(self.ahead.wait())
         if self.accelerator.sync_gradients:
-            self._log_values(self._phases.take())
+            self._log_values(self._phases.take() | self._loss_metrics.take())
         return loss
 
     def create_optimizer(self, model=None):
@@ -559,7 +562,8 @@ class PopuLoRATrainer(GRPOTrainer):
         optimizer_from: str | None = None,
     ) -> None:
         """
-        Replaces all of a member: weights, optimizer state, rating, age and version. Call it on every rank.
+        Replaces all of a member: weights, optimizer state, rating, age and version. Rows that were still to be trained
+        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank.
 
         Args:
             name (`str`): The slot.
@@ -581,6 +585,7 @@ class PopuLoRATrainer(GRPOTrainer):
         weights.write_member(self.model_wrapped, adapter, factors)
         if self.optimizer is not None:
             weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, source, adapter)
+        self._buffered_inputs = None
         self._last_loaded_step = -1  # vLLM may have generated earlier in this step
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
@@ -660,12 +665,11 @@ class PopuLoRATrainer(GRPOTrainer):
     def _load_game(self, directory: str) -> None:
         device = self.accelerator.device
         state = checkpoint.load_game(directory, self.game, self._nouns, self.shape, self.args, device)
-        if state is not None:
-            self._step, self._buffered_inputs = state.step, state.buffered
-            self.played = Played([], []) if state.played is None else Played.from_state(state.played)
-            self._metrics["train"].update(state.metrics)
-            self._pending_loss = state.loss, state.logged
-            self.ahead.load_state_dict(state.ahead)
+        self._step, self._buffered_inputs = state.step, state.buffered
+        self.played = Played([], []) if state.played is None else Played.from_state(state.played)
+        self._metrics["train"].update(state.metrics)
+        self._pending_loss = state.loss, state.logged
+        self.ahead.load_state_dict(state.ahead)
 
     def _load_rng_state(self, checkpoint):
         super()._load_rng_state(checkpoint)

@@ -139,7 +139,8 @@ def cross_play(
     payoff = Payoff(list(teachers), list(students))
     for teacher in tqdm(teachers, desc="cross-play", unit="teacher"):
         texts = [completion.text for completion in player.generate(prompts, [teacher] * proposals)]
-        tasks = [task for task in referee.judge(kinds, texts, shown, rng) if isinstance(task, Task)]
+        mine = [task for task in referee.judge(kinds, texts, shown, rng) if isinstance(task, Task)]
+        tasks, *_ = player.gather(mine)  # other ranks have other proposals
         payoff.valid.append(len(tasks) / proposals)
         payoff.solved.append(
             [fmean(solve_rates(referee, player, name, tasks, attempts)) if tasks else math.nan for name in students]

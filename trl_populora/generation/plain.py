@@ -68,9 +68,11 @@ def plain_player(
     config = base.generation_config = sampling_config(base.generation_config, tokenizer, args)
     complete = decoding.complete_whole if decoding.why_whole(base.config, config, sharded=False) else decoding.complete
 
-    def generate(prompts: list[Messages], names: Sequence[str], seed: int | None = None) -> list[Completion]:
+    def generate(
+        prompts: list[Messages], names: Sequence[str], seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
         ids = tokenize(tokenizer, prompts, args)
-        with seeded(seed):
+        with seeded(seeds):
             completions = complete(model, ids, [index[name] for name in names], router.rows_of, config)
         texts = decode_texts(tokenizer, ids, completions)
         return [Completion(*row) for row in zip(ids, completions, texts, strict=True)]

@@ -328,12 +328,12 @@ def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
 
 def load_game(
     directory: str, game: Game, nouns: Mapping[str, Any], shape: Shape, args: PopuLoRAConfig, device: torch.device
-) -> RankState | None:
+) -> RankState:
     """
     Reads the state of the game back, and takes the run's records back to the checkpoint. Called on every rank.
 
     Returns:
-        [`RankState`] or `None`: This rank's; `None` if another number of processes saved it.
+        [`RankState`]: This rank's; if another number of processes saved it, with no rows and nothing to log.
 
     Raises:
         `ValueError`: If a file is missing, broken or of another population; the message names file and field.
@@ -371,7 +371,9 @@ def load_game(
         processes,
         args.world_size,
     )
-    return None
+    # It goes on within the same `num_iterations` steps: a game has to follow every event of evolution.
+    done = saved["step"]
+    return RankState(done * args.steps_per_generation, buffered=None, played=None, metrics={}, loss=0.0, logged=done)
 
 
 def load_nouns(root: Path, nouns: Mapping[str, Any]) -> dict[str, Any]:
