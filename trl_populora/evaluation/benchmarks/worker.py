@@ -31,7 +31,7 @@ def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
         dataset_args={benchmark["evalscope"]: benchmark["arguments"]},
         dataset_hub=job["hub"],
         generation_config={
-            "temperature": job["temperature"],
+            "temperature": benchmark["temperature"],
             "max_tokens": job["max_tokens"],
             "top_p": 1.0,
             # A server's defaults may come from the base's `generation_config.json`, a penalty on repetition among
@@ -39,7 +39,7 @@ def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
             "extra_body": {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0} | job["along"],
             "timeout": 3600,
         },
-        repeats=job["samples"],
+        repeats=benchmark["samples"],
         limit=job["limit"],
         eval_batch_size=job["concurrency"],
         judge={"strategy": "rule"},
@@ -66,7 +66,7 @@ def run(job: dict[str, Any], name: str, directory: Path) -> dict[str, Any]:
     summary = report.execution_summary
     if report.score is None or summary.incomplete:
         raise RuntimeError(f"only {summary.succeeded} of {summary.requested} answers were graded")
-    return {"score": report.score, "questions": summary.requested // job["samples"]}
+    return {"score": report.score, "questions": summary.requested // job["pairs"][name]["samples"]}
 
 
 def advice(error: Exception) -> str:
