@@ -56,7 +56,7 @@ def evaluate(settings: EvaluateArguments, out: Path, say: Callable[[str], None])
     table = make_table(pairs)
     chosen = ("samples", "temperature", "max_tokens", "limit", "hub")
     save(table, out, {"run": settings.run, "base_model": base} | {each: getattr(settings, each) for each in chosen})
-    show(table, f"{settings.run} on {base}: score in percent")
+    show(table, f"{settings.run} on {base}")
     if failed:
         raise RuntimeError(
             f"{len(failed)} of {len(pairs)} could not be done; the same command tries these again.\n"
