@@ -51,6 +51,7 @@ def evaluate(settings: EvaluateArguments, out: Path, say: Callable[[str], None])
                 flags = f"{revision_flags(settings.run, settings.base)} {settings.server_args}"
                 server = stack.enter_context(served(base, contenders, flags, root / "server.log"))
                 name = BASE
+            server.check_room(settings.max_tokens)
             say(f"{len(contenders)} contenders answer {len(settings.benchmarks)} benchmarks at {server.url}.")
             failed = run(settings, waiting, server, name, root, along, say)
     table = make_table(pairs)
