@@ -51,12 +51,13 @@ def evaluate(settings: EvaluateArguments, out: Path, say: Callable[[str], None])
                 flags = f"{revision_flags(settings.run, settings.base)} {settings.server_args}"
                 server = stack.enter_context(served(base, contenders, flags, root / "server.log"))
                 name = BASE
+            server.check_room(settings.max_tokens)
             say(f"{len(contenders)} contenders answer {len(settings.benchmarks)} benchmarks at {server.url}.")
             failed = run(settings, waiting, server, name, root, along, say)
     table = make_table(pairs)
     chosen = ("samples", "temperature", "max_tokens", "limit", "hub")
     save(table, out, {"run": settings.run, "base_model": base} | {each: getattr(settings, each) for each in chosen})
-    show(table, f"{settings.run} on {base}: score in percent")
+    show(table, f"{settings.run} on {base}")
     if failed:
         raise RuntimeError(
             f"{len(failed)} of {len(pairs)} could not be done; the same command tries these again.\n"

@@ -139,7 +139,7 @@ def _job(
     settings: EvaluateArguments, pairs: Sequence[Pair], url: str, model: str, along: dict[str, Any]
 ) -> dict[str, Any]:
     """What `worker.py` reads."""
-    shared = ("hub", "limit", "samples", "temperature", "max_tokens", "concurrency")
+    shared = ("hub", "limit", "max_tokens", "concurrency")
     return {
         "model": model,
         "url": url,
@@ -149,6 +149,7 @@ def _job(
                 "evalscope": BENCHMARKS[pair.benchmark].evalscope,
                 "arguments": pair.arguments,
                 "directory": str(pair.directory.resolve()),
+                **settings.sampling(pair.benchmark),
             }
             for pair in pairs
         },

@@ -58,11 +58,25 @@ class Server:
             `RuntimeError`: If it cannot be reached.
         """
         try:
-            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:  # noqa: S310
-                models = json.load(answer)["data"]
-            return {model["id"]: model.get("parent") is not None for model in models}
+            return {model["id"]: model.get("parent") is not None for model in self._cards()}
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"`server={self.url}` does not answer as a vLLM server ({error!r:.200}).") from error
+
+    def check_room(self, max_tokens: int) -> None:
+        """
+        Raises:
+            `ValueError`: If the longest answer leaves no room for a question: the server would refuse them all.
+        """
+        contexts = [card["max_model_len"] for card in self._cards() if card.get("max_model_len")]
+        if contexts and max_tokens >= min(contexts):
+            raise ValueError(
+                f"`max_tokens={max_tokens}` leaves no room for a question in the server's context of {min(contexts)} "
+                f"tokens. Try `--max_tokens {min(contexts) // 2}`."
+            )
+
+    def _cards(self) -> list[dict]:
+        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:  # noqa: S310
+            return json.load(answer)["data"]
 
 
 def connect(url: str, contenders: Sequence[Contender]) -> tuple[Server, str]:
