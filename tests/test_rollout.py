@@ -141,7 +141,7 @@ def test_a_coin_earns_its_teacher_nothing(sandbox, seed_tasks):
     assert played.metrics["solve/frac_none"] == 0.0
 
 
-def test_code_f_is_graded_on_hidden_pairs(sandbox, seed_tasks):
+def test_code_f_is_graded_by_what_the_program_does(sandbox, seed_tasks):
     inputs = "\n".join(str(n) for n in (1, 2, 3, 4))
     teach_text = f"```inputs\n{inputs}\n```\n```message\nwhat it does\n```"
 

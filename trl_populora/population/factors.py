@@ -20,7 +20,7 @@ Factors = dict[str, Tensor]
 
 # Singular values below this fraction of the largest are rounding of the fp32 factors, not directions.
 RELATIVE_ZERO = 1e-7
-# Rounded factors put their product off by about one epsilon of their dtype. So many of them, taken of both parents' norms
+# Rounded factors put their product off by about one epsilon of their dtype. So many of them, of both parents' norms
 # together, are rounding and no remainder.
 ROUNDINGS = 2
 # Columns of A or rows of B that are widened to fp64 at a time. 64 by 4096 numbers of 8 bytes stay in a core's cache;
