@@ -369,6 +369,24 @@ benign(
     "import sys\ndef f(x):\n    return sys.maxsize > 2**32, sys.version_info >= (3, 10)",
     outputs=((True, True),),
 )
+benign(
+    "version_old_enough",
+    "import sys\ndef f(x):\n    return sys.version_info[0], sys.version_info.major, sys.version_info[:2] > (3, 6), "
+    "sys.version_info < (4,), (3, 7) <= sys.version_info",
+    outputs=((3, 3, True, True, True),),
+)
+benign(
+    "arguments_of_a_function",
+    "def curry(g, *a):\n    return g(*a) if len(a) >= g.__code__.co_argcount else lambda *b: curry(g, *a, *b)\n"
+    "def f(x):\n    return curry(lambda a, b, c: a + b + c)(x)(2)(3), f.__code__.co_name, getattr([3], 'pop')()",
+    outputs=((6, "f", 3),),
+)
+benign(
+    "deep_recursion_twice",
+    "import sys\ndef f(n):\n    sys.setrecursionlimit(max(sys.getrecursionlimit(), 4000))\n    return 0 if n == 0 else f(n - 1)",
+    calls=((2500,), (10,)),
+    outputs=(0, 0),
+)
 benign("no_arguments", "def f():\n    return 'none'", calls=((),), outputs=("none",))
 benign("star_arguments", "def f(*args):\n    return sum(args)", calls=((1, 2, 3),), outputs=(6,))
 benign(

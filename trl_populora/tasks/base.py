@@ -284,8 +284,8 @@ def estimate(kind: TaskKind, method: str, unknown: Any, *arguments: Any) -> Any:
 @lru_cache
 def _tell_once(kind: str, method: str, error: str) -> None:
     logger.warning(
-        "task kind %r: `%s` raised %s. Tasks for which it does count as if it knew nothing; `populora check-kind` tries a "
-        "kind before a run.",
+        "task kind %r: `%s` raised %s. For such tasks it counts as if it knew nothing; `populora check-kind` tries "
+        "a kind before a run.",
         *(kind, method, error),
         exc_info=True,
     )
