@@ -363,6 +363,12 @@ benign(
     calls=((86400,),),
     outputs=((1970, "1970-01-02"),),
 )
+benign(
+    "time_zone_of_no_host",
+    "import time, datetime\ndef f(t):\n    return time.localtime(t).tm_hour, time.tzname, str(datetime.datetime.fromtimestamp(t))",
+    calls=((0,),),
+    outputs=((0, ("UTC", "UTC"), "1970-01-01 00:00:00"),),
+)
 benign("short_sleep", "import time\ndef f(x):\n    time.sleep(0.01)\n    return x", outputs=(1,))
 benign(
     "sys_facts",
