@@ -393,6 +393,12 @@ benign(
     calls=((2500,), (10,)),
     outputs=(0, 0),
 )
+benign(
+    "large_integers",
+    "import sys\nsys.set_int_max_str_digits(0)\ndef f(n):\n    return len(str(7 ** n)), int('9' * n) % 1000",
+    calls=((20000,),),
+    outputs=((16902, 999),),
+)
 benign("no_arguments", "def f():\n    return 'none'", calls=((),), outputs=("none",))
 benign("star_arguments", "def f(*args):\n    return sum(args)", calls=((1, 2, 3),), outputs=(6,))
 benign(

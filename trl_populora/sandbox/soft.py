@@ -90,8 +90,10 @@ class Guard:
         return forbidden
 
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
-        if name in modules.HELPERS and name in sys.modules:
+        if name in modules.HELPERS | modules.FULL_HELPERS and name in sys.modules:
             return sys.modules[name]
+        if name in modules.FULL_HELPERS and not self.full:
+            self.stop(protocol.TIER, name)
         if level or not isinstance(name, str) or not modules.is_allowed(name):
             self.stop(protocol.POLICY, f"import of {str(name)[:80]!r} is not allowed")
         root = name.partition(".")[0]
