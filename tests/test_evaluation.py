@@ -88,6 +88,26 @@ class TestCrossPlay:
         assert first.solved == [[1.0]]
         assert all(len(set(sizes)) == 1 for sizes in ranks.parts)
 
+    def test_copies_of_references_and_repeats_are_no_fresh_tasks(self, sandbox, seed_tasks):
+        """One repeats itself, one copies what it is shown; a third writes what the first wrote, for itself."""
+        own, known = PROPOSALS[0], next(task for task in seed_tasks if task.kind == "code_o")
+        said = {"teacher_0": own, "teacher_1": proposal(f"# new\n{known.program}", "1"), "teacher_2": own}
+        given = iter(PROPOSALS[1:])
+
+        def generate(prompts, members, seed=None):
+            texts = (said.get(member, "```output\n11\n```") for member in members)
+            if members[0] == "teacher_2":
+                texts = [own, *given]
+            return [Completion([1], [2], text) for text in texts]
+
+        game = make_game(sandbox, seed_tasks, None, None, teachers=3, generate=generate)
+        teachers = ["teacher_0", "teacher_1", "teacher_2"]
+        payoff = cross_play(game.referee, game.player, game.archive, teachers, ["student_0"], proposals=4, attempts=1)
+        assert payoff.valid == [0.25, 0.0, 0.75]
+        assert payoff.solved[0] == [1.0]
+        assert math.isnan(payoff.solved[1][0])
+        assert len(game.archive) == len(seed_tasks)
+
     def test_no_teacher_with_a_valid_task(self):
         payoff = Payoff(["t"], ["a", "b"], [0.0], [[math.nan, math.nan]])
         assert payoff.by_student == []

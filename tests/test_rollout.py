@@ -141,7 +141,7 @@ def test_a_coin_earns_its_teacher_nothing(sandbox, seed_tasks):
     assert played.metrics["solve/frac_none"] == 0.0
 
 
-def test_code_f_is_graded_on_hidden_pairs(sandbox, seed_tasks):
+def test_code_f_is_graded_by_what_the_program_does(sandbox, seed_tasks):
     inputs = "\n".join(str(n) for n in (1, 2, 3, 4))
     teach_text = f"```inputs\n{inputs}\n```\n```message\nwhat it does\n```"
 
@@ -273,6 +273,26 @@ def test_a_wrong_answer_of_a_kind_names_kind_and_method(sandbox, seed_tasks, met
     game = make_game(sandbox, tasks, lambda i: PROPOSALS[0], solve_by_plan, kinds=(Odd(),), proposals=1)
     with pytest.raises(TypeError, match=f"task kind 'odd': `{method}` must return .*, got {answer!r}"):
         play_step(game, 0)
+
+
+@pytest.mark.parametrize("method", ["chance", "guesses", "complexity"])
+def test_an_estimate_that_fails_is_told_once_and_ends_no_run(sandbox, seed_tasks, method, caplog):
+    class Odd(CodeO):
+        name = f"failing_{method}"
+
+    def fail(*_):
+        raise ZeroDivisionError("of the kind")
+
+    setattr(Odd, method, fail)
+    tasks = [replace(seed_tasks[0], kind=Odd.name)]
+    game = make_game(sandbox, tasks, lambda i: PROPOSALS[i], solve_by_plan, kinds=(Odd(),))
+    played = play_step(game, 0)
+    teachers = [row for row in played.rows if row.role == "teacher"]
+    assert [(row.valid, row.chance) for row in teachers] == [(True, 0.0)] * 3 + [(False, 0.0)]
+    told = [record for record in caplog.records if f"`{method}` raised ZeroDivisionError" in record.getMessage()]
+    assert len(told) == 1
+    assert "of the kind" in str(told[0].exc_info[1])
+    assert math.isnan(played.metrics["curriculum/lines"]) == (method == "complexity")
 
 
 def test_a_task_of_another_kind_than_its_maker_is_refused(sandbox, seed_tasks):

@@ -52,7 +52,7 @@ class CrossPlayArguments:
 
     runs: list[str] = field(metadata={"help": "Directories of runs or of their checkpoints, or Hub names, or both."})
     proposals: int = field(default=12, metadata={"help": "Proposals per teacher, the kinds in rotation."})
-    attempts: int = field(default=4, metadata={"help": "Attempts of every student at every valid proposal."})
+    attempts: int = field(default=4, metadata={"help": "Attempts of every student at every fresh valid proposal."})
     tasks: str | None = field(default=None, metadata={"help": "Tasks that every member solves beside, as seed_tasks."})
     seed: int = field(default=0, metadata={"help": "Chooses references and samples."})
     out: str = field(default="crossplay", metadata={"help": "Directory for crossplay.json and crossplay.png."})
@@ -114,14 +114,15 @@ def cross_play(
     """
     Every student attempts fresh proposals of every teacher.
 
-    All teachers are shown the same references, and all students attempt the same tasks.
+    All teachers are shown the same references, and all students attempt the same tasks. A task of the archive, where
+    the references are from, and one that its teacher has proposed before are none: copying is no skill.
 
     Args:
         referee ([`Referee`]), player ([`Player`]): Who judges and who generates.
         archive ([`TaskArchive`]): References are drawn from it.
         teachers, students (`Sequence[str]`): Members to play, by name.
         proposals (`int`, *optional*, defaults to `12`): Proposals per teacher, the referee's kinds in rotation.
-        attempts (`int`, *optional*, defaults to `4`): Attempts of each student at each valid task.
+        attempts (`int`, *optional*, defaults to `4`): Attempts of each student at each fresh task.
         references (`int`, *optional*, defaults to `6`): Tasks that a proposing teacher is shown.
         seed (`int`, *optional*, defaults to `0`): Chooses the references.
 
@@ -139,8 +140,10 @@ def cross_play(
     payoff = Payoff(list(teachers), list(students))
     for teacher in tqdm(teachers, desc="cross-play", unit="teacher"):
         texts = [completion.text for completion in player.generate(prompts, [teacher] * proposals)]
-        mine = [task for task in referee.judge(kinds, texts, shown, rng) if isinstance(task, Task)]
-        tasks, *_ = player.gather(mine)  # other ranks have other proposals
+        valid = [task for task in referee.judge(kinds, texts, shown, rng) if isinstance(task, Task)]
+        own = TaskArchive()
+        fresh = [task for task in valid if task not in archive and own.add(task)]
+        tasks, *_ = player.gather(fresh)  # other ranks have other proposals
         payoff.valid.append(len(tasks) / proposals)
         payoff.solved.append(
             [fmean(solve_rates(referee, player, name, tasks, attempts)) if tasks else math.nan for name in students]
