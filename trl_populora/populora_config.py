@@ -6,9 +6,8 @@ matchmaking, rewards, sandbox, evolution); each default names its source.
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +15,10 @@ from trl import GRPOConfig
 
 from trl_populora.population.evolution import RATING_RESETS
 from trl_populora.population.matchmaking import STRATEGIES
-from trl_populora.step.advantages import BASELINES, LOSS_NORMALISERS
+from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS
 from trl_populora.step.ahead import check_play_ahead
+from trl_populora.step.rules import PAY, STUDENT_PAY, list_choices
+from trl_populora.step.sizes import StepSize
 from trl_populora.tasks.base import STYLES
 
 
@@ -59,6 +60,9 @@ class PopuLoRAConfig(GRPOConfig):
             `"chat"` for instruction-tuned models, `"compact"` for the embedded base. By the model when `None`.
         archive_size (`int`, *optional*, defaults to `16384`):
             Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
+        replay (`float`, *optional*, defaults to `0.0`):
+            Share of the tasks a student attempts that come from the archive, evenly over what tasks use, beside the
+            proposals: each step has that many rows more. Ratings and teachers' pay do not count them.
 
         matchmaking (`str`, *optional*, defaults to `"pfsp"`):
             `"pfsp"` prefers near-balanced pairs by TrueSkill win probability p; `"uniform"` pairs at random.
@@ -67,10 +71,15 @@ class PopuLoRAConfig(GRPOConfig):
         pfsp_floor (`float`, *optional*, defaults to `0.0`):
             Added to the weight. Every pair can meet without it, and it flattens what `pfsp_kappa` sharpens.
 
+        teacher_reward (`str`, *optional*, defaults to `"paper"`):
+            What a teacher is paid for a task that is solved: `"paper"` (1 - solve rate), `"learnability"`,
+            `"confirmed"`, `"rarity"`, `"progress"`, or a function of your own for every proposal, `"module:function"`
+            (`docs/guides/reward.md`).
         teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`):
-            Reward of a proposal that does not parse, run or repeat (paper).
-        teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`):
-            Reward of a valid task that no attempt solves (paper). A solved one earns 1 - solve rate.
+            Of a proposal that does not parse, run or repeat (paper).
+        teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`): Of a valid task that no attempt solves (paper).
+        student_reward (`str`, *optional*, defaults to `"azr"`):
+            `"azr"`, which the next three are of, or a function of your own for every attempt, `"module:function"`.
         student_reward_correct (`float`, *optional*, defaults to `1.0`): Of a right answer (AZR; paper, second hand).
         student_reward_wrong (`float`, *optional*, defaults to `-0.5`): Of a well-formed wrong answer (AZR).
         student_reward_malformed (`float`, *optional*, defaults to `-1.0`): Of an answer that cannot be read (AZR).
@@ -181,6 +190,7 @@ class PopuLoRAConfig(GRPOConfig):
     inputs_per_function: int = field(default=10, metadata={"help": "Inputs a code_f proposal must give."})
     prompt_style: str | None = field(default=None, metadata={"help": "'chat', 'compact', or chosen by the model."})
     archive_size: int = field(default=16384, metadata={"help": "Tasks kept per kind, newest first."})
+    replay: float = field(default=0.0, metadata={"help": "Share of archived tasks among those students attempt."})
 
     # Matchmaking
     matchmaking: str = field(default="pfsp", metadata={"help": "'pfsp' or 'uniform'."})
@@ -188,8 +198,10 @@ class PopuLoRAConfig(GRPOConfig):
     pfsp_floor: float = field(default=0.0, metadata={"help": "Added to the PFSP weight."})
 
     # Rewards and baselines
+    teacher_reward: str = field(default="paper", metadata={"help": "A named pay, or 'module:function'."})
     teacher_reward_invalid: float = field(default=-1.0, metadata={"help": "Reward of an invalid proposal."})
     teacher_reward_unsolved: float = field(default=0.0, metadata={"help": "Reward of a task nobody solves."})
+    student_reward: str = field(default="azr", metadata={"help": "'azr' or 'module:function'."})
     student_reward_correct: float = field(default=1.0, metadata={"help": "Reward of a right answer."})
     student_reward_wrong: float = field(default=-0.5, metadata={"help": "Reward of a well-formed wrong answer."})
     student_reward_malformed: float = field(default=-1.0, metadata={"help": "Reward of an unreadable answer."})
@@ -241,6 +253,7 @@ class PopuLoRAConfig(GRPOConfig):
             self.teachers = self.students = 1
         self._check_population()
         self._check_choices()
+        self._check_rewards()
         check_play_ahead(self, _launched_processes())
         rows = self.rows_per_step
         if self.generation_batch_size not in (None, rows) or self.steps_per_generation is not None:
@@ -277,8 +290,19 @@ class PopuLoRAConfig(GRPOConfig):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of one population step over all processes: the proposals and every attempt at them."""
-        return self.teachers * self.proposals_per_teacher * (1 + self.attempts_per_task)
+        """Rows of one population step over all processes: the proposals, and every attempt at them and at replays."""
+        return self._size.rows
+
+    @property
+    def replays_per_match(self) -> int:
+        """Archived tasks that a match's student attempts beside the proposals, over all processes."""
+        return self._size.replays
+
+    @property
+    def _size(self) -> StepSize:
+        least = 2 * len(self.task_kinds) if self.teacher_baseline == "member" else 0
+        sizes = self.proposals_per_teacher, self.attempts_per_task, self.per_device_train_batch_size
+        return StepSize(self.teachers, *sizes, self.replay, least)
 
     def _check_population(self):
         """Refuse counts with which no step can be played."""
@@ -299,33 +323,12 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, "
                 "or a child would be trained on the rows of the member it replaced."
             )
-        for name in ("cull_fraction", "learning_rate_perturbation"):
+        for name in ("cull_fraction", "learning_rate_perturbation", "replay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be in [0, 1), got {getattr(self, name)}.")
         if not 0 <= self.crossover_rate <= 1:
             raise ValueError(f"`crossover_rate` must be in [0, 1], got {self.crossover_rate}.")
-        proposals = self.teachers * self.proposals_per_teacher
-        if proposals % self.attempts_per_task:
-            raise ValueError(
-                f"`teachers * proposals_per_teacher` = {self.teachers} * {self.proposals_per_teacher} = {proposals} "
-                f"must be a multiple of `attempts_per_task={self.attempts_per_task}`, because TRL's generation batch "
-                f"holds whole groups. {self._way_out(_launched_processes())}"
-            )
-
-    def _way_out(self, world: int) -> str:
-        """The sizes nearest to the wanted ones that satisfy everything that is asked of them."""
-        multiple = math.lcm(world, self.attempts_per_task // math.gcd(self.teachers, self.attempts_per_task))
-        proposals = self.proposals_per_teacher
-        if proposals % multiple:
-            # Two of each kind, where a proposal is compared with its teacher's others of the same kind.
-            least = 2 * len(self.task_kinds) if self.teacher_baseline == "member" else 0
-            proposals = -(-max(proposals, least) // multiple) * multiple
-        local = self.teachers * proposals * (1 + self.attempts_per_task) // world
-        largest = min(self.per_device_train_batch_size, local)
-        per_device = next(size for size in range(largest, 0, -1) if local % size == 0)
-        sizes = {"proposals_per_teacher": proposals, "per_device_train_batch_size": per_device}
-        changed = [f"`{name}={size}`" for name, size in sizes.items() if getattr(self, name) != size]
-        return f"{' with '.join(changed)} works."
+        self._size.check_groups(_launched_processes())
 
     def _check_choices(self):
         """Refuse names that nothing in the package answers to, and loss options that couple members."""
@@ -350,18 +353,7 @@ class PopuLoRAConfig(GRPOConfig):
             )
         if not self.task_kinds:
             raise ValueError("`task_kinds` is empty; name at least one, for example `['code_o']`.")
-        for name, allowed_value, reason in [
-            ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
-            ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
-            ("use_adaptive_entropy", False, "the entropy bonus is averaged over all members' tokens"),
-            ("multi_objective_aggregation", "sum_then_normalize", "it whitens over all members"),
-            ("use_transformers_continuous_batching", False, "it reorders rows, and each row has its own adapter"),
-            ("use_transformers_paged", False, "it reorders rows, and each row has its own adapter"),
-            ("optim_target_modules", None, "such optimizers group parameters by module instead of by member"),
-            ("sync_ref_model", False, "the reference is the frozen base"),
-            ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
-            ("off_policy_mask_threshold", None, "it thresholds on the sign of normalised advantages of one policy"),
-        ]:
+        for name, allowed_value, reason in COUPLE_MEMBERS:
             if getattr(self, name) != allowed_value:
                 raise ValueError(
                     f"`{name}={getattr(self, name)!r}` is not supported: {reason}, which couples members. Leave it at "
@@ -373,6 +365,21 @@ class PopuLoRAConfig(GRPOConfig):
                 "is no dataset that an epoch could count."
             )
 
+    def _check_rewards(self):
+        """Refuse rewards that nothing answers to, and prices that a function of one's own would not hear of."""
+        for option, named in (("teacher_reward", PAY), ("student_reward", STUDENT_PAY)):
+            name = getattr(self, option)
+            if name in named:
+                continue
+            if not isinstance(name, str) or ":" not in name:
+                raise ValueError(f"`{option}` must be {list_choices(named)}, got {name!r}.")
+            for price in (each for each in fields(self) if each.name.startswith(f"{option}_")):
+                if getattr(self, price.name) != price.default:
+                    raise ValueError(
+                        f"`{price.name}={getattr(self, price.name)}` has no meaning with `{option}={name}`: that "
+                        "function decides every price. Leave it unset."
+                    )
+
     def micro_batches(self, world: int) -> int:
         """
         Micro-batches of one step per process, with `world` processes.
@@ -380,19 +387,7 @@ class PopuLoRAConfig(GRPOConfig):
         Raises:
             `ValueError`: If the population does not fit; the message names a size that does.
         """
-        rows, per_device = self.rows_per_step, self.per_device_train_batch_size
-        if self.proposals_per_teacher % world:
-            raise ValueError(
-                f"`proposals_per_teacher={self.proposals_per_teacher}` must be a multiple of the {world} processes, "
-                f"so that each holds an equal share of every match. {self._way_out(world)}"
-            )
-        if rows % (per_device * world):
-            raise ValueError(
-                f"One population step has {rows} rows (teachers * proposals_per_teacher * (1 + attempts_per_task)), "
-                f"which `per_device_train_batch_size={per_device}` times {world} process(es) does not divide. "
-                f"{self._way_out(world)}"
-            )
-        return rows // (per_device * world)
+        return self._size.count_micro_batches(world)
 
 
 def _launched_processes() -> int:

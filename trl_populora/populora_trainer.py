@@ -53,6 +53,7 @@ from trl_populora.step.forwards import Layout
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.retention import forgotten, known_solutions
+from trl_populora.step.room import prompt_room, trained_context
 
 
 logger = logging.getLogger(__name__)
@@ -92,8 +93,9 @@ class PopuLoRATrainer(GRPOTrainer):
             Base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Further reward functions in TRL's signature, added to the two built in. They receive the columns `role`,
-            `member`, `kind`, `match`, `task_id`, `valid`, `reject_reason`, `solve_rate`, `correct` and `well_formed`;
-            return `None` for rows that do not concern you. `args.reward_weights`, if set, weighs these alone.
+            `member`, `kind`, `match`, `task_id`, `valid`, `reject_reason`, `solve_rate`, `correct`, `well_formed`,
+            `chance`, `rarity`, `progress` and `pay`; return `None` for rows that do not concern you.
+            `args.reward_weights`, if set, weighs these alone.
         args ([`PopuLoRAConfig`], *optional*): Settings of the run.
         train_dataset ([`~datasets.Dataset`], *optional*):
             Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs` (see
@@ -156,6 +158,7 @@ class PopuLoRATrainer(GRPOTrainer):
         lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
         preparation.check_setup(args, unsupported, model, lora_config)
         kinds = preparation.make_kinds(args)
+        rules = preparation.make_rules(args, kinds)
         archive = given_tasks.load_archive(train_dataset, kinds, args)
         held_out = given_tasks.load_held_out(eval_dataset, kinds, archive, args)
 
@@ -201,7 +204,7 @@ class PopuLoRATrainer(GRPOTrainer):
         referee = preparation.make_referee(args, kinds, base, tokenizer, held_out)
         processes = self.accelerator.process_index, self.accelerator.num_processes
         player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
-        self.game = preparation.make_game(args, self.population, archive, referee, player)
+        self.game = preparation.make_game(args, self.population, archive, referee, player, rules)
         self.ahead = PlayAhead(args, self.game, lambda: self.vllm_generation.versions)
         given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
@@ -209,8 +212,9 @@ class PopuLoRATrainer(GRPOTrainer):
             warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
         if args.use_vllm:
             self._start_vllm()
-        context = self.vllm_generation.context_length() if self.use_vllm else preparation.trained_context(base)
-        room = preparation.prompt_room(context, args, lambda prompt: self._tokenize_prompts([prompt])[0][0])
+        context = self.vllm_generation.context_length() if self.use_vllm else trained_context(base)
+        longest = args.max_completion_length or 1
+        room = prompt_room(context, longest, lambda prompt: self._tokenize_prompts([prompt])[0][0])
         preparation.fit_into_context(referee, archive, held_out, room)
 
     def _choose_generation(self, base: PreTrainedModel) -> None:
@@ -595,6 +599,7 @@ class PopuLoRATrainer(GRPOTrainer):
     def _nouns(self) -> dict[str, Any]:
         """What lasts beside members and archive, by its name in `game.json`."""
         nouns = {"population": self.population, "matchmaker": self.matchmaker, "held_out": self.held_out}
+        nouns["features"] = self.game.features
         return {name: noun for name, noun in nouns.items() if noun is not None}
 
     def _get_output_dir(self, trial=None):

@@ -37,6 +37,7 @@ from trl_populora.runs.saved_population import SAMPLING, Shape, check_same_shape
 from trl_populora.step.held_out import attempt
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
+from trl_populora.step.room import prompt_room, trained_context
 from trl_populora.tasks import TASK_KINDS, load_seed_tasks, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task
@@ -233,8 +234,8 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
             names[slot.name] = prefixes[index] + member["name"]
     referee = preparation.make_referee(args, kinds, base, tokenizer)
     try:
-        context = preparation.trained_context(base)
-        room = preparation.prompt_room(context, args, lambda prompt: tokenize(tokenizer, [prompt], args)[0])
+        longest = args.max_completion_length or 1
+        room = prompt_room(trained_context(base), longest, lambda prompt: tokenize(tokenizer, [prompt], args)[0])
         preparation.fit_into_context(referee, archive, None, room)
     except ValueError:
         referee.sandbox.close()

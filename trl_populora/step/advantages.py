@@ -26,6 +26,20 @@ BASELINES = ("group", "member")  # what may be subtracted from a reward, see [`c
 # What TRL's `_compute_loss` divides the sum over rows by: the number of rows, or the number of completion tokens.
 LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo": "tokens"}
 
+# Options of TRL that couple members, the one value that does not, and why the others do.
+COUPLE_MEMBERS = (
+    ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
+    ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
+    ("use_adaptive_entropy", False, "the entropy bonus is averaged over all members' tokens"),
+    ("multi_objective_aggregation", "sum_then_normalize", "it whitens over all members"),
+    ("use_transformers_continuous_batching", False, "it reorders rows, and each row has its own adapter"),
+    ("use_transformers_paged", False, "it reorders rows, and each row has its own adapter"),
+    ("optim_target_modules", None, "such optimizers group parameters by module instead of by member"),
+    ("sync_ref_model", False, "the reference is the frozen base"),
+    ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
+    ("off_policy_mask_threshold", None, "it thresholds on the sign of normalised advantages of one policy"),
+)
+
 
 def rewards_of(records: Sequence[Mapping[str, Any]], functions: Sequence[Callable[..., list]]) -> torch.Tensor:
     """

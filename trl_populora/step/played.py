@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trl_populora.step.player import Completion, Messages
+from trl_populora.step.rules import Answer, Outcome
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
 
@@ -13,8 +14,9 @@ from trl_populora.tasks.fences import has_thinking
 @dataclass
 class Row:
     """
-    One training row. The fields up to `chance` are the columns that reward functions and records see; `dropped` counts
-    references that a proposal prompt had no room for.
+    One training row. The fields up to `pay` are the columns that reward functions and records see; what the rules make
+    of it is `pay`, and of a proposal `share`, the student's. `dropped` counts references that a proposal prompt had no
+    room for.
     """
 
     role: str
@@ -28,6 +30,11 @@ class Row:
     correct: bool = False
     well_formed: bool = False
     chance: float = 0.0
+    rarity: float = 0.0
+    progress: float = 0.0
+    pay: float = 0.0
+    share: float = float("nan")
+    attempts: int = 0
     archived: bool = False
     dropped: int = 0
     prompt: Messages = field(default_factory=list)
@@ -46,12 +53,27 @@ class Row:
         "correct",
         "well_formed",
         "chance",
+        "rarity",
+        "progress",
+        "pay",
     )
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of a proposal, what its price may depend on."""
+        names = ("kind", "valid", "solve_rate", "attempts", "chance", "rarity", "progress")
+        return Outcome(reason=self.reject_reason, **{name: getattr(self, name) for name in names})
+
+    @property
+    def answer(self) -> Answer:
+        """Of an attempt, likewise."""
+        return Answer(self.kind, self.correct, self.well_formed)
 
     def record(self) -> dict[str, Any]:
         """What the other ranks need to know of it."""
-        return {name: getattr(self, name) for name in (*self.COLUMNS, "archived", "dropped", "group")} | {
-            "thinking": has_thinking(self.completion.text)
+        return {name: getattr(self, name) for name in (*self.COLUMNS, "share", "archived", "dropped", "group")} | {
+            "thinking": has_thinking(self.completion.text),
+            "solved": self.role == "teacher" and self.outcome.solved,
         }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from typing import Any
 
 from .archive import TaskArchive, load_seed_tasks
@@ -12,6 +10,7 @@ from .code_f import CodeF
 from .code_i import CodeI
 from .code_o import CodeO
 from .make import make_task
+from .own import find_own
 
 
 __all__ = [
@@ -51,7 +50,7 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
         kind = TASK_KINDS[name]()
     elif isinstance(name, str) and ":" in name:
         try:
-            kind = _class_at(name, choices)()
+            kind = find_own(name, "task kind", choices)()
         except TypeError as error:
             raise ValueError(f"Task kind {name!r} cannot be made: {error}.") from error
     else:
@@ -66,13 +65,3 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
                 f"Task kind {name!r} has the text {getattr(kind, field)!r} as `{field}`; it is a tuple of names."
             )
     return kind
-
-
-def _class_at(path: str, choices: str) -> Callable[[], Any]:
-    module_name, _, attribute = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        missing = isinstance(error, ImportError)
-        way_out = " A module that is not installed needs its folder in `PYTHONPATH`." if missing else ""
-        raise ValueError(f"Unknown task kind {path!r} ({error}); it must be {choices}.{way_out}") from error

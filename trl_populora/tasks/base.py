@@ -265,9 +265,16 @@ class TaskKind(ABC):
         """
         return {}
 
+    def features(self, task: Task) -> tuple[str, ...]:
+        """
+        Words for what a task uses, of a vocabulary that proposals cannot extend; none by default. What is rare, what is
+        being learned and what is replayed is told by them ([`~trl_populora.tasks.features.Features`]).
+        """
+        return ()
+
 
 # What a measure cannot be called: columns of the archive, and what `curriculum/` means already.
-_RESERVED = {*_COLUMNS, "key", "match", "solve_rate", "coverage", "entropy"}
+_RESERVED = {*_COLUMNS, "key", "match", "solve_rate", "coverage", "entropy", "features"}
 
 
 def measured(kind: TaskKind, task: Task) -> dict[str, float]:

@@ -12,6 +12,7 @@ from trl_populora.sandbox.jobs import Job, Status, Verdict
 
 from . import complexity, templates
 from .base import Attempt, Proposal, Reject, Task, TaskKind
+from .features import read_features
 from .fences import FormatError, read_blocks
 from .programs import ProgramError, check_program
 
@@ -84,6 +85,9 @@ class CodeKind(TaskKind):
 
     def complexity(self, task: Task) -> dict[str, float]:
         return complexity.measure(task.program)
+
+    def features(self, task: Task) -> tuple[str, ...]:
+        return read_features(task.program)
 
     def malformed(self, error: FormatError | ProgramError) -> Attempt:
         return Attempt(False, "", reason_of(error).value)

@@ -65,6 +65,13 @@ def normal_forms(tree: ast.Module) -> tuple[str, str]:
     return _Normaliser(tree).texts()
 
 
+def walk_living(tree: ast.Module) -> Iterator[ast.AST]:
+    """All nodes of a program but those of dead code, as [`normal_forms`] takes it."""
+    nodes = list(ast.walk(tree))
+    bound = {name for node in nodes for name in bound_names(node)}
+    return _alive(tree, _dead_statements(nodes, _SILENT - bound))
+
+
 class _Normaliser:
     """One walk that writes node types, constants and numbered names."""
 
