@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import math
 import random
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from .base import Task, TaskKind, checked
@@ -25,13 +26,14 @@ from .programs import bound_names, function_tree
 
 
 STEPS = 12  # how many steps' proposals are remembered: about 200 tasks of 2 teachers with 8 proposals each
-DOUBT = 8  # results of a feature that count as much as the assumption that nothing was learned
 CANDIDATES = 256  # archived tasks among which a replayed one is looked for
 
 _TYPES = (str, bytes, list, tuple, dict, set, frozenset, int, float, complex)
 _METHODS = frozenset(name for each in _TYPES for name in dir(each) if not name.startswith("_"))
 _FUNCTIONS = frozenset(name for name in dir(builtins) if name.islower() and not name.startswith("_"))
-_KEYWORDS = frozenset(("base", "default", "key", "keepends", "maxsplit", "ndigits", "reverse", "sep", "start", "strict"))
+_KEYWORDS = frozenset(
+    ("base", "default", "key", "keepends", "maxsplit", "ndigits", "reverse", "sep", "start", "strict")
+)
 _CONSTRUCTS = (
     *(ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.With, ast.Match, ast.Raise, ast.Lambda, ast.ClassDef),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Yield, ast.JoinedStr, ast.Starred, ast.NamedExpr),
@@ -160,21 +162,19 @@ class Features:
     def progress(self, words: tuple[str, ...]) -> float:
         """
         How much more often students solve tasks with these features than some steps ago, from -1 to 1, mean over the
-        features: the newer half of the remembered tasks against the older. Features with few results count less.
+        features: the newer half of the remembered tasks against the older, less the standard error of the difference.
         """
         return fmean(self._learned.get(word, 0.0) for word in words) if words else 0.0
 
     def _compare_halves(self) -> dict[str, float]:
-        """By feature, the gain in solve rate from the older half of the tasks to the newer."""
+        """By feature, the surer part of the gain in solve rate from the older half of the tasks to the newer."""
         solved = [(words, rate) for words, rate in self._tasks if rate == rate]
-        halves: list[dict[str, list[float]]] = [defaultdict(list), defaultdict(list)]
+        halves: tuple[dict[str, list[float]], ...] = (defaultdict(list), defaultdict(list))
         for place, (words, rate) in enumerate(solved):
             for word in words:
                 halves[2 * place >= len(solved)][word].append(rate)
         older, newer = halves
-        both = sorted(older.keys() & newer.keys())
-        sizes = {word: min(len(older[word]), len(newer[word])) for word in both}
-        return {word: (fmean(newer[word]) - fmean(older[word])) * n / (n + DOUBT) for word, n in sizes.items()}
+        return {word: _surer_gain(older[word], newer[word]) for word in sorted(older.keys() & newer.keys())}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -190,6 +190,16 @@ class Features:
     def metrics(self) -> dict[str, float]:
         """`curriculum/features`: different features among the remembered tasks."""
         return {"curriculum/features": float(len(self._counts))}
+
+
+def _surer_gain(before: Sequence[float], after: Sequence[float]) -> float:
+    """
+    By how much the second mean is above the first, beyond the standard error that this would have if nothing had
+    changed: else tasks that are solved by all or by none, as it happens, would seem to be learned.
+    """
+    gain = fmean(after) - fmean(before)
+    doubt = stdev([*before, *after]) * math.sqrt(1 / len(before) + 1 / len(after))
+    return math.copysign(max(0.0, abs(gain) - doubt), gain)
 
 
 def draw_evenly(tasks: Sequence[tuple[Task, tuple[str, ...]]], k: int, rng: random.Random) -> list[Task]:
