@@ -77,7 +77,7 @@ class PopuLoRAConfig(GRPOConfig):
             (`docs/guides/reward.md`).
         teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`):
             Of a proposal that does not parse, run or repeat (paper).
-        teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`): Of a valid task that no attempt solves (paper).
+        teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`): Of a task that no attempt solves (paper).
         student_reward (`str`, *optional*, defaults to `"azr"`):
             `"azr"`, which the next three are of, or a function of your own for every attempt, `"module:function"`.
         student_reward_correct (`float`, *optional*, defaults to `1.0`): Of a right answer (AZR; paper, second hand).

@@ -170,9 +170,9 @@ def student_share(outcome: Outcome) -> float:
     Student's share of one proposal, in [0, 1]; the teacher's is the rest. A match's score is the mean over proposals.
 
     All of an invalid proposal, and half of a task that nobody solved, or no more often than by guessing: both sides
-    failed. PopuLoRA is not explicit about this rule. A teacher without valid tasks loses every match, so the ratings of
-    its students rise although they solved nothing: compare ratings only beside `propose/valid_rate`. What teachers are
-    paid does not change their score.
+    failed. PopuLoRA is not explicit about this rule. A teacher without valid tasks loses every match, so the ratings
+    of its students rise although they solved nothing: compare ratings only beside `propose/valid_rate`. What teachers
+    are paid does not change their score.
     """
     if not outcome.valid:
         return 1.0

@@ -68,8 +68,8 @@ class StepSize:
             replays = f" + teachers * {self.replays} replays * attempts_per_task" if self.replays else ""
             raise ValueError(
                 f"One population step has {self.rows} rows (teachers * proposals_per_teacher * (1 + attempts_per_task)"
-                f"{replays}), which `per_device_train_batch_size={self.per_device}` times {world} process(es) does not divide. "
-                f"{self.find_way_out(world)}"
+                f"{replays}), which `per_device_train_batch_size={self.per_device}` times {world} process(es) does "
+                f"not divide. {self.find_way_out(world)}"
             )
         return self.rows // (self.per_device * world)
 

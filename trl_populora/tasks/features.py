@@ -1,7 +1,8 @@
 """What tasks use: one notion for what is rare, what is being learned and what is replayed.
 
-A *feature* is a word for something that a task uses: `.swapcase`, `BitAnd`, `[:x]`. A program's are read from its text;
-a kind of a user's own names its own in `TaskKind.features`. [`Features`] counts them over the last accepted tasks.
+A *feature* is a word for something that a task uses: `.swapcase`, `BitAnd`, `[:x]`. A program's are read from its
+text; a kind of a user's own names its own in `TaskKind.features`. [`Features`] counts them over the last accepted
+tasks.
 
 A program cannot make words up: names that it binds say nothing, methods are those of Python's own types, modules those
 of its library. Dead code says nothing either, as far as the text tells; a branch that is never taken does.
