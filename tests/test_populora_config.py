@@ -128,11 +128,19 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ({"pfsp_kappa": -1.0}, "`pfsp_kappa` must be at least 0"),
         ({"replay": 1.5}, r"`replay` must be in \[0, 1\), got 1.5"),
         ({"replay": -0.5}, r"`replay` must be in \[0, 1\), got -0.5"),
-        ({"teacher_reward": "rarities"}, "`teacher_reward` must be one of paper, .*, or `module:function`.*, got 'rari"),
+        ({"teacher_reward": "rarities"}, "`teacher_reward` must be one of paper, .*`module:function`.*, got 'rari"),
         ({"student_reward": "paper"}, "`student_reward` must be one of azr, or `module:function`"),
         ({"teacher_reward": len}, "`teacher_reward` must be one of paper"),
-        ({"teacher_reward": "my:pay", "teacher_reward_unsolved": 0.1}, "`teacher_reward_unsolved=0.1` has no meaning"),
-        ({"student_reward": "my:pay", "student_reward_wrong": 0.1}, "`student_reward_wrong=0.1` has no meaning with"),
+        (
+            {"teacher_reward": "my:pay", "teacher_reward_unsolved": 0.1},
+            "`teacher_reward_unsolved=0.1` says nothing to `t",
+        ),
+        (
+            {"student_reward": "my:pay", "student_reward_wrong": 0.1},
+            "`student_reward_wrong=0.1` says nothing to `stude",
+        ),
+        ({"teacher_scale": "batch"}, "`teacher_scale` must be one of step, running, got 'batch'"),
+        ({"teacher_scale": "running", "scale_rewards": "none"}, "`teacher_scale=running` scales, `scale_rewards=none"),
         ({"retention_tolerance": -1.0}, "`retention_tolerance` must be at least 0"),
     ],
 )

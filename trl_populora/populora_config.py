@@ -17,7 +17,7 @@ from trl_populora.population.evolution import RATING_RESETS
 from trl_populora.population.matchmaking import STRATEGIES
 from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS
 from trl_populora.step.ahead import check_play_ahead
-from trl_populora.step.rules import PAY, STUDENT_PAY, list_choices
+from trl_populora.step.rules import PAY, STUDENT_PAY, check_choice
 from trl_populora.step.sizes import StepSize
 from trl_populora.tasks.base import STYLES
 
@@ -61,8 +61,8 @@ class PopuLoRAConfig(GRPOConfig):
         archive_size (`int`, *optional*, defaults to `16384`):
             Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
         replay (`float`, *optional*, defaults to `0.0`):
-            Share of the tasks a student attempts that come from the archive, evenly over what tasks use, beside the
-            proposals: each step has that many rows more. Ratings and teachers' pay do not count them.
+            Share of archived tasks, evenly over what tasks use, among those that a student attempts; they come beside
+            the proposals and make a step longer. Ratings and teachers' pay do not count them.
 
         matchmaking (`str`, *optional*, defaults to `"pfsp"`):
             `"pfsp"` prefers near-balanced pairs by TrueSkill win probability p; `"uniform"` pairs at random.
@@ -72,14 +72,12 @@ class PopuLoRAConfig(GRPOConfig):
             Added to the weight. Every pair can meet without it, and it flattens what `pfsp_kappa` sharpens.
 
         teacher_reward (`str`, *optional*, defaults to `"paper"`):
-            What a teacher is paid for a task that is solved: `"paper"` (1 - solve rate), `"learnability"`,
-            `"confirmed"`, `"rarity"`, `"progress"`, or a function of your own for every proposal, `"module:function"`
-            (`docs/guides/reward.md`).
+            Pay for a solved task (`docs/guides/reward.md`): `"paper"` (1 - solve rate), `"learnability"`,
+            `"confirmed"`, `"rarity"`, `"progress"`, or a function of your own for all proposals, `"module:function"`.
         teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`):
             Of a proposal that does not parse, run or repeat (paper).
         teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`): Of a task that no attempt solves (paper).
-        student_reward (`str`, *optional*, defaults to `"azr"`):
-            `"azr"`, which the next three are of, or a function of your own for every attempt, `"module:function"`.
+        student_reward (`str`, *optional*, defaults to `"azr"`): `"azr"`, or a function of your own for all attempts.
         student_reward_correct (`float`, *optional*, defaults to `1.0`): Of a right answer (AZR; paper, second hand).
         student_reward_wrong (`float`, *optional*, defaults to `-0.5`): Of a well-formed wrong answer (AZR).
         student_reward_malformed (`float`, *optional*, defaults to `-1.0`): Of an answer that cannot be read (AZR).
@@ -88,6 +86,9 @@ class PopuLoRAConfig(GRPOConfig):
             (AZR's task-relative REINFORCE++). `"group"`: the whole match.
         student_baseline (`str`, *optional*, defaults to `"group"`):
             `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of the same kind.
+        teacher_scale (`str`, *optional*, defaults to `"step"`):
+            What teachers' advantages are divided by: `"step"`, the deviation of this step's rewards as in GRPO, or
+            `"running"`, the teacher's own over its last steps, by which nearly equal rewards count little.
         teacher_learning_rate (`float`, *optional*):
             The teachers' own, which TRL then logs as `learning_rate`; `0` freezes them. As the students' when `None`.
 
@@ -207,6 +208,7 @@ class PopuLoRAConfig(GRPOConfig):
     student_reward_malformed: float = field(default=-1.0, metadata={"help": "Reward of an unreadable answer."})
     teacher_baseline: str = field(default="member", metadata={"help": "'member' or 'group'."})
     student_baseline: str = field(default="group", metadata={"help": "'group' or 'member'."})
+    teacher_scale: str = field(default="step", metadata={"help": "'step' or 'running'."})
     teacher_learning_rate: float | None = field(default=None, metadata={"help": "The teachers' own rate; 0: frozen."})
 
     # Sandbox
@@ -337,6 +339,7 @@ class PopuLoRAConfig(GRPOConfig):
             "rating_reset": RATING_RESETS,
             "teacher_baseline": BASELINES,
             "student_baseline": BASELINES,
+            "teacher_scale": ("step", "running"),
             "loss_type": LOSS_NORMALISERS,
             "prompt_style": (*STYLES, None),
             "scale_rewards": ("group", "none", True, False),
@@ -359,6 +362,10 @@ class PopuLoRAConfig(GRPOConfig):
                     f"`{name}={getattr(self, name)!r}` is not supported: {reason}, which couples members. Leave it at "
                     f"{allowed_value!r}."
                 )
+        if self.teacher_scale == "running" and self.scale_rewards not in ("group", True):
+            raise ValueError(
+                f"`teacher_scale=running` scales, `scale_rewards={self.scale_rewards}` does not. Set one."
+            )
         if self.max_steps <= 0:
             raise ValueError(
                 f"`max_steps` must be positive, got {self.max_steps}: the population writes its own tasks, so there "
@@ -366,19 +373,10 @@ class PopuLoRAConfig(GRPOConfig):
             )
 
     def _check_rewards(self):
-        """Refuse rewards that nothing answers to, and prices that a function of one's own would not hear of."""
         for option, named in (("teacher_reward", PAY), ("student_reward", STUDENT_PAY)):
-            name = getattr(self, option)
-            if name in named:
-                continue
-            if not isinstance(name, str) or ":" not in name:
-                raise ValueError(f"`{option}` must be {list_choices(named)}, got {name!r}.")
-            for price in (each for each in fields(self) if each.name.startswith(f"{option}_")):
-                if getattr(self, price.name) != price.default:
-                    raise ValueError(
-                        f"`{price.name}={getattr(self, price.name)}` has no meaning with `{option}={name}`: that "
-                        "function decides every price. Leave it unset."
-                    )
+            prices = {each.name: each.default for each in fields(self) if each.name.startswith(f"{option}_")}
+            given = {name: getattr(self, name) for name in prices if getattr(self, name) != prices[name]}
+            check_choice(option, getattr(self, option), named, given)
 
     def micro_batches(self, world: int) -> int:
         """

@@ -49,6 +49,7 @@ from trl_populora.sandbox import Runner
 from trl_populora.step import batching
 from trl_populora.step.advantages import LOSS_NORMALISERS, Scored, rewards_of, score_step, with_advantage
 from trl_populora.step.ahead import PlayAhead
+from trl_populora.step.deviations import RunningDeviations
 from trl_populora.step.forwards import Layout
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
@@ -205,6 +206,7 @@ class PopuLoRATrainer(GRPOTrainer):
         processes = self.accelerator.process_index, self.accelerator.num_processes
         player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
         self.game = preparation.make_game(args, self.population, archive, referee, player, rules)
+        self.deviations = RunningDeviations(self.population) if args.teacher_scale == "running" else None
         self.ahead = PlayAhead(args, self.game, lambda: self.vllm_generation.versions)
         given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
@@ -429,7 +431,7 @@ class PopuLoRATrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         played = self.played
         tokens = self.accelerator.gather(output["completion_mask"].sum(1))
-        scored = self._scored(played, tokens)
+        scored = self._scored(played, tokens, self.deviations and self.deviations.scale)
         # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
         self._metrics["train"]["frac_reward_zero_std"][-1] = scored.flat
         self._logs["advantages"].extend(scored.advantages.tolist())  # a full deque: TRL's own advantages drop out
@@ -444,13 +446,12 @@ class PopuLoRATrainer(GRPOTrainer):
         columns = {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
         return output | columns | {"prompt": torch.tensor(played.prompts, device=tokens.device)}
 
-    def _scored(self, played: Played, tokens: torch.Tensor) -> Scored:
+    def _scored(self, played: Played, tokens: torch.Tensor, scale_teachers: Any = None) -> Scored:
         """What all ranks' rows are worth; `tokens` of each count in the loss."""
         args = self.args
         baselines = {"teacher": args.teacher_baseline, "student": args.student_baseline}
-        return score_step(
-            played, self.population, self.reward_weights, tokens, baselines, args.scale_rewards, self.loss_type
-        )
+        how = baselines, args.scale_rewards, self.loss_type, scale_teachers
+        return score_step(played, self.population, self.reward_weights, tokens, *how)
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
@@ -599,7 +600,7 @@ class PopuLoRATrainer(GRPOTrainer):
     def _nouns(self) -> dict[str, Any]:
         """What lasts beside members and archive, by its name in `game.json`."""
         nouns = {"population": self.population, "matchmaker": self.matchmaker, "held_out": self.held_out}
-        nouns["features"] = self.game.features
+        nouns |= {"features": self.game.features, "deviations": self.deviations}
         return {name: noun for name, noun in nouns.items() if noun is not None}
 
     def _get_output_dir(self, trial=None):

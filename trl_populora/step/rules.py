@@ -217,6 +217,26 @@ def list_choices(named: Iterable[str]) -> str:
     return f"one of {', '.join(named)}, or `module:function` for a function of your own"
 
 
+def check_choice(option: str, name: object, named: Iterable[str], prices: Mapping[str, float]) -> None:
+    """
+    Refuses what a setting that names a rule cannot be, and prices that a function of a user's own would not hear of.
+
+    Args:
+        option (`str`): The setting.
+        name (`object`): What it was given.
+        named (`Iterable[str]`): What it may be, beside `module:function`.
+        prices (`Mapping[str, float]`): Settings of prices that were given beside.
+
+    Raises:
+        ValueError: Says which setting is wrong, and the way out.
+    """
+    if not isinstance(name, str) or (name not in named and ":" not in name):
+        raise ValueError(f"`{option}` must be {list_choices(named)}, got {name!r}.")
+    if name not in named and prices:
+        given = " and ".join(f"`{price}={value}`" for price, value in prices.items())
+        raise ValueError(f"{given} says nothing to `{option}={name}`, which decides every price. Leave it unset.")
+
+
 def find_price(path: str, option: str, choices: Iterable[str]) -> Callable[[Any], float]:
     """
     A user's own rule, `module:function`, which is watched: a price is a finite number.
