@@ -89,6 +89,7 @@ class PopuLoRAConfig(GRPOConfig):
         teacher_scale (`str`, *optional*, defaults to `"step"`):
             What teachers' advantages are divided by: `"step"`, the deviation of this step's rewards as in GRPO, or
             `"running"`, the teacher's own over its last steps, by which nearly equal rewards count little.
+        teacher_beta (`float`, *optional*): `beta` for teachers alone, whose pull to the base keeps them readable.
         teacher_learning_rate (`float`, *optional*):
             The teachers' own, which TRL then logs as `learning_rate`; `0` freezes them. As the students' when `None`.
 
@@ -209,6 +210,7 @@ class PopuLoRAConfig(GRPOConfig):
     teacher_baseline: str = field(default="member", metadata={"help": "'member' or 'group'."})
     student_baseline: str = field(default="group", metadata={"help": "'group' or 'member'."})
     teacher_scale: str = field(default="step", metadata={"help": "'step' or 'running'."})
+    teacher_beta: float | None = field(default=None, metadata={"help": "KL coefficient for teachers alone."})
     teacher_learning_rate: float | None = field(default=None, metadata={"help": "The teachers' own rate; 0: frozen."})
 
     # Sandbox
@@ -250,8 +252,9 @@ class PopuLoRAConfig(GRPOConfig):
 
     def __post_init__(self):
         if self.single_agent:
-            if self.teacher_learning_rate is not None:
-                raise ValueError("`teacher_learning_rate` needs teachers of their own, and `single_agent` has none.")
+            for name in ("teacher_learning_rate", "teacher_beta"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"`{name}` needs teachers of their own, and `single_agent` has none.")
             self.teachers = self.students = 1
         self._check_population()
         self._check_choices()
@@ -310,7 +313,7 @@ class PopuLoRAConfig(GRPOConfig):
         """Refuse counts with which no step can be played."""
         at_least = {
             0: "references_per_proposal evolve_every evolve_burn_in mutation_strength retention_tolerance pfsp_kappa"
-            " pfsp_floor teacher_learning_rate",
+            " pfsp_floor teacher_learning_rate teacher_beta",
             1: "teachers students archive_size determinism_runs eval_attempts tournament_size retention_rows"
             " num_iterations sandbox_workers sandbox_memory_mb generation_tokens",
             2: "proposals_per_teacher attempts_per_task inputs_per_function",  # one alone is compared with nothing
@@ -365,6 +368,10 @@ class PopuLoRAConfig(GRPOConfig):
         if self.teacher_scale == "running" and self.scale_rewards not in ("group", True):
             raise ValueError(
                 f"`teacher_scale=running` scales, `scale_rewards={self.scale_rewards}` does not. Set one."
+            )
+        if self.teacher_beta and self.beta:
+            raise ValueError(
+                f"`teacher_beta={self.teacher_beta}` is for teachers alone: leave `beta={self.beta}` at 0."
             )
         if self.max_steps <= 0:
             raise ValueError(

@@ -137,6 +137,7 @@ class PopuLoRATrainer(GRPOTrainer):
     evolution: EvolutionCallback | None = None
     _closed = False
     _layout: Layout | None = None  # of the micro-batch in the loss
+    _unpulled: tuple[torch.Tensor, torch.Tensor] | None = None  # its reference, and its rows without a KL term
     _pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
 
     def __init__(
@@ -189,8 +190,8 @@ class PopuLoRATrainer(GRPOTrainer):
             )
         if is_quantised(base):
             weights.keep_fp32(members)
-        self.beta = args.beta
-        self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
+        self.beta = args.beta or args.teacher_beta or 0.0
+        self.skips_blank_rows = self.beta == 0  # a KL term reaches every row; entropy terms are refused
         self.sharing = preparation.make_sharing(base, args, len(self.reward_funcs) > 2)
         self._deal = partial(batching.reorder, num_teachers=args.teachers, multiple=args.pad_to_multiple_of or 1)
         self._phases = PhaseClock(PHASES_AHEAD if args.play_ahead else ())
@@ -471,7 +472,11 @@ class PopuLoRATrainer(GRPOTrainer):
     ):
         compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
         if self._layout is not None:  # inside the loss, which has set the route
-            return self._layout.log_probs(compute, model, input_ids, attention_mask, logits_to_keep, self.sharing)
+            found = self._layout.log_probs(compute, model, input_ids, attention_mask, logits_to_keep, self.sharing)
+            if self._unpulled is not None:  # a row that is its own reference has no KL, nor a gradient of it
+                reference, rows = self._unpulled
+                reference[rows] = found[0].detach()[rows]
+            return found
 
         def forward(batch: batching.Batch) -> torch.Tensor:
             layout = batching.layout_of(batch)
@@ -498,6 +503,8 @@ class PopuLoRATrainer(GRPOTrainer):
         layout = batching.layout_of(inputs)
         self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # outlives the backward
         self._layout = layout
+        if self.args.teacher_beta:
+            self._unpulled = inputs["ref_per_token_logps"], inputs["member"] >= self.args.teachers
         # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
         rows = len(inputs["member"]) / self.args.per_device_train_batch_size
         metrics = self._metrics["train"]
@@ -505,7 +512,7 @@ class PopuLoRATrainer(GRPOTrainer):
         try:
             return super()._compute_loss(model, inputs) * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
         finally:
-            self._layout = None
+            self._layout = self._unpulled = None
             if not inputs["live"]:  # on no rank: its zeros are no entropy or clip ratio of anything
                 for name in before:
                     del metrics[name][before[name] :]

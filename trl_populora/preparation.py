@@ -131,8 +131,8 @@ def prompt_style(args: PopuLoRAConfig, model: PreTrainedModel) -> str:
 def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig, further_rewards: bool) -> Sharing | None:
     """How the base takes rows with a shared prompt; says once what all rows or their prompts are computed for."""
     reasons = {"Attempts at a task do not share its prompt's computation": why_not_shared(base)}
-    if args.beta:
-        reasons["Rows without advantage are computed, too"] = f"the KL term (`beta={args.beta}`) reaches them"
+    if args.beta or args.teacher_beta:
+        reasons["Rows without advantage are computed, too"] = "the KL term (`beta` or `teacher_beta`) reaches them"
     elif further_rewards and (args.num_iterations > 1 or args.use_vllm):
         reasons["Old log-probabilities are computed for all rows"] = (
             "the further reward functions are asked only after them"
