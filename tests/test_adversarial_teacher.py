@@ -89,13 +89,14 @@ class Teacher:
             return [Completion([1], [2], text) for text in texts]
 
         game = Game(
-            population=Population(1, 1),
+            population=Population(1, 2),
             matchmaker=Matchmaker(seed=0),
             archive=archive,
             referee=Referee({self.kind: KINDS[self.kind]}, sandbox, "compact", (*THINK_TAGS, "<|im_end|>")),
             player=Player(generate),
             proposals=P,
             attempts=G,
+            students_per_task=2,  # who are alike, so that no pay but regret can tell
             references=1,
             seed=0,
         )

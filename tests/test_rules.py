@@ -29,25 +29,40 @@ def task(solve_rate: float, **facts) -> Outcome:
 
 
 INVALID = Outcome("code_o", False, "error")
-UNSOLVED = [task(0.0), task(0.25, chance=0.25, rarity=1.0, progress=0.5), task(0.5, chance=0.5)]
+UNSOLVED = [
+    task(0.0),
+    task(0.0, rival=0.0),
+    task(0.5, chance=0.5, rival=1.0),
+    task(0.25, chance=0.25, rarity=1.0, progress=0.5),
+    task(0.5, chance=0.5),
+]
 
 # A record -> the student's share of the match (paper), and what each named pay gives.
 SOLVED = [
-    (task(0.125), 0.125, {"paper": 0.875, "learnability": 0.109375, "confirmed": 0.0, "rarity": 0.0, "progress": 0.0}),
     (
-        task(0.25, rarity=0.5, progress=0.25),
-        0.25,
-        {"paper": 0.75, "learnability": 0.1875, "confirmed": 0.375, "rarity": 0.375, "progress": 0.25},
+        task(0.125),
+        0.125,
+        {"paper": 0.875, "learnability": 0.109375, "confirmed": 0.0, "rarity": 0.0, "progress": 0.0, "regret": 0.0},
+    ),
+    (
+        task(0.25, rarity=0.5, progress=0.25, rival=0.5),
+        0.0,
+        {"paper": 0.75, "learnability": 0.1875, "confirmed": 0.375, "rarity": 0.375, "progress": 0.25, "regret": 0.5},
     ),
     (
         task(0.5, chance=0.25, rarity=1.0, progress=-0.25),
         0.5,
-        {"paper": 0.5, "learnability": 0.25, "confirmed": 0.375, "rarity": 0.5, "progress": 0.0},
+        {"paper": 0.5, "learnability": 0.25, "confirmed": 0.375, "rarity": 0.5, "progress": 0.0, "regret": 0.0},
+    ),
+    (
+        task(0.5, rarity=0.25, rival=0.25),
+        0.75,
+        {"paper": 0.5, "learnability": 0.25, "confirmed": 0.375, "rarity": 0.125, "progress": 0.0, "regret": 0.5},
     ),
     (
         task(1.0, rarity=1.0, progress=1.0),
         1.0,
-        {"paper": 0.0, "learnability": 0.0, "confirmed": 0.0, "rarity": 0.0, "progress": 1.0},
+        {"paper": 0.0, "learnability": 0.0, "confirmed": 0.0, "rarity": 0.0, "progress": 1.0, "regret": 0.0},
     ),
 ]
 

@@ -18,7 +18,7 @@ from trl_populora.population.matchmaking import STRATEGIES
 from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS
 from trl_populora.step.ahead import check_play_ahead
 from trl_populora.step.rules import PAY, STUDENT_PAY, check_choice
-from trl_populora.step.sizes import StepSize
+from trl_populora.step.sizes import StepSize, check_rivals
 from trl_populora.tasks.base import STYLES
 
 
@@ -60,9 +60,9 @@ class PopuLoRAConfig(GRPOConfig):
             `"chat"` for instruction-tuned models, `"compact"` for the embedded base. By the model when `None`.
         archive_size (`int`, *optional*, defaults to `16384`):
             Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
+        students_per_task (`int`, *optional*, defaults to `1`): With `2` another one makes half of the attempts.
         replay (`float`, *optional*, defaults to `0.0`):
-            Share of archived tasks, evenly over what tasks use, among those that a student attempts; they come beside
-            the proposals and make a step longer. Ratings and teachers' pay do not count them.
+            Share of archived tasks among those a student attempts, beside the proposals; neither paid for nor rated.
 
         matchmaking (`str`, *optional*, defaults to `"pfsp"`):
             `"pfsp"` prefers near-balanced pairs by TrueSkill win probability p; `"uniform"` pairs at random.
@@ -73,9 +73,8 @@ class PopuLoRAConfig(GRPOConfig):
 
         teacher_reward (`str`, *optional*, defaults to `"paper"`):
             Pay for a solved task (`docs/guides/reward.md`): `"paper"` (1 - solve rate), `"learnability"`,
-            `"confirmed"`, `"rarity"`, `"progress"`, or a function of your own for all proposals, `"module:function"`.
-        teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`):
-            Of a proposal that does not parse, run or repeat (paper).
+            `"confirmed"`, `"rarity"`, `"progress"`, `"regret"`, or a function of your own, `"module:function"`.
+        teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`): Of a proposal that is no task (paper).
         teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`): Of a task that no attempt solves (paper).
         student_reward (`str`, *optional*, defaults to `"azr"`): `"azr"`, or a function of your own for all attempts.
         student_reward_correct (`float`, *optional*, defaults to `1.0`): Of a right answer (AZR; paper, second hand).
@@ -87,8 +86,7 @@ class PopuLoRAConfig(GRPOConfig):
         student_baseline (`str`, *optional*, defaults to `"group"`):
             `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of the same kind.
         teacher_scale (`str`, *optional*, defaults to `"step"`):
-            What teachers' advantages are divided by: `"step"`, the deviation of this step's rewards as in GRPO, or
-            `"running"`, the teacher's own over its last steps, by which nearly equal rewards count little.
+            Teachers' advantages are divided by this step's deviation (GRPO), or by each one's own `"running"` one.
         teacher_beta (`float`, *optional*): `beta` for teachers alone, whose pull to the base keeps them readable.
         teacher_learning_rate (`float`, *optional*):
             The teachers' own, which TRL then logs as `learning_rate`; `0` freezes them. As the students' when `None`.
@@ -192,6 +190,7 @@ class PopuLoRAConfig(GRPOConfig):
     inputs_per_function: int = field(default=10, metadata={"help": "Inputs a code_f proposal must give."})
     prompt_style: str | None = field(default=None, metadata={"help": "'chat', 'compact', or chosen by the model."})
     archive_size: int = field(default=16384, metadata={"help": "Tasks kept per kind, newest first."})
+    students_per_task: int = field(default=1, metadata={"help": "2: another student makes half of the attempts."})
     replay: float = field(default=0.0, metadata={"help": "Share of archived tasks among those students attempt."})
 
     # Matchmaking
@@ -380,6 +379,7 @@ class PopuLoRAConfig(GRPOConfig):
             )
 
     def _check_rewards(self):
+        check_rivals(self.students_per_task, self.students, self.attempts_per_task, self.teacher_reward)
         for option, named in (("teacher_reward", PAY), ("student_reward", STUDENT_PAY)):
             prices = {each.name: each.default for each in fields(self) if each.name.startswith(f"{option}_")}
             given = {name: getattr(self, name) for name in prices if getattr(self, name) != prices[name]}

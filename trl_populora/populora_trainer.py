@@ -95,7 +95,7 @@ class PopuLoRATrainer(GRPOTrainer):
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Further reward functions in TRL's signature, added to the two built in. They receive the columns `role`,
             `member`, `kind`, `match`, `task_id`, `valid`, `reject_reason`, `solve_rate`, `correct`, `well_formed`,
-            `chance`, `rarity`, `progress` and `pay`; return `None` for rows that do not concern you.
+            `chance`, `rarity`, `progress`, `rival` and `pay`; return `None` for rows that do not concern you.
             `args.reward_weights`, if set, weighs these alone.
         args ([`PopuLoRAConfig`], *optional*): Settings of the run.
         train_dataset ([`~datasets.Dataset`], *optional*):

@@ -382,6 +382,7 @@ def make_game(
         seed=args.seed,
         iterations=args.num_iterations,
         replays=args.replays_per_match,
+        students_per_task=args.students_per_task,
         rules=rules,
         features=Features(STEPS * args.teachers * args.proposals_per_teacher),
     )

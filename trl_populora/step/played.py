@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ class Row:
     chance: float = 0.0
     rarity: float = 0.0
     progress: float = 0.0
+    rival: float = float("nan")
     pay: float = 0.0
     share: float = float("nan")
     attempts: int = 0
@@ -55,6 +57,7 @@ class Row:
         "chance",
         "rarity",
         "progress",
+        "rival",
         "pay",
     )
 
@@ -62,7 +65,8 @@ class Row:
     def outcome(self) -> Outcome:
         """Of a proposal, what its price may depend on."""
         names = ("kind", "valid", "solve_rate", "attempts", "chance", "rarity", "progress")
-        return Outcome(reason=self.reject_reason, **{name: getattr(self, name) for name in names})
+        rival = None if math.isnan(self.rival) else self.rival
+        return Outcome(reason=self.reject_reason, rival=rival, **{name: getattr(self, name) for name in names})
 
     @property
     def answer(self) -> Answer:

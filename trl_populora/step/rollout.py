@@ -39,6 +39,8 @@ class Game:
         proposals (`int`): Proposals per teacher over all ranks.
         attempts (`int`): Attempts per task, G.
         references (`int`): Archived tasks shown to a proposing teacher, K.
+        students_per_task (`int`): Who attempts a proposal: its match's student, or with 2 another one for half of the
+            attempts.
         replays (`int`): Archived tasks per match that its student attempts beside the proposals, over all ranks.
         rules ([`Rules`]): What a proposal and an attempt are worth.
         features ([`Features`]): What the last tasks use; carries over from step to step, too.
@@ -56,6 +58,7 @@ class Game:
     references: int
     seed: int
     iterations: int = 1
+    students_per_task: int = 1
     replays: int = 0
     rules: Rules = Rules()
     features: Features = field(default_factory=Features)
@@ -199,29 +202,47 @@ def _solve(
     tasks: Sequence[Task],
     replayed: Sequence[tuple[Match, Task]],
 ) -> list[Row]:
-    """Phase 4: the matched student attempts each task G times, those of the proposals first."""
-    students = {match.index: match.student for match in matches}
+    """
+    Phase 4: the matched student attempts each task G times, those of the proposals first. Where two students attempt
+    each valid proposal, the second half of the attempts is the rival's, a group of its own.
+    """
+    students, rivals = {match.index: match.student for match in matches}, _rivals(game, matches)
     slots = [(p.match, task, not p.valid) for p, task in zip(proposals, tasks, strict=True)]
     slots += [(match.index, task, True) for match, task in replayed]
     rows: list[Row] = []
     for slot, (match, task, archived) in enumerate(slots):
-        prompt = game.referee.solving_prompt(task)
+        prompt, own = game.referee.solving_prompt(task), students[match]
+        members = [own] * game.attempts
+        if rivals and not archived:
+            members[game.attempts // 2 :] = [rivals[match]] * (game.attempts // 2)
         rows += [
             Row(
                 "student",
-                students[match],
+                member,
                 task.kind,
                 match,
                 task.task_id,
                 valid=True,
                 archived=archived,
                 prompt=prompt,
-                group=f"rank {game.player.rank} task {slot}",
+                group=f"rank {game.player.rank} task {slot}{'' if member == own else ' rival'}",
             )
-            for _ in range(game.attempts)
+            for member in members
         ]
     _complete(game, rows)
     return rows
+
+
+def _rivals(game: Game, matches: Sequence[Match]) -> dict[int, str]:
+    """Per match the student of the next one that has another, so that rows stay even; nobody where one is enough."""
+    if game.students_per_task < 2:
+        return {}
+    everybody = [student.name for student in game.population.students]
+    found = {}
+    for place, match in enumerate(matches):
+        after = [other.student for other in (*matches[place:], *matches[:place])] + everybody
+        found[match.index] = next(name for name in after if name != match.student)
+    return found
 
 
 def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Sequence[Row]) -> None:
@@ -241,6 +262,7 @@ def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Se
         if slot in chances:
             mistakes = (grade.said for grade in graded[tries] if grade.said and not grade.right)
             luck, proposal = count_guessed(mistakes) / game.attempts, proposals[slot]
+            proposal.rival = _mean([row.correct for row in group if row.member != group[0].member])
             proposal.solve_rate, proposal.chance = rho, max(luck, chances[slot])
 
 

@@ -46,6 +46,8 @@ class Outcome:
         rarity (`float`, *optional*): 1 - the share, among the last accepted tasks, of its rarest feature.
         progress (`float`, *optional*): How much more often students solve tasks with its features than some steps ago,
             from -1 to 1.
+        rival (`float`, *optional*): Where two students attempt each task, half of the attempts each, the share of the
+            second one's that were right; `None` where one does.
 
     Raises:
         ValueError: If a valid proposal's `solve_rate` is outside [0, 1] or NaN.
@@ -59,6 +61,7 @@ class Outcome:
     chance: float = 0.0
     rarity: float = 0.0
     progress: float = 0.0
+    rival: float | None = None
 
     def __post_init__(self):
         if self.valid and not 0.0 <= self.solve_rate <= 1.0:
@@ -68,6 +71,11 @@ class Outcome:
     def solved(self) -> bool:
         """Whether attempts were right more often than by guessing."""
         return self.valid and self.solve_rate > self.chance
+
+    @property
+    def own(self) -> float:
+        """The share of the matched student's attempts that were right."""
+        return self.solve_rate if self.rival is None else min(max(2 * self.solve_rate - self.rival, 0.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,11 @@ def pay_progress(task: Outcome) -> float:
     return max(0.0, task.progress)
 
 
+def pay_regret(task: Outcome) -> float:
+    """What the better of two students solves more often than the other (PAIRED, arXiv 2012.02096)."""
+    return abs(task.own - task.rival) if task.rival is not None else 0.0
+
+
 # What teachers may be paid for a task that is solved, by its name in `teacher_reward`.
 PAY: Mapping[str, TeacherReward] = {
     "paper": pay_failures,
@@ -123,6 +136,7 @@ PAY: Mapping[str, TeacherReward] = {
     "confirmed": pay_confirmed,
     "rarity": pay_rare,
     "progress": pay_progress,
+    "regret": pay_regret,
 }
 STUDENT_PAY = ("azr",)  # what `student_reward` may name
 NEED_FEATURES = ("rarity", "progress")  # of these, those that say nothing without `TaskKind.features`
@@ -169,14 +183,14 @@ def student_share(outcome: Outcome) -> float:
     """
     Student's share of one proposal, in [0, 1]; the teacher's is the rest. A match's score is the mean over proposals.
 
-    All of an invalid proposal, and half of a task that nobody solved, or no more often than by guessing: both sides
-    failed. PopuLoRA is not explicit about this rule. A teacher without valid tasks loses every match, so the ratings
-    of its students rise although they solved nothing: compare ratings only beside `propose/valid_rate`. What teachers
-    are paid does not change their score.
+    The right ones among the student's attempts, all of an invalid proposal, and half of a task that nobody solved, or
+    no more often than by guessing: both sides failed. PopuLoRA is not explicit about this rule. A teacher without
+    valid tasks loses every match, so the ratings of its students rise although they solved nothing: compare ratings
+    only beside `propose/valid_rate`. What teachers are paid does not change their score.
     """
     if not outcome.valid:
         return 1.0
-    return float(outcome.solve_rate) if outcome.solved else 0.5
+    return float(outcome.own) if outcome.solved else 0.5
 
 
 @dataclass(frozen=True)
