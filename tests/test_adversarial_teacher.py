@@ -3,7 +3,7 @@ Teachers that want the reward without the work, in the real game: none earns mor
 
 Every trick is a script that writes proposals, and a student that does what an honest model can do with them: it works
 out what can be worked out and guesses among the likely answers where nothing can. The honest teacher proposes distinct
-tasks to a student that solves each with probability one half.
+tasks, half of the attempts at which are right: one student has learned what they use, the other has not.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Teacher:
     kind: str = "code_o"
     steps: int = STEPS
     known: Task = KNOWN  # the program that code_f is about
+    rival: Student | None = None  # how another student does; alike without one
 
     def earns(self, sandbox: Sandbox) -> tuple[dict[str, float], set[str]]:
         """Mean reward of a proposal under every named pay, and why proposals were rejected."""
@@ -81,7 +82,8 @@ class Teacher:
             if member == "teacher_0":
                 return next(self.proposals)
             kind = prompt.split()[1]
-            answer = self.student(prompt, rng) if kind == self.kind else "0"
+            student = self.rival if self.rival and member == "student_1" else self.student
+            answer = student(prompt, rng) if kind == self.kind else "0"
             return f"```{FENCE[kind]}\n{answer}\n```"
 
         def generate(prompts, members, seed=None):
@@ -96,7 +98,7 @@ class Teacher:
             player=Player(generate),
             proposals=P,
             attempts=G,
-            students_per_task=2,  # who are alike, so that no pay but regret can tell
+            students_per_task=2,
             references=1,
             seed=0,
         )
@@ -382,7 +384,8 @@ def sandbox():
 
 @pytest.fixture(scope="module")
 def honest_rewards(sandbox):
-    rewards, rejects = Teacher(of_seeds("code_i"), HALF).earns(sandbox)  # as code_o they are new tasks
+    honest = Teacher(of_seeds("code_i"), competent(0.8), rival=competent(0.2))  # as code_o they are new tasks
+    rewards, rejects = honest.earns(sandbox)
     assert not rejects
     assert rewards["paper"] == pytest.approx(0.5, abs=0.05)
     return rewards

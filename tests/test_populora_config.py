@@ -153,7 +153,7 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
             "`students_per_task=2` needs two students to compare, got `students=1`",
         ),
         (
-            {"students_per_task": 2, "attempts_per_task": 5},
+            {"students_per_task": 2, "attempts_per_task": 5, "proposals_per_teacher": 5},
             "`attempts_per_task=5` is shared.*from 4 on, 6 for example",
         ),
         (
