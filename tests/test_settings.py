@@ -17,12 +17,13 @@ import pytest
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
-from tests.populora_run import letters
+from tests.populora_run import Letters, letters
 from tests.vllm_models import make_population
 from trl_populora import preparation
 from trl_populora.given_tasks import load_archive
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.step.rules import Answer, Outcome
+from trl_populora.tasks import TaskKind
 
 
 def test_archive_size(make_args, seed_dataset):
@@ -80,9 +81,15 @@ def test_what_a_run_pays_is_what_it_logs(random_base, make_args, seed_dataset, l
         assert logged[f"rewards/{role}_reward/mean"] == pytest.approx(fmean(rewards))
 
 
+class Silent(Letters):
+    """Does not say what tasks use."""
+
+    features = TaskKind.features
+
+
 @pytest.mark.parametrize("needs", [{"teacher_reward": "rarity"}, {"teacher_reward": "progress"}, {"replay": 0.25}])
 def test_a_kind_that_does_not_say_what_tasks_use_is_refused_where_that_is_asked(random_base, make_args, lora, needs):
-    args = make_args(task_kinds=["tests.populora_run:Letters"], per_device_train_batch_size=4, **needs)
+    args = make_args(task_kinds=["tests.test_settings:Silent"], per_device_train_batch_size=4, **needs)
     (option,) = needs
     with pytest.raises(ValueError, match=f"`{option}={needs[option]}` asks what tasks use, and letters does not say"):
         PopuLoRATrainer(random_base, None, args, peft_config=lora)
