@@ -46,6 +46,9 @@ class Letters(TaskKind):
     def correct(self, task, attempt, verdict):
         return bool(set(task.message) & set(attempt.answer))
 
+    def features(self, task):
+        return tuple(task.message)
+
 
 SETTINGS = SMALL | {
     "task_kinds": ["tests.populora_run:Letters", "code_o"],

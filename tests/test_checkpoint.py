@@ -43,6 +43,18 @@ class TestExactResume:
                 id="buffered rows",
             ),
             pytest.param({"logging_steps": 3, "max_steps": 9, "evolve_every": 4}, id="metrics not logged yet"),
+            pytest.param(
+                {
+                    "teacher_reward": "rarity",
+                    "teacher_scale": "running",
+                    "teacher_beta": 0.01,
+                    "replay": 0.2,
+                    "per_device_train_batch_size": 7,
+                    "evolve_every": 4,
+                    "max_steps": 9,
+                },
+                id="what teachers are paid for",
+            ),
             pytest.param({"single_agent": True, "max_steps": 9, "per_device_train_batch_size": 6}, id="single agent"),
         ],
     )

@@ -49,7 +49,7 @@ SIZES = {
     "save_strategy": "steps",
 }
 REFERENCE, CODE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]"), r"`\1`"  # a name in a docstring, and on a page
-OWN_FILE = re.compile(r"^# (?!my_kinds)\w+\.py$", re.MULTILINE)  # the first line of a block
+OWN_FILE = re.compile(r"^# (?!my_)\w+\.py$", re.MULTILINE)  # the first line of a block
 
 
 def script(page: str) -> str:
@@ -61,14 +61,15 @@ def script(page: str) -> str:
 @pytest.fixture
 def play(base, tmp_path, monkeypatch):
     """
-    Runs a page's script on a random base, in a directory of its own, as the module `my_kinds`; what the page has in
-    files beside that one can use nothing of it without an import.
+    Runs a page's script on a random base, in a directory of its own, as the module `my_kinds` or `my_rules`; what the
+    page has in files beside that one can use nothing of it without an import.
     """
     monkeypatch.chdir(tmp_path)
     sized = lambda output_dir, **given: small_args(output_dir=output_dir, **(SIZES | given))  # noqa: E731
     monkeypatch.setattr(trl_populora, "PopuLoRAConfig", sized, raising=False)
     module = types.ModuleType("my_kinds")
-    monkeypatch.setitem(sys.modules, "my_kinds", module)
+    for name in ("my_kinds", "my_rules"):
+        monkeypatch.setitem(sys.modules, name, module)
 
     def run(page: str) -> dict:
         text = script(page).replace("Qwen/Qwen2.5-0.5B-Instruct", base).replace("max_steps=200", "max_steps=1")

@@ -19,7 +19,7 @@ FLOORS = [
     {"population"},
     {"step"},
     {"populora_config"},
-    {"generation", "runs", "given_tasks", "prompting"},
+    {"generation", "runs", "given_tasks"},
     {"report"},
     {"hub"},
     {"preparation"},

@@ -23,7 +23,6 @@ from tests.populora_run import HELD_OUT, letters
 from tests.vllm_models import randomise
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.evolution import Birth
-from trl_populora.population.matchmaking import student_share
 from trl_populora.population.members import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.preparation import load_tokenizer
@@ -32,6 +31,7 @@ from trl_populora.report.page import write_report
 from trl_populora.report.plots import plot_run
 from trl_populora.runs.records import OnlyKnown, read_lines
 from trl_populora.step.rewards import student_reward, teacher_reward
+from trl_populora.step.rules import Outcome, Rules
 
 
 class SilentFor:
@@ -382,7 +382,10 @@ class TestRecords:
         assert columns["reward"] == pytest.approx(expected)
         proposals = [row for row in rows if row["role"] == "teacher"]
         assert all(row["valid"] != bool(row["reject_reason"]) for row in proposals), "every reject has a reason"
-        shares = [student_share(row["valid"], row["solve_rate"], row["chance"]) for row in proposals]
+        facts = ("kind", "valid", "solve_rate", "chance", "rarity", "progress")
+        outcomes = [Outcome(**{name: row[name] for name in facts}) for row in proposals]
+        assert [row["reward"] for row in proposals] == [Rules().teacher_reward(outcome) for outcome in outcomes]
+        shares = [Rules().student_share(outcome) for outcome in outcomes]
         logged = next(e for e in trainer.state.log_history if "match/student_share_mean" in e)
         assert logged["match/student_share_mean"] == pytest.approx(sum(shares) / len(shares))
 

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from tests.code_tasks import DOUBLE
 from tests.models import CHATML, make_tokenizer, save_base
 from trl_populora.assets import tiny_base_path
+from trl_populora.generation.prompting import choose_shots, choose_style
 from trl_populora.generation.texts import decode_texts
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.prompting import choose_shots, choose_style
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.step.referee import Referee

@@ -24,12 +24,12 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
-from trl_populora import given_tasks, preparation, prompting
+from trl_populora import given_tasks, preparation
 from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.checks import is_quantised
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
-from trl_populora.generation import decoding
+from trl_populora.generation import decoding, prompting
 from trl_populora.generation.sampling import evaluating, seeded
 from trl_populora.generation.stops import end_tokens, warn_of_unknown
 from trl_populora.generation.texts import decode_texts
@@ -51,11 +51,13 @@ from trl_populora.sandbox import Runner
 from trl_populora.step import batching
 from trl_populora.step.advantages import LOSS_NORMALISERS, Scored, rewards_of, score_step, with_advantage
 from trl_populora.step.ahead import PlayAhead
+from trl_populora.step.deviations import RunningDeviations
 from trl_populora.step.forwards import Layout
 from trl_populora.step.loss_metrics import LossMetrics
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.retention import forgotten, known_solutions
+from trl_populora.step.room import prompt_room, trained_context
 
 
 logger = logging.getLogger(__name__)
@@ -95,8 +97,9 @@ class PopuLoRATrainer(GRPOTrainer):
             Base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Further reward functions in TRL's signature, added to the two built in. They receive the columns `role`,
-            `member`, `kind`, `match`, `task_id`, `valid`, `reject_reason`, `solve_rate`, `correct` and `well_formed`;
-            return `None` for rows that do not concern you. `args.reward_weights`, if set, weighs these alone.
+            `member`, `kind`, `match`, `task_id`, `valid`, `reject_reason`, `solve_rate`, `correct`, `well_formed`,
+            `chance`, `rarity`, `progress`, `rival` and `pay`; return `None` for rows that do not concern you.
+            `args.reward_weights`, if set, weighs these alone.
         args ([`PopuLoRAConfig`], *optional*): Settings of the run.
         train_dataset ([`~datasets.Dataset`], *optional*):
             Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs` (see
@@ -138,6 +141,7 @@ class PopuLoRATrainer(GRPOTrainer):
     evolution: EvolutionCallback | None = None
     _closed = False
     _layout: Layout | None = None  # of the micro-batch in the loss
+    _unpulled: tuple[torch.Tensor, torch.Tensor] | None = None  # its reference, and its rows without a KL term
     _pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
 
     def __init__(
@@ -161,6 +165,7 @@ class PopuLoRATrainer(GRPOTrainer):
         preparation.check_setup(args, unsupported, model, lora_config)
         args.prompt_style = prompting.choose_style(args, model)
         kinds = preparation.make_kinds(args)
+        rules = preparation.make_rules(args, kinds)
         archive = given_tasks.load_archive(train_dataset, kinds, args)
         held_out = given_tasks.load_held_out(eval_dataset, kinds, archive, args)
 
@@ -190,8 +195,8 @@ class PopuLoRATrainer(GRPOTrainer):
             )
         if is_quantised(base):
             weights.keep_fp32(members)
-        self.beta = args.beta
-        self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
+        self.beta = args.beta or args.teacher_beta or 0.0
+        self.skips_blank_rows = self.beta == 0  # a KL term reaches every row; entropy terms are refused
         self.sharing = preparation.make_sharing(base, args, len(self.reward_funcs) > 2)
         self._deal = partial(batching.reorder, num_teachers=args.teachers, multiple=args.pad_to_multiple_of or 1)
         self._phases = PhaseClock(PHASES_AHEAD if args.play_ahead else ())
@@ -207,7 +212,8 @@ class PopuLoRATrainer(GRPOTrainer):
         referee = preparation.make_referee(args, kinds, base, tokenizer, held_out)
         processes = self.accelerator.process_index, self.accelerator.num_processes
         player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
-        self.game = preparation.make_game(args, self.population, archive, referee, player)
+        self.game = preparation.make_game(args, self.population, archive, referee, player, rules)
+        self.deviations = RunningDeviations(self.population) if args.teacher_scale == "running" else None
         self.ahead = PlayAhead(args, self.game, lambda: self.vllm_generation.versions)
         given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
@@ -215,11 +221,12 @@ class PopuLoRATrainer(GRPOTrainer):
             warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
         if args.use_vllm:
             self._start_vllm()
-        context = self.vllm_generation.context_length() if self.use_vllm else preparation.trained_context(base)
+        context = self.vllm_generation.context_length() if self.use_vllm else trained_context(base)
         tokenize = prompting.refuse_by_name(lambda prompt: self._tokenize_prompts([prompt])[0][0], tokenizer)
-        preparation.fit_into_context(referee, archive, held_out, preparation.prompt_room(context, args, tokenize))
-        asked = args.references_per_proposal, held_out, tokenizer, args.max_completion_length
-        prompting.check_prompts(referee, archive, *asked)
+        longest = args.max_completion_length
+        room = prompt_room(context, longest or 1, tokenize)
+        preparation.fit_into_context(referee, archive, held_out, room)
+        prompting.check_prompts(referee, archive, args.references_per_proposal, held_out, tokenizer, longest)
 
     def _choose_generation(self, base: PreTrainedModel) -> None:
         """Where completions end, and whether ended rows may leave a batch."""
@@ -433,7 +440,7 @@ class PopuLoRATrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         played = self.played
         tokens = self.accelerator.gather(output["completion_mask"].sum(1))
-        scored = self._scored(played, tokens)
+        scored = self._scored(played, tokens, self.deviations and self.deviations.scale)
         # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
         self._metrics["train"]["frac_reward_zero_std"][-1] = scored.flat
         self._logs["advantages"].extend(scored.advantages.tolist())  # a full deque: TRL's own advantages drop out
@@ -448,13 +455,12 @@ class PopuLoRATrainer(GRPOTrainer):
         columns = {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
         return output | columns | {"prompt": torch.tensor(played.prompts, device=tokens.device)}
 
-    def _scored(self, played: Played, tokens: torch.Tensor) -> Scored:
+    def _scored(self, played: Played, tokens: torch.Tensor, scale_teachers: Any = None) -> Scored:
         """What all ranks' rows are worth; `tokens` of each count in the loss."""
         args = self.args
         baselines = {"teacher": args.teacher_baseline, "student": args.student_baseline}
-        return score_step(
-            played, self.population, self.reward_weights, tokens, baselines, args.scale_rewards, self.loss_type
-        )
+        how = baselines, args.scale_rewards, self.loss_type, scale_teachers
+        return score_step(played, self.population, self.reward_weights, tokens, *how)
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
@@ -474,7 +480,11 @@ class PopuLoRATrainer(GRPOTrainer):
     ):
         compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
         if self._layout is not None:  # inside the loss, which has set the route
-            return self._layout.log_probs(compute, model, input_ids, attention_mask, logits_to_keep, self.sharing)
+            found = self._layout.log_probs(compute, model, input_ids, attention_mask, logits_to_keep, self.sharing)
+            if self._unpulled is not None:  # a row that is its own reference has no KL, nor a gradient of it
+                reference, rows = self._unpulled
+                reference[rows] = found[0].detach()[rows]
+            return found
 
         def forward(batch: batching.Batch) -> torch.Tensor:
             layout = batching.layout_of(batch)
@@ -501,6 +511,8 @@ class PopuLoRATrainer(GRPOTrainer):
         layout = batching.layout_of(inputs)
         self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # outlives the backward
         self._layout = layout
+        if self.args.teacher_beta:
+            self._unpulled = inputs["ref_per_token_logps"], inputs["member"] >= self.args.teachers
         # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
         rows = len(inputs["member"]) / self.args.per_device_train_batch_size
         told: defaultdict[str, list[float]] = defaultdict(list)
@@ -508,7 +520,7 @@ class PopuLoRATrainer(GRPOTrainer):
             with preparation.hidden(self, _metrics={"train": told}):
                 loss = super()._compute_loss(model, inputs)
         finally:
-            self._layout = None
+            self._layout = self._unpulled = None
         on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
         self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
         return loss * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
@@ -605,6 +617,7 @@ class PopuLoRATrainer(GRPOTrainer):
     def _nouns(self) -> dict[str, Any]:
         """What lasts beside members and archive, by its name in `game.json`."""
         nouns = {"population": self.population, "matchmaker": self.matchmaker, "held_out": self.held_out}
+        nouns |= {"features": self.game.features, "deviations": self.deviations}
         return {name: noun for name, noun in nouns.items() if noun is not None}
 
     def _get_output_dir(self, trial=None):

@@ -27,17 +27,18 @@ from trl_populora import preparation
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.generation.plain import plain_player, tokenize
+from trl_populora.generation.prompting import refuse_by_name
 from trl_populora.given_tasks import built_in_tasks, load_archive
 from trl_populora.hub.publishing import fetch
 from trl_populora.population.members import Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.prompting import refuse_by_name
 from trl_populora.report.payoff import Payoff
 from trl_populora.runs.checkpoint import write_member_file
 from trl_populora.runs.saved_population import SAMPLING, Shape, check_same_shape
 from trl_populora.step.held_out import attempt
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
+from trl_populora.step.room import prompt_room, trained_context
 from trl_populora.tasks import TASK_KINDS, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task
@@ -237,9 +238,8 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
             names[slot.name] = prefixes[index] + member["name"]
     referee = preparation.make_referee(args, kinds, base, tokenizer)
     try:
-        context = preparation.trained_context(base)
         tokenized = refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer)
-        room = preparation.prompt_room(context, args, tokenized)
+        room = prompt_room(trained_context(base), args.max_completion_length or 1, tokenized)
         preparation.fit_into_context(referee, archive, None, room)
     except ValueError:
         referee.sandbox.close()

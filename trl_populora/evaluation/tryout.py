@@ -24,12 +24,13 @@ from trl_populora import preparation
 from trl_populora.adapters.routing import BASE_NAME, Router
 from trl_populora.assets import resolve_model_path
 from trl_populora.generation.plain import plain_player, sampling_config, tokenize
+from trl_populora.generation.prompting import SHOTS, choose_style, refuse_by_name
 from trl_populora.generation.texts import decode_texts
 from trl_populora.given_tasks import load_archive
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.prompting import SHOTS, choose_style, refuse_by_name
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee
+from trl_populora.step.room import prompt_room, trained_context
 from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArchive
 from trl_populora.tasks.control import control_texts
 
@@ -198,9 +199,9 @@ def try_model(options: TryArguments) -> Tryout:
     tokenizer = preparation.load_tokenizer(base, None, args)
     if options.adapter:
         base = PeftModel.from_pretrained(base, options.adapter).merge_and_unload()
-    room = preparation.prompt_room(
-        preparation.trained_context(base),
-        args,
+    room = prompt_room(
+        trained_context(base),
+        options.max_completion_length,
         refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer),
     )
     ends = sampling_config(base.generation_config, tokenizer, args).eos_token_id

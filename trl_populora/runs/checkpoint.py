@@ -380,7 +380,7 @@ def load_nouns(root: Path, nouns: Mapping[str, Any]) -> dict[str, Any]:
     """Ratings, matchmaker and held-out scores of a checkpoint; returns what its `game.json` holds."""
     state = read_json(root / "game.json")
     for field, noun in nouns.items():
-        if field == "held_out" and field not in state:  # a run may start to evaluate when it is resumed
+        if field in ("held_out", "deviations") and field not in state:  # what a run may begin with when it is resumed
             continue
         try:
             noun.load_state_dict(state[field])

@@ -73,7 +73,7 @@ def write_rollouts(
         `Path`: The file written. It appears whole or not at all.
     """
     columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived", "reject_detail")}
-    players = {(row.match, row.role): row.member for row in rows}
+    players = {(row.match, row.role): row.member for row in reversed(rows)}  # a rival comes after the match's student
     other = {"teacher": "student", "student": "teacher"}
     table = pa.table(
         {

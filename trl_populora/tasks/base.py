@@ -305,6 +305,13 @@ class TaskKind(ABC):
         """
         return {}
 
+    def features(self, task: Task) -> tuple[str, ...]:
+        """
+        Words for what a task uses, of a vocabulary that proposals cannot extend; none by default. They tell what is
+        rare, what is being learned and what is replayed ([`~trl_populora.tasks.features.Features`]).
+        """
+        return ()
+
 
 def estimate(kind: TaskKind, method: str, unknown: Any, *arguments: Any) -> Any:
     """
@@ -329,7 +336,7 @@ def _tell_once(kind: str, method: str, error: str) -> None:
 
 
 # What a measure cannot be called: columns of the archive, and what `curriculum/` means already.
-_RESERVED = {*_COLUMNS, "key", "match", "solve_rate", "coverage", "entropy"}
+_RESERVED = {*_COLUMNS, "key", "match", "solve_rate", "coverage", "entropy", "features"}
 
 
 def measured(kind: TaskKind, task: Task) -> dict[str, float]:

@@ -12,6 +12,7 @@ from trl_populora.sandbox.jobs import Job, Status, Verdict
 
 from . import complexity, templates
 from .base import Attempt, Proposal, Refusal, Reject, Task, TaskKind
+from .features import read_features
 from .fences import FormatError, read_blocks
 from .programs import ProgramError, check_program
 from .reading import find_answer
@@ -106,6 +107,9 @@ class CodeKind(TaskKind):
 
     def complexity(self, task: Task) -> dict[str, float]:
         return complexity.measure(task.program)
+
+    def features(self, task: Task) -> tuple[str, ...]:
+        return read_features(task.program)
 
     def malformed(self, error: FormatError | ProgramError) -> Attempt:
         return Attempt(False, "", reason_of(error).value, str(error))

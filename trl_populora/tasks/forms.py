@@ -33,6 +33,22 @@ def normal_forms(tree: ast.Module) -> tuple[str, str]:
     return _Normaliser(tree).texts()
 
 
+def walk_living(tree: ast.Module) -> Iterator[ast.AST]:
+    """All nodes of a program but those of dead code, as [`normal_forms`] takes it."""
+    nodes = list(ast.walk(tree))
+    if sees_its_text(nodes):
+        yield from nodes
+        return
+    dead = DeadCode(tree, nodes)
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        yield node
+        for _, field in ast.iter_fields(node):
+            items = dead.alive(field) if isinstance(field, list) else [field]
+            stack.extend(taken(item) for item in items if isinstance(item, ast.AST))
+
+
 class _Normaliser:
     """One walk that writes node types, constants and numbered names."""
 
