@@ -38,6 +38,8 @@ class TestExactResume:
                 {"evolve_every": 4, "num_iterations": 2, "retention_tolerance": 9.0, "beta": 0.01, "max_steps": 10},
                 id="buffered rows",
             ),
+            # The gate reads the rows of before the cut.
+            pytest.param({"evolve_every": 7, "retention_tolerance": 9.0, "max_steps": 8}, id="before an event"),
             pytest.param({"logging_steps": 3, "max_steps": 9, "evolve_every": 4}, id="metrics not logged yet"),
             pytest.param({"single_agent": True, "max_steps": 9, "per_device_train_batch_size": 6}, id="single agent"),
         ],
@@ -47,9 +49,19 @@ class TestExactResume:
         straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
         straight.train()
         wanted = state_of(straight)
-        assert len(wanted["lineage"]) >= 4 or "single_agent" in settings, "evolution before and after the cut"
+        events = {event["step"] for event in wanted["lineage"]}
+        assert "single_agent" in settings or max(events) >= 7 > min(events) or settings["evolve_every"] == 7
         assert len(wanted["archive"]) > 12, "the archive grew"
         assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
+
+    def test_a_run_that_is_extended_equals_one_that_was_planned_as_long(self, base, tmp_path):
+        settings = {"evolve_every": 3, "retention_tolerance": 9.0}
+        straight = make_trainer(base, str(tmp_path / "straight"), settings | {"max_steps": 5, "save_strategy": "no"})
+        straight.train()
+        make_trainer(base, str(tmp_path / "longer"), settings | {"max_steps": 3}).train()
+        longer = make_trainer(base, str(tmp_path / "longer"), settings | {"max_steps": 5})
+        longer.train(resume_from_checkpoint=True)
+        assert_equal(state_of(straight), state_of(longer))
 
 
 class TestKill:

@@ -437,7 +437,7 @@ class TestRecords:
         assert [(e["step"], "propose/valid_rate" in e, "loss" in e) for e in load_history(run)] == [
             (step, step % 2 == 1, True) for step in (1, 2, 3, 4)
         ]
-        assert [e["step"] for e in load_history(run) if e.get("evolve/replaced")] == [2]
+        assert [e["step"] for e in load_history(run) if e.get("evolve/replaced")] == [3]
         assert load_evaluations(run) == []
         assert load_run(run).members("teacher") == ["teacher_0", "teacher_1"]
         assert load_run(run).kinds == ["code_f", "code_i", "code_o"]

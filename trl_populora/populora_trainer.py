@@ -34,7 +34,7 @@ from trl_populora.generation.stops import end_tokens, warn_of_unknown
 from trl_populora.hub import publishing
 from trl_populora.hub.model_card import write_card
 from trl_populora.hub.warm_start import warm_start
-from trl_populora.population.evolution import EvolutionCallback
+from trl_populora.population.evolution import EvolutionCallback, event_follows
 from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.populora_config import PopuLoRAConfig
@@ -611,10 +611,11 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _rank_state(self) -> checkpoint.RankState:
         between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        asked = between or event_follows(self.state.global_step, self.args.evolve_every)  # by the retention gate
         return checkpoint.RankState(
             step=self._step,
             buffered=self._buffered_inputs if between else None,
-            played=self.played.state_dict() if between else None,
+            played=self.played.state_dict() if asked else None,
             metrics={name: list(map(float, values)) for name, values in self._metrics["train"].items()},
             loss=float(self._tr_loss),
             logged=self._globalstep_last_logged,
