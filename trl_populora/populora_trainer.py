@@ -36,7 +36,7 @@ from trl_populora.hub.model_card import write_card
 from trl_populora.hub.warm_start import warm_start
 from trl_populora.population.evolution import EvolutionCallback, event_follows
 from trl_populora.population.matchmaking import Matchmaker
-from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.live import LiveReport
 from trl_populora.report.trackers import TrackerTables
@@ -135,6 +135,7 @@ class PopuLoRATrainer(GRPOTrainer):
     _closed = False
     _layout: Layout | None = None  # of the micro-batch in the loss
     _pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
+    _best_step: int | None = None  # of the members that were loaded at the end
 
     def __init__(
         self,
@@ -278,6 +279,7 @@ class PopuLoRATrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint=None, **kwargs):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
         self._open()
+        self._best_step = None
         try:
             nodes.wait_for_all(self.args, self.accelerator)
             nodes.check_nodes(self.args, self.accelerator)
@@ -302,7 +304,12 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def describe(self) -> dict[str, Any]:
         """The population for people and other programs: the contents of `population.json`."""
-        return describe(self.game, self.shape, self.args, self.state.global_step, self.held_out)
+        return describe(self.game, self.shape, self.args, self._members_step, self.held_out)
+
+    @property
+    def _members_step(self) -> int:
+        """Optimizer steps behind the members: fewer than behind the run that has loaded its best ones at the end."""
+        return self.state.global_step if self._best_step is None else self._best_step
 
     def predict(self, *args, **kwargs):
         raise RuntimeError(
@@ -350,6 +357,7 @@ class PopuLoRATrainer(GRPOTrainer):
         try:  # completions that are logged are the training's
             with evaluating(self.model), preparation.hidden(self, log_completions=False):
                 metrics = held_out.measure(*sides, members, metric_key_prefix, progress, untrained)
+                held_out.step = self._members_step
                 metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
                 self.log(metrics)
         finally:
@@ -635,10 +643,13 @@ class PopuLoRATrainer(GRPOTrainer):
             publishing.place_best_student(Path(directory))
 
     def _load_best_model(self):
-        best = self.state.best_model_checkpoint
+        best = Path(self.state.best_model_checkpoint)
         logger.info("Taking the population of %s (%s).", best, self.state.best_metric)
         self._load_from_checkpoint(best)
-        checkpoint.load_nouns(Path(best), self._nouns)
+        checkpoint.load_nouns(best, self._nouns, self.archive)
+        if self.args.should_save:
+            records.restore_lineage(Path(self.args.output_dir), best / "lineage.jsonl")
+        self._best_step = read_population(best)["step"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         checkpoint.load_members(resume_from_checkpoint, self.model_wrapped, self.population, self.shape)
