@@ -187,7 +187,7 @@ def test_resuming_from_an_earlier_checkpoint_moves_all_that_came_later_aside_who
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
     aside = tmp_path / "_previous-1"
-    assert f"{tmp_path} had gone on after step 2; what came after it is in {aside} now" in caplog.text
+    assert f"{tmp_path} had gone on after step 2; what came later is in {aside} now" in caplog.text
     moved = {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()}
     assert moved == {name: before[name] for name in moved}
     later = {f"{folder}{step}" for folder in ("checkpoint-", "rollouts/step_0000") for step in (3, 4)}

@@ -600,6 +600,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match="is not writable"):
             make_trainer(output_dir=str(tmp_path / "taken"))
 
+    @pytest.mark.parametrize(
+        "settings",
+        [{"task_kinds": ["code_x"]}, {"warm_start": "nowhere", "log_completions": True}],
+        ids=["before and", "after TRL has made it"],
+    )
+    def test_a_start_that_fails_leaves_no_directory(self, make_trainer, tmp_path, settings):
+        with pytest.raises(ValueError, match="code_x|nowhere"):
+            make_trainer(output_dir=str(tmp_path / "runs" / "mine"), **settings)
+        assert not list(tmp_path.iterdir())
+
     @pytest.mark.parametrize("argument", ["tools", "rollout_func", "environment_factory"])
     def test_arguments_that_a_population_cannot_use(self, random_base, make_args, argument):
         with pytest.raises(ValueError, match=f"`{argument}` is not supported: .*(evaluate|TaskKind)"):

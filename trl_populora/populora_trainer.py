@@ -28,6 +28,7 @@ from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.checks import is_quantised
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
+from trl_populora.files import without_empty_directories
 from trl_populora.generation import decoding
 from trl_populora.generation.sampling import evaluating, seeded
 from trl_populora.generation.stops import end_tokens, warn_of_unknown
@@ -172,7 +173,9 @@ class PopuLoRATrainer(GRPOTrainer):
         )
         # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of
         # a loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
-        with preparation.hidden(args, beta=0.0, model_init_kwargs=None, use_vllm=False):
+        hidden = preparation.hidden(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
+        completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
+        with hidden, without_empty_directories(completions):  # a start that fails below leaves none
             super().__init__(
                 model=members,
                 reward_funcs=preparation.reward_functions(args, reward_funcs),
@@ -213,6 +216,7 @@ class PopuLoRATrainer(GRPOTrainer):
         context = self.vllm_generation.context_length() if self.use_vllm else preparation.trained_context(base)
         room = preparation.prompt_room(context, args, lambda prompt: self._tokenize_prompts([prompt])[0][0])
         preparation.fit_into_context(referee, archive, held_out, room)
+        completions.mkdir(parents=True, exist_ok=True)
 
     def _choose_generation(self, base: PreTrainedModel) -> None:
         """Where completions end, and whether ended rows may leave a batch."""
@@ -284,7 +288,7 @@ class PopuLoRATrainer(GRPOTrainer):
             nodes.wait_for_all(self.args, self.accelerator)
             nodes.check_nodes(self.args, self.accelerator)
             found = checkpoint.to_resume(resume_from_checkpoint, self.args.output_dir)
-            with StopAtSignals(self.callback_handler, self.args, checkpoint.newest):
+            with StopAtSignals(self.callback_handler, self.args, checkpoint.newest, self._save):
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()

@@ -152,7 +152,7 @@ def _set_branch_aside(root: Path, step: int, later: Sequence[Path], with_members
     saved = [path for name in LEFT_BY_A_RUN if name not in shared for path in sorted(root.glob(name))]
     _move([*later, *(saved if with_members else ())], root, target)
     logger.warning(
-        "%s had gone on after step %d; what came after it is in %s now, with its checkpoints, and can be resumed there.",
+        "%s had gone on after step %d; what came later is in %s now, checkpoints included, and can be resumed there.",
         root,
         step,
         target,

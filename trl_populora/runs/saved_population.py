@@ -279,8 +279,8 @@ def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[st
     for name, step in steps.items():
         if step not in (None, saved.get("step")):
             raise ValueError(
-                f"{root} is of two moments: {POPULATION_FILE} tells of step {saved.get('step')}, {name} was saved after "
-                f"step {step}. The run went on and did not save its end; use a checkpoint of it, or resume it."
+                f"{root} is of two moments: {POPULATION_FILE} tells of step {saved.get('step')}, {name} was saved "
+                f"after step {step}. The run went on and did not save its end; use a checkpoint of it, or resume it."
             )
 
 

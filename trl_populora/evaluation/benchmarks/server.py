@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from trl_populora.adapters.folding import fold_patterns
-from trl_populora.evaluation.benchmarks.contenders import BASE, Contender
+from trl_populora.evaluation.benchmarks.contenders import BASE, Contender, revision_flags
 from trl_populora.evaluation.benchmarks.processes import end, last_lines, start
+from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.hub.model_card import VLLM_RANKS
 
 
@@ -63,6 +64,11 @@ class Server:
             return {model["id"]: model.get("parent") is not None for model in models}
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"`server={self.url}` does not answer as a vLLM server ({error!r:.200}).") from error
+
+
+def further_flags(settings: EvaluateArguments) -> str:
+    """What a server of ours is started with beside base and adapters: the base's revision and the user's flags."""
+    return f"{revision_flags(settings.run, settings.base)} {settings.server_args}".strip()
 
 
 def connect(url: str, contenders: Sequence[Contender]) -> tuple[Server, str]:
