@@ -409,11 +409,13 @@ class TestCallback:
         assert (trainer.state.global_step, [member.version for member in trainer.population]) == (2, [0] * 4)
         assert not any(adds_nothing(trainer.model, name) for name in trainer.population.adapters)
 
-    def test_frozen_teachers_are_not_replaced(self, make_trainer):
-        trainer = make_trainer(teacher_learning_rate=0.0)
-        before = {name: read_member(trainer.model, name) for name in ("teacher_0", "teacher_1")}
+    @pytest.mark.parametrize(("frozen", "other"), [("teacher", "student"), ("student", "teacher")])
+    def test_members_of_a_frozen_role_stay_as_they_are(self, make_trainer, frozen, other):
+        rates = {"student": 1e-2, "teacher": 1e-2} | {frozen: 0.0}
+        trainer = make_trainer(learning_rate=rates["student"], teacher_learning_rate=rates["teacher"])
+        before = {member.name: read_member(trainer.model, member.name) for member in trainer.population.role(frozen)}
         trainer.train()
-        assert [event["role"] for event in lineage(trainer)] == ["student"]
+        assert [event["role"] for event in lineage(trainer)] == [other]
         for name, factors in before.items():
             assert all(torch.equal(factors[key], value) for key, value in read_member(trainer.model, name).items())
 

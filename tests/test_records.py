@@ -14,6 +14,7 @@ from trl_populora.step.played import Row
 
 OLD = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]
 OLD += ["checkpoint-7/whole.json", "members/student_0/adapter_model.safetensors", "population.json", "run.png"]
+OLD += ["tokenizer.json", "chat_template.jinja", "README.md"]
 OLD += ["completions/completions_00007.parquet", "_evaluation/gsm8k/base-0/result.json"]
 FOREIGN = ["notes.md", "runs/today/events", "checkpoints/mine", "completions/notes.md"]
 

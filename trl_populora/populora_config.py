@@ -80,7 +80,8 @@ class PopuLoRAConfig(GRPOConfig):
         student_baseline (`str`, *optional*, defaults to `"group"`):
             `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of the same kind.
         teacher_learning_rate (`float`, *optional*):
-            The teachers' own, which TRL then logs as `learning_rate`; `0` freezes them. As the students' when `None`.
+            The teachers' own, which TRL then logs as `learning_rate`; as the students' when `None`. Where it is given,
+            a role whose rate is `0` is frozen: neither updates nor evolution change its members.
 
         sandbox_workers (`int`, *optional*):
             Programs that a node runs at a time, for all of its ranks together; its usable cores when `None`.

@@ -195,6 +195,13 @@ def newborn_rating(parents: Sequence[Member], reset: str) -> tuple[float, float]
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
 
 
+def learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
+    """The roles that evolve: where teachers have a rate of their own, a role whose rate is 0 is frozen, all of it."""
+    if teachers is None:
+        return ROLES
+    return tuple(role for role, own in zip(ROLES, (teachers, rate), strict=True) if own)
+
+
 def event_follows(step: int, every: int) -> bool:
     """Whether members are replaced between this optimizer step and the next."""
     return every > 0 and step > 0 and step % every == 0
@@ -244,7 +251,7 @@ class EvolutionCallback(TrainerCallback):
             mutations=read_mixture(args.mutations, MUTATIONS, DEFAULT_MUTATIONS, "mutations"),
             crossovers=read_mixture(args.crossovers, CROSSOVERS, DEFAULT_CROSSOVERS, "crossovers"),
             mutation_strength=args.mutation_strength,
-            roles=("student",) if args.teacher_learning_rate == 0 else ROLES,  # what is frozen does not change
+            roles=learning_roles(args.learning_rate, args.teacher_learning_rate),
         )
         self.lineage = Path(args.output_dir) / "lineage.jsonl"
         self._metrics = self._empty_metrics()

@@ -42,7 +42,10 @@ LEFT_BY_TRAINING = (
 # TRL makes the folder before a run has begun, and writes into it later.
 COMPLETIONS = "completions/completions_*.parquet"
 OF_ONE_STEP = ("checkpoint-*", "rollouts/step_*.parquet", COMPLETIONS)
+# The base's; without it members could not be loaded where they were moved to.
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges*")
 LEFT_BY_READERS = (
+    "README.md",
     "run.png",
     "report.html",
     "plots",
@@ -51,7 +54,7 @@ LEFT_BY_READERS = (
     "evaluation.png",
     "_evaluation",
 )
-LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, COMPLETIONS, *LEFT_BY_READERS)
+LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, COMPLETIONS, *TOKENIZER, *LEFT_BY_READERS)
 ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
 
 
