@@ -22,10 +22,10 @@ from transformers import TrainerCallback
 
 from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
 from tests.without_extras import without_extras
-from trl_populora.adapters.weights import read_member
+from trl_populora.adapters.weights import read_member, saved_step
+from trl_populora.hub.export import export_member
 from trl_populora.runs.checkpoint import MANIFEST, find_flaw, newest
-from trl_populora.runs.lines import PLAYED
-from trl_populora.runs.records import read_lines
+from trl_populora.runs.lines import PLAYED, read_lines
 
 
 # 20 for the acceptance figure; a few show the same in seconds.
@@ -42,6 +42,8 @@ class TestExactResume:
                 {"evolve_every": 4, "num_iterations": 2, "retention_tolerance": 9.0, "beta": 0.01, "max_steps": 10},
                 id="buffered rows",
             ),
+            # The gate reads the rows of before the cut.
+            pytest.param({"evolve_every": 7, "retention_tolerance": 9.0, "max_steps": 8}, id="before an event"),
             pytest.param({"logging_steps": 3, "max_steps": 9, "evolve_every": 4}, id="metrics not logged yet"),
             pytest.param(
                 {
@@ -63,9 +65,19 @@ class TestExactResume:
         straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
         straight.train()
         wanted = state_of(straight)
-        assert len(wanted["lineage"]) >= 4 or "single_agent" in settings, "evolution before and after the cut"
+        events = {event["step"] for event in wanted["lineage"]}
+        assert "single_agent" in settings or max(events) >= 7 > min(events) or settings["evolve_every"] == 7
         assert len(wanted["archive"]) > 12, "the archive grew"
         assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
+
+    def test_a_run_that_is_extended_equals_one_that_was_planned_as_long(self, base, tmp_path):
+        settings = {"evolve_every": 3, "retention_tolerance": 9.0}
+        straight = make_trainer(base, str(tmp_path / "straight"), settings | {"max_steps": 5, "save_strategy": "no"})
+        straight.train()
+        make_trainer(base, str(tmp_path / "longer"), settings | {"max_steps": 3}).train()
+        longer = make_trainer(base, str(tmp_path / "longer"), settings | {"max_steps": 5})
+        longer.train(resume_from_checkpoint=True)
+        assert_equal(state_of(straight), state_of(longer))
 
 
 class TestRowsOfTheReplaced:
@@ -214,6 +226,45 @@ def test_a_second_run_leaves_the_first_and_is_never_resumed_from_it(base, tmp_pa
     trainer.train(resume_from_checkpoint=str(tmp_path / "_previous-1" / "checkpoint-2"))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("_previous-2/rollouts/*")} == kept
     assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-3")
+
+
+def test_resuming_from_an_earlier_checkpoint_moves_all_that_came_later_aside_whole(base, tmp_path, caplog):
+    settings = {"save_steps": 1, "evolve_every": 1, "evolve_burn_in": 1}
+    first = make_trainer(base, str(tmp_path), settings | {"max_steps": 4})
+    first.train()
+    first.save_model()
+    before = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    again = make_trainer(base, str(tmp_path), settings | {"max_steps": 3, "learning_rate_perturbation": 0.2})
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+    aside = tmp_path / "_previous-1"
+    assert f"{tmp_path} had gone on after step 2; what came later is in {aside} now" in caplog.text
+    moved = {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()}
+    assert moved == {name: before[name] for name in moved}
+    later = {f"{folder}{step}" for folder in ("checkpoint-", "rollouts/step_0000") for step in (3, 4)}
+    wanted = [name for name in before if str(name).removesuffix(".parquet") in later or name.parts[0] in later]
+    records = ("metrics.jsonl", "times.jsonl", "lineage.jsonl", "population.json", "archive.parquet")
+    assert {*wanted, *map(Path, records), Path("members/student_0/adapter_model.safetensors")} <= set(moved)
+    assert newest(str(aside)) == str(aside / "checkpoint-4")
+    assert export_member(str(aside), tmp_path / "student", "student_0") == "student_0"
+
+    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-3"), "a later --resume goes on with this branch"
+    assert [entry["step"] for entry in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    for name in before:
+        if "rollouts" in name.parts and str(name).removesuffix(".parquet") not in later:
+            assert (tmp_path / name).read_bytes() == before[name]
+    assert not (tmp_path / "members").exists()
+
+
+def test_members_that_were_saved_later_than_the_checkpoint_move_aside_too(base, tmp_path):
+    settings = {"max_steps": 3, "save_steps": 2, "save_strategy": "steps"}
+    trainer = make_trainer(base, str(tmp_path), settings)
+    trainer.train()
+    trainer.save_model()
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    make_trainer(base, str(tmp_path), settings).train(resume_from_checkpoint=True)
+    assert saved_step(tmp_path / "_previous-1" / "members" / "student_0") == 3
+    assert not (tmp_path / "members").exists()
 
 
 def test_what_a_killed_save_left_behind_is_in_nobodys_way(base, tmp_path):

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.adapter_models import make_population
 from trl_populora import __main__ as cli
@@ -43,7 +45,7 @@ def run(tmp_path):
     for name in [*names, "best"]:  # the last is nobody's
         (root / "members" / name).mkdir(parents=True)
         (root / "members" / name / "adapter_config.json").write_text(json.dumps(ADAPTER))
-        (root / "members" / name / "adapter_model.safetensors").write_bytes(name.encode())
+        save_file({name: torch.zeros(1)}, root / "members" / name / "adapter_model.safetensors")
     members = [{"name": name, "role": name[:7], "adapter": f"members/{name}"} for name in names]
     state = {"format": 1, "base_model": "tiny", "best_student": "student_0", "members": members}
     (root / "population.json").write_text(json.dumps(state))
@@ -170,7 +172,12 @@ class TestOptions:
         assert not set(folders()) & set(first)
         sampling_settings(run, chat_template_kwargs=None)
         assert folders() == first
-        (Path(run) / "members" / "student_0" / "adapter_model.safetensors").write_bytes(b"trained further")
+        for options in ({"server_args": "--dtype float16"}, {"server": "http://127.0.0.1:9"}):
+            assert not set(folders(**options)) & set(first), "another server"
+        sampling_settings(run, base_revision="v1.0")
+        assert not set(folders()) & set(first), "another revision of the base"
+        sampling_settings(run)
+        save_file({"trained further": torch.ones(1)}, Path(run, "members/student_0/adapter_model.safetensors"))
         assert [a == b for a, b in zip(folders(), first, strict=True)] == [True, False, True]
         (tmp_path / "data" / "test.jsonl").write_text("{}\n{}\n")
         assert not set(folders()) & set(first)

@@ -18,6 +18,7 @@ from tests.vllm_models import ENGINE_ENVIRONMENT
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.members import Population
 from trl_populora.report.load import load_evaluations, load_history
+from trl_populora.runs.lines import read_lines
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.step.held_out import HeldOut, Tried, attempt, scores
@@ -57,6 +58,12 @@ class TestScores:
         assert population.best_student(rates) == ("student_1", "held-out solve rate")
         population["student_1"].version = 1  # whoever had that rate is gone
         assert population.best_student(rates) == ("student_0", "held-out solve rate")
+
+    def test_equal_held_out_rates_are_no_choice_by_them(self):
+        population = Population(1, 3)
+        population["student_1"].mu, population["student_2"].mu = 30.0, 40.0
+        rates = {"student_0@0": 0.5, "student_1@0": 0.5, "student_2@0": 0.2}
+        assert population.best_student(rates) == ("student_1", "rating among the best on held-out tasks")
 
 
 def by_hash(task: str, *sample) -> bool:
@@ -107,6 +114,18 @@ class TestRanks:
 
 
 class TestWhileTraining:
+    def test_a_measurement_of_earlier_weights_does_not_choose_the_best_student(self, base, tmp_path):
+        trainer = make_trainer(base, str(tmp_path), EVALUATED | {"eval_strategy": "no", "max_steps": 1})
+        trainer.train()
+        trainer.save_model()
+        saved = json.loads((tmp_path / "population.json").read_text())
+        assert (saved["step"], saved["held_out_step"], saved["best_student_by"]) == (1, 0, "rating")
+        rated = {member["name"]: member["mu"] for member in saved["members"] if member["role"] == "student"}
+        assert saved["best_student"] == max(rated, key=rated.get)
+        trainer.evaluate()
+        saved = json.loads((tmp_path / "population.json").read_text())
+        assert (saved["held_out_step"], saved["best_student_by"] != "rating") == (1, True)
+
     def test_reaches_log_files_bar_and_card_and_names_the_best_student(self, base, tmp_path, capsys):
         trainer = make_trainer(base, str(tmp_path), EVALUATED | {"max_steps": 4})
         trainer.train()
@@ -181,8 +200,18 @@ class TestBestModel:
         assert Path(trainer.state.best_model_checkpoint).is_dir()
         rates = trainer.evaluate()
         assert rates["eval_solve_rate_mean"] == pytest.approx(told[best])
-        saved = json.loads(Path(trainer.state.best_model_checkpoint, "population.json").read_text())
+
+        checkpoint = Path(trainer.state.best_model_checkpoint)
+        trainer.save_model()
+        trainer.create_model_card()
+        saved = json.loads((checkpoint / "population.json").read_text())
         assert [m.mu for m in trainer.population] == [member["mu"] for member in saved["members"]]
+        assert (saved["step"], json.loads((tmp_path / "population.json").read_text())) == (best, saved)
+        assert read_lines(checkpoint / "lineage.jsonl") == read_lines(tmp_path / "lineage.jsonl")
+        for file in [checkpoint / "archive.parquet", *checkpoint.glob("members/*/*")]:
+            assert file.read_bytes() == (tmp_path / file.relative_to(checkpoint)).read_bytes()
+        card = (tmp_path / "README.md").read_text()
+        assert f"after {best} steps of" in card
 
     def test_early_stopping_works(self, base, tmp_path):
         settings = {"max_steps": 40, "save_strategy": "no", "metric_for_best_model": "solve_rate_mean"}

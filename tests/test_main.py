@@ -11,6 +11,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -371,13 +372,16 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
     for task in seed_tasks:
         earlier.add(task)
     earlier.note(seed_tasks[0], solve_rate=0.5)
+    fresh = replace(seed_tasks[0], program="def f(x):\n    return [x, 5]", author="teacher_1", step=7)
+    earlier.add(fresh)
     save_archive(earlier, path)
     (tmp_path / "config.yaml").write_text(f"output_dir: {tmp_path}\nseed_tasks: {path}\nuse_cpu: true\nbf16: false\n")
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig))
     recipe, _, _ = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
     args = make_args()
     archive = load_archive(read_tasks(recipe.seed_tasks), make_kinds(args), args)
-    assert list(archive) == list(earlier)
+    seeds = [replace(task, author="seed", step=0) for task in earlier]
+    assert [*archive] == seeds != [*earlier], "its authors are no members of this run"
 
 
 @pytest.mark.parametrize(("shown", "told"), [(2, ["No task of code_i to start from"]), (0, [])])

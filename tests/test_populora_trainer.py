@@ -440,7 +440,7 @@ class TestRecords:
         assert [(e["step"], "propose/valid_rate" in e, "loss" in e) for e in load_history(run)] == [
             (step, step % 2 == 1, True) for step in (1, 2, 3, 4)
         ]
-        assert [e["step"] for e in load_history(run) if e.get("evolve/replaced")] == [2]
+        assert [e["step"] for e in load_history(run) if e.get("evolve/replaced")] == [3]
         assert load_evaluations(run) == []
         assert load_run(run).members("teacher") == ["teacher_0", "teacher_1"]
         assert load_run(run).kinds == ["code_f", "code_i", "code_o"]
@@ -602,6 +602,16 @@ class TestRefusals:
         (tmp_path / "taken").write_text("")
         with pytest.raises(ValueError, match="is not writable"):
             make_trainer(output_dir=str(tmp_path / "taken"))
+
+    @pytest.mark.parametrize(
+        "settings",
+        [{"task_kinds": ["code_x"]}, {"warm_start": "nowhere", "log_completions": True}],
+        ids=["before and", "after TRL has made it"],
+    )
+    def test_a_start_that_fails_leaves_no_directory(self, make_trainer, tmp_path, settings):
+        with pytest.raises(ValueError, match="code_x|nowhere"):
+            make_trainer(output_dir=str(tmp_path / "runs" / "mine"), **settings)
+        assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize("argument", ["tools", "rollout_func", "environment_factory"])
     def test_arguments_that_a_population_cannot_use(self, random_base, make_args, argument):

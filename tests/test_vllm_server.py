@@ -254,7 +254,7 @@ def test_games_ahead_are_one_version_behind_and_newborns_play_with_rows_of_their
     for entry in history:
         assert {"ahead/staleness", "time/wait", "time/hidden"} <= glossary.explained(entry)
     assert [entry["ahead/staleness"] for entry in history] == [0, 1, 1, 0, 1, 0], "replaced after steps 3 and 5"
-    assert [entry["evolve/replaced"] for entry in history] == [0, 0, 2, 0, 0, 0]
+    assert [entry["evolve/replaced"] for entry in history] == [0, 0, 0, 2, 0, 0]
     assert "The rows of step 6, which were played ahead, are dropped: student_0@" in caplog.text
     assert len(versions) == 6
     for step, entry in enumerate(history):

@@ -96,7 +96,8 @@ class PopuLoRAConfig(GRPOConfig):
             Teachers' advantages are divided by this step's deviation (GRPO), or by each one's own `"running"` one.
         teacher_beta (`float`, *optional*): `beta` for teachers alone, whose pull to the base keeps them readable.
         teacher_learning_rate (`float`, *optional*):
-            The teachers' own, which TRL then logs as `learning_rate`; `0` freezes them. As the students' when `None`.
+            The teachers' own, which TRL then logs as `learning_rate`; as the students' when `None`. Where it is given,
+            a role whose rate is `0` is frozen: neither updates nor evolution change its members.
 
         sandbox_workers (`int`, *optional*):
             Programs that a node runs at a time, for all of its ranks together; its usable cores when `None`.

@@ -29,6 +29,7 @@ from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.checks import is_quantised
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
+from trl_populora.files import without_empty_directories
 from trl_populora.generation import decoding, prompting
 from trl_populora.generation.sampling import evaluating, seeded
 from trl_populora.generation.stops import end_tokens, warn_of_unknown
@@ -36,9 +37,9 @@ from trl_populora.generation.texts import decode_texts
 from trl_populora.hub import publishing
 from trl_populora.hub.model_card import write_card
 from trl_populora.hub.warm_start import warm_start
-from trl_populora.population.evolution import EvolutionCallback
+from trl_populora.population.evolution import EvolutionCallback, event_follows
 from trl_populora.population.matchmaking import Matchmaker
-from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.live import LiveReport
 from trl_populora.report.trackers import TrackerTables
@@ -143,6 +144,7 @@ class PopuLoRATrainer(GRPOTrainer):
     _layout: Layout | None = None  # of the micro-batch in the loss
     _unpulled: tuple[torch.Tensor, torch.Tensor] | None = None  # its reference, and its rows without a KL term
     _pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
+    _best_step: int | None = None  # of the members that were loaded at the end
 
     def __init__(
         self,
@@ -181,7 +183,9 @@ class PopuLoRATrainer(GRPOTrainer):
         )
         # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of
         # a loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
-        with preparation.hidden(args, beta=0.0, model_init_kwargs=None, use_vllm=False):
+        hidden = preparation.hidden(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
+        completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
+        with hidden, without_empty_directories(completions):  # a start that fails below leaves none
             super().__init__(
                 model=members,
                 reward_funcs=preparation.reward_functions(args, reward_funcs),
@@ -227,6 +231,7 @@ class PopuLoRATrainer(GRPOTrainer):
         room = prompt_room(context, longest or 1, tokenize)
         preparation.fit_into_context(referee, archive, held_out, room)
         prompting.check_prompts(referee, archive, args.references_per_proposal, held_out, tokenizer, longest)
+        completions.mkdir(parents=True, exist_ok=True)
 
     def _choose_generation(self, base: PreTrainedModel) -> None:
         """Where completions end, and whether ended rows may leave a batch."""
@@ -293,11 +298,12 @@ class PopuLoRATrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint=None, **kwargs):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
         self._open()
+        self._best_step = None
         try:
             nodes.wait_for_all(self.args, self.accelerator)
             nodes.check_nodes(self.args, self.accelerator)
             found = checkpoint.to_resume(resume_from_checkpoint, self.args.output_dir)
-            with StopAtSignals(self.callback_handler, self.args, checkpoint.newest):
+            with StopAtSignals(self.callback_handler, self.args, checkpoint.newest, self._save):
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()
@@ -317,7 +323,12 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def describe(self) -> dict[str, Any]:
         """The population for people and other programs: the contents of `population.json`."""
-        return describe(self.game, self.shape, self.args, self.state.global_step, self.held_out)
+        return describe(self.game, self.shape, self.args, self._members_step, self.held_out)
+
+    @property
+    def _members_step(self) -> int:
+        """Optimizer steps behind the members: fewer than behind the run that has loaded its best ones at the end."""
+        return self.state.global_step if self._best_step is None else self._best_step
 
     def predict(self, *args, **kwargs):
         raise RuntimeError(
@@ -365,6 +376,7 @@ class PopuLoRATrainer(GRPOTrainer):
         try:  # completions that are logged are the training's
             with evaluating(self.model), preparation.hidden(self, log_completions=False):
                 metrics = held_out.measure(*sides, members, metric_key_prefix, progress, untrained)
+                held_out.step = self._members_step
                 metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
                 self.log(metrics)
         finally:
@@ -634,10 +646,11 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _rank_state(self) -> checkpoint.RankState:
         between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        asked = between or event_follows(self.state.global_step, self.args.evolve_every)  # by the retention gate
         return checkpoint.RankState(
             step=self._step,
             buffered=self._buffered_inputs if between else None,
-            played=self.played.state_dict() if between else None,
+            played=self.played.state_dict() if asked else None,
             metrics={name: list(map(float, values)) for name, values in self._metrics["train"].items()},
             loss=float(self._tr_loss),
             logged=self._globalstep_last_logged,
@@ -657,10 +670,13 @@ class PopuLoRATrainer(GRPOTrainer):
             publishing.place_best_student(Path(directory))
 
     def _load_best_model(self):
-        best = self.state.best_model_checkpoint
+        best = Path(self.state.best_model_checkpoint)
         logger.info("Taking the population of %s (%s).", best, self.state.best_metric)
         self._load_from_checkpoint(best)
-        checkpoint.load_nouns(Path(best), self._nouns)
+        checkpoint.load_nouns(best, self._nouns, self.archive)
+        if self.args.should_save:
+            records.restore_lineage(Path(self.args.output_dir), best / "lineage.jsonl")
+        self._best_step = read_population(best)["step"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         checkpoint.load_members(resume_from_checkpoint, self.model_wrapped, self.population, self.shape)

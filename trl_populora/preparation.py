@@ -191,9 +191,9 @@ def check_output_dir(path: str) -> None:
     Raises:
         `ValueError`: If the directory cannot be made or written to.
     """
+    whole = Path(path).absolute()
     try:
-        os.makedirs(path, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path):
+        with tempfile.NamedTemporaryFile(dir=next(part for part in (whole, *whole.parents) if part.exists())):
             pass
     except OSError as error:
         raise ValueError(

@@ -34,7 +34,7 @@ from trl_populora.population.members import Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.payoff import Payoff
 from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import SAMPLING, Shape, check_same_shape
+from trl_populora.runs.saved_population import SAMPLING, Shape, check_one_moment, check_same_shape
 from trl_populora.step.held_out import attempt
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
@@ -229,8 +229,9 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
     }
     population, router = Population(len(entries["teacher"]), len(entries["student"])), Router()
     model = add_members(base, population.names, LoraConfig(**saved[0]["lora"]), router, args.seed)
-    for root in roots:
+    for root, theirs in zip(roots, saved, strict=True):
         check_same_shape(root, Shape.of(model, saved[0]["base_model"]))
+        check_one_moment(root, theirs)
     prefixes, names = run_prefixes(runs), {}
     for role, contestants in entries.items():
         for slot, (index, member) in zip(population.role(role), contestants, strict=True):

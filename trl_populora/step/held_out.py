@@ -150,6 +150,7 @@ class HeldOut:
         seed (`int`): Of the samples, the same in every evaluation: two evaluations differ by the weights alone.
         base (`dict[str, dict[str, float]]`, *optional*): Scores of the base per table, measured once.
         rates (`dict[str, float]`, *optional*): Last solve rate on the first table by `name@version`.
+        step (`int`, *optional*): Optimizer steps behind the members when `rates` were measured.
     """
 
     tables: dict[str, list[Task]]
@@ -158,6 +159,7 @@ class HeldOut:
     seed: int
     base: dict[str, dict[str, float]] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
+    step: int | None = None
 
     def __post_init__(self):
         self._questions = {_question(task) for tasks in self.tables.values() for task in tasks}
@@ -240,7 +242,8 @@ class HeldOut:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; of the tasks, which are the config's, a digest by table."""
-        return {"base": self.base, "rates": self.rates, "tasks": {name: _digest(t) for name, t in self.tables.items()}}
+        tasks = {name: _digest(table) for name, table in self.tables.items()}
+        return {"base": self.base, "rates": self.rates, "step": self.step, "tasks": tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, as far as the tasks are still the same."""
@@ -253,6 +256,7 @@ class HeldOut:
             )
         self.base = {name: figures for name, figures in state["base"].items() if name in same}
         self.rates = dict(state["rates"]) if next(iter(self.tables)) in same else {}
+        self.step = state.get("step")
 
 
 def _digest(tasks: Sequence[Task]) -> str:

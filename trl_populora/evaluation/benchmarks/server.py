@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from trl_populora.adapters.folding import fold_patterns
-from trl_populora.evaluation.benchmarks.contenders import BASE, Contender
+from trl_populora.evaluation.benchmarks.contenders import BASE, Contender, revision_flags
 from trl_populora.evaluation.benchmarks.processes import end, last_lines, start
+from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.hub.model_card import VLLM_RANKS
 
 
@@ -77,6 +78,11 @@ class Server:
     def _cards(self) -> list[dict]:
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:  # noqa: S310
             return json.load(answer)["data"]
+
+
+def further_flags(settings: EvaluateArguments) -> str:
+    """What a server of ours is started with beside base and adapters: the base's revision and the user's flags."""
+    return f"{revision_flags(settings.run, settings.base)} {settings.server_args}".strip()
 
 
 def connect(url: str, contenders: Sequence[Contender]) -> tuple[Server, str]:
