@@ -109,8 +109,7 @@ class PopuLoRAConfig(GRPOConfig):
             Runs of a proposal under different hash seeds that must agree (AZR: 2).
         sandbox_allow_weak (`bool`, *optional*, defaults to `False`):
             Train although this host offers no kernel confinement. Only for hosts that hold nothing of value.
-        sandbox_bubblewrap (`bool`, *optional*, defaults to `False`):
-            Wrap the sandbox's processes in bubblewrap as well. Needs `bwrap` on every node.
+        sandbox_bubblewrap (`bool`, *optional*, defaults to `False`): Wrap its processes in bubblewrap (`bwrap`), too.
 
         evolve_every (`int`, *optional*, defaults to `10`):
             Optimizer steps between two evolution events (paper, second hand: 10). `0` switches evolution off.
@@ -141,8 +140,7 @@ class PopuLoRAConfig(GRPOConfig):
         eval_teachers (`bool`, *optional*, defaults to `False`): Teachers attempt the held-out tasks as well.
 
         generation_tokens (`int`, *optional*):
-            Tokens, prompts included, that the cache of a process holds at once where transformers generates: the
-            longest rows decide how many that are. All rows of a phase when `None`.
+            Tokens, prompts included, that the cache of a process holds at once where transformers generates.
         vllm_engine_kwargs (`dict` or `str`, *optional*):
             Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`. TRL's own
             `vllm_*` settings hold too; the engine computes in the trainer's precision unless `dtype` is given.
@@ -155,8 +153,7 @@ class PopuLoRAConfig(GRPOConfig):
             version of a member behind (`ahead/staleness`), newborns play after their birth, and ratings and archive
             are one game ahead of the step. For one process.
 
-        save_rollouts (`bool`, *optional*, defaults to `True`):
-            Write every proposal, verdict, attempt and reward to `rollouts/step_*.parquet` under `output_dir`.
+        save_rollouts (`bool`, *optional*, defaults to `True`): Write every row to `rollouts/step_*.parquet`.
 
     Raises:
         `ValueError`: A value is out of range, names nothing known, or the population does not fit the batch.
@@ -372,12 +369,10 @@ class PopuLoRAConfig(GRPOConfig):
                     f"{allowed_value!r}."
                 )
         if self.teacher_scale == "running" and self.scale_rewards not in ("group", True):
-            raise ValueError(
-                f"`teacher_scale=running` scales, `scale_rewards={self.scale_rewards}` does not. Set one."
-            )
+            raise ValueError(f"`teacher_scale=running` scales, `scale_rewards={self.scale_rewards}` does not.")
         if self.teacher_beta and self.beta:
             raise ValueError(
-                f"`teacher_beta={self.teacher_beta}` is for teachers alone: leave `beta={self.beta}` at 0."
+                f"`teacher_beta={self.teacher_beta}` is for teachers alone: `beta={self.beta}` must be 0."
             )
         if self.max_steps <= 0:
             raise ValueError(
