@@ -14,7 +14,7 @@ and the items that loops take have lines of their own:
 Comprehensions, helper functions and recursive calls are one step. The program runs in the sandbox: behind it stands a
 copy of its `f` that calls the recorder of `trace_recorder.py`, which writes the lines. A program whose `f` holds
 `try`, `with`, `match`, `yield`, `global` or a class, or a value that is no plain data, has no trace, nor has a call
-that takes too long. The embedded base learned from `tiny_traces.py`, which knows its grammar; this follows any program.
+that takes too long. The embedded base learned from `tiny_traces.py`, which knows its grammar.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,8 @@ def call_traced(*arguments):
     _recorder.end(returned)
     return [_recorder.lines, returned]
 """
-_SLOT = re.compile(r"_slot_(\w+?)_of_")
+_MARK = "_slot_"  # no program has it
+_SLOT = re.compile(rf"{_MARK}(\w+?){_MARK}")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def trace(calls: Sequence[tuple[str, str]], sandbox: Runner) -> list[Trace | Non
 def instrument(program: str) -> str | None:
     """The program with the recorder and a traced copy of `f` behind it; `None` if it cannot be followed."""
     tree = function_tree(program)
-    if tree is None or _SLOT.search(program):
+    if tree is None or _MARK in program:
         return None
     function = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == FUNCTION][-1]
     try:
@@ -109,40 +110,36 @@ class _Instrument:
     def statement(self, node: ast.stmt) -> list[ast.stmt]:
         """What stands in its place."""
         match node:
-            case ast.Assign():
-                return self.assignment(node, node.targets)
-            case ast.AnnAssign(target=target, value=ast.expr()):
-                return self.assignment(node, [target])
+            case ast.Assign() | ast.AnnAssign(value=ast.expr()):
+                return self.assignment(node)
             case ast.AugAssign(target=ast.Name(id=name)):
                 begun = self.step(f"{name} = ", ast.BinOp(_load(name), node.op, node.value))
                 return [ast.Expr(begun), node, ast.Expr(_call("value", _load(name))), self.changed(name)]
             case ast.Return():
                 node.value = self.noted("return ", node.value or ast.Constant(None))
             case ast.If() | ast.While():
-                node.test = self.noted("if " if isinstance(node, ast.If) else "while ", node.test, ": ")
+                node.test = self.noted(f"{type(node).__name__.lower()} ", node.test, ": ")
                 node.body, node.orelse = self.block(node.body), self.block(node.orelse)
             case ast.For():
                 self.loop(node)
-            case ast.Break() | ast.Continue():
-                return [self.shown(node), node]
             case ast.Expr(value=ast.Constant()) | ast.Pass() | ast.AnnAssign():
                 pass
             case ast.FunctionDef() | ast.Import() | ast.ImportFrom() | ast.Assert() | ast.Raise():
                 pass  # no line: what a helper does is seen where it is called
-            case ast.Expr() | ast.AugAssign() | ast.Delete():
+            case ast.Expr() | ast.AugAssign() | ast.Delete() | ast.Break() | ast.Continue():
                 return [self.shown(node), node, self.changed()]
             case _:
                 raise _CannotFollow(type(node).__name__)
         return [node]
 
-    def assignment(self, node: ast.Assign | ast.AnnAssign, targets: list[ast.expr]) -> list[ast.stmt]:
-        whole = ast.Assign(targets, _load("_"))
+    def assignment(self, node: ast.Assign | ast.AnnAssign) -> list[ast.stmt]:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        whole = ast.Assign(targets, _load(_MARK))
         node.value = self.noted(whole, node.value or ast.Constant(None))
-        named = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
-        return [node, self.changed(*(each.id for each in named if isinstance(each, ast.Name)))]
+        return [node, self.changed(*(each.id for each in _elements(targets) if isinstance(each, ast.Name)))]
 
     def loop(self, node: ast.For) -> None:
-        target = _text(ast.Assign([node.target], _load("_"))).removesuffix(" = _")
+        target = _text(ast.Assign([node.target], _load(_MARK))).removesuffix(f" = {_MARK}")
         node.iter = self.noted(f"for {target} in ", node.iter, "")
         taken = ast.parse(target, mode="eval").body
         item = ast.Expr(_call("item", ast.Constant(target), taken))
@@ -164,7 +161,7 @@ class _Instrument:
         if any(isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await)) for node in ast.walk(value)):
             raise _CannotFollow("yield")
         before = [target] if isinstance(target, str) else self.parts(target)
-        before[-1] = before[-1].removesuffix("_")
+        before[-1] = before[-1].removesuffix(_MARK)
         return _call("step", _texts(before), _texts(self.parts(value)), _call_of("_variables"), ast.Constant(mark))
 
     def parts(self, node: ast.AST) -> list[str]:
@@ -180,7 +177,7 @@ class _Slots(ast.NodeTransformer):
         self.names = names
 
     def visit_Name(self, node: ast.Name) -> ast.Name:  # noqa: N802 - ast's own name for it
-        return _load(f"_slot_{node.id}_of_") if node.id in self.names else node
+        return _load(f"{_MARK}{node.id}{_MARK}") if node.id in self.names else node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.JoinedStr:  # noqa: N802
         return node  # quotes within quotes would be hard to read
@@ -190,18 +187,21 @@ def _roots(node: ast.AST) -> set[str]:
     """The variables that a statement changes in place: `xs` in `xs[0].append(1)`."""
     changed: list[ast.expr] = []
     if isinstance(node, (ast.Assign, ast.Delete)):
-        changed = list(node.targets)
+        changed = _elements(node.targets)
     elif isinstance(node, ast.AugAssign):
         changed = [node.target]
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
-        changed = [node.value.func.value]
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        changed = [node.value.func]
     roots = set()
-    for each in changed:
-        for part in each.elts if isinstance(each, ast.Tuple) else [each]:
-            while isinstance(part, (ast.Subscript, ast.Attribute)):
-                part = part.value
-            roots |= {part.id} if isinstance(part, ast.Name) else set()
+    for part in changed:
+        while isinstance(part, (ast.Subscript, ast.Attribute)):
+            part = part.value
+        roots |= {part.id} if isinstance(part, ast.Name) else set()
     return roots
+
+
+def _elements(targets: Iterable[ast.expr]) -> list[ast.expr]:
+    return [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
 
 
 def _text(node: ast.AST) -> str:

@@ -1,4 +1,4 @@
-"""Programs worked out line by line: what is followed, how it is written, and that it ends in what the program gives."""
+"""Programs worked out line by line: what is followed, how it is written, and that it ends in the program's output."""
 
 from __future__ import annotations
 
@@ -144,6 +144,11 @@ FOLLOWED = {
             "break",
             "return 2",
         ],
+    ),
+    "a variable called _": (
+        "def f(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a",
+        (1,),
+        ["a, b = (0, 1)", "for _ in range(1)", "_ = 0", "a, b = (1, 0 + 1) = (1, 1)", "return 1"],
     ),
     "the end of the body": ("def f(xs):\n    xs.sort()", ([2, 1],), ["xs.sort(); xs = [1, 2]", "return None"]),
     "sets and counters": (
