@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_populora.generation.decoding import complete
 from trl_populora.sandbox import Sandbox, values
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Reject, Task, TaskKind
+from trl_populora.tasks.base import Refusal, Task, TaskKind
 from trl_populora.tasks.code_f import CodeF
 from trl_populora.tasks.code_i import CodeI
 from trl_populora.tasks.code_o import CodeO
@@ -193,7 +193,7 @@ class Scorer:
         verdicts = dict(zip(different, self.sandbox.run(different), strict=True))
         return [None if job is None else verdicts[job] for job in jobs]
 
-    def propose(self, kind: TaskKind, count: int, rng: random.Random) -> list[Task | Reject]:
+    def propose(self, kind: TaskKind, count: int, rng: random.Random) -> list[Task | Refusal]:
         """What becomes of `count` proposals with fresh references of mixed levels."""
         writer = DialogueWriter(rng, held_out=True)
         references = [
@@ -206,9 +206,9 @@ class Scorer:
         prompts = [kind.proposal_prompt(shown, "compact") for shown in references]
         texts = self.complete(prompts)
         parsed = [kind.parse_proposal(text, shown) for text, shown in zip(texts, references, strict=True)]
-        verdicts = self.run([None if isinstance(item, Reject) else kind.check(item) for item in parsed])
+        verdicts = self.run([None if isinstance(item, Refusal) else kind.check(item) for item in parsed])
         return [
-            item if isinstance(item, Reject) else kind.accept(item, verdict, rng)
+            item if isinstance(item, Refusal) else kind.accept(item, verdict, rng)
             for item, verdict in zip(parsed, verdicts, strict=True)
         ]
 
@@ -251,7 +251,7 @@ def own_proposals(scorer: Scorer, kind: TaskKind, tasks: int, rng: random.Random
     """How good `2 * tasks` proposals are, and how the model solves up to `tasks` of them."""
     outcomes = scorer.propose(kind, 2 * tasks, rng)
     valid = [outcome for outcome in outcomes if isinstance(outcome, Task)]
-    rejects = [str(outcome) for outcome in outcomes if isinstance(outcome, Reject)]
+    rejects = [str(outcome.reason) for outcome in outcomes if isinstance(outcome, Refusal)]
     archive = TaskArchive()
     return {
         "valid": len(valid) / len(outcomes),

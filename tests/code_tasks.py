@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from trl_populora.tasks import Reject
+from trl_populora.tasks import Refusal
 
 
 DOUBLE = "def f(x):\n    total = x + x\n    return total"
@@ -15,12 +15,15 @@ def block(name, content):
 
 
 def propose(kind, sandbox, text, references=(), seed=0):
-    """Parse, check and accept, as the rollout does."""
-    proposal = kind.parse_proposal(text, references)
-    if isinstance(proposal, Reject):
-        return proposal
-    (verdict,) = sandbox.run([kind.check(proposal)])
-    return kind.accept(proposal, verdict, random.Random(seed))
+    """Parse, check and accept, as the rollout does: the task, or the reason why there is none."""
+    outcome = kind.parse_proposal(text, references)
+    if not isinstance(outcome, Refusal):
+        (verdict,) = sandbox.run([kind.check(outcome)])
+        outcome = kind.accept(outcome, verdict, random.Random(seed))
+    if isinstance(outcome, Refusal):
+        assert outcome.detail, "people are told in a sentence"
+        return outcome.reason
+    return outcome
 
 
 def grade(kind, sandbox, task, text):

@@ -88,7 +88,11 @@ class Broken:
             raise_on_odd_text,
             r"`parse_proposal` raised ValueError.*test_check_kind.py, line \d+\) for",
         ),
-        ("parse_proposal", lambda *_: None, "`parse_proposal` must return Proposal or Reject, got None for ''"),
+        (
+            "parse_proposal",
+            lambda *_: None,
+            "`parse_proposal` must return Proposal or Reject or Refusal, got None for ''",
+        ),
         ("parse_proposal", Broken.leaves, r"`parse_proposal` raised SystemExit\(\)"),
         (
             "parse_proposal",
@@ -96,7 +100,7 @@ class Broken:
             "`parse_proposal` gave .*, then .* for",
         ),
         ("check", lambda *_: "job", "`check` must return Job or NoneType, got 'job'"),
-        ("accept", lambda *_: None, "`accept` must return Task or Reject, got None"),
+        ("accept", lambda *_: None, "`accept` must return Task or Reject or Refusal, got None"),
         ("accept", lambda *_: Reject.ERROR, "`accept` rejects given task 1 as `error`: '28'"),
         ("accept", Broken.moody, "`accept` gave Task.*, then Task"),
         ("accept", Broken.other_kind, "`accept` must return tasks of its own kind, got 'code_o'"),

@@ -19,7 +19,7 @@ FLOORS = [
     {"population"},
     {"step"},
     {"populora_config"},
-    {"generation", "runs", "given_tasks"},
+    {"generation", "runs", "given_tasks", "prompting"},
     {"report"},
     {"hub"},
     {"preparation"},

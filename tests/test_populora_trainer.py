@@ -569,7 +569,7 @@ class TestRefusals:
 
     def test_dataset_of_prompts(self, make_trainer):
         """What a GRPO script passes there."""
-        with pytest.raises(ValueError, match=r"`train_dataset` holds prompts.*unset for the 256 built-in tasks"):
+        with pytest.raises(ValueError, match=r"`train_dataset` holds prompts.*unset for the built-in tasks"):
             make_trainer(train_dataset=Dataset.from_dict({"prompt": ["What is 1 + 1?"]}))
 
     def test_dataset_of_another_type(self, make_trainer):

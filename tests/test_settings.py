@@ -27,7 +27,7 @@ from trl_populora.populora_trainer import PopuLoRATrainer
 def test_archive_size(make_args, seed_dataset):
     for size, kept in ((2, 2), (16384, 4)):
         args = make_args(archive_size=size)
-        archive = load_archive(seed_dataset, preparation.make_kinds(args), args)
+        archive = load_archive(seed_dataset, preparation.make_kinds(args), args, "chat")
         assert set(Counter(task.kind for task in archive).values()) == {kept}
 
 

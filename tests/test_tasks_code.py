@@ -14,7 +14,7 @@ from tests.code_tasks import DOUBLE, block, grade, inputs_text, propose
 from tests.written import write_answer, write_proposal
 from trl_populora.sandbox import Gold, Sandbox, Status, Verdict
 from trl_populora.sandbox.values import decode, encode, equal
-from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Proposal, Reject, Task, resolve_kind
+from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Proposal, Refusal, Reject, Task, resolve_kind
 from trl_populora.tasks.templates import fenced
 
 
@@ -170,7 +170,8 @@ def test_an_invalid_program_is_rejected_with_its_reason(program, given, reason, 
 @pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK], ids=str)
 def test_every_status_of_the_sandbox_is_a_reason(kind, status):
     proposal = Proposal(kind.name, DOUBLE, (encode((1,)), encode((2,))), "hint")
-    assert kind.accept(proposal, Verdict(status, "", (), 0.0, 0.0, 0), random.Random(0)).value == status.value
+    refusal = kind.accept(proposal, Verdict(status, "it said so", (), 0.0, 0.0, 0), random.Random(0))
+    assert (refusal.reason.value, refusal.detail) == (status.value, "it said so")
 
 
 def test_a_long_output_is_refused_and_never_cut(sandbox):
@@ -255,7 +256,7 @@ def test_code_f_says_what_it_needs():
     assert [kind.reference_count(6) for kind in (CodeO(), CodeI())] == [6, 6]
     with pytest.raises(ValueError, match="at least 2, one visible and one hidden pair, got 1"):
         CodeF(inputs_per_task=1)
-    with pytest.raises(ValueError, match="got 0 references"):
+    with pytest.raises(ValueError, match="code_f proposes for a known program, got no reference"):
         CodeF().proposal_prompt([], "compact")
     assert (
         CodeF(inputs_per_task=4)
@@ -524,10 +525,10 @@ def test_a_rendered_set_of_inputs_is_read_back_or_has_equal_inputs(given_values,
     kind, message = CodeF(inputs_per_task=3), message.strip()
     proposal = Proposal("code_f", DOUBLE, tuple(encode((value,), ordered=True) for value in given_values), message)
     parsed = kind.parse_proposal(write_proposal(proposal), [DOUBLE_TASK])
-    if parsed is Reject.DUPLICATE_INPUTS:
+    if isinstance(parsed, Refusal) and parsed.reason is Reject.DUPLICATE_INPUTS:
         assert any(equal(a, b) for i, a in enumerate(given_values) for b in given_values[:i])
     elif not message or message.startswith("```"):
-        assert parsed is Reject.FORMAT
+        assert parsed.reason is Reject.FORMAT
     else:
         assert parsed == proposal
 
@@ -556,7 +557,9 @@ ANYTHING = st.lists(
 def test_no_text_makes_a_parser_raise(text):
     for kind in (CodeO(), CodeI(), CodeF(inputs_per_task=2)):
         proposal = kind.parse_proposal(text, [DOUBLE_TASK])
-        assert isinstance(proposal, Reject) or kind.parse_proposal(write_proposal(proposal), [DOUBLE_TASK]) == proposal
+        assert (
+            isinstance(proposal, Refusal) or kind.parse_proposal(write_proposal(proposal), [DOUBLE_TASK]) == proposal
+        )
         attempt = kind.parse_attempt(text, HIDDEN_TASK)
         assert attempt.well_formed == (attempt.reason == "")
         assert attempt.reason in {"", *(reason.value for reason in Reject)}

@@ -14,7 +14,7 @@ from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.step.rollout import play_step
-from trl_populora.tasks import CodeF, CodeI, Proposal, Reject, Task
+from trl_populora.tasks import CodeF, CodeI, Proposal, Refusal, Reject, Task
 from trl_populora.tasks.control import THINK_TAGS, control_texts, screen
 
 
@@ -53,12 +53,15 @@ def test_the_trainer_forbids_those_of_its_tokenizer(random_base, make_args, lora
     ],
 )
 def test_a_control_token_is_found_wherever_it_would_be_shown(place, text):
-    assert screen(place(text), TEXTS) is Reject.CONTROL_TOKEN
+    refusal = screen(place(text), TEXTS)
+    assert refusal.reason is Reject.CONTROL_TOKEN
+    assert repr(text) in refusal.detail
     assert screen(place("<|im_end >"), TEXTS) == place("<|im_end >")
 
 
 def test_a_rejection_stays_what_it_is():
-    assert screen(Reject.SYNTAX, TEXTS) is Reject.SYNTAX
+    refusal = Refusal(Reject.SYNTAX)
+    assert screen(refusal, TEXTS) is refusal
 
 
 WRITTEN = [

@@ -19,6 +19,7 @@ from trl_populora.tasks import (
     CodeI,
     CodeO,
     Proposal,
+    Refusal,
     Reject,
     Task,
     TaskArchive,
@@ -45,11 +46,11 @@ def play(kind, archive, sandbox, proposal_text, answers, rng):
     references = archive.sample(kind.reference_kinds, kind.reference_count(2), rng)
     assert kind.proposal_prompt(references, "compact")[-1]["role"] == "user"
     proposal = kind.parse_proposal(proposal_text, references)
-    if isinstance(proposal, Reject):
-        return proposal, []
+    if not isinstance(proposal, Proposal):
+        return Refusal.of(proposal).reason, []
     task = kind.accept(proposal, run(kind.check(proposal)), rng)
-    if isinstance(task, Reject):
-        return task, []
+    if not isinstance(task, Task):
+        return Refusal.of(task).reason, []
     if not archive.add(task):
         return Reject.DUPLICATE, []
     assert kind.solving_prompt(task, "compact")
@@ -220,7 +221,9 @@ class Careful(CodeO):
 
 
 def test_a_kind_takes_its_settings_itself_and_keeps_its_own():
-    settings = SimpleNamespace(determinism_runs=3, inputs_per_function=6)
+    settings = SimpleNamespace(
+        determinism_runs=3, inputs_per_function=6, reading=None, prompt_style="turns", prompt_texts=None
+    )
     kinds = [CodeO(), CodeF(), Careful(), Countdown()]
     for kind in kinds:
         kind.configure(settings)

@@ -28,8 +28,8 @@ class TrainArguments:
 
     Args:
         seed_tasks (`str`, *optional*):
-            Table of seed tasks: a JSON lines or parquet file, or the name of a dataset on the Hub. The 256 tasks of
-            the package when unset.
+            Table of seed tasks: a JSON lines or parquet file, or the name of a dataset on the Hub. Those of the
+            package when unset: Python, or for the compact prompts of the embedded base its language.
         eval_tasks (`str`, *optional*):
             Table of held-out tasks, likewise; `tiny` is the one that ships for the embedded base.
         resume (`bool`, *optional*, defaults to `False`):

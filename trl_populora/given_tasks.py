@@ -10,6 +10,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
+from trl_populora.assets import real_seed_tasks
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.sandbox import Job, Status
 from trl_populora.step.held_out import HeldOut
@@ -44,9 +45,14 @@ def read_tasks(source: str | None):
         raise ValueError(f"The tasks {source!r} cannot be read ({error}).") from error
 
 
+def built_in_tasks(style: str | None) -> list[Task]:
+    """What a run starts from if nothing else is given: the embedded base's grammar in its prompts, else Python."""
+    return load_seed_tasks(None if style == "compact" else real_seed_tasks())
+
+
 def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], args: PopuLoRAConfig) -> TaskArchive:
     """
-    Builds the archive from a table of tasks, or from the 256 tasks that ship with the package.
+    Builds the archive from a table of tasks, or from those that ship with the package for the style of prompts.
 
     Raises:
         `TypeError`: If it is not a `datasets.Dataset`.
@@ -54,14 +60,13 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
     """
     if train_dataset is None:
         archive = TaskArchive(args.archive_size)
-        for task in load_seed_tasks():
+        for task in built_in_tasks(args.prompt_style):
             archive.add(task)
     elif isinstance(train_dataset, Dataset):
         if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
             raise ValueError(
                 "`train_dataset` holds prompts; a population writes its own. It takes tasks to start from, a row each "
-                "with `kind`, `program`, `inputs` and `outputs`, or nothing: leave it unset for the 256 built-in "
-                "tasks."
+                "with `kind`, `program`, `inputs` and `outputs`, or nothing: leave it unset for the built-in tasks."
             )
         archive = TaskArchive.from_dataset(train_dataset, cap=args.archive_size)
     else:

@@ -18,7 +18,8 @@ from trl_populora.population.evolution import RATING_RESETS
 from trl_populora.population.matchmaking import STRATEGIES
 from trl_populora.step.advantages import BASELINES, LOSS_NORMALISERS
 from trl_populora.step.ahead import check_play_ahead
-from trl_populora.tasks.base import STYLES
+from trl_populora.tasks.base import READINGS, STYLES
+from trl_populora.tasks.templates import check_texts
 
 
 @dataclass
@@ -56,7 +57,17 @@ class PopuLoRAConfig(GRPOConfig):
         inputs_per_function (`int`, *optional*, defaults to `10`):
             Inputs a code_f proposal must give; half are shown to the student (AZR: 10).
         prompt_style (`str`, *optional*):
-            `"chat"` for instruction-tuned models, `"compact"` for the embedded base. By the model when `None`.
+            `"turns"`: short instructions, and references as turns of the conversation before. `"chat"`: references
+            and all rules in one turn, for large models. `"compact"`: what the embedded base knows. When `None`, that
+            for the embedded base and `"turns"` for others.
+        shots (`int`, *optional*):
+            Solved tasks that students are shown before their own, as turns. When `None`, 3 for bases of less than a
+            billion parameters and 0 for larger ones. Of kinds that ship some, as the built-in ones do.
+        reading (`str`, *optional*):
+            `"tolerant"` of how models fence their answers, or `"strict"`. When `None`, strict for the embedded base.
+        prompt_texts (`dict[str, str]`, *optional*):
+            Instructions of your own for the built-in kinds, by `"code_o/propose"`, `"code_o/solve"` and so on. They
+            stand in the place of ours; what they are about follows.
         archive_size (`int`, *optional*, defaults to `16384`):
             Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
 
@@ -152,7 +163,7 @@ class PopuLoRAConfig(GRPOConfig):
         gradient_accumulation_steps: int
         ddp_find_unused_parameters: bool | None
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # may be given as JSON
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs", "prompt_texts"]  # may be given as JSON
 
     # Defaults that differ from GRPOConfig.
     max_steps: int = field(default=200, metadata={"help": "Optimizer steps = population steps. The paper runs 200."})
@@ -179,7 +190,10 @@ class PopuLoRAConfig(GRPOConfig):
     attempts_per_task: int = field(default=8, metadata={"help": "Attempts of the matched student at each task."})
     references_per_proposal: int = field(default=6, metadata={"help": "Archived tasks shown to a proposing teacher."})
     inputs_per_function: int = field(default=10, metadata={"help": "Inputs a code_f proposal must give."})
-    prompt_style: str | None = field(default=None, metadata={"help": "'chat', 'compact', or chosen by the model."})
+    prompt_style: str | None = field(default=None, metadata={"help": "'turns', 'chat', 'compact'; else by the model."})
+    shots: int | None = field(default=None, metadata={"help": "Solved tasks shown to students; else by the model."})
+    reading: str | None = field(default=None, metadata={"help": "'tolerant' or 'strict'; else by the style."})
+    prompt_texts: dict[str, Any] | str | None = field(default=None, metadata={"help": "Instructions of your own."})
     archive_size: int = field(default=16384, metadata={"help": "Tasks kept per kind, newest first."})
 
     # Matchmaking
@@ -273,6 +287,8 @@ class PopuLoRAConfig(GRPOConfig):
             self.bf16 = False  # TRL's default, which a machine without accelerator refuses
         self.num_generations_eval = 1  # TRL would want it to divide the evaluation batch, which holds single rows here
         super().__post_init__()
+        if self.prompt_texts:
+            check_texts(self.prompt_texts)
         self.num_generations_eval = self.eval_attempts
 
     @property
@@ -283,8 +299,8 @@ class PopuLoRAConfig(GRPOConfig):
     def _check_population(self):
         """Refuse counts with which no step can be played."""
         at_least = {
-            0: "references_per_proposal evolve_every evolve_burn_in mutation_strength retention_tolerance pfsp_kappa"
-            " pfsp_floor teacher_learning_rate",
+            0: "references_per_proposal shots evolve_every evolve_burn_in mutation_strength retention_tolerance"
+            " pfsp_kappa pfsp_floor teacher_learning_rate",
             1: "teachers students archive_size determinism_runs eval_attempts tournament_size retention_rows"
             " num_iterations sandbox_workers sandbox_memory_mb generation_tokens",
             2: "proposals_per_teacher attempts_per_task inputs_per_function",  # one alone is compared with nothing
@@ -336,6 +352,7 @@ class PopuLoRAConfig(GRPOConfig):
             "student_baseline": BASELINES,
             "loss_type": LOSS_NORMALISERS,
             "prompt_style": (*STYLES, None),
+            "reading": (*READINGS, None),
             "scale_rewards": ("group", "none", True, False),
         }
         for name, allowed in choices.items():

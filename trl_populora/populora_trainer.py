@@ -23,7 +23,7 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
-from trl_populora import given_tasks, preparation
+from trl_populora import given_tasks, preparation, prompting
 from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.checks import is_quantised
 from trl_populora.adapters.layers import add_members
@@ -31,6 +31,7 @@ from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.generation import decoding
 from trl_populora.generation.sampling import evaluating, seeded
 from trl_populora.generation.stops import end_tokens, warn_of_unknown
+from trl_populora.generation.texts import decode_texts
 from trl_populora.hub import publishing
 from trl_populora.hub.model_card import write_card
 from trl_populora.hub.warm_start import warm_start
@@ -97,7 +98,8 @@ class PopuLoRATrainer(GRPOTrainer):
         args ([`PopuLoRAConfig`], *optional*): Settings of the run.
         train_dataset ([`~datasets.Dataset`], *optional*):
             Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs` (see
-            [`~trl_populora.tasks.archive.TaskArchive`]). The 256 tasks of the package when `None`.
+            [`~trl_populora.tasks.archive.TaskArchive`]). The package's own when `None`, which the style of the prompts
+            decides: ordinary Python, or for `"compact"` the language of the embedded base.
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Held-out tasks in the same format, or several tables by name. Nobody trains on them; students attempt them
             in [`evaluate`] and when `eval_strategy` says so.
@@ -155,6 +157,7 @@ class PopuLoRATrainer(GRPOTrainer):
         args = PopuLoRAConfig("populora") if args is None else args
         lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
         preparation.check_setup(args, unsupported, model, lora_config)
+        args.prompt_style = prompting.choose_style(args, model)
         kinds = preparation.make_kinds(args)
         archive = given_tasks.load_archive(train_dataset, kinds, args)
         held_out = given_tasks.load_held_out(eval_dataset, kinds, archive, args)
@@ -210,8 +213,10 @@ class PopuLoRATrainer(GRPOTrainer):
         if args.use_vllm:
             self._start_vllm()
         context = self.vllm_generation.context_length() if self.use_vllm else preparation.trained_context(base)
-        room = preparation.prompt_room(context, args, lambda prompt: self._tokenize_prompts([prompt])[0][0])
-        preparation.fit_into_context(referee, archive, held_out, room)
+        tokenize = prompting.refuse_by_name(lambda prompt: self._tokenize_prompts([prompt])[0][0], tokenizer)
+        preparation.fit_into_context(referee, archive, held_out, preparation.prompt_room(context, args, tokenize))
+        asked = args.references_per_proposal, held_out, tokenizer, args.max_completion_length
+        prompting.check_prompts(referee, archive, *asked)
 
     def _choose_generation(self, base: PreTrainedModel) -> None:
         """Where completions end, and whether ended rows may leave a batch."""
@@ -247,7 +252,7 @@ class PopuLoRATrainer(GRPOTrainer):
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
         shown = LiveReport(), TrackerTables(self.describe)
-        for callback in (self.evolution, records.Records(self.describe), Alarms(), *shown):
+        for callback in (self.evolution, records.Records(self.describe), Alarms(lambda: self.played), *shown):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -385,7 +390,7 @@ class PopuLoRATrainer(GRPOTrainer):
             self.vllm_generation.seed = seed
         with seeded(seed):
             completion_ids, logprobs = self._complete_in_parts(prompt_ids, rows)
-        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        texts = decode_texts(self.processing_class, prompt_ids, completion_ids)
         each_logprobs = [None] * len(texts) if logprobs is None else logprobs
         return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, each_logprobs, strict=True)]
 

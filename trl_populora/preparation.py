@@ -27,6 +27,7 @@ from trl_populora.given_tasks import check_archive
 from trl_populora.population.matchmaking import Matchmaker, no_student_idles
 from trl_populora.population.members import Population
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.prompting import choose_shots
 from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
 from trl_populora.step.forwards import Sharing, why_not_shared
 from trl_populora.step.held_out import HeldOut
@@ -114,16 +115,11 @@ def load_tokenizer(
         )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"The tokenizer of {name!r} has no chat template, and tasks are posed as conversations. Pass "
-            "`processing_class=` with `chat_template` set (any ChatML template works), or start from an "
-            "instruction-tuned base."
+            f"The tokenizer of {name!r} has no chat template, and tasks are posed as conversations in every "
+            "`prompt_style`. Pass `processing_class=` with `chat_template` set (any ChatML template works), save such "
+            "a tokenizer beside the model, or start from an instruction-tuned base."
         )
     return tokenizer
-
-
-def prompt_style(args: PopuLoRAConfig, model: PreTrainedModel) -> str:
-    """The configured style, else `"compact"` for a base made by `recipes/make_tiny_base.py` and `"chat"` otherwise."""
-    return args.prompt_style or str(getattr(model.config, "populora_prompt_style", "chat"))
 
 
 def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig, further_rewards: bool) -> Sharing | None:
@@ -375,7 +371,10 @@ def make_referee(
     held_out: HeldOut | None = None,
 ) -> Referee:
     """What decides in a run; starts the sandbox. Collective."""
-    return Referee(kinds, make_sandbox(args), prompt_style(args, base), control_texts(tokenizer), held_out or ())
+    assert args.prompt_style is not None, "chosen before the kinds were made"
+    args.shots = choose_shots(args, base)
+    forbidden = control_texts(tokenizer)
+    return Referee(kinds, make_sandbox(args), args.prompt_style, forbidden, held_out or (), shots=args.shots)
 
 
 def make_game(

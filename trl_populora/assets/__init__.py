@@ -1,4 +1,4 @@
-"""What ships with the package: the embedded tiny base, its seed tasks and its held-out tasks, the recipes."""
+"""What ships with the package: the embedded tiny base, seed tasks for it and others, its held-out tasks, recipes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def tiny_base_path() -> str:
 def tiny_eval_tasks() -> str:
     """File of the held-out tasks for the embedded base: combinations of operations that it was never trained on."""
     return str(files("trl_populora").joinpath("assets", "eval_tasks.jsonl"))
+
+
+def real_seed_tasks() -> str:
+    """File of ordinary Python seed tasks, for bases that can read more than the embedded one."""
+    return str(files("trl_populora").joinpath("assets", "real_seed_tasks.jsonl"))
 
 
 def resolve_model_path(model: str) -> str:

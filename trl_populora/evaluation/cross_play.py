@@ -27,17 +27,18 @@ from trl_populora import preparation
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.generation.plain import plain_player, tokenize
-from trl_populora.given_tasks import load_archive
+from trl_populora.given_tasks import built_in_tasks, load_archive
 from trl_populora.hub.publishing import fetch
 from trl_populora.population.members import Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.prompting import refuse_by_name
 from trl_populora.report.payoff import Payoff
 from trl_populora.runs.checkpoint import write_member_file
 from trl_populora.runs.saved_population import SAMPLING, Shape, check_same_shape
 from trl_populora.step.held_out import attempt
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
-from trl_populora.tasks import TASK_KINDS, load_seed_tasks, resolve_kind
+from trl_populora.tasks import TASK_KINDS, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task
 
@@ -132,9 +133,7 @@ def cross_play(
     kinds = [names[slot % len(names)] for slot in range(proposals)]
     prompts, shown = [], []
     for kind in map(referee.kinds.__getitem__, kinds):
-        prompt, kept = referee.proposal_prompt(
-            kind, archive.sample(kind.reference_kinds, kind.reference_count(references), rng)
-        )
+        prompt, kept = referee.proposal_prompt(kind, referee.draw_references(kind, archive, references, rng))
         prompts.append(prompt)
         shown.append(kept)
     payoff = Payoff(list(teachers), list(students))
@@ -213,7 +212,8 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
         trained = "; ".join(f"{run} was trained on {', '.join(kinds)}" for run, kinds in others.items())
         logger.warning("The kinds of task differ: %s. All play %s.", trained, ", ".join(args.task_kinds))
     kinds = preparation.make_kinds(args)
-    archive = load_archive(references_of(args.task_kinds, roots) if tasks is None else tasks, kinds, args)
+    given = references_of(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
+    archive = load_archive(given, kinds, args)
 
     set_seed(args.seed)
     base = preparation.load_base(saved[0]["base_model"], args)
@@ -234,7 +234,8 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
     referee = preparation.make_referee(args, kinds, base, tokenizer)
     try:
         context = preparation.trained_context(base)
-        room = preparation.prompt_room(context, args, lambda prompt: tokenize(tokenizer, [prompt], args)[0])
+        tokenized = refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer)
+        room = preparation.prompt_room(context, args, tokenized)
         preparation.fit_into_context(referee, archive, None, room)
     except ValueError:
         referee.sandbox.close()
@@ -250,6 +251,8 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     theirs = {name: first[name] for name in ("task_kinds", "references_per_proposal", "inputs_per_function")}
     # Older files lack some of these.
     theirs |= {name: first[name] for name in ("max_completion_length", *SAMPLING) if name in first}
+    asked = {"shots": 0, "reading": "strict", "prompt_texts": None}
+    theirs |= {name: first.get(name, before) for name, before in asked.items()}
     return PopuLoRAConfig(
         "unused",
         **theirs
@@ -269,7 +272,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     )
 
 
-def references_of(kinds: Sequence[str], roots: Sequence[Path]) -> Dataset | None:
+def references_of(kinds: Sequence[str], roots: Sequence[Path], style: str) -> Dataset | None:
     """
     Tasks that teachers of these kinds can be shown: the package's, and what the runs' archives hold of a user's own
     kinds.
@@ -277,6 +280,7 @@ def references_of(kinds: Sequence[str], roots: Sequence[Path]) -> Dataset | None
     Args:
         kinds (`Sequence[str]`): As in `task_kinds`.
         roots (`Sequence[Path]`): Directories of saved populations.
+        style (`str`): Of the prompts.
 
     Returns:
         [`~datasets.Dataset`] or `None`: `None` where no kind is a user's own.
@@ -294,7 +298,7 @@ def references_of(kinds: Sequence[str], roots: Sequence[Path]) -> Dataset | None
             f"{', '.join(own)} from it. Give a run or a checkpoint that was saved whole."
         )
     records = [row for path in archives for row in pq.read_table(path, filters=[("kind", "in", own)]).to_pylist()]
-    tasks = [*load_seed_tasks(), *(read_task(record, "archive.parquet") for record in records)]
+    tasks = [*built_in_tasks(style), *(read_task(record, "archive.parquet") for record in records)]
     return Dataset.from_list([task.to_record() for task in tasks])
 
 

@@ -14,6 +14,7 @@ from trl_populora.step.player import Completion, Messages, Player
 from . import decoding
 from .sampling import seeded
 from .stops import STOPS, end_tokens, warn_of_unknown
+from .texts import decode_texts
 
 
 def sampling_config(
@@ -67,7 +68,7 @@ def plain_player(
         ids = tokenize(tokenizer, prompts, args)
         with seeded(seed):
             completions = complete(model, ids, [index[name] for name in names], router.rows_of, config)
-        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+        texts = decode_texts(tokenizer, ids, completions)
         return [Completion(*row) for row in zip(ids, completions, texts, strict=True)]
 
     return Player(generate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,16 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 ROW_COLUMNS = ["step", "role", "member", "match", "kind", "valid", "correct", "archived", "solve_rate"]
-SAMPLE_COLUMNS = [*ROW_COLUMNS, "task_id", "reject_reason", "well_formed", "reward", "prompt", "completion"]
+SAMPLE_COLUMNS = [
+    *ROW_COLUMNS,
+    "task_id",
+    "reject_reason",
+    "reject_detail",
+    "well_formed",
+    "reward",
+    "prompt",
+    "completion",
+]
 
 
 def load_run(run: str | Path, name: str | None = None) -> Run:
@@ -221,14 +230,22 @@ def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[di
     import pyarrow.parquet as pq
 
     paths = sorted(root.glob("rollouts/step_*.parquet"))[-last:]
+    # Runs of version 0.1 lack some of the columns.
+    present = {path: [name for name in columns if name in pq.read_schema(path).names] for path in paths}
     return [
         row | {"file": f"rollouts/{path.name}", "row": number}
         for path in paths
-        for number, row in enumerate(pq.read_table(path, columns=columns).to_pylist())
+        for number, row in enumerate(pq.read_table(path, columns=present[path]).to_pylist())
     ]
 
 
 Sample = tuple[dict[str, Any], list[dict[str, Any]]]  # a proposal and the attempts at it
+
+
+def name_reject(proposal: Mapping[str, Any]) -> str:
+    """Why a proposal is no task, in a line."""
+    detail = proposal.get("reject_detail", "")
+    return f"rejected: {proposal['reject_reason'].replace('_', ' ')}" + (f", {detail:.120}" if detail else "")
 
 
 def load_samples(run: str | Path, number: int = 8) -> list[Sample]:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trl_populora.files import written_whole
-from trl_populora.report.load import Run, Sample, load_run, load_samples
+from trl_populora.report.load import Run, Sample, load_run, load_samples, name_reject
 from trl_populora.report.plots import Plot, draw_plots
 from trl_populora.report.summary import Change, changes, fifths, held_out_changes, write
 from trl_populora.report.terminal import duration, percent
@@ -286,7 +286,7 @@ def _sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]], 
     if proposal["valid"]:
         verdict = f"solved by {sum(a['correct'] for a in attempts)} of {len(attempts)} attempts"
     else:
-        verdict = f"rejected: {proposal['reject_reason'].replace('_', ' ')}"
+        verdict = name_reject(proposal)
     title = f"step {proposal['step']} · {proposal['member']} · {proposal['kind']} · {verdict}"
     parts = [
         _source(proposal, way),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_populora.report.canvas import COLORS
-from trl_populora.report.load import Run, Sample, load_figures, load_last_task, stamp
+from trl_populora.report.load import Run, Sample, load_figures, load_last_task, name_reject, stamp
 from trl_populora.report.summary import Form, write
 from trl_populora.report.terminal import duration, percent
 
@@ -196,7 +196,7 @@ def last_task(sample: Sample) -> RenderableType:
 
     proposal, attempts = sample
     right = sum(attempt["correct"] for attempt in attempts)
-    verdict = f"{right} of {len(attempts)} right" if proposal["valid"] else f"rejected: {proposal['reject_reason']}"
+    verdict = f"{right} of {len(attempts)} right" if proposal["valid"] else name_reject(proposal)
     head = f"step {proposal['step']}, {proposal['member']}, {proposal['kind']}: {verdict}"
     parts = [_styled(head, COLORS["teacher"]), Text(excerpt(proposal["completion"], LINES))]
     for attempt in attempts[:ATTEMPTS]:

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
 
 from transformers import TrainerCallback
 
 from trl_populora.runs.lines import PLAYED
+from trl_populora.step.played import Played
 
 
 logger = logging.getLogger(__name__)
 
-STEPS = 10  # one step without a valid task is bad luck
-REJECT, FLAT = "verify/reject/", "frac_reward_zero_std"
+STEPS = 10  # one step in which all attempts are worth the same is bad luck; one without a valid task is a wrong prompt
+FLAT = "frac_reward_zero_std"
 
 
 class Alarms(TrainerCallback):
     """
     Warns of a run in which nobody can learn, each reason once per run.
 
-    - No proposal was valid for ten steps; the most frequent reason is named.
+    - No proposal of a step was valid; the most frequent reason is named.
     - All attempts at each task were worth the same for ten steps, while students are compared within groups.
+
+    Args:
+        played (`Callable`): Returns the step as it was played.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, played: Callable[[], Played]) -> None:
+        self.played = played
         self._well: dict[str, int] = {}  # last step at which all was well; absent once warned
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -35,12 +41,15 @@ class Alarms(TrainerCallback):
         if not state.is_world_process_zero or PLAYED not in (logs or {}):
             return
         step = state.global_step
-        if self._lasts("valid", step, logs[PLAYED] == 0):
+        if self._lasts("valid", step, logs[PLAYED] == 0, 1):
             logger.warning(
-                "No proposal was valid in the last %d steps, so teachers learn little. %s", STEPS, _top(logs)
+                "No proposal of step %d was valid, so teachers learn little. %s `rollouts/` shows what they wrote; "
+                "`populora try` shows which prompts a base can follow.",
+                step,
+                _name_reason(self.played()),
             )
         compared, rate = args.student_baseline == "group", logs.get("solve/rate", math.nan)
-        if self._lasts("flat", step, compared and logs.get(FLAT) == 1):
+        if self._lasts("flat", step, compared and logs.get(FLAT) == 1, STEPS):
             logger.warning(
                 "All attempts at each task were worth the same in the last %d steps, so students do not learn: the "
                 "tasks are too easy or too hard for them (%s are solved), or `attempts_per_task` is too small.",
@@ -48,23 +57,21 @@ class Alarms(TrainerCallback):
                 "none" if math.isnan(rate) else f"{100 * rate:.0f} %",
             )
 
-    def _lasts(self, what: str, step: int, bad: bool) -> bool:
+    def _lasts(self, what: str, step: int, bad: bool, steps: int) -> bool:
         """Whether it has been bad for long enough, and nobody was told."""
         if what not in self._well:
             return False
         if not bad:
             self._well[what] = step
-        if step - self._well[what] < STEPS:
+        if step - self._well[what] < steps:
             return False
         del self._well[what]
         return True
 
 
-def _top(logs: dict[str, Any]) -> str:
-    """The most frequent reason of the logged step, as a sentence."""
-    counts = {key.removeprefix(REJECT): value for key, value in logs.items() if key.startswith(REJECT)}
-    reason = max(counts, key=lambda name: counts[name])
-    return (
-        f"Most were rejected for `{reason}` ({counts[reason]:.0f} of {sum(counts.values()):.0f} per step); "
-        "`rollouts/` shows what they wrote."
-    )
+def _name_reason(played: Played) -> str:
+    """The most frequent reason for rejects in a sentence, with the first of its details."""
+    rejects = [record for record in played.records if record["role"] == "teacher" and not record["valid"]]
+    ((reason, count),) = Counter(record["reject_reason"] for record in rejects).most_common(1)
+    detail = next((r["reject_detail"] for r in rejects if r["reject_reason"] == reason), "")
+    return f"{count} of {len(rejects)} were rejected for `{reason}`{f': {detail:.200}' if detail else ''}."

@@ -18,6 +18,7 @@ PHASES = ("match", "propose", "verify", "solve", "update")
 # With `play_ahead`: what an update waited for the next game, and, below 0, what of the phases passed beside the update
 # before. All of them together are the step's wall time.
 PHASES_AHEAD = ("wait", "hidden")
+REJECT = "verify/reject/"
 
 
 class PhaseClock:
@@ -75,7 +76,7 @@ def step_line(step: int, max_steps: int, logs: dict[str, Any]) -> str:
     """
     parts = [
         f"step {step:>{len(str(max_steps))}}/{max_steps}",
-        f"valid {_percent(logs.get('propose/valid_rate'))}",
+        f"valid {_percent(logs.get('propose/valid_rate'))}{_rejects(logs)}",
         f"solved {_percent(logs.get('solve/rate'))}",
         f"reward teacher {_number(logs.get('rewards/teacher_reward/mean'))}"
         f" student {_number(logs.get('rewards/student_reward/mean'))}",
@@ -85,6 +86,13 @@ def step_line(step: int, max_steps: int, logs: dict[str, Any]) -> str:
     phases = [*PHASES, *(phase for phase in PHASES_AHEAD if f"time/{phase}" in logs)]
     parts.append("s: " + " ".join(f"{phase} {logs.get(f'time/{phase}') or 0.0:.1f}" for phase in phases))
     return " | ".join(parts)
+
+
+def _rejects(logs: dict[str, Any]) -> str:
+    """The two most frequent reasons for rejects with their counts, if there was any."""
+    counts = {key.removeprefix(REJECT): logs[key] for key in logs if key.startswith(REJECT) and logs[key]}
+    most = sorted(counts, key=lambda reason: -counts[reason])[:2]
+    return f" ({', '.join(f'{reason} {counts[reason]:.0f}' for reason in most)})" if most else ""
 
 
 def evaluation_lines(step: int, max_steps: int, logs: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from trl_populora.files import write_json, written_whole
 from trl_populora.population.members import POPULATION_FILE
 from trl_populora.runs.lines import LINEAGE, METRICS, TIMES, read_lines, sort_of
 from trl_populora.step.played import Row
+from trl_populora.step.player import Messages
 from trl_populora.step.rollout import Game
 
 
@@ -71,7 +72,7 @@ def write_rollouts(
     Returns:
         `Path`: The file written. It appears whole or not at all.
     """
-    columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived")}
+    columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived", "reject_detail")}
     players = {(row.match, row.role): row.member for row in rows}
     other = {"teacher": "student", "student": "teacher"}
     table = pa.table(
@@ -82,7 +83,7 @@ def write_rollouts(
             "opponent": [players[row.match, other[row.role]] for row in rows],
             "reward": list(rewards),
             "advantage": list(advantages),
-            "prompt": [row.prompt[-1]["content"] for row in rows],
+            "prompt": [_text_of(row.prompt) for row in rows],
             "completion": [row.completion.text for row in rows],
             "completion_tokens": [len(row.completion.completion_ids) for row in rows],
         }
@@ -93,6 +94,13 @@ def write_rollouts(
     with written_whole(path) as unfinished:
         pq.write_table(table, unfinished, compression="zstd")
     return path
+
+
+def _text_of(prompt: Messages) -> str:
+    """A prompt of one turn as it is, a longer conversation with the role before each turn."""
+    if len(prompt) == 1:
+        return prompt[0]["content"]
+    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt)
 
 
 def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from trl_populora.tasks.fences import has_thinking
 class Row:
     """
     One training row. The fields up to `chance` are the columns that reward functions and records see; `dropped` counts
-    references that a proposal prompt had no room for.
+    references that a proposal prompt had no room for; `reject_detail` is `reject_reason` in a sentence.
     """
 
     role: str
@@ -30,6 +30,7 @@ class Row:
     chance: float = 0.0
     archived: bool = False
     dropped: int = 0
+    reject_detail: str = ""
     prompt: Messages = field(default_factory=list)
     completion: Completion = Completion([], [], "")
     group: str = ""
@@ -50,9 +51,9 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """What the other ranks need to know of it."""
-        return {name: getattr(self, name) for name in (*self.COLUMNS, "archived", "dropped", "group")} | {
-            "thinking": has_thinking(self.completion.text)
-        }
+        return {
+            name: getattr(self, name) for name in (*self.COLUMNS, "archived", "dropped", "reject_detail", "group")
+        } | {"thinking": has_thinking(self.completion.text)}
 
 
 @dataclass

@@ -15,8 +15,9 @@ from statistics import fmean
 from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.step.player import Messages
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind, checked
+from trl_populora.tasks.base import Attempt, Proposal, Refusal, Reject, Task, TaskKind, checked
 from trl_populora.tasks.control import THINK_TAGS, screen
+from trl_populora.tasks.templates import show_before
 
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ WAY_OUT = (
     "context."
 )
 _JOB = (Job, type(None))
+_REFUSED = (Reject, Refusal)
 GUESS_HEADROOM = 4.0  # a guess may take a quarter of the limit: nobody waits for those that run on
 
 
@@ -48,11 +50,12 @@ class Referee:
     Args:
         kinds (`Mapping[str, TaskKind]`): The run's task kinds, in rotation order.
         sandbox (`Runner`): Runs every program that a model wrote.
-        style (`str`): Prompt style, `"chat"` or `"compact"`.
+        style (`str`): Prompt style, `"turns"`, `"chat"` or `"compact"`.
         forbidden (`tuple[str, ...]`): Texts that no task may contain, see `tasks/control.py`.
         held_out (`Container[Task]`): Tasks that nobody may train on.
         room (`Callable`): How many tokens of the context a prompt leaves free beside the longest completion; below 0
             it does not fit.
+        shots (`int`): Solved tasks that students are shown before their own, of kinds that have some.
     """
 
     kinds: Mapping[str, TaskKind]
@@ -61,6 +64,14 @@ class Referee:
     forbidden: tuple[str, ...] = THINK_TAGS
     held_out: Container[Task] = ()
     room: Callable[[Messages], int] = lambda prompt: 0
+    shots: int = 0
+
+    def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
+        """Archived tasks that a proposing teacher is shown; a kind that writes no program needs the first of them."""
+        drawn = archive.sample(kind.reference_kinds, kind.reference_count(k), rng)
+        if self._shows_turns(kind) and not kind.writes_program:
+            drawn += archive.sample([kind.name], k, rng)
+        return drawn
 
     def proposal_prompt(self, kind: TaskKind, shown: Sequence[Task]) -> tuple[Messages, list[Task]]:
         """
@@ -74,8 +85,8 @@ class Referee:
         if self.room(prompt) >= 0:
             return prompt, kept
         # The longest go first, so that as many as possible stay. A kind that writes no program needs one to be about.
-        by_room = sorted(shown, key=lambda task: self.room(self._asked(kind, [task])))
-        for longest in by_room if kind.writes_program else by_room[:-1]:
+        spare = shown if kind.writes_program else shown[1:]
+        for longest in sorted(spare, key=lambda task: self.room(self._asked(kind, [task]))):
             kept.remove(longest)
             prompt = self._asked(kind, kept)
             if self.room(prompt) >= 0:
@@ -110,11 +121,29 @@ class Referee:
         ]
         return any(self.room(prompt) < 0 for prompt in prompts)
 
+    def _shows_turns(self, kind: TaskKind) -> bool:
+        """Whether references are turns in which a proposal was asked for and written."""
+        return self.style == "turns" and type(kind).write_proposal is not TaskKind.write_proposal
+
     def _asked(self, kind: TaskKind, shown: Sequence[Task]) -> Messages:
-        return checked(kind.name, "proposal_prompt", kind.proposal_prompt(shown, self.style), (list,))
+        def ask(references: Sequence[Task]) -> Messages:
+            return checked(kind.name, "proposal_prompt", kind.proposal_prompt(references, self.style), (list,))
+
+        if not self._shows_turns(kind):
+            return ask(shown)
+        about, examples = ([], shown) if kind.writes_program else (shown[:1], shown[1:])
+        written = [(task, text) for task in examples if (text := kind.write_proposal(task))]
+        subjects = [[] if kind.writes_program else [task] for task, _ in written]
+        return show_before([ask(subject) for subject in (*subjects, about)], [text for _, text in written])
 
     def _posed(self, task: Task) -> Messages:
-        return checked(task.kind, "solving_prompt", self.kinds[task.kind].solving_prompt(task, self.style), (list,))
+        kind = self.kinds[task.kind]
+        shots = [shot for shot in kind.shots[: self.shots] if shot.task.program != task.program]
+        asked = [
+            checked(task.kind, "solving_prompt", kind.solving_prompt(each, self.style), (list,))
+            for each in (*(shot.task for shot in shots), task)
+        ]
+        return show_before(asked, [shot.answer for shot in shots])
 
     def leave_out_long(self, archive: TaskArchive) -> None:
         """Takes tasks that do not fit out of an archive: given ones, or those of a run with shorter completions."""
@@ -135,7 +164,7 @@ class Referee:
         texts: Sequence[str],
         references: Sequence[Sequence[Task]],
         rng: random.Random,
-    ) -> list[Task | Reject]:
+    ) -> list[Task | Refusal]:
         """What each proposal is: a task, or the reason why not. Duplicates are not looked for."""
         proposals = [self._parse(*each) for each in zip(kinds, texts, references, strict=True)]
         verdicts = self._run(
@@ -144,25 +173,28 @@ class Referee:
         )
         return [self._accept(*each, rng) for each in zip(kinds, proposals, verdicts, strict=True)]
 
-    def _parse(self, kind: str, text: str, shown: Sequence[Task]) -> Proposal | Reject:
-        parsed = self.kinds[kind].parse_proposal(text, shown)
-        return screen(checked(kind, "parse_proposal", parsed, (Proposal, Reject)), self.forbidden)
+    def _parse(self, kind: str, text: str, shown: Sequence[Task]) -> Proposal | Refusal:
+        parsed = checked(kind, "parse_proposal", self.kinds[kind].parse_proposal(text, shown), (Proposal, *_REFUSED))
+        return screen(parsed if isinstance(parsed, Proposal) else Refusal.of(parsed), self.forbidden)
 
     def _accept(
-        self, kind: str, proposal: Proposal | Reject, verdict: Verdict | None, rng: random.Random
-    ) -> Task | Reject:
+        self, kind: str, proposal: Proposal | Refusal, verdict: Verdict | None, rng: random.Random
+    ) -> Task | Refusal:
         """What became of a proposal; its outputs are known only now."""
-        if isinstance(proposal, Reject):
+        if isinstance(proposal, Refusal):
             return proposal
-        accepted = self.kinds[kind].accept(proposal, verdict, rng)
-        outcome: Task | Reject = checked(kind, "accept", accepted, (Task, Reject))
+        accepted = checked(kind, "accept", self.kinds[kind].accept(proposal, verdict, rng), (Task, *_REFUSED))
+        outcome: Task | Refusal = accepted if isinstance(accepted, Task) else Refusal.of(accepted)
         if isinstance(outcome, Task) and outcome.kind != kind:
             raise ValueError(f"task kind {kind!r}: `accept` must return tasks of its own kind, got {outcome.kind!r}")
         outcome = screen(outcome, self.forbidden)
-        if isinstance(outcome, Reject):
+        if isinstance(outcome, Refusal):
             return outcome
-        too_long = Reject.TOO_LONG if self.is_too_long(outcome) else outcome
-        return Reject.HELD_OUT if outcome in self.held_out else too_long
+        if outcome in self.held_out:
+            return Refusal(Reject.HELD_OUT, "it asks what a held-out task asks")
+        if self.is_too_long(outcome):
+            return Refusal(Reject.TOO_LONG, "its prompt leaves no room for a completion")
+        return outcome
 
     def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Grade]:
         """What the answers are worth; equal answers to one task run once."""

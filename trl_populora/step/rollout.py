@@ -22,7 +22,7 @@ from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
 from trl_populora.step.rewards import guessed
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Reject, Task, measured
+from trl_populora.tasks.base import Refusal, Reject, Task, measured
 from trl_populora.tasks.complexity import PROGRAM_MEASURES
 
 
@@ -106,7 +106,7 @@ def _propose(
     for match in matches:
         for slot in range(game.player.rank * share, (game.player.rank + 1) * share):
             kind = kinds[(slot + done // game.iterations) % len(kinds)]
-            drawn = game.archive.sample(kind.reference_kinds, kind.reference_count(game.references), rng)
+            drawn = game.referee.draw_references(kind, game.archive, game.references, rng)
             prompt, shown = game.referee.proposal_prompt(kind, drawn)
             group, dropped = f"match {match.index}", len(drawn) - len(shown)
             rows.append(
@@ -125,7 +125,7 @@ def _complete(game: Game, rows: Sequence[Row]) -> None:
 
 def _verify(
     game: Game, rows: Sequence[Row], references: Sequence[Sequence[Task]], step: int, rng: random.Random
-) -> tuple[list[Task | Reject], list[Task]]:
+) -> tuple[list[Task | Refusal], list[Task]]:
     """
     Phase 3: the sandbox decides which proposals are tasks; a task that anyone proposed before is a duplicate.
 
@@ -133,7 +133,7 @@ def _verify(
         What became of this rank's proposals, and the accepted tasks of all ranks.
     """
     judged = game.referee.judge([row.kind for row in rows], [row.completion.text for row in rows], references, rng)
-    outcomes: list[Task | Reject] = [
+    outcomes: list[Task | Refusal] = [
         replace(outcome, author=row.member, step=step) if isinstance(outcome, Task) else outcome
         for row, outcome in zip(rows, judged, strict=True)
     ]
@@ -144,12 +144,13 @@ def _verify(
                 if game.archive.add(outcome):
                     fresh.append(outcome)
                 elif rank == game.player.rank:
-                    outcomes[index] = Reject.DUPLICATE
+                    outcomes[index] = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
     for row, outcome in zip(rows, outcomes, strict=True):
-        row.valid = isinstance(outcome, Task)
-        row.task_id = outcome.task_id if isinstance(outcome, Task) else ""
-        row.reject_reason = "" if isinstance(outcome, Task) else outcome.value
-        row.well_formed = outcome is not Reject.FORMAT
+        if isinstance(outcome, Task):
+            row.valid, row.task_id = True, outcome.task_id
+        else:
+            row.reject_reason, row.reject_detail = outcome.reason.value, outcome.detail
+        row.well_formed = row.reject_reason != Reject.FORMAT.value
     return outcomes, fresh
 
 
@@ -192,7 +193,9 @@ def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Se
     owners = [task for task in tasks for _ in range(game.attempts)]
     graded = game.referee.grade(owners, [row.completion.text for row in rows])
     for row, grade in zip(rows, graded, strict=True):
-        row.well_formed, row.correct, row.reject_reason = grade.attempt.well_formed, grade.right, grade.attempt.reason
+        read = grade.attempt
+        row.well_formed, row.correct, row.reject_reason = read.well_formed, grade.right, read.reason
+        row.reject_detail = read.detail
     valid = [slot for slot, proposal in enumerate(proposals) if proposal.valid]
     chances = dict(zip(valid, game.referee.chances([tasks[slot] for slot in valid]), strict=True))
     for slot, proposal in enumerate(proposals):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .archive import TaskArchive, load_seed_tasks
-from .base import STYLES, Attempt, Proposal, Reject, Task, TaskKind
+from .base import STYLES, Attempt, Proposal, Refusal, Reject, Shot, Task, TaskKind
 from .code_f import CodeF
 from .code_i import CodeI
 from .code_o import CodeO
@@ -22,7 +22,9 @@ __all__ = [
     "CodeI",
     "CodeO",
     "Proposal",
+    "Refusal",
     "Reject",
+    "Shot",
     "Task",
     "TaskArchive",
     "TaskKind",

@@ -253,8 +253,7 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
     Reads seed tasks, one JSON object per line.
 
     Args:
-        path (`str` or `Path`, *optional*): A file of the user's own; the 256 tasks that ship with the package by
-            default.
+        path (`str` or `Path`, *optional*): A file of the user's own; the 256 tasks of the embedded base by default.
 
     Raises:
         `ValueError`: If a line is no JSON object or a cell is broken; the message names file, line and column.

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from trl_populora.sandbox.jobs import Job, Verdict
 
 
-STYLES = ("chat", "compact")
+STYLES = ("turns", "chat", "compact")
+READINGS = ("tolerant", "strict")
 
 
 class Reject(str, Enum):
@@ -180,11 +181,34 @@ class Attempt:
         answer (`str`): Canonical text (code_o: the value, code_i: the argument tuple) or program (code_f); `""` if
             malformed.
         reason (`str`, *optional*, defaults to `""`): Value of a [`Reject`] when malformed.
+        detail (`str`, *optional*, defaults to `""`): The same in a sentence, for people.
     """
 
     well_formed: bool
     answer: str
     reason: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a proposal is no task, in a word for the metrics and in a sentence for people."""
+
+    reason: Reject
+    detail: str = ""
+
+    @classmethod
+    def of(cls, found: Reject | Refusal) -> Refusal:
+        """What a kind has answered, which may be the bare word."""
+        return found if isinstance(found, Refusal) else cls(found)
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A task that students are shown solved before their own, and the whole completion that solves it."""
+
+    task: Task
+    answer: str
 
 
 class TaskKind(ABC):
@@ -198,7 +222,8 @@ class TaskKind(ABC):
 
     name: str
     reference_kinds: tuple[str, ...] = ()
-    writes_program = True  # whether a proposal brings its program; if not, it needs a known one to be about
+    writes_program = True  # whether a proposal brings its program; if not, the first reference is what it is about
+    shots: tuple[Shot, ...] = ()  # what students may be shown solved, the most telling first
     measures: tuple[str, ...] = ()  # the keys of `complexity`, so that they are logged in every step
 
     def configure(self, settings: Any) -> None:  # noqa: B027 - most kinds of one's own need nothing
@@ -210,10 +235,22 @@ class TaskKind(ABC):
 
     @abstractmethod
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
-        """Chat messages that ask a teacher for one proposal. `style` is `"chat"` or `"compact"`."""
+        """
+        Chat messages that ask a teacher for one proposal.
+
+        `style` is `"turns"`, `"chat"` or `"compact"`. For `"turns"` a kind that has [`write_proposal`] gets no
+        references, or the one that the proposal is about: the others become turns of the conversation before.
+        """
+
+    def write_proposal(self, task: Task) -> str:
+        """
+        The completion that would have proposed a task; `""` for one that is not to be shown. A kind without this
+        method shows references within its prompt in every style.
+        """
+        return ""
 
     @abstractmethod
-    def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
+    def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal | Reject:
         """Reads a teacher's completion (without its end-of-turn token). Must never raise on any text."""
 
     @abstractmethod
@@ -221,7 +258,7 @@ class TaskKind(ABC):
         """What the sandbox must run to know whether the proposal is valid."""
 
     @abstractmethod
-    def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Reject:
+    def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal | Reject:
         """Turns a checked proposal into a task, or says why not."""
 
     @abstractmethod

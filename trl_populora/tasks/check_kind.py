@@ -18,7 +18,7 @@ from typing import Any
 from trl_populora.sandbox import Job, Runner
 
 from .archive import TaskArchive, read_task
-from .base import STYLES, Attempt, Proposal, Reject, Task, TaskKind, checked, measured
+from .base import STYLES, Attempt, Proposal, Refusal, Reject, Task, TaskKind, checked, measured
 
 
 TEXTS, RUNS, TRIED = (
@@ -122,13 +122,14 @@ class KindCheck:
             self.tell(method, f"must return messages with `role` and `content`, got {messages!r:.80}")
             return ""
 
-    def accepted(self, proposals: Sequence[Proposal]) -> list[Task | Reject | None]:
+    def accepted(self, proposals: Sequence[Proposal]) -> list[Task | Refusal | Reject | None]:
         """What becomes of proposals, each accepted twice: the same arguments must give the same task."""
         jobs = [self.call("check", (Job, type(None)), proposal) for proposal in proposals]
         verdicts = self._run(jobs)
-        outcomes: list[Task | Reject | None] = []
+        outcomes: list[Task | Refusal | Reject | None] = []
         for proposal, verdict in zip(proposals, verdicts, strict=True):
-            twice = [self.call("accept", (Task, Reject), proposal, verdict, random.Random(0)) for _ in range(2)]
+            wanted = Task, Reject, Refusal
+            twice = [self.call("accept", wanted, proposal, verdict, random.Random(0)) for _ in range(2)]
             if twice[0] != twice[1]:
                 self.tell("accept", f"gave {twice[0]!r:.80}, then {twice[1]!r:.80}", [proposal])
             outcomes.append(twice[0])
@@ -224,8 +225,9 @@ def _run_given(check: KindCheck, tasks: Sequence[Task]) -> None:
     """Runs given tasks as if they were proposed."""
     proposals = [Proposal(task.kind, task.program, task.inputs, task.message) for task in tasks]
     for number, (task, outcome) in enumerate(zip(tasks, check.accepted(proposals), strict=True), start=1):
-        if isinstance(outcome, Reject):
-            check.tell("accept", f"rejects given task {number} as `{outcome}`: {task.program!r:.80}")
+        if isinstance(outcome, (Refusal, Reject)):
+            reason = Refusal.of(outcome).reason
+            check.tell("accept", f"rejects given task {number} as `{reason}`: {task.program!r:.80}")
         elif outcome is not None and _pairs(outcome) != _pairs(task):
             check.tell("accept", f"finds other outputs than given task {number} has: {outcome.outputs!r:.80}")
 
@@ -234,7 +236,7 @@ def _try_proposals(check: KindCheck, texts: Sequence[str], references: Sequence[
     """Gives texts to `parse_proposal`; returns the tasks that came of them."""
     proposals = []
     for text in texts:
-        twice = [check.call("parse_proposal", (Proposal, Reject), text, references) for _ in range(2)]
+        twice = [check.call("parse_proposal", (Proposal, Reject, Refusal), text, references) for _ in range(2)]
         if twice[0] != twice[1]:
             check.tell("parse_proposal", f"gave {twice[0]!r:.80}, then {twice[1]!r:.80}", [text])
         if isinstance(twice[0], Proposal):

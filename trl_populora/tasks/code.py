@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trl_populora.sandbox import literals, values
 from trl_populora.sandbox.jobs import Job, Status, Verdict
 
 from . import complexity, templates
-from .base import Attempt, Proposal, Reject, Task, TaskKind
+from .base import Attempt, Proposal, Refusal, Reject, Task, TaskKind
 from .fences import FormatError, read_blocks
 from .programs import ProgramError, check_program
+from .reading import find_answer
+
+
+_CALL = re.compile(r"f\((.*)\)", re.DOTALL)
 
 
 class CodeKind(TaskKind):
@@ -30,11 +35,29 @@ class CodeKind(TaskKind):
     determinism_runs = 2  # paper: determinism is checked by running twice
     measures = complexity.PROGRAM_MEASURES
     cpu_headroom = 2.0  # a task needs half of the limit in CPU time: beside others the same run may need more
+    reading = "strict"  # or "tolerant"
+    instructions: Mapping[str, str] = templates.TURNS
 
     def configure(self, settings: Any) -> None:
         """A class that has set `determinism_runs` for itself keeps it."""
         if type(self).determinism_runs == CodeKind.determinism_runs:
             self.determinism_runs = settings.determinism_runs
+        self.reading = settings.reading or ("strict" if settings.prompt_style == "compact" else "tolerant")
+        self.instructions = templates.TURNS | (settings.prompt_texts or {})
+
+    def read_blocks(self, text: str, names: Sequence[str]) -> list[str]:
+        """Contents of the fenced blocks called `names`, read as configured."""
+        return (read_blocks if self.reading == "strict" else find_answer)(text, names)
+
+    def instruct(self, what: str, **numbers: int) -> str:
+        """The short instruction to `"propose"` or `"solve"`, or the user's own."""
+        text = self.instructions[f"{self.name}/{what}"]
+        return text.format(program_chars=self.max_program_chars, value_chars=self.max_value_chars, **numbers)
+
+    def in_full(self, what: str, style: str) -> bool:
+        """Whether an instruction is given with all rules: in the style `"chat"`, unless a user's own replaces it."""
+        name = f"{self.name}/{what}"
+        return style == "chat" and self.instructions[name] == templates.TURNS[name]
 
     def same(self, one: str, other: str) -> bool:
         """Whether two canonical texts are the same answer."""
@@ -48,12 +71,16 @@ class CodeKind(TaskKind):
         """Checks a program's size, syntax and `f`; returns it without trailing blank lines."""
         program = text.rstrip()
         if len(program) > self.max_program_chars:
-            raise ProgramError(Reject.OVERSIZED, f"program of {len(program)} characters")
+            raise ProgramError(
+                Reject.OVERSIZED, f"program of {len(program)} characters, at most {self.max_program_chars}"
+            )
         check_program(program)
         return program
 
     def read_arguments(self, text: str, max_chars: int) -> str:
         """Canonical text of an argument list, dicts in the order written; literals only."""
+        if self.reading == "tolerant" and (call := _CALL.fullmatch(text.strip())):
+            text = call[1]
         return self._read(literals.read_arguments, text, max_chars, ordered=True)
 
     def read_value(self, text: str, max_chars: int) -> str:
@@ -63,7 +90,7 @@ class CodeKind(TaskKind):
     def _read(self, reader: Callable[[str], Any], text: str, max_chars: int, ordered: bool = False) -> str:
         text = text.strip()
         if len(text) > max_chars:
-            raise ProgramError(Reject.OVERSIZED, f"{len(text)} characters")
+            raise ProgramError(Reject.OVERSIZED, f"value of {len(text)} characters, at most {max_chars}")
         try:
             return values.encode(reader(text), ordered=ordered)
         except ValueError as error:  # LiteralError, and values over the encoder's budgets
@@ -72,21 +99,22 @@ class CodeKind(TaskKind):
     def check(self, proposal: Proposal) -> Job:
         return Job(proposal.program, proposal.inputs, runs=self.determinism_runs, headroom=self.cpu_headroom)
 
-    def outputs_of(self, verdict: Verdict | None) -> tuple[str, ...] | Reject:
+    def outputs_of(self, verdict: Verdict | None) -> tuple[str, ...] | Refusal:
         """The verified outputs, or why there are none."""
         if verdict is None:
             raise ValueError("A code proposal is accepted on a verdict, got None: run `check(proposal)` first.")
         if verdict.status is not Status.OK:
-            return Reject(verdict.status.value)
-        if any(len(templates.literal(output)) > self.max_value_chars for output in verdict.outputs):
-            return Reject.OVERSIZED
+            return Refusal(Reject(verdict.status.value), verdict.reason)
+        longest = max(len(templates.literal(output)) for output in verdict.outputs)
+        if longest > self.max_value_chars:
+            return Refusal(Reject.OVERSIZED, f"output of {longest} characters, at most {self.max_value_chars}")
         return tuple(verdict.outputs)
 
     def complexity(self, task: Task) -> dict[str, float]:
         return complexity.measure(task.program)
 
     def malformed(self, error: FormatError | ProgramError) -> Attempt:
-        return Attempt(False, "", reason_of(error).value)
+        return Attempt(False, "", reason_of(error).value, str(error))
 
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         return None
@@ -96,7 +124,7 @@ class ProgramWithInput(CodeKind):
     """
     code_o and code_i: the proposal is a program and one input; the two differ in what the solver must find.
 
-    A subclass names the fence of the solver's answer (`answer_fence`) and its instruction (`instruction`).
+    A subclass names the fence of the solver's answer (`answer_fence`) and its instruction in full (`instruction`).
     """
 
     answer_fence: str
@@ -107,25 +135,30 @@ class ProgramWithInput(CodeKind):
         shown = [templates.reference_blocks(task) for task in references]
         if style == "compact":
             return templates.compact_turn(f"propose {self.name}", shown)
-        text = templates.PROPOSE_PROGRAM.format(
-            goal=templates.PROPOSE_GOAL[self.name],
-            program_chars=self.max_program_chars,
-            value_chars=self.max_value_chars,
-        )
+        text = self.instruct("propose")
+        if self.in_full("propose", style):
+            text = templates.PROPOSE_PROGRAM.format(
+                goal=templates.PROPOSE_GOAL[self.name],
+                program_chars=self.max_program_chars,
+                value_chars=self.max_value_chars,
+            )
         if shown:
             text = "\n\n".join([templates.REFERENCES, *shown, text])
         return templates.user_turn(text)
 
-    def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
+    def write_proposal(self, task: Task) -> str:
+        return templates.fenced(templates.program_block(task.program), templates.input_block(task.inputs[0]))
+
+    def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal:
         try:
-            program, given = read_blocks(text, ("python", "input"))
+            program, given = self.read_blocks(text, ("python", "input"))
             return Proposal(self.name, self.read_program(program), (self.read_arguments(given, self.max_value_chars),))
         except (FormatError, ProgramError) as error:
-            return reason_of(error)
+            return refuse(error)
 
-    def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Reject:
+    def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal:
         outputs = self.outputs_of(verdict)
-        if isinstance(outputs, Reject):
+        if isinstance(outputs, Refusal):
             return outputs
         return Task(self.name, proposal.program, proposal.inputs, outputs)
 
@@ -150,11 +183,13 @@ class ProgramWithInput(CodeKind):
         shown = templates.fenced(templates.program_block(task.program), self.given(task))
         if style == "compact":
             return templates.compact_turn(f"solve {self.name}", [shown])
-        return templates.user_turn(self.instruction.format(task=shown))
+        if self.in_full("solve", style):
+            return templates.user_turn(self.instruction.format(task=shown))
+        return templates.user_turn(f"{self.instruct('solve')}\n\n{shown}")
 
     def parse_attempt(self, text: str, task: Task) -> Attempt:
         try:
-            (written,) = read_blocks(text, (self.answer_fence,))
+            (written,) = self.read_blocks(text, (self.answer_fence,))
             return Attempt(True, self.read_answer(written))
         except (FormatError, ProgramError) as error:
             return self.malformed(error)
@@ -162,3 +197,7 @@ class ProgramWithInput(CodeKind):
 
 def reason_of(error: FormatError | ProgramError) -> Reject:
     return error.reason if isinstance(error, ProgramError) else Reject.FORMAT
+
+
+def refuse(error: FormatError | ProgramError) -> Refusal:
+    return Refusal(reason_of(error), str(error))

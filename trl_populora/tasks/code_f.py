@@ -9,10 +9,10 @@ from typing import Any
 from trl_populora.sandbox import values
 from trl_populora.sandbox.jobs import Gold, Job, Status, Verdict
 
-from . import templates
-from .base import Attempt, Proposal, Reject, Task
-from .code import CodeKind, reason_of
-from .fences import FormatError, read_blocks
+from . import shots, templates
+from .base import Attempt, Proposal, Refusal, Reject, Task
+from .code import CodeKind, refuse
+from .fences import FormatError
 from .programs import ProgramError, contains_program
 
 
@@ -33,6 +33,7 @@ class CodeF(CodeKind):
     name = "code_f"
     reference_kinds = ("code_o", "code_i")
     writes_program = False
+    shots = shots.CODE_F
     max_message_chars = 400  # one or two lines; as long as an output
     max_message_lines = 2
 
@@ -56,42 +57,71 @@ class CodeF(CodeKind):
         program = templates.fenced(templates.program_block(self._known_program(references)))
         if style == "compact":
             return templates.compact_turn(f"propose {self.name} {self.inputs_per_task}", [program])
-        text = templates.PROPOSE_INPUTS.format(
-            count=self.inputs_per_task,
-            value_chars=self.max_value_chars,
-            message_chars=self.max_message_chars,
-            task=program,
-        )
+        count, message_chars = self.inputs_per_task, self.max_message_chars
+        if self.in_full("propose", style):
+            text = templates.PROPOSE_INPUTS.format(
+                count=count, value_chars=self.max_value_chars, message_chars=message_chars, task=program
+            )
+        else:
+            text = f"{self.instruct('propose', count=count, message_chars=message_chars)}\n\n{program}"
         return templates.user_turn(text)
 
-    def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Reject:
+    def write_proposal(self, task: Task) -> str:
+        """Nothing for a task with another number of inputs than is asked for."""
+        if len(task.inputs) != self.inputs_per_task:
+            return ""
+        inputs = "\n".join(map(templates.arguments, task.inputs))
+        return templates.fenced(("inputs", inputs), ("message", task.message))
+
+    def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal:
         program = self._known_program(references)
         try:
-            written, message = read_blocks(text, ("inputs", "message"))
-            lines = written.strip("\n").split("\n")
-            message = message.strip()
-            if len(lines) != self.inputs_per_task or not all(map(str.strip, lines)) or not message:
-                return Reject.FORMAT
-            if message.count("\n") >= self.max_message_lines or len(message) > self.max_message_chars:
-                return Reject.OVERSIZED
-            inputs = tuple(self.read_arguments(line, self.max_value_chars) for line in lines)
+            written, message = self.read_blocks(text, ("inputs", "message"))
+            inputs = tuple(self.read_arguments(line, self.max_value_chars) for line in self._lines(written))
+            message = self._read_message(message)
         except (FormatError, ProgramError) as error:
-            return reason_of(error)
+            return refuse(error)
         if contains_program(message, program):
-            return Reject.LEAKED_PROGRAM
+            return Refusal(Reject.LEAKED_PROGRAM, "the message holds the program or its body")
         # Equal is what the solver's program would see: `1` and `True` are one input.
         decoded = [values.decode(text) for text in inputs]
         if any(values.equal(a, b) for i, a in enumerate(decoded) for b in decoded[:i]):
-            return Reject.DUPLICATE_INPUTS
+            return Refusal(Reject.DUPLICATE_INPUTS, "two of the inputs are equal")
         return Proposal(self.name, program, inputs, message)
 
-    def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Reject:
+    def _lines(self, written: str) -> list[str]:
+        """
+        The lines that hold an input each.
+
+        Raises:
+            `FormatError`: If there are fewer than wanted, or more or blank ones where reading is strict.
+        """
+        lines = written.strip("\n").split("\n")
+        if self.reading == "tolerant":
+            lines = [line for line in lines if line.strip()][: self.inputs_per_task]
+        if len(lines) != self.inputs_per_task or not all(map(str.strip, lines)):
+            raise FormatError(f"the block of inputs has {len(lines)} lines, not {self.inputs_per_task}")
+        return lines
+
+    def _read_message(self, message: str) -> str:
+        message = message.strip()
+        if not message:
+            raise FormatError("the message is empty")
+        if message.count("\n") >= self.max_message_lines or len(message) > self.max_message_chars:
+            raise ProgramError(
+                Reject.OVERSIZED,
+                f"message of {message.count(chr(10)) + 1} lines and {len(message)} characters, at most "
+                f"{self.max_message_lines} and {self.max_message_chars}",
+            )
+        return message
+
+    def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal:
         outputs = self.outputs_of(verdict)
-        if isinstance(outputs, Reject):
+        if isinstance(outputs, Refusal):
             return outputs
         first, *others = (values.decode(text) for text in outputs)
         if all(values.equal(first, other) for other in others):
-            return Reject.CONSTANT_OUTPUT
+            return Refusal(Reject.CONSTANT_OUTPUT, "all inputs give the same output")
         pairs = list(zip(proposal.inputs, outputs, strict=True))
         rng.shuffle(pairs)
         visible = len(pairs) // 2
@@ -105,12 +135,15 @@ class CodeF(CodeKind):
         shown = templates.fenced(("message", task.message), templates.examples_block(pairs))
         if style == "compact":
             return templates.compact_turn(f"solve {self.name}", [shown])
-        text = templates.SOLVE_PROGRAM.format(task=shown, program_chars=self.max_program_chars)
+        if self.in_full("solve", style):
+            text = templates.SOLVE_PROGRAM.format(task=shown, program_chars=self.max_program_chars)
+        else:
+            text = f"{self.instruct('solve')}\n\n{shown}"
         return templates.user_turn(text)
 
     def parse_attempt(self, text: str, task: Task) -> Attempt:
         try:
-            (program,) = read_blocks(text, ("python",))
+            (program,) = self.read_blocks(text, ("python",))
             return Attempt(True, self.read_program(program))
         except (FormatError, ProgramError) as error:
             return self.malformed(error)
@@ -138,8 +171,8 @@ class CodeF(CodeKind):
         return Gold(task.outputs[task.visible :])
 
     def _known_program(self, references: Sequence[Task]) -> str:
-        if len(references) != 1:
-            raise ValueError(f"code_f proposes for exactly one known program, got {len(references)} references.")
+        if not references:
+            raise ValueError("code_f proposes for a known program, got no reference.")
         return references[0].program
 
 

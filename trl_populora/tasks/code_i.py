@@ -7,7 +7,7 @@ import random
 from trl_populora.sandbox import values
 from trl_populora.sandbox.jobs import Job, Status, Verdict
 
-from . import templates
+from . import shots, templates
 from .base import Attempt, Task
 from .code import ProgramWithInput
 from .guesses import blind
@@ -23,6 +23,7 @@ class CodeI(ProgramWithInput):
     reference_kinds = ("code_i",)
     answer_fence = "input"
     instruction = templates.SOLVE_INPUT
+    shots = shots.CODE_I
 
     def given(self, task: Task) -> tuple[str, str]:
         return templates.output_block(task.outputs[0])

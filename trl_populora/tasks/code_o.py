@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trl_populora.sandbox.jobs import Verdict
 
-from . import templates
+from . import shots, templates
 from .base import Attempt, Task
 from .code import ProgramWithInput
 
@@ -16,6 +16,7 @@ class CodeO(ProgramWithInput):
     reference_kinds = ("code_o",)
     answer_fence = "output"
     instruction = templates.SOLVE_OUTPUT
+    shots = shots.CODE_O
 
     def given(self, task: Task) -> tuple[str, str]:
         return templates.input_block(task.inputs[0])

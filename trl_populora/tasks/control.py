@@ -11,7 +11,7 @@ from typing import Any
 
 from trl_populora.sandbox import values
 
-from .base import Proposal, Reject, Task
+from .base import Proposal, Refusal, Reject, Task
 
 
 THINK_TAGS = ("<think>", "</think>")
@@ -31,9 +31,11 @@ def control_texts(tokenizer: Any) -> tuple[str, ...]:
     return (*THINK_TAGS, *sorted(text for text in special - set(THINK_TAGS) if len(text.strip()) >= _SHORTEST))
 
 
-def screen(found: Proposal | Task | Reject, forbidden: Sequence[str]) -> Any:
-    """`found` itself, or the rejection of a proposal or task that holds one of the texts `forbidden`."""
-    return found if isinstance(found, Reject) or not control_text(found, forbidden) else Reject.CONTROL_TOKEN
+def screen(found: Proposal | Task | Refusal, forbidden: Sequence[str]) -> Any:
+    """`found` itself, or the refusal of a proposal or task that holds one of the texts `forbidden`."""
+    if isinstance(found, Refusal) or not (text := control_text(found, forbidden)):
+        return found
+    return Refusal(Reject.CONTROL_TOKEN, f"it holds {text!r}, which ends a turn or a thought")
 
 
 def control_text(found: Proposal | Task, forbidden: Sequence[str]) -> str:

@@ -12,14 +12,14 @@ import re
 from collections.abc import Sequence
 
 
-_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
-# Some chat templates end the prompt with the opening tag, so that a completion holds the closing tag alone.
+THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+# Texts that were read elsewhere may lack an opening tag that stood in the prompt.
 _LINE_CLOSE = re.compile(r"^[ \t]*</think>", re.MULTILINE)
 _FENCE = "```"
 
 
 class FormatError(ValueError):
-    """The text does not hold the expected blocks, each once, in order."""
+    """The text does not hold the expected blocks."""
 
 
 def strip_thinking(text: str) -> str:
@@ -35,17 +35,22 @@ def strip_thinking(text: str) -> str:
     if closings := list(_LINE_CLOSE.finditer(text)):
         return text[closings[-1].end() :]
     body = text.lstrip()
-    if not body.startswith(_THINK_OPEN):
+    if not body.startswith(THINK_OPEN):
         return text
     _, found, answer = body.partition(_THINK_CLOSE)
     if not found:
-        raise FormatError(f"the text opens {_THINK_OPEN} and never closes it")
+        raise FormatError(f"the text opens {THINK_OPEN} and never closes it")
     return answer
 
 
 def has_thinking(text: str) -> bool:
     """Whether the text works something out inside `<think>...</think>` before it answers."""
-    return text.lstrip().startswith(_THINK_OPEN) or _LINE_CLOSE.search(text) is not None
+    return text.lstrip().startswith(THINK_OPEN) or _LINE_CLOSE.search(text) is not None
+
+
+def opens_thinking(prompt: str) -> bool:
+    """Whether a prompt ends with the opening tag, as some chat templates have it: the completion begins inside."""
+    return prompt.rstrip().endswith(THINK_OPEN)
 
 
 def read_blocks(text: str, names: Sequence[str]) -> list[str]:

@@ -1,15 +1,17 @@
 """Every word the models are shown, in one place, and the fences that prompts, parsers and training data share.
 
-Two styles from one set of blocks (phase 2, propose, and phase 4, solve):
+Three styles from one set of blocks (phase 2, propose, and phase 4, solve):
 
+* `turns`: for instruction-tuned models of any size. A sentence or two of instruction; references are turns before, in
+  which the assistant has answered in exactly the format that is read. Small models follow what they have seen done.
+* `chat`: for large models. One user turn with the references, all rules, and the answer format in full.
 * `compact`: what the embedded tiny base is trained on, byte for byte. One user turn, its first line is role and kind.
-* `chat`: instructions for instruction-tuned models of 0.5B and up. The answer formats below are stated in full and are
-  exactly what the parsers enforce; a leading `<think>...</think>` is allowed and ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from trl_populora.sandbox import values
 
@@ -50,6 +52,22 @@ def f(...):
 ```input
 {_ARGUMENTS}
 ```"""
+
+TURNS = {
+    "code_o/propose": "Write one new short Python function `f` and one input for it. A reader will be shown both and "
+    "must work out what `f` returns.",
+    "code_i/propose": "Write one new short Python function `f` and one input for it. A reader will be shown the "
+    "function and what it returns, and must find the input.",
+    "code_f/propose": "Write {count} different inputs for this Python function, one per line, and a message that "
+    "hints at what it does. A reader will be shown some inputs with what the function returns, and the message, and "
+    "must write the function.",
+    "code_o/solve": "What does `f` return for this input? Work it out, then write the value in an ```output block.",
+    "code_i/solve": "For which input does `f` return this output? Work it out, then write the arguments in an "
+    "```input block.",
+    "code_f/solve": "Write a Python function `f` that does what the message and the examples say, in a ```python "
+    "block.",
+}
+_PLACEHOLDERS = ("count", "program_chars", "value_chars", "message_chars")
 
 PROPOSE_GOAL = {
     "code_o": "The programmer will see program and input, and must work out the output without running anything.",
@@ -170,6 +188,42 @@ def user_turn(content: str) -> list[dict[str, str]]:
 def compact_turn(first_line: str, blocks: Iterable[str]) -> list[dict[str, str]]:
     """The compact style: the first line, then the blocks; every line, the last included, ends in a newline."""
     return user_turn("".join(f"{line}\n" for line in (first_line, *blocks)))
+
+
+def check_texts(texts: Any) -> None:
+    """
+    Checks texts that replace instructions.
+
+    Raises:
+        `TypeError`: If they are no dict, or one is no text.
+        `ValueError`: If none has such a name, or it holds braces that name nothing.
+    """
+    if not isinstance(texts, Mapping):
+        raise TypeError(f"`prompt_texts` must be a dict of texts by name, got {texts!r:.80}.")
+    for name, text in texts.items():
+        if name not in TURNS:
+            raise ValueError(f"`prompt_texts` has the key {name!r}; the keys are {', '.join(TURNS)}.")
+        if not isinstance(text, str):
+            raise TypeError(f"`prompt_texts[{name!r}]` must be a text, got {text!r:.80}.")
+        try:
+            text.format(**dict.fromkeys(_PLACEHOLDERS, 1))
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"`prompt_texts[{name!r}]` has braces that name nothing ({error}). Known are "
+                f"{', '.join('{' + each + '}' for each in _PLACEHOLDERS)}; a brace itself is written twice."
+            ) from error
+
+
+def assistant_turn(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def show_before(asked: Sequence[list[dict[str, str]]], answers: Sequence[str]) -> list[dict[str, str]]:
+    """A conversation in which earlier questions are answered and the last one, which has no answer, is open."""
+    turns = []
+    for messages, answer in zip(asked, [*answers, None], strict=True):
+        turns += messages if answer is None else [*messages, assistant_turn(answer)]
+    return turns
 
 
 def check_style(style: str) -> None:

@@ -1,0 +1,127 @@
+"""How tasks are put to a base: the style that fits it, solved tasks before a student's own, and what its chat template
+takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from trl_populora.assets import resolve_model_path
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.step.held_out import HeldOut
+from trl_populora.step.player import Messages
+from trl_populora.step.referee import Referee
+from trl_populora.tasks.archive import TaskArchive
+
+
+FEW_PARAMETERS = 10**9  # below, solved examples teach a format better than a description of it does
+SHOTS = 3
+
+
+def choose_style(args: PopuLoRAConfig, model: str | PreTrainedModel) -> str:
+    """The configured prompt style, else `"compact"` for a base made by `recipes/make_tiny_base.py`, or `"turns"`."""
+    return args.prompt_style or str(_config_of(model, args).get("populora_prompt_style", "turns"))
+
+
+def _config_of(model: str | PreTrainedModel, args: PopuLoRAConfig) -> dict[str, Any]:
+    """
+    Raises:
+        `ValueError`: If there is no model by this name; says what is there instead.
+    """
+    if not isinstance(model, str):
+        return model.config.to_dict()
+    path, revision = resolve_model_path(model), (args.model_init_kwargs or {}).get("revision") or "main"
+    files = [Path(path)] if path.endswith(".gguf") else sorted(Path(path).glob("*.gguf"))
+    if files and not Path(path, "config.json").is_file():
+        raise ValueError(
+            f"`model={model!r}` is a GGUF file, which serves and does not train. Make an ordinary directory of it: "
+            f"`AutoModelForCausalLM.from_pretrained({str(files[0].parent)!r}, gguf_file={files[0].name!r})` reads it, "
+            "`recipes/get_smollm2.py` does the rest for one."
+        )
+    try:
+        return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
+    except OSError as error:
+        found = "a directory without config.json" if Path(path).is_dir() else "no directory here"
+        raise ValueError(
+            f"`model={model!r}` is {found}, and the Hub has no such model that can be reached "
+            f"({str(error).splitlines()[0]:.200}). Give a directory that `save_pretrained` wrote, or a Hub id."
+        ) from error
+
+
+def choose_shots(args: PopuLoRAConfig, base: PreTrainedModel) -> int:
+    """The configured number of solved tasks, else by the base's size; none in the style `"compact"`."""
+    if args.prompt_style == "compact":
+        return 0
+    if args.shots is not None:
+        return args.shots
+    # DeepSpeed leaves empty tensors of parameters that it has shared out.
+    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in base.parameters())
+    return SHOTS if size < FEW_PARAMETERS else 0
+
+
+def refuse_by_name(
+    tokenize: Callable[[Messages], list[int]], tokenizer: PreTrainedTokenizerBase
+) -> Callable[[Messages], list[int]]:
+    """
+    `tokenize`, whose errors say what a chat template refuses.
+
+    Raises:
+        `ValueError`: By what is returned, if the template takes no such conversation.
+    """
+
+    def tokenize_or_refuse(prompt: Messages) -> list[int]:
+        try:
+            return tokenize(prompt)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in prompt)
+            raise ValueError(
+                f"The chat template of {tokenizer.name_or_path!r} refuses a conversation of {roles} ({error}). "
+                "`prompt_style='chat'` with `shots=0` asks in a single user turn, or pass a tokenizer with another "
+                "`chat_template`."
+            ) from error
+
+    return tokenize_or_refuse
+
+
+def check_prompts(
+    referee: Referee,
+    archive: TaskArchive,
+    references: int,
+    held_out: HeldOut | None,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+) -> None:
+    """
+    Asks each kind for a proposal prompt once, and looks at the solved tasks that students will be shown.
+
+    Args:
+        referee ([`Referee`]): Its kinds and how much room there is.
+        archive ([`TaskArchive`]): References are drawn from it.
+        references (`int`): Archived tasks that a proposing teacher is shown.
+        held_out ([`HeldOut`] or `None`): Tasks that nobody may be shown solved.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Counts the tokens of an answer.
+        limit (`int` or `None`): Tokens of the longest completion.
+
+    Raises:
+        `ValueError`: If a prompt has no room or the chat template refuses it, a solved task is held out, or its answer
+            is longer than a completion may be.
+    """
+    for kind in referee.kinds.values():
+        referee.proposal_prompt(kind, referee.draw_references(kind, archive, references, random.Random(0)))
+        for shot in kind.shots[: referee.shots]:
+            if held_out is not None and shot.task in held_out:
+                raise ValueError(
+                    f"`eval_dataset` holds a task that students of {kind.name} are shown solved: "
+                    f"{shot.task.program!r:.200}. Take it out, or set `shots=0`."
+                )
+            longest = len(tokenizer.encode(shot.answer, add_special_tokens=False)) + 1
+            if limit is not None and longest > limit:
+                raise ValueError(
+                    f"`max_completion_length={limit}` is too short for answers of {kind.name}: one that students are "
+                    f"shown has {longest} tokens. Raise it, or set `shots=0`."
+                )
