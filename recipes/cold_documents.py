@@ -9,7 +9,7 @@ code_i are direct or worked out line by line (`execution_traces.py`), forwards: 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from execution_traces import trace
@@ -19,6 +19,7 @@ from tiny_scores import random_task
 from trl_populora.step.player import Messages
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import CodeF, CodeI, CodeO
+from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task, TaskKind
 from trl_populora.tasks.templates import arguments, fenced, input_block, output_block, program_block
 
@@ -51,7 +52,7 @@ class DocumentWriter:
 
     Args:
         referee ([`Referee`]): The run's: it writes the prompts, refuses what is held out, and accepts the answers.
-        tasks (`Sequence[Task]`): What is proposed, shown as references and answered.
+        archive ([`TaskArchive`]): What is proposed, shown as references and answered: none of it is held out.
         references (`int`): References of a proposal.
         fits (`Callable[[str], bool]`): Whether a completion of the run has room for an answer.
         rng (`random.Random`): The only source of randomness.
@@ -61,7 +62,7 @@ class DocumentWriter:
     """
 
     referee: Referee
-    tasks: Sequence[Task]
+    archive: TaskArchive
     references: int
     fits: Callable[[str], bool]
     rng: random.Random
@@ -72,7 +73,6 @@ class DocumentWriter:
                 f"`task_kinds` names {', '.join(unknown)}, and documents are written for {', '.join(ANSWERS)}. Leave "
                 "the others out of the cold start; its adapter starts a run with all of them."
             )
-        self.tasks = self._allowed(self.tasks)
 
     def write(self, count: int, worked: float, further: int) -> list[Document]:
         """
@@ -88,7 +88,7 @@ class DocumentWriter:
         kinds = list(self.referee.kinds.values())
         writer = DialogueWriter(self.rng)
         simple = [random_task(kinds[n % len(kinds)].name, self.rng.choice(LEVELS), writer) for n in range(further)]
-        known = [*self.tasks, *self._allowed(simple)]
+        known = [*self.archive, *(task for task in simple if task not in self.referee.held_out)]
         proposals = round(count * PROPOSALS / len(kinds))
         answers = round(count / len(kinds)) - proposals
         documents = []
@@ -102,9 +102,9 @@ class DocumentWriter:
 
     def proposals(self, kind: TaskKind, count: int) -> list[Document]:
         """Tasks of a kind as a teacher would propose them."""
-        drawn = self._draw(kind, self.tasks, count)
+        drawn = [task for task in self._draw(kind, self.archive, count) if kind.write_proposal(task)]
         asked = [self.referee.proposal_prompt(kind, self._shown(kind, task)) for task in drawn]
-        texts = [_proposed(task, kind) for task in drawn]
+        texts = [kind.write_proposal(task) for task in drawn]
         shown = [references for _, references in asked]
         judged = self.referee.judge([kind.name] * len(texts), texts, shown, self.rng)
         found = [
@@ -138,10 +138,7 @@ class DocumentWriter:
             for task, each in zip(tasks, traces, strict=True)
         ]
 
-    def _allowed(self, tasks: Sequence[Task]) -> list[Task]:
-        return [task for task in tasks if task not in self.referee.held_out]
-
-    def _draw(self, kind: TaskKind, tasks: Sequence[Task], count: int) -> list[Task]:
+    def _draw(self, kind: TaskKind, tasks: Iterable[Task], count: int) -> list[Task]:
         """Tasks of a kind, `DRAWN` times as many as are wanted; each comes once before any comes again."""
         pool = [task for task in tasks if task.kind == kind.name and not self.referee.is_too_long(task)]
         drawn: list[Task] = []
@@ -150,20 +147,12 @@ class DocumentWriter:
         return drawn[: DRAWN * count]
 
     def _shown(self, kind: TaskKind, task: Task) -> list[Task]:
-        """References of a proposal: other tasks, or the task whose program it is about."""
-        if not kind.writes_program:
-            return [task]
-        others = [each for each in self.tasks if each.kind in kind.reference_kinds and each.program != task.program]
-        return self.rng.sample(others, min(len(others), kind.reference_count(self.references)))
+        """References of a proposal as a run draws them: other tasks, behind the one that it is about if it is."""
+        drawn = self.referee.draw_references(kind, self.archive, self.references + 1, self.rng)
+        about = [] if kind.writes_program else [task]
+        others = [each for each in drawn[len(about) :] if each.program != task.program]
+        return about + others[: self.references]
 
 
 def _answer(tasks: list[Task]) -> list[str]:
     return [ANSWERS[task.kind](task) for task in tasks]
-
-
-def _proposed(task: Task, kind: TaskKind) -> str:
-    """A task as its teacher writes it."""
-    if isinstance(kind, CodeF):
-        inputs = "\n".join(map(arguments, task.inputs[: kind.inputs_per_task]))
-        return fenced(("inputs", inputs), ("message", task.message))
-    return fenced(program_block(task.program), input_block(task.inputs[0]))

@@ -43,6 +43,7 @@ from trl_populora.preparation import (
     prompt_room,
     trained_context,
 )
+from trl_populora.prompting import choose_style, refuse_by_name
 from trl_populora.tasks.fences import has_thinking
 
 
@@ -105,9 +106,9 @@ def write_documents(
         return args.max_completion_length is None or tokens < args.max_completion_length
 
     with referee.sandbox:
-        room = prompt_room(trained_context(base), args, lambda prompt: tokenize(tokenizer, [prompt], args)[0])
-        fit_into_context(referee, archive, held_out, room)
-        writer = DocumentWriter(referee, list(archive), args.references_per_proposal, fits, random.Random(args.seed))
+        tokenized = refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer)
+        fit_into_context(referee, archive, held_out, prompt_room(trained_context(base), args, tokenized))
+        writer = DocumentWriter(referee, archive, args.references_per_proposal, fits, random.Random(args.seed))
         documents = writer.write(recipe.documents, recipe.worked, recipe.further_tasks)
     found = Counter(document.name for document in documents)
     if missing := [name for kind in kinds for name in (f"propose {kind}", f"solve {kind}") if not found[name]]:
@@ -174,9 +175,10 @@ def main(arguments: list[str]) -> None:
     try:
         directory = adapter_directory(args, recipe.resume)
         check_output_dir(directory)
-        check_is_base(resolve_model_path(model.model_name_or_path or TINY), model.model_revision)
-        args.model_init_kwargs = base_options(model, args.model_init_kwargs)
-        base = load_base(model.model_name_or_path or TINY, args, get_quantization_config(model))
+        name, args.model_init_kwargs = model.model_name_or_path or TINY, base_options(model, args.model_init_kwargs)
+        check_is_base(resolve_model_path(name), model.model_revision)
+        args.prompt_style = choose_style(args, name)
+        base = load_base(name, args, get_quantization_config(model))
         tokenizer = load_tokenizer(base, None, args)
         documents = write_documents(recipe, args, base, tokenizer)
     except ValueError as error:
