@@ -86,9 +86,7 @@ class DocumentWriter:
         if not 0 <= worked <= 1:
             raise ValueError(f"`worked` is a share, between 0 and 1, got {worked}.")
         kinds = list(self.referee.kinds.values())
-        writer = DialogueWriter(self.rng)
-        simple = [random_task(kinds[n % len(kinds)].name, self.rng.choice(LEVELS), writer) for n in range(further)]
-        known = [*self.archive, *(task for task in simple if task not in self.referee.held_out)]
+        known = [*self.archive, *self.simple_tasks(further)]
         proposals = round(count * PROPOSALS / len(kinds))
         answers = round(count / len(kinds)) - proposals
         documents = []
@@ -99,6 +97,12 @@ class DocumentWriter:
             documents += self.answers(kind, known, answers - thought, _answer)
         self.rng.shuffle(documents)
         return documents
+
+    def simple_tasks(self, count: int) -> list[Task]:
+        """So many tasks of `tiny_programs.py`, less those that are held out."""
+        kinds, writer = list(self.referee.kinds), DialogueWriter(self.rng)
+        tasks = [random_task(kinds[n % len(kinds)], self.rng.choice(LEVELS), writer) for n in range(count)]
+        return [task for task in tasks if task not in self.referee.held_out]
 
     def proposals(self, kind: TaskKind, count: int) -> list[Document]:
         """Tasks of a kind as a teacher would propose them."""

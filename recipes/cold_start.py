@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cold_documents import Document, DocumentWriter
 from datasets import Dataset
@@ -69,21 +70,21 @@ class ColdStartArguments(TrainArguments):
     cold_start_rate: float = field(default=1e-3, metadata={"help": "Learning rate, falling to 0."})
 
 
-def adapter_directory(args: PopuLoRAConfig, resume: bool) -> str:
+def check_adapter_directory(directory: Any, resume: bool) -> None:
     """
-    Where the adapter goes.
+    Checks where the adapter goes: the run's `warm_start`.
 
     Raises:
-        `ValueError`: If the run's `warm_start` is no directory for one adapter, or has one.
+        `ValueError`: If that is no directory for one adapter, cannot be written to, or has one.
     """
-    if not isinstance(args.warm_start, str) or args.warm_start.lstrip().startswith(("{", "[")):
+    if not isinstance(directory, str) or directory.lstrip().startswith(("{", "[")):
         raise ValueError(
-            f"`warm_start` names the directory that gets the adapter, for all members, got {args.warm_start!r}. Give "
-            "`--warm_start runs/cold_start` here and to the run."
+            f"`warm_start` names the directory that gets the adapter of all members, got {directory!r}. Give "
+            "`--warm_start runs/cold_start`, here and to the run."
         )
-    if (Path(args.warm_start) / "adapter_config.json").exists() and not resume:
-        raise ValueError(f"{args.warm_start} holds an adapter already. Remove it, or name another `--warm_start`.")
-    return args.warm_start
+    if Path(directory, "adapter_config.json").exists() and not resume:
+        raise ValueError(f"{directory} holds an adapter already. Remove it, or name another `--warm_start`.")
+    check_output_dir(directory)
 
 
 def write_documents(
@@ -122,23 +123,22 @@ def write_documents(
     return documents
 
 
-def train_adapter(
+def make_trainer(
     documents: list[Document],
     recipe: ColdStartArguments,
     args: PopuLoRAConfig,
     lora: LoraConfig,
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Trains an adapter on the documents and saves it where the run's `warm_start` looks for it. Collective."""
-    directory = adapter_directory(args, recipe.resume)
+) -> SFTTrainer:
+    """What trains an adapter of the members' shape on the documents."""
     given = {"chat_template_kwargs": args.chat_template_kwargs} if args.chat_template_kwargs else {}
     rows = [
         {"prompt": each.prompt, "completion": [{"role": "assistant", "content": each.answer}], **given}
         for each in documents
     ]
     settings = SFTConfig(
-        directory,
+        args.warm_start,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=max(1, recipe.documents_per_step // args.world_size),
         num_train_epochs=1,
@@ -156,34 +156,47 @@ def train_adapter(
         save_steps=20,
         save_total_limit=1,
         report_to=[],
+        disable_tqdm=args.disable_tqdm,
     )
     set_seed(args.seed)
-    trainer = SFTTrainer(
+    return SFTTrainer(
         base, settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, peft_config=lora
     )
-    begun = recipe.resume and Path(directory).is_dir()
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(directory) if begun else None)
-    trainer.save_model()
+
+
+def prepare(recipe: ColdStartArguments, args: PopuLoRAConfig, model: MemberConfig) -> SFTTrainer:
+    """
+    Reads the base, writes the documents and makes the trainer.
+
+    Raises:
+        `ValueError`: If something cannot be used, with the way out.
+    """
+    check_adapter_directory(args.warm_start, recipe.resume)
+    name, args.model_init_kwargs = model.model_name_or_path or TINY, base_options(model, args.model_init_kwargs)
+    check_is_base(resolve_model_path(name), model.model_revision)
+    args.prompt_style = choose_style(args, name)
+    base = load_base(name, args, get_quantization_config(model))
+    tokenizer = load_tokenizer(base, None, args)
+    documents = write_documents(recipe, args, base, tokenizer)
+    return make_trainer(documents, recipe, args, member_lora(model), base, tokenizer)
+
+
+def parse(arguments: list[str]) -> tuple[ColdStartArguments, PopuLoRAConfig, MemberConfig]:
+    usage = "%(prog)s --config FILE.yaml [--option value ...]"
+    parser = TrlParser((ColdStartArguments, PopuLoRAConfig, MemberConfig), usage=usage)
+    group_options(parser, ColdStartArguments, PopuLoRAConfig)
+    return parser.parse_args_and_config(arguments)
 
 
 def main(arguments: list[str]) -> None:
-    parser = TrlParser(
-        (ColdStartArguments, PopuLoRAConfig, MemberConfig), usage="%(prog)s --config FILE.yaml [--option value ...]"
-    )
-    group_options(parser, ColdStartArguments, PopuLoRAConfig)
-    recipe, args, model = parser.parse_args_and_config(arguments)
+    recipe, args, model = parse(arguments)
     try:
-        directory = adapter_directory(args, recipe.resume)
-        check_output_dir(directory)
-        name, args.model_init_kwargs = model.model_name_or_path or TINY, base_options(model, args.model_init_kwargs)
-        check_is_base(resolve_model_path(name), model.model_revision)
-        args.prompt_style = choose_style(args, name)
-        base = load_base(name, args, get_quantization_config(model))
-        tokenizer = load_tokenizer(base, None, args)
-        documents = write_documents(recipe, args, base, tokenizer)
+        trainer = prepare(recipe, args, model)
     except ValueError as error:
         raise SystemExit(f"cold_start.py: {error}") from error
-    train_adapter(documents, recipe, args, member_lora(model), base, tokenizer)
+    directory = trainer.args.output_dir
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(directory) if recipe.resume else None)
+    trainer.save_model()
     print(f"The adapter is in {directory}; the run starts from it with `warm_start: {directory}`.")
 
 
