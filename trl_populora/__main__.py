@@ -112,14 +112,10 @@ def build_trainer(recipe, args, model):
 
     from trl_populora.assets import TINY, tiny_eval_tasks
     from trl_populora.given_tasks import read_tasks
-    from trl_populora.model_options import member_lora
+    from trl_populora.model_options import base_options, member_lora
     from trl_populora.populora_trainer import PopuLoRATrainer
 
-    args.model_init_kwargs = {
-        "dtype": model.dtype,
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-    } | (args.model_init_kwargs or {})
+    args.model_init_kwargs = base_options(model, args.model_init_kwargs)
     return PopuLoRATrainer(
         model=model.model_name_or_path or TINY,
         args=args,

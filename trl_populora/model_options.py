@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from peft import LoraConfig
 from trl import GRPOConfig, ModelConfig, get_peft_config
@@ -36,6 +38,16 @@ def member_lora(model: ModelConfig) -> LoraConfig:
     if lora.target_modules is None and lora.target_parameters is None:
         lora.target_modules = "all-linear"
     return lora
+
+
+def base_options(model: ModelConfig, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What `from_pretrained` is told about the base; options `given` as `model_init_kwargs` go first."""
+    told = {
+        "dtype": model.dtype,
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+    }
+    return told | dict(given or {})
 
 
 # Heading in `populora train --help`: the field of `PopuLoRAConfig` that its group starts with.

@@ -1,0 +1,162 @@
+"""
+What a base is shown before self-play: the run's own prompts, each with an answer that the run's referee accepts.
+
+Proposals are tasks that exist, as they would be written, with others of the run as references. Answers to code_o and
+code_i are direct or worked out line by line (`execution_traces.py`), forwards: for code_i an input is tried. Used by
+`cold_start.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from execution_traces import trace
+from tiny_documents import DialogueWriter
+from tiny_scores import random_task
+
+from trl_populora.step.player import Messages
+from trl_populora.step.referee import Referee
+from trl_populora.tasks import CodeF, CodeI, CodeO
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.base import Task, TaskKind
+from trl_populora.tasks.templates import arguments, fenced, input_block, output_block, program_block
+
+
+PROPOSALS = 0.4  # of all documents
+LEVELS = (1, 2, 3)  # of the simple tasks
+DRAWN = 3  # times as many are drawn as are wanted: some do not fit
+# What a worked answer begins with: parameters of code_o stand in the prompt, those of code_i are tried.
+OPENINGS = {CodeO.name: lambda task: [], CodeI.name: lambda task: [f"try {arguments(task.inputs[0])}"]}
+ANSWERS = {
+    CodeO.name: lambda task: fenced(output_block(task.outputs[0])),
+    CodeI.name: lambda task: fenced(input_block(task.inputs[0])),
+    CodeF.name: lambda task: fenced(program_block(task.program)),
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A prompt and the assistant's turn that follows; `name` is role and kind."""
+
+    name: str
+    prompt: Messages
+    answer: str
+
+
+@dataclass
+class DocumentWriter:
+    """
+    Writes documents of a run's kinds.
+
+    Args:
+        referee ([`Referee`]): The run's: it writes the prompts, refuses what is held out, and accepts the answers.
+        archive ([`TaskArchive`]): What is proposed, shown as references and answered: none of it is held out.
+        references (`int`): References of a proposal.
+        fits (`Callable[[str], bool]`): Whether a completion of the run has room for an answer.
+        rng (`random.Random`): The only source of randomness.
+
+    Raises:
+        `ValueError`: If the run plays a kind of a user's own.
+    """
+
+    referee: Referee
+    archive: TaskArchive
+    references: int
+    fits: Callable[[str], bool]
+    rng: random.Random
+
+    def __post_init__(self):
+        if unknown := [name for name in self.referee.kinds if name not in ANSWERS]:
+            raise ValueError(
+                f"`task_kinds` names {', '.join(unknown)}, and documents are written for {', '.join(ANSWERS)}. Leave "
+                "the others out of the cold start; its adapter starts a run with all of them."
+            )
+
+    def write(self, count: int, worked: float, further: int) -> list[Document]:
+        """
+        About `count` documents of all roles and kinds, in random order; fewer where few fit.
+
+        Args:
+            count (`int`): Documents.
+            worked (`float`): Share of the answers to code_o and code_i that are worked out.
+            further (`int`): Simple tasks of `tiny_programs.py` that are answered beside the run's.
+        """
+        if not 0 <= worked <= 1:
+            raise ValueError(f"`worked` is a share, between 0 and 1, got {worked}.")
+        kinds = list(self.referee.kinds.values())
+        known = [*self.archive, *self.simple_tasks(further)]
+        proposals = round(count * PROPOSALS / len(kinds))
+        answers = round(count / len(kinds)) - proposals
+        documents = []
+        for kind in kinds:
+            thought = round(answers * worked) if kind.name in OPENINGS else 0
+            documents += self.proposals(kind, proposals)
+            documents += self.answers(kind, known, thought, self._work_out)
+            documents += self.answers(kind, known, answers - thought, _answer)
+        self.rng.shuffle(documents)
+        return documents
+
+    def simple_tasks(self, count: int) -> list[Task]:
+        """So many tasks of `tiny_programs.py`, less those that are held out."""
+        kinds, writer = list(self.referee.kinds), DialogueWriter(self.rng)
+        tasks = [random_task(kinds[n % len(kinds)], self.rng.choice(LEVELS), writer) for n in range(count)]
+        return [task for task in tasks if task not in self.referee.held_out]
+
+    def proposals(self, kind: TaskKind, count: int) -> list[Document]:
+        """Tasks of a kind as a teacher would propose them."""
+        drawn = [task for task in self._draw(kind, self.archive, count) if kind.write_proposal(task)]
+        asked = [self.referee.proposal_prompt(kind, self._shown(kind, task)) for task in drawn]
+        texts = [kind.write_proposal(task) for task in drawn]
+        shown = [references for _, references in asked]
+        judged = self.referee.judge([kind.name] * len(texts), texts, shown, self.rng)
+        found = [
+            Document(f"propose {kind.name}", prompt, text)
+            for (prompt, _), text, outcome in zip(asked, texts, judged, strict=True)
+            if isinstance(outcome, Task) and self.fits(text)
+        ]
+        return found[:count]
+
+    def answers(
+        self, kind: TaskKind, tasks: Sequence[Task], count: int, write: Callable[[list[Task]], list[str]]
+    ) -> list[Document]:
+        """`count` answers to tasks of a kind that the referee calls right, if so many fit."""
+        drawn = self._draw(kind, tasks, count)
+        texts = write(drawn)
+        grades = self.referee.grade(drawn, texts)
+        found = [
+            Document(f"solve {kind.name}", self.referee.solving_prompt(task), text)
+            for task, text, grade in zip(drawn, texts, grades, strict=True)
+            if grade.right and self.fits(text)
+        ]
+        return found[:count]
+
+    def _work_out(self, tasks: list[Task]) -> list[str]:
+        """Worked answers; an empty text, which is no answer, where a program cannot be followed."""
+        traces = trace([(task.program, task.inputs[0]) for task in tasks], self.referee.sandbox)
+        return [
+            "\n".join(["<think>", *OPENINGS[task.kind](task), *each.lines, "</think>", _answer([task])[0]])
+            if each and each.output == task.outputs[0]
+            else ""
+            for task, each in zip(tasks, traces, strict=True)
+        ]
+
+    def _draw(self, kind: TaskKind, tasks: Iterable[Task], count: int) -> list[Task]:
+        """Tasks of a kind, `DRAWN` times as many as are wanted; each comes once before any comes again."""
+        pool = [task for task in tasks if task.kind == kind.name and not self.referee.is_too_long(task)]
+        drawn: list[Task] = []
+        while pool and len(drawn) < DRAWN * count:
+            drawn += self.rng.sample(pool, len(pool))
+        return drawn[: DRAWN * count]
+
+    def _shown(self, kind: TaskKind, task: Task) -> list[Task]:
+        """References of a proposal as a run draws them: other tasks, behind the one that it is about if it is."""
+        drawn = self.referee.draw_references(kind, self.archive, self.references + 1, self.rng)
+        about = [] if kind.writes_program else [task]
+        others = [each for each in drawn[len(about) :] if each.program != task.program]
+        return about + others[: self.references]
+
+
+def _answer(tasks: list[Task]) -> list[str]:
+    return [ANSWERS[task.kind](task) for task in tasks]

@@ -1,0 +1,204 @@
+"""Cold start: shows a base that is too small or too raw how its run is played, before self-play.
+
+    python recipes/cold_start.py --config recipes/SmolLM2-135M-Instruct/config_2t2s.yaml
+    python recipes/train_populora.py --config recipes/SmolLM2-135M-Instruct/config_2t2s.yaml
+
+Takes the settings of the run itself, so that prompts, kinds, tasks, limits and the adapter's shape are the run's, and
+leaves an ordinary LoRA adapter where the run's `warm_start` looks for it: all members start from it. TRL's
+`SFTTrainer` trains it on documents that `cold_documents.py` writes, on the assistant's last turn alone. A 135M takes
+about 15 minutes on two CPU cores; `--resume` goes on after an interruption. `--help` lists the options.
+
+What it leaves out: measuring what came of it. A run's first steps do, or its held-out tasks with `eval_on_start`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cold_documents import Document, DocumentWriter
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from trl import SFTConfig, SFTTrainer, TrlParser, get_quantization_config
+
+from trl_populora.__main__ import TrainArguments
+from trl_populora.adapters.checks import check_is_base
+from trl_populora.assets import TINY, resolve_model_path, tiny_eval_tasks
+from trl_populora.generation.plain import tokenize
+from trl_populora.given_tasks import load_archive, load_held_out, read_tasks
+from trl_populora.model_options import MemberConfig, base_options, group_options, member_lora
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.preparation import (
+    check_output_dir,
+    fit_into_context,
+    load_base,
+    load_tokenizer,
+    make_kinds,
+    make_referee,
+    prompt_room,
+    trained_context,
+)
+from trl_populora.prompting import choose_style, refuse_by_name
+from trl_populora.tasks.fences import has_thinking
+
+
+@dataclass
+class ColdStartArguments(TrainArguments):
+    """
+    What a cold start needs beside the settings of its run.
+
+    Args:
+        documents (`int`, *optional*, defaults to `640`): Proposals and answers that are shown, each once.
+        worked (`float`, *optional*, defaults to `0.5`): Share of the answers to code_o and code_i that are worked out
+            line by line before; the others are direct, and self-play finds out which are right more often.
+        further_tasks (`int`, *optional*, defaults to `256`): Simple tasks that `tiny_programs.py` makes, to be
+            answered beside those of the run.
+        documents_per_step (`int`, *optional*, defaults to `8`): Of one optimizer step.
+        cold_start_rate (`float`, *optional*, defaults to `1e-3`): Learning rate, falling to 0.
+    """
+
+    documents: int = field(default=640, metadata={"help": "Proposals and answers that are shown, each once."})
+    worked: float = field(default=0.5, metadata={"help": "Share of the code_o and code_i answers worked out."})
+    further_tasks: int = field(default=256, metadata={"help": "Simple tasks to be answered beside the run's."})
+    documents_per_step: int = field(default=8, metadata={"help": "Documents of one optimizer step."})
+    cold_start_rate: float = field(default=1e-3, metadata={"help": "Learning rate, falling to 0."})
+
+
+def check_adapter_directory(directory: Any, resume: bool) -> None:
+    """
+    Checks where the adapter goes: the run's `warm_start`.
+
+    Raises:
+        `ValueError`: If that is no directory for one adapter, cannot be written to, or has one.
+    """
+    if not isinstance(directory, str) or directory.lstrip().startswith(("{", "[")):
+        raise ValueError(
+            f"`warm_start` names the directory that gets the adapter of all members, got {directory!r}. Give "
+            "`--warm_start runs/cold_start`, here and to the run."
+        )
+    if Path(directory, "adapter_config.json").exists() and not resume:
+        raise ValueError(f"{directory} holds an adapter already. Remove it, or name another `--warm_start`.")
+    check_output_dir(directory)
+
+
+def write_documents(
+    recipe: ColdStartArguments, args: PopuLoRAConfig, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[Document]:
+    """
+    The documents of a run, the same for the same seed.
+
+    Raises:
+        `ValueError`: If none of some role and kind can be written.
+    """
+    kinds = make_kinds(args)
+    archive = load_archive(read_tasks(recipe.seed_tasks), kinds, args)
+    tables = read_tasks(tiny_eval_tasks() if recipe.eval_tasks == TINY else recipe.eval_tasks)
+    held_out = None if tables is None else load_held_out(tables, kinds, archive, args)
+    referee = make_referee(args, kinds, base, tokenizer, held_out)
+
+    def fits(answer: str) -> bool:
+        tokens = len(tokenizer.encode(answer, add_special_tokens=False))
+        return args.max_completion_length is None or tokens < args.max_completion_length
+
+    with referee.sandbox:
+        tokenized = refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer)
+        fit_into_context(referee, archive, held_out, prompt_room(trained_context(base), args, tokenized))
+        writer = DocumentWriter(referee, archive, args.references_per_proposal, fits, random.Random(args.seed))
+        documents = writer.write(recipe.documents, recipe.worked, recipe.further_tasks)
+    found = Counter(document.name for document in documents)
+    if missing := [name for kind in kinds for name in (f"propose {kind}", f"solve {kind}") if not found[name]]:
+        raise ValueError(
+            f"No document can be written for {', '.join(missing)}: there is no task of the kind, or none fits into "
+            f"`max_completion_length={args.max_completion_length}`. Add seed tasks or leave the kind out."
+        )
+    worked = sum(has_thinking(document.answer) for document in documents)
+    told = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+    print(f"{len(documents)} documents: {told}; {worked} answers are worked out.")
+    return documents
+
+
+def make_trainer(
+    documents: list[Document],
+    recipe: ColdStartArguments,
+    args: PopuLoRAConfig,
+    lora: LoraConfig,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> SFTTrainer:
+    """What trains an adapter of the members' shape on the documents."""
+    given = {"chat_template_kwargs": args.chat_template_kwargs} if args.chat_template_kwargs else {}
+    rows = [
+        {"prompt": each.prompt, "completion": [{"role": "assistant", "content": each.answer}], **given}
+        for each in documents
+    ]
+    settings = SFTConfig(
+        args.warm_start,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=max(1, recipe.documents_per_step // args.world_size),
+        num_train_epochs=1,
+        learning_rate=recipe.cold_start_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=5,
+        max_length=None,  # documents fit into the run's context
+        completion_only_loss=True,
+        gradient_checkpointing=args.gradient_checkpointing,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        use_cpu=args.use_cpu,
+        seed=args.seed,
+        logging_steps=5,
+        save_steps=20,
+        save_total_limit=1,
+        report_to=[],
+        disable_tqdm=args.disable_tqdm,
+    )
+    set_seed(args.seed)
+    return SFTTrainer(
+        base, settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, peft_config=lora
+    )
+
+
+def prepare(recipe: ColdStartArguments, args: PopuLoRAConfig, model: MemberConfig) -> SFTTrainer:
+    """
+    Reads the base, writes the documents and makes the trainer.
+
+    Raises:
+        `ValueError`: If something cannot be used, with the way out.
+    """
+    check_adapter_directory(args.warm_start, recipe.resume)
+    name, args.model_init_kwargs = model.model_name_or_path or TINY, base_options(model, args.model_init_kwargs)
+    check_is_base(resolve_model_path(name), model.model_revision)
+    args.prompt_style = choose_style(args, name)
+    base = load_base(name, args, get_quantization_config(model))
+    tokenizer = load_tokenizer(base, None, args)
+    documents = write_documents(recipe, args, base, tokenizer)
+    return make_trainer(documents, recipe, args, member_lora(model), base, tokenizer)
+
+
+def parse(arguments: list[str]) -> tuple[ColdStartArguments, PopuLoRAConfig, MemberConfig]:
+    usage = "%(prog)s --config FILE.yaml [--option value ...]"
+    parser = TrlParser((ColdStartArguments, PopuLoRAConfig, MemberConfig), usage=usage)
+    group_options(parser, ColdStartArguments, PopuLoRAConfig)
+    return parser.parse_args_and_config(arguments)
+
+
+def main(arguments: list[str]) -> None:
+    recipe, args, model = parse(arguments)
+    try:
+        trainer = prepare(recipe, args, model)
+    except ValueError as error:
+        raise SystemExit(f"cold_start.py: {error}") from error
+    directory = trainer.args.output_dir
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(directory) if recipe.resume else None)
+    trainer.save_model()
+    print(f"The adapter is in {directory}; the run starts from it with `warm_start: {directory}`.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,200 @@
+"""The cold start: documents in a run's own prompts, an adapter trained on them, a population that starts from it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import load_peft_weights
+from transformers import AutoTokenizer
+
+from tests.recipe_runs import save_qwen
+from tests.small_run import small_trainer
+from trl_populora.adapters.weights import adds_nothing, read_member
+from trl_populora.assets import tiny_base_path
+from trl_populora.given_tasks import built_in_tasks
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.preparation import make_kinds
+from trl_populora.sandbox import Sandbox
+from trl_populora.step.held_out import HeldOut
+from trl_populora.step.referee import Referee
+from trl_populora.tasks import TaskArchive
+from trl_populora.tasks.fences import has_thinking
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import cold_start  # noqa: E402
+from cold_documents import DocumentWriter  # noqa: E402
+
+
+KINDS = ["code_o", "code_i", "code_f"]
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=1) as one:
+        yield one
+
+
+def make_writer(sandbox, style: str, held_out=(), kinds=KINDS, longest: int = 2000) -> DocumentWriter:
+    count = 6 if style == "compact" else 10  # as the built-in code_f tasks have
+    args = PopuLoRAConfig("unused", task_kinds=kinds, prompt_style=style, inputs_per_function=count)
+    archive = TaskArchive()
+    for task in built_in_tasks(style):
+        archive.add(task)
+    referee = Referee(make_kinds(args), sandbox, style, held_out=held_out, shots=0 if style == "compact" else 2)
+    return DocumentWriter(referee, archive, 2, lambda answer: len(answer) <= longest, random.Random(0))
+
+
+@pytest.mark.parametrize("style", ["compact", "turns", "chat"])
+def test_all_roles_and_kinds_are_shown_in_the_runs_prompts_and_half_of_the_answers_worked(style, sandbox):
+    writer = make_writer(sandbox, style)
+    documents = writer.write(60, worked=0.5, further=12)
+    counts = {name: sum(each.name == name for each in documents) for name in {each.name for each in documents}}
+    assert counts == {f"propose {kind}": 8 for kind in KINDS} | {f"solve {kind}": 12 for kind in KINDS}
+    worked = [each.name for each in documents if has_thinking(each.answer)]
+    assert sorted(worked) == ["solve code_i"] * 6 + ["solve code_o"] * 6
+    assert all(each.prompt[-1]["role"] == "user" for each in documents)
+    if style == "turns":
+        assert {len(each.prompt) for each in documents} == {5}, "two references, or two solved tasks, as turns before"
+    posed = {json.dumps(writer.referee.solving_prompt(task)): task for task in writer.archive}
+    known = [(posed[text], each.answer) for each in documents if (text := json.dumps(each.prompt)) in posed]
+    assert len(known) > 12
+    assert all(grade.right for grade in writer.referee.grade(*zip(*known, strict=True)))
+
+
+def test_a_proposal_is_no_repetition_of_its_references(sandbox):
+    documents = make_writer(sandbox, "turns", kinds=["code_o", "code_i"]).write(100, worked=0, further=0)
+    proposals = [each for each in documents if each.name.startswith("propose")]
+    assert len(proposals) == 40
+    assert all(each.answer not in [turn["content"] for turn in each.prompt] for each in proposals)
+
+
+def test_what_a_completion_has_no_room_for_is_not_shown(sandbox):
+    documents = make_writer(sandbox, "turns", longest=150).write(60, worked=0.5, further=12)
+    assert documents
+    assert max(len(each.answer) for each in documents) <= 150
+
+
+def test_held_out_tasks_are_not_shown(sandbox):
+    """As the trainer tells them, by program and inputs, whatever the kind."""
+    simple = make_writer(sandbox, "compact").simple_tasks(60)
+    held_out = HeldOut({"": [replace(task, kind="code_o") for task in simple[::2]]}, 1, None, 0)
+    questions = {make_writer(sandbox, "compact").referee.solving_prompt(t)[-1]["content"] for t in simple[::2]}
+
+    def asked(*settings) -> set[str]:
+        documents = make_writer(sandbox, "compact", *settings).write(400, worked=0.5, further=60)
+        return {each.prompt[-1]["content"] for each in documents} & questions
+
+    assert len(asked()) > 10
+    assert asked(held_out) == set()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> str:
+    return save_qwen(tmp_path_factory.mktemp("qwen"))
+
+
+def arguments_of(directory: Path, **options) -> list[str]:
+    """A cold start of two steps of the embedded base."""
+    settings = {
+        "output_dir": directory / "run",
+        "warm_start": directory / "cold",
+        "documents": 16,
+        "further_tasks": 8,
+        "task_kinds": KINDS,
+        "inputs_per_function": 6,
+        "references_per_proposal": 1,
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_completion_length": 250,
+        "sandbox_workers": 1,
+        "disable_tqdm": True,
+    }
+    pairs = [(f"--{key}", value) for key, value in (settings | options).items() if value is not None]
+    return [str(text) for key, value in pairs for text in (key, *(value if isinstance(value, list) else [value]))]
+
+
+@pytest.mark.parametrize("base", ["tiny", "qwen"])
+def test_a_population_starts_from_the_adapter_in_both_roles(base, qwen, tmp_path):
+    name = qwen if base == "qwen" else "tiny"
+    longest = {"max_completion_length": 600} if base == "qwen" else {}  # it spells Python in the tiny base's tokens
+    cold_start.main(arguments_of(tmp_path, model_name_or_path=name, **longest))
+    adapter = load_peft_weights(str(tmp_path / "cold"), device="cpu")
+    assert any(value.abs().max() > 0 for key, value in adapter.items() if ".lora_B." in key), "two steps were taken"
+    trainer = small_trainer(
+        name,
+        output_dir=str(tmp_path / "run"),
+        warm_start=str(tmp_path / "cold"),
+        prompt_style=None,
+        inputs_per_function=6,
+        max_steps=1,
+    )
+    for member in trainer.population.names:
+        assert not adds_nothing(trainer.model, member)
+        held = read_member(trainer.model, member)
+        assert (
+            held.keys() == {key.removeprefix("base_model.model.") for key in adapter} or held.keys() == adapter.keys()
+        )
+        for key, value in held.items():
+            torch.testing.assert_close(value, adapter[key])
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_the_assistants_last_turn_alone_is_learned(tmp_path):
+    recipe, args, model = cold_start.parse(arguments_of(tmp_path, prompt_style="turns", max_completion_length=900))
+    trainer = cold_start.prepare(recipe, args, model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    learned = tokenizer.decode(batch["input_ids"][batch["labels"] != -100])
+    document = tokenizer.decode(batch["input_ids"][0])
+    assert document.count("assistant\n") > 1, "references or solved tasks are turns of the assistant, too"
+    answer = document.rpartition("assistant\n")[2]
+    assert learned.strip() == answer.strip()
+    assert learned.rstrip().endswith(tokenizer.eos_token), "where to stop is learned"
+
+
+def test_an_interrupted_cold_start_goes_on_to_the_same_adapter(tmp_path):
+    arguments = arguments_of(tmp_path, documents=22, documents_per_step=1)
+    cold_start.main(arguments)
+    adapter = tmp_path / "cold" / "adapter_model.safetensors"
+    whole = adapter.read_bytes()
+    shutil.rmtree(tmp_path / "cold" / "checkpoint-22")
+    adapter.unlink()
+    assert (tmp_path / "cold" / "checkpoint-20").is_dir()
+    cold_start.main([*arguments, "--resume", "true"])
+    assert adapter.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warm_start": None}, "`warm_start` names the directory that gets the adapter of all members, got None"),
+        ({"warm_start": '{"student": "sft"}'}, "`warm_start` names the directory"),
+        ({"worked": 1.5}, "`worked` is a share, between 0 and 1, got 1.5"),
+        ({"max_completion_length": 8}, "No document can be written for .*propose code_o"),
+        ({"task_kinds": ["recipes.arithmetic_kind:Arithmetic"]}, "`task_kinds` names arithmetic, and documents"),
+        ({"model_name_or_path": "no/such/model"}, "no/such/model"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_a_line(options, message, tmp_path):
+    with pytest.raises(SystemExit, match=f"(?s)^cold_start.py: .*{message}"):
+        cold_start.main(arguments_of(tmp_path, **options))
+
+
+def test_an_adapter_that_is_there_is_not_replaced(tmp_path):
+    (tmp_path / "cold").mkdir()
+    (tmp_path / "cold" / "adapter_config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="holds an adapter already"):
+        cold_start.main(arguments_of(tmp_path))
