@@ -13,9 +13,6 @@ from tests.without_extras import without_extras
 
 
 ROOT = Path(__file__).parent.parent
-# Ranks that part fail at the first collective that is not the same on all of them, and say which; otherwise they would
-# wait for each other until the launch's time is over.
-COMPARED = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 BACKENDS = {
     "ddp": ("cpu_ddp.yaml", "DistributedDataParallel", None),
     "zero2": ("cpu_zero2.yaml", "DeepSpeedEngine", 2),
@@ -28,7 +25,7 @@ def run_script(command: list[str], output: Path, extras: Collection[str] = (), f
     Runs a command in the new directory `output`, with these of the extras, returns its log, and raises with that if it
     fails unless asked.
     """
-    variables = COMPARED | {
+    variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import COMPARED
 from tests.without_extras import without_extras
 from trl_populora.runs.checkpoint import newest
 
@@ -33,7 +32,7 @@ def nodes(base, root) -> list[dict]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    variables = COMPARED | {
+    variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
