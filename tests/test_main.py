@@ -339,6 +339,9 @@ def test_of_processes_that_a_launcher_started_only_the_first_says_the_error(tmp_
     sentence = "populora train: `lines` must be few, got many."
     assert codes == [sentence, 1]
     assert [json.loads((tmp_path / rank / "error.json").read_text())["message"] for rank in "01"] == [sentence] * 2
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "0" / "error.json"))
+    with pytest.raises(SystemExit, match=sentence):
+        cli.main(["train"])
 
 
 @pytest.mark.slow

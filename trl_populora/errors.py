@@ -7,7 +7,6 @@ import json
 import os
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,10 +57,11 @@ def end_with(sentence: str) -> NoReturn:
     quotes each.
     """
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):
-            Path(error_file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
         try:
+            Path(error_file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
             Path(error_file).parent.with_name("told").touch(exist_ok=False)
         except FileExistsError:
             raise SystemExit(1) from None
+        except OSError:  # a full disk: rather too often than not at all
+            pass
     raise SystemExit(sentence)
