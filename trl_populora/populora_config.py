@@ -371,9 +371,7 @@ class PopuLoRAConfig(GRPOConfig):
         if self.teacher_scale == "running" and self.scale_rewards not in ("group", True):
             raise ValueError(f"`teacher_scale=running` scales, `scale_rewards={self.scale_rewards}` does not.")
         if self.teacher_beta and self.beta:
-            raise ValueError(
-                f"`teacher_beta={self.teacher_beta}` is for teachers alone: `beta={self.beta}` must be 0."
-            )
+            raise ValueError(f"`teacher_beta={self.teacher_beta}` is for teachers alone: leave `beta` at 0.")
         if self.max_steps <= 0:
             raise ValueError(
                 f"`max_steps` must be positive, got {self.max_steps}: the population writes its own tasks, so there "
