@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 
 from tests.adapter_models import make_base, make_population, make_rows, token_logps
 from tests.without_extras import without_extras
@@ -17,6 +17,7 @@ from trl_populora.adapters.weights import (
     read_member,
     reset_optimizer_state,
     save_member,
+    saved_step,
     transplant_optimizer_state,
     write_member,
 )
@@ -83,6 +84,16 @@ def test_saved_bytes_do_not_depend_on_the_hash_seed(tmp_path):
     files = sorted(path.name for path in (tmp_path / "1").iterdir())
     assert files == ["adapter_config.json", "adapter_model.safetensors"]
     assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "own" / name).read_bytes() for name in files)
+
+
+def test_a_saved_member_says_at_which_step_always_in_the_same_bytes(tmp_path):
+    model, directories = make_population(1)[0], [tmp_path / str(number) for number in range(20)]
+    for directory in directories:
+        save_member(model, "member_0", directory, step=6)
+    assert len({(directory / "adapter_model.safetensors").read_bytes() for directory in directories}) == 1
+    assert saved_step(directories[0]) == 6
+    loaded = load_peft_weights(str(directories[0]), device="cpu")
+    assert all(torch.equal(value, loaded[key]) for key, value in read_member(model, "member_0").items())
 
 
 def test_writing_refuses_wrong_keys_and_shapes_and_changes_nothing():

@@ -6,6 +6,7 @@ Every function is collective: under ZeRO and FSDP all ranks have to call it, in 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -277,7 +278,20 @@ def save_factors(
     # The same bytes as from tensors, in half the time.
     arrays = {key: value.numpy() for key, value in factors.items()}
     metadata = {"format": "pt"} | ({} if step is None else {STEP_KEY: str(step)})
-    save_file(arrays, directory / "adapter_model.safetensors", metadata=metadata)
+    path = directory / "adapter_model.safetensors"
+    save_file(arrays, path, metadata=metadata)
+    if len(metadata) > 1:
+        _sort_metadata(path)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Safetensors writes metadata in any order: same run, same bytes."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
 
 
 def saved_step(directory: str | Path) -> int | None:
