@@ -8,29 +8,36 @@ from types import SimpleNamespace
 import pytest
 
 from trl_populora.runs.alarms import STEPS, Alarms
+from trl_populora.step.played import Played
 
 
 ARGS = SimpleNamespace(student_baseline="group")
 WELL = {"propose/valid_rate": 0.5, "frac_reward_zero_std": 0.5, "solve/rate": 0.5}
-WELL |= {"verify/reject/format": 3.0, "verify/reject/timeout": 1.0}
+
+
+def reject(reason, detail=""):
+    return {"role": "teacher", "valid": False, "reject_reason": reason, "reject_detail": detail}
+
+
+REJECTS = [*[reject("format", "there is no ```input block")] * 3, reject("timeout")]
 
 
 def play(logs, args=ARGS, begin=0):
-    """Logs these steps one after the other."""
-    alarms = Alarms()
+    """Logs these steps one after the other; each was played with `REJECTS`."""
+    alarms = Alarms(lambda: Played([], REJECTS))
     alarms.on_train_begin(args, SimpleNamespace(is_world_process_zero=True, global_step=begin), None)
     for step, entry in enumerate(logs, begin + 1):
         state = SimpleNamespace(is_world_process_zero=True, global_step=step)
         alarms.on_log(args, state, None, logs=WELL | entry)
 
 
-def test_no_valid_task_for_long_is_told_once_with_the_reason(caplog):
-    play([{"propose/valid_rate": 0.0}] * (STEPS - 1) + [{}] + [{"propose/valid_rate": 0.0}] * (STEPS - 1))
+def test_the_first_step_without_a_valid_task_is_told_once_with_the_reason(caplog):
+    play([{}] * STEPS)
     assert not caplog.messages
-    play([{"propose/valid_rate": 0.0}] * 5 * STEPS, begin=7)
+    play([{}, *[{"propose/valid_rate": 0.0}] * 5], begin=7)
     (line,) = caplog.messages
-    assert f"No proposal was valid in the last {STEPS} steps" in line
-    assert "Most were rejected for `format` (3 of 4 per step)" in line
+    assert "No proposal of step 9 was valid" in line
+    assert "3 of 4 were rejected for `format`: there is no ```input block." in line
 
 
 @pytest.mark.parametrize("rate", [0.0, float("nan")])
@@ -54,7 +61,7 @@ def test_a_run_in_which_nothing_is_valid_says_so(random_base, make_args, lora, s
     monkeypatch.setattr("trl_populora.runs.alarms.STEPS", 2)
     trainer = PopuLoRATrainer(random_base, None, make_args(max_steps=3), train_dataset=seed_dataset, peft_config=lora)
     trainer.train()
-    told = [line for line in caplog.messages if "in the last 2 steps" in line]
-    assert len(told) == 2
-    assert re.search(r"No proposal was valid .*Most were rejected for `format` \(\d of 8 per step\)", told[0])
-    assert re.search(r"All attempts at each task were worth the same .*\(none are solved\)", told[1])
+    (rejects,) = (line for line in caplog.messages if "No proposal of step 1 was valid" in line)
+    assert re.search(r"\d of 8 were rejected for `format`: block 'python' is missing", rejects)
+    (flat,) = (line for line in caplog.messages if "in the last 2 steps" in line)
+    assert re.search(r"All attempts at each task were worth the same .*\(none are solved\)", flat)

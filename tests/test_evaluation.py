@@ -94,7 +94,7 @@ class TestCrossPlay:
         said = {"teacher_0": own, "teacher_1": proposal(f"# new\n{known.program}", "1"), "teacher_2": own}
         given = iter(PROPOSALS[1:])
 
-        def generate(prompts, members, seed=None):
+        def generate(prompts, members, seeds=None):
             texts = (said.get(member, "```output\n11\n```") for member in members)
             if members[0] == "teacher_2":
                 texts = [own, *given]

@@ -141,7 +141,7 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ),
         ({"teacher_scale": "batch"}, "`teacher_scale` must be one of step, running, got 'batch'"),
         ({"teacher_scale": "running", "scale_rewards": "none"}, "`teacher_scale=running` scales, `scale_rewards=none"),
-        ({"teacher_beta": 0.1, "beta": 0.04}, "`teacher_beta=0.1` is for teachers alone: leave `beta=0.04` at 0"),
+        ({"teacher_beta": 0.1, "beta": 0.04}, "`teacher_beta=0.1` is for teachers alone: leave `beta` at 0"),
         ({"teacher_beta": -0.1}, "`teacher_beta` must be at least 0, got -0.1"),
         (
             {"teacher_reward": "regret"},

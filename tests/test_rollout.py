@@ -355,7 +355,7 @@ class TestTwoStudentsPerTask:
 
     @pytest.fixture
     def played(self, sandbox, seed_tasks):
-        def generate(prompts, members, seed=None):
+        def generate(prompts, members, seeds=None):
             texts = [PROPOSALS[i % 4] if name == "teacher_0" else "0" for i, name in enumerate(members)]
             for i, (prompt, name) in enumerate(zip(prompts, members, strict=True)):
                 if name.startswith("student"):

@@ -289,7 +289,7 @@ def _vllm_player(
         temperature=args.temperature, max_tokens=args.max_completion_length, stop_token_ids=list(ends)
     )
 
-    def generate(prompts: list[Messages], names: Sequence[str], seed: int | None = None) -> list[Completion]:
+    def generate(prompts: list[Messages], names: Sequence[str], seeds: None = None) -> list[Completion]:
         ids = tokenize(tokenizer, prompts, args)
         outputs = engine.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
         written = [list(output.outputs[0].token_ids) for output in outputs]
