@@ -12,7 +12,7 @@ import pytest
 from tests.games import PROPOSALS, G, make_game, proposal, solve_by_plan
 from trl_populora.sandbox import Gold, Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
-from trl_populora.step.played import Row
+from trl_populora.step.played import Row, in_a_line
 from trl_populora.step.player import Completion
 from trl_populora.step.rewards import student_reward, teacher_reward
 from trl_populora.step.rollout import _rivals, play_step
@@ -43,6 +43,7 @@ class TestTruthTable:
         assert [row.valid for row in rows] == [True, True, True, False]
         assert [row.solve_rate for row in rows[:3]] == [1.0, 0.5, 0.0]
         assert rows[3].reject_reason == "error"
+        assert "ZeroDivisionError" in rows[3].reject_detail
         assert teacher_reward(**columns(rows)) == [0.0, 0.5, 0.0, -1.0]
 
     def test_attempts(self, played):
@@ -413,3 +414,8 @@ def test_replays_count_for_neither_pay_nor_ratings(sandbox, seed_tasks):
     assert len(other.rows) - len(one.rows) == 3 * G
     assert sum(row.archived for row in other.rows) == (1 + 3) * G, "one fills in for the invalid proposal"
     assert other.metrics["solve/rate"] == one.metrics["solve/rate"]
+
+
+def test_a_sentence_that_quotes_a_model_stays_in_a_line():
+    assert in_a_line("expected \x1b[2J\n'x'") == "expected  [2J 'x'"
+    assert len(in_a_line("a" * 10_000)) == 300

@@ -12,6 +12,14 @@ from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
 
 
+DETAIL_CHARS = 300
+
+
+def in_a_line(text: str) -> str:
+    """A sentence that may quote what a model wrote, so that it neither breaks a table nor commands a terminal."""
+    return "".join(each if each.isprintable() else " " for each in text[:DETAIL_CHARS])
+
+
 @dataclass
 class Row:
     """

@@ -17,7 +17,7 @@ from typing import Any
 
 from trl_populora.population.matchmaking import Match, Matchmaker
 from trl_populora.population.members import Population
-from trl_populora.step.played import Played, Row
+from trl_populora.step.played import Played, Row, in_a_line
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
 from trl_populora.step.rules import Rules, count_guessed
@@ -161,7 +161,7 @@ def _verify(
         if isinstance(outcome, Task):
             row.valid, row.task_id = True, outcome.task_id
         else:
-            row.reject_reason, row.reject_detail = outcome.reason.value, outcome.detail
+            row.reject_reason, row.reject_detail = outcome.reason.value, in_a_line(outcome.detail)
         row.well_formed = row.reject_reason != Reject.FORMAT.value
     return outcomes, fresh
 
@@ -253,7 +253,7 @@ def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Se
     for row, grade in zip(rows, graded, strict=True):
         read = grade.attempt
         row.well_formed, row.correct, row.reject_reason = read.well_formed, grade.right, read.reason
-        row.reject_detail = read.detail
+        row.reject_detail = in_a_line(read.detail)
     valid = [slot for slot, proposal in enumerate(proposals) if proposal.valid]
     chances = dict(zip(valid, game.referee.chances([tasks[slot] for slot in valid]), strict=True))
     for slot in range(len(tasks)):
