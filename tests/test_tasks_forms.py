@@ -156,6 +156,12 @@ TWO = "def g(a, b):\n    return a - b\n"
             body(CAUGHT.format("g(s)"), head="def g(a):\n    int(a)\n"),
             body(CAUGHT.format("g(s)"), head="def g(a):\n    float(a)\n"),
         ),
+        (body(CAUGHT.format("for _ in x: pass")), body(CAUGHT.format("pass"))),
+        (body(CAUGHT.format("import json.nothing")), body(CAUGHT.format("pass"))),
+        (
+            body(CAUGHT.format("g()"), head="def g():\n    x\n"),
+            body(CAUGHT.format("g()"), head="def g():\n    pass\n"),
+        ),
         # Names that something else says.
         (
             body("return P() < P()", head=ORDERED.format("__lt__")),

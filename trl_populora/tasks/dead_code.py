@@ -139,13 +139,15 @@ class DeadCode:
                 yield statement
 
     def _given(self, nodes: Sequence[ast.AST]) -> set[str]:
-        """Parameters of an `f` that only the sandbox calls: always there, plain data, never an iterator."""
+        """Parameters of an `f` that only the sandbox calls: always there in its body, plain data, no iterators."""
         functions = [node for node in self.tree.body if isinstance(node, ast.FunctionDef) and node.name == FUNCTION]
         called = any(isinstance(node, ast.Name) and node.id == FUNCTION for node in nodes)
         if called or self.bindings[FUNCTION] != 1 or len(functions) != 1 or functions[0].decorator_list:
             return set()
         declared = {name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
-        declared |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)}
+        body = {id(node) for statement in functions[0].body for node in ast.walk(statement)}
+        named = (node for node in nodes if isinstance(node, ast.Name))
+        declared |= {node.id for node in named if isinstance(node.ctx, ast.Del) or id(node) not in body}
         arguments = functions[0].args
         names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
         names = names[: len(names) - len(arguments.defaults)]
@@ -233,7 +235,8 @@ class DeadCode:
             return self._all_dead(statement) and self._is_silent(statement.test)
         if isinstance(statement, ast.For):
             unseen = self._is_unread(statement.target) and self._is_silent(statement.iter)
-            return unseen and self._all_dead(statement) and self._is_fresh(statement.iter)
+            sure = not self.careful or isinstance(statement.iter, (ast.List, ast.Tuple))
+            return unseen and sure and self._all_dead(statement) and self._is_fresh(statement.iter)
         return False
 
     def _all_dead(self, statement: ast.If | ast.For) -> bool:
@@ -248,7 +251,7 @@ class DeadCode:
             return False
         if isinstance(statement, ast.ImportFrom):
             return not self.careful and statement.module != "__future__"
-        return not self.careful or all(map(_is_quiet, statement.names))
+        return not self.careful or all(alias.name in _QUIET_MODULES for alias in statement.names)
 
     def _is_dead_function(self, function: ast.FunctionDef) -> bool:
         """Nobody calls it; its defaults and annotations are evaluated all the same."""
