@@ -265,7 +265,8 @@ def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Se
         if slot in chances:
             mistakes = (grade.said for grade in graded[tries] if grade.said and not grade.right)
             luck, proposal = count_guessed(mistakes) / game.attempts, proposals[slot]
-            proposal.rival = _mean([row.correct for row in group if row.member != group[0].member])
+            if rivals := [row.correct for row in group if row.member != group[0].member]:
+                proposal.rival = _mean(rivals)
             proposal.solve_rate, proposal.chance = rho, max(luck, chances[slot])
 
 
