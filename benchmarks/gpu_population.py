@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 import torch  # noqa: E402
-from budget import GIB, GPUS, SHAPES, Gpu, Rows, Shape, engines_of, memory, seconds  # noqa: E402
+from budget import GIB, GPUS, Gpu, Rows, Shape, engines_of, memory, seconds  # noqa: E402
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
 from trl import TrlParser, get_quantization_config  # noqa: E402
 
@@ -161,7 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         args, model = read(options.recipe, options, f"{directory}/run")
-        shape = SHAPES[model.model_name_or_path]
+        shape = Shape.of(model.model_name_or_path)
         print(f"{model.model_name_or_path}, random, {args.rows_per_step} rows a step", flush=True)
         if options.dry_run:
             shape = SMALL

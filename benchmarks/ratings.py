@@ -43,9 +43,10 @@ from scipy.stats import rankdata
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trl_populora.population.evolution import Breeding, newborn_rating, plan_births  # noqa: E402
-from trl_populora.population.matchmaking import BETA, Match, Matchmaker, student_share  # noqa: E402
+from trl_populora.population.matchmaking import BETA, Match, Matchmaker  # noqa: E402
 from trl_populora.population.members import PRIOR_SIGMA, ROLES, Population  # noqa: E402
 from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
+from trl_populora.step.rules import Outcome, student_share  # noqa: E402
 
 
 MEMBERS = 4  # of each role
@@ -135,7 +136,7 @@ class World:
         odds = ndtr(self.skill[match.student] - self.skill[match.teacher] + noise)
         rates = self.rng.binomial(self.cell.attempts, odds) / self.cell.attempts
         self.figures["unsolved"].append(float(np.mean(rates == 0)))
-        return [student_share(True, rate) for rate in rates]
+        return [student_share(Outcome("task", True, solve_rate=rate)) for rate in rates]
 
     def step(self) -> None:
         """Matches, ratings, drift; and how even the pairs are that met, beside all pairs and the best assignment."""

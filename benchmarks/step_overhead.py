@@ -110,8 +110,8 @@ class FixedLengthTrainer(PopuLoRATrainer):
         self.spent[phase] += self.clock() - start
         return result
 
-    def _generate_rows(self, prompts, members, seed=None):
-        rows = super()._generate_rows(prompts, members, seed)
+    def _generate_rows(self, prompts, members, seeds=None):
+        rows = super()._generate_rows(prompts, members, seeds)
         return [replace(row, text=self._read(row.completion_ids)) for row in rows]
 
     def _read(self, ids: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Memory and time of a GPU recipe, worked out on paper; nothing is loaded, downloaded or measured.
+"""Memory and time of a GPU recipe, worked out on paper: nothing of a base is read but its config.json.
 
     python recipes/budget.py recipes/Qwen2.5-0.5B-Instruct/config_2t2s.yaml --gpu RTX-4090
     python recipes/budget.py recipes/Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml --gpu A100-80GB --processes 8
@@ -7,9 +7,9 @@
 Prints what one GPU of the training node holds at its fullest moment, for prompts as they are at the start of a run and
 for the longest that the limits of the task kinds allow, then the room left for vLLM's cache, and the seconds of a
 step. Without vLLM the fullest moment is the update's or the generation's: what both hold stands first. Parameters are
-exact, and so are the bytes of a base in 4 bits (tests compare them with transformers, PEFT and bitsandbytes). Bytes
-that activations need were counted with saved-tensor hooks on one routed decoder layer under bf16 autocast. What is
-merely assumed is a constant with a name. `benchmarks/gpu.py` compares all of it with a GPU.
+exact but for the norms of some, and so are the bytes of a base in 4 bits (tests compare them with transformers, PEFT
+and bitsandbytes). Bytes that activations need were counted with saved-tensor hooks on one routed decoder layer under
+bf16 autocast. What is merely assumed is a constant with a name. `benchmarks/gpu.py` compares all of it with a GPU.
 
 What it leaves out: fragmentation beyond `RESERVE`, other engines than vLLM, pipeline and tensor parallelism.
 """
@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from transformers import Qwen2Config
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from trl import ModelConfig, TrlParser
 
 from trl_populora.__main__ import TrainArguments
+from trl_populora.assets import resolve_model_path
 from trl_populora.generation.decoding import READ_SHARE
 from trl_populora.model_options import MemberConfig
 from trl_populora.populora_config import PopuLoRAConfig
@@ -53,7 +55,10 @@ PROMPT_CHARS, SEED_REFERENCE_CHARS = 1300, 125
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's config.json on the Hub says."""
+    """
+    What a model's config.json says. `biases`: those of q, k and v; `head_size`: where it is not `hidden_size /
+    num_attention_heads`.
+    """
 
     hidden_size: int
     num_hidden_layers: int
@@ -62,28 +67,60 @@ class Shape:
     intermediate_size: int
     vocab_size: int
     tie_word_embeddings: bool
+    biases: bool = True
+    head_size: int | None = None
+
+    @classmethod
+    def of(cls, base: str) -> Shape:
+        """
+        Reads the config.json of a directory, or of a base on the Hub.
+
+        Raises:
+            `OSError`: If there is none.
+            `ValueError`: If it is of no dense decoder with a gated MLP in each layer, to which the sums below apply.
+        """
+        if base in SHAPES:
+            return SHAPES[base]
+        config = AutoConfig.from_pretrained(resolve_model_path(base)).get_text_config()
+        said = {each.name: getattr(config, each.name, None) for each in fields(cls)}
+        said["num_key_value_heads"] = said["num_key_value_heads"] or said["num_attention_heads"]
+        said["biases"] = getattr(config, "attention_bias", config.model_type == "qwen2")
+        said["head_size"] = getattr(config, "head_dim", None)
+        with torch.device("meta"):
+            counted = AutoModelForCausalLM.from_config(config).num_parameters()
+        if not all(said[name] for name in DIMENSIONS) or abs(cls(**said).parameters / counted - 1) > 1e-3:
+            raise ValueError(f"{base} is a {config.model_type}; this page knows dense decoders with gated MLPs only.")
+        return cls(**said)
+
+    @property
+    def head(self) -> int:
+        return self.head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_size(self) -> int:
+        return self.head * self.num_attention_heads
 
     @property
     def key_value_size(self) -> int:
-        return self.hidden_size // self.num_attention_heads * self.num_key_value_heads
+        return self.head * self.num_key_value_heads
 
     @property
     def parameters(self) -> int:
-        """All weights, with the biases of q, k and v and the norms."""
-        h, kv = self.hidden_size, self.key_value_size
-        layer = 2 * h * h + 2 * h * kv + 3 * h * self.intermediate_size + (h + 2 * kv) + 2 * h
-        return (1 if self.tie_word_embeddings else 2) * self.vocab_size * h + self.num_hidden_layers * layer + h
+        """All weights, with biases and the norms before attention, MLP and head."""
+        h, biases = self.hidden_size, (self.query_size + 2 * self.key_value_size) * self.biases
+        others = self.num_hidden_layers * (biases + 2 * h) + h
+        return (1 if self.tie_word_embeddings else 2) * self.vocab_size * h + self.linear_parameters + others
 
     def adapter_parameters(self, rank: int) -> int:
         """One LoRA adapter on all linear layers but the head."""
-        h, kv, i = self.hidden_size, self.key_value_size, self.intermediate_size
-        return self.num_hidden_layers * rank * (2 * (h + h) + 2 * (h + kv) + 3 * (h + i))
+        h, q, kv, i = self.hidden_size, self.query_size, self.key_value_size, self.intermediate_size
+        return self.num_hidden_layers * rank * (2 * (h + q) + 2 * (h + kv) + 3 * (h + i))
 
     @property
     def linear_parameters(self) -> int:
         """Weights of the linear layers but the head: those that bitsandbytes quantises."""
-        h, kv = self.hidden_size, self.key_value_size
-        return self.num_hidden_layers * (2 * h * h + 2 * h * kv + 3 * h * self.intermediate_size)
+        h, q, kv = self.hidden_size, self.query_size, self.key_value_size
+        return self.num_hidden_layers * (2 * h * q + 2 * h * kv + 3 * h * self.intermediate_size)
 
     def bytes(self, four_bits: bool = False, nested: bool = False) -> float:
         """
@@ -117,7 +154,8 @@ class Shape:
         return 12 * self.intermediate_size + 10 * self.hidden_size
 
 
-SHAPES = {
+DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+SHAPES = {  # known without a network
     "Qwen/Qwen2.5-0.5B-Instruct": Shape(896, 24, 14, 2, 4864, 151936, True),
     "Qwen/Qwen2.5-Coder-7B": Shape(3584, 28, 28, 4, 18944, 152064, False),
 }
@@ -187,7 +225,7 @@ class Budget:
 
     @property
     def fits(self) -> bool:
-        return self.on_one_gpu <= self.gpu_memory and self.cache_tokens > 0
+        return self.on_one_gpu <= self.gpu_memory and (self.cache_tokens > 0 or not self.engine)
 
 
 def prompt_tokens(references: int, longest: bool) -> int:
@@ -266,7 +304,7 @@ def levers(args: PopuLoRAConfig, shape: Shape, like: Rows) -> dict[str, float]:
     `step/forwards.py`, benchmarks/RESULTS.md).
     """
     prompt, completion = like.prompt, like.completion
-    pair = pair_cost(Qwen2Config(**vars(shape)))
+    pair = pair_cost(Qwen2Config(**vars(shape), head_dim=shape.head))
     room = args.per_device_train_batch_size * (prompt + args.max_completion_length)
     parts = math.ceil(args.attempts_per_task * completion / (room - prompt))  # of a group, each in a micro-batch
 
@@ -333,8 +371,11 @@ def main() -> None:
     parser.add_argument("--gpu", choices=GPUS, default="A100-80GB")
     parser.add_argument("--processes", type=int, default=1, help="GPUs that train, under ZeRO-2 if more than one")
     options = parser.parse_args()
-    args, model = read_recipe(options.recipe)
-    shape, gpu = SHAPES[model.model_name_or_path], GPUS[options.gpu]
+    try:
+        args, model = read_recipe(options.recipe)
+        shape, gpu = Shape.of(model.model_name_or_path), GPUS[options.gpu]
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"budget.py: {error}") from error
     rows = [Rows.of(args, longest) for longest in (False, True)]
     columns = [memory(args, model, shape, gpu, options.processes, like.prompt) for like in rows]
     print(f"{model.model_name_or_path}: {shape.parameters / 1e6:.0f} M parameters, ", end="")

@@ -31,6 +31,7 @@ from trl_populora.__main__ import TrainArguments
 from trl_populora.adapters.checks import check_is_base
 from trl_populora.assets import TINY, resolve_model_path, tiny_eval_tasks
 from trl_populora.generation.plain import tokenize
+from trl_populora.generation.prompting import choose_style, refuse_by_name
 from trl_populora.given_tasks import load_archive, load_held_out, read_tasks
 from trl_populora.model_options import MemberConfig, base_options, group_options, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
@@ -41,10 +42,8 @@ from trl_populora.preparation import (
     load_tokenizer,
     make_kinds,
     make_referee,
-    prompt_room,
-    trained_context,
 )
-from trl_populora.prompting import choose_style, refuse_by_name
+from trl_populora.step.room import prompt_room, trained_context
 from trl_populora.tasks.fences import has_thinking
 
 
@@ -108,7 +107,8 @@ def write_documents(
 
     with referee.sandbox:
         tokenized = refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer)
-        fit_into_context(referee, archive, held_out, prompt_room(trained_context(base), args, tokenized))
+        room = prompt_room(trained_context(base), args.max_completion_length or 1, tokenized)
+        fit_into_context(referee, archive, held_out, room)
         writer = DocumentWriter(referee, archive, args.references_per_proposal, fits, random.Random(args.seed))
         documents = writer.write(recipe.documents, recipe.worked, recipe.further_tasks)
     found = Counter(document.name for document in documents)

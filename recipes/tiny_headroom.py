@@ -17,6 +17,7 @@ import argparse
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -35,6 +36,7 @@ from trl_populora.report.load import load_evaluations
 from trl_populora.report.plots import plot_run
 from trl_populora.runs.checkpoint import newest
 from trl_populora.sandbox import Sandbox
+from trl_populora.step.rules import Answer
 from trl_populora.tasks import load_seed_tasks
 
 
@@ -42,14 +44,10 @@ CONFIG = Path(__file__).parent / "tiny" / "config_2t2s.yaml"
 MEASURES = ("solve_rate", "code_o/solve_rate", "code_i/solve_rate", "code_f/solve_rate", "thinking_rate")
 
 
-def coin(seed: int) -> Callable[..., list[float | None]]:
+def coin(seed: int) -> Callable[[Answer], float]:
     """A student's reward that says nothing: right or wrong with equal chances."""
     rng = random.Random(f"coin {seed}")
-
-    def random_student_reward(role: list[str], **columns) -> list[float | None]:
-        return [rng.choice((1.0, -0.5)) if each == "student" else None for each in role]
-
-    return random_student_reward
+    return lambda answer: rng.choice((1.0, -0.5))
 
 
 def build(run: Path, seed: int, options: list[str], config: Path = CONFIG) -> PopuLoRATrainer:
@@ -64,7 +62,7 @@ def train(run: Path, seed: int, random_rewards: bool, options: list[str], config
     """Trains one run to its end, from its newest checkpoint if there is one."""
     trainer = build(run, seed, options, config)
     if random_rewards:
-        trainer.reward_funcs[1] = coin(seed)
+        trainer.game.rules = replace(trainer.game.rules, student_reward=coin(seed))
     trainer.train(resume_from_checkpoint=newest(str(run)))
     trainer.save_state()
     trainer.save_model()

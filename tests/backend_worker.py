@@ -163,12 +163,19 @@ def replace(base: str, output: str) -> dict:
 
 
 class Notes(TrainerCallback):
-    """All members after every step, as read and as live; added after the evolution callback, so it sees children."""
+    """All members between the steps, as read and as live; added after the evolution callback, so it sees children."""
 
     def __init__(self, trainer: PopuLoRATrainer):
         self.trainer, self.steps, self.rates = trainer, [], []
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step:
+            self.note()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.note()
+
+    def note(self) -> None:
         model, names = self.trainer.model_wrapped, self.trainer.population.names
         self.steps.append({name: (read_member(model, name), live_member(model, name)) for name in names})
         self.rates.append({group["member"]: group["lr"] for group in self.trainer.optimizer.param_groups})

@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.small_run import QUIET
 from trl_populora.step.played import Played, Row
 from trl_populora.step.player import Completion
-from trl_populora.step.rewards import student_reward, teacher_reward
+from trl_populora.step.rules import Rules
 
 
 TEACHERS, STUDENTS, PROPOSALS, ATTEMPTS = 4, 4, 4, 2
@@ -29,6 +29,7 @@ SETTINGS = QUIET | {
     "max_steps": 3,
     "max_completion_length": 12,
     "logging_steps": 1,
+    "ddp_timeout": 180,  # seconds that ranks wait for one that went another way
 }
 # A population's trainer gets these beside.
 POPULATION = SETTINGS | {
@@ -69,8 +70,8 @@ def _tokens(rng: random.Random) -> list[int]:
 
 
 def reward_of(row: Row) -> float:
-    columns = {name: [getattr(row, name)] for name in Row.COLUMNS}
-    return (teacher_reward if row.role == "teacher" else student_reward)(**columns)[0]
+    rules = Rules()
+    return rules.teacher_reward(row.outcome) if row.role == "teacher" else rules.student_reward(row.answer)
 
 
 def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
@@ -80,6 +81,8 @@ def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
     def play(prompts: list, _) -> dict[str, list]:
         rows = rows_of(trainer.state.global_step)
         shares = [[row for row in rows if int(row.group[-1]) % world == other] for other in range(world)]
+        for row in rows:
+            row.pay = reward_of(row)
         mine = shares[rank]
         assert len(mine) == len(prompts)
         trainer.played = Played(mine, [row.record() for share in shares for row in share])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
 from trl_populora.step.player import Completion, Player
@@ -37,7 +42,7 @@ def make_game(
     for task in seed_tasks:
         archive.add(task)
 
-    def by_script(prompts, members, seed=None):
+    def by_script(prompts, members, seeds=None):
         counts: dict[str, int] = {}
         completions = []
         for prompt, member in zip(prompts, members, strict=True):
@@ -60,6 +65,44 @@ def make_game(
         "seed": 0,
     }
     return Game(**(defaults | settings))
+
+
+class Ranks:
+    """
+    Threads in the place of processes, which ask one server together as TRL's ranks do.
+
+    What it says to a prompt is `say(prompt, member, seed, before)`: `before` of these three were asked before in the
+    same call. `parts` has for each call how many rows each rank asked for.
+    """
+
+    def __init__(self, world: int, say: Callable[..., str]):
+        self.world, self.say = world, say
+        self.given, self.met = [None] * world, threading.Barrier(world, timeout=30)
+        self.parts: set[tuple[int, ...]] = set()
+
+    def gather(self, rank: int, value: Any) -> list:
+        self.given[rank] = value
+        self.met.wait()
+        values = list(self.given)
+        self.met.wait()
+        return values
+
+    def player(self, rank: int) -> Player:
+        def generate(prompts, members, seeds=None):
+            asked = [prompt[0]["content"] for prompt in prompts], members, seeds or [None] * len(prompts)
+            parts = self.gather(rank, [*zip(*asked, strict=True)])
+            self.parts.add(tuple(map(len, parts)))
+            rows = [row for part in parts for row in part]
+            said = [self.say(*row, rows[:place].count(row)) for place, row in enumerate(rows)]
+            mine = said[rank * len(prompts) : (rank + 1) * len(prompts)]  # as TRL cuts what comes back
+            return [Completion([1], [2], text) for text in mine]
+
+        return Player(generate, lambda value: self.gather(rank, value), rank, self.world)
+
+    def run(self, work: Callable[[Player], Any]) -> list:
+        """What every rank returns of some work."""
+        with ThreadPoolExecutor(self.world) as pool:
+            return [*pool.map(work, map(self.player, range(self.world)))]
 
 
 # Four proposals, in order: solved by all, by half, by none, and one that does not run.

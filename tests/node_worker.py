@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from accelerate import PartialState
+from transformers import TrainerCallback
 
 from tests.populora_run import make_trainer, state_of
 
@@ -24,11 +25,22 @@ SAVING = {"save_steps": 2, "max_steps": 4}
 EACH = {"save_on_each_node": True}
 
 
-def run(base: str, directory: Path, resume: bool = False, absent: int | None = None, **settings) -> dict:
-    """Trains, from the newest checkpoint if `resume`; the rank `absent` does not come."""
+class NotRefused(TrainerCallback):
+    """Ends a run that should have been refused before the nodes part over their files and wait for each other."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        raise RuntimeError("the run was not refused")
+
+
+def run(
+    base: str, directory: Path, resume: bool = False, absent: int | None = None, wrong: bool = False, **settings
+) -> dict:
+    """Trains, from the newest checkpoint if `resume`; the rank `absent` does not come; a `wrong` run is refused."""
     trainer = make_trainer(base, str(directory), {"lr_scheduler_type": "constant"} | settings)
     assert trainer.accelerator.num_processes == 2, trainer.accelerator.num_processes
     assert trainer.args.local_process_index == 0, trainer.args.local_process_index
+    if wrong:
+        trainer.add_callback(NotRefused())
     if absent is not None:
         trainer.args.ddp_timeout = 3
     if trainer.args.process_index == absent:
@@ -52,7 +64,8 @@ def copy_of(run: Path, name: str) -> Path:
 
 def main(base: str, own: Path, common: Path) -> None:
     gc.freeze()  # every training collects once, through all that was imported if it may
-    told = {"apart": run(base, own / "apart", **SAVING), "straight": run(base, own / "straight", **EACH, **SAVING)}
+    told = {"apart": run(base, own / "apart", wrong=True, **SAVING)}
+    told["straight"] = run(base, own / "straight", **EACH, **SAVING)
 
     # As if killed when one node had moved its checkpoint into place and the other had not.
     cut = copy_of(own / "straight", "cut")
@@ -62,7 +75,7 @@ def main(base: str, own: Path, common: Path) -> None:
     again = copy_of(own / "straight", "again")
     told["again"] = run(base, again, **EACH, save_steps=1, max_steps=1)
 
-    told["twice"] = run(base, common / "twice", **EACH, **SAVING)
+    told["twice"] = run(base, common / "twice", wrong=True, **EACH, **SAVING)
     told["common"] = run(base, common / "run", save_steps=1, max_steps=1)
     told["alone"] = run(base, own / "alone", absent=1, save_strategy="no")
     print("RESULT " + json.dumps(told), flush=True)

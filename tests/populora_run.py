@@ -46,6 +46,9 @@ class Letters(TaskKind):
     def correct(self, task, attempt, verdict):
         return bool(set(task.message) & set(attempt.answer))
 
+    def features(self, task):
+        return tuple(task.message)
+
 
 SETTINGS = SMALL | {
     "task_kinds": ["tests.populora_run:Letters", "code_o"],
@@ -56,6 +59,7 @@ SETTINGS = SMALL | {
     "evolve_every": 3,
     "evolve_burn_in": 1,
     "save_strategy": "steps",
+    "ddp_timeout": 180,  # seconds that ranks wait for one that went another way
 }
 
 

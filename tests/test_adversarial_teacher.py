@@ -3,7 +3,7 @@ Teachers that want the reward without the work, in the real game: none earns mor
 
 Every trick is a script that writes proposals, and a student that does what an honest model can do with them: it works
 out what can be worked out and guesses among the likely answers where nothing can. The honest teacher proposes distinct
-tasks to a student that solves each with probability one half.
+tasks, half of the attempts at which are right: one student has learned what they use, the other has not.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.sandbox.values import encode
-from trl_populora.step.played import Row
 from trl_populora.step.player import Completion, Player
 from trl_populora.step.referee import Referee
-from trl_populora.step.rewards import teacher_reward
 from trl_populora.step.rollout import Game, play_step
+from trl_populora.step.rules import PAY, price_proposals
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task, load_seed_tasks
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.control import THINK_TAGS
@@ -71,9 +70,10 @@ class Teacher:
     kind: str = "code_o"
     steps: int = STEPS
     known: Task = KNOWN  # the program that code_f is about
+    rival: Student | None = None  # how another student does; alike without one
 
-    def earns(self, sandbox: Sandbox) -> tuple[float, set[str]]:
-        """Mean reward of a proposal, and why proposals were rejected."""
+    def earns(self, sandbox: Sandbox) -> tuple[dict[str, float], set[str]]:
+        """Mean reward of a proposal under every named pay, and why proposals were rejected."""
         rng, archive = random.Random(0), TaskArchive()
         for seed in [self.known, ABOUT_IT] if self.kind == "code_f" else SEEDS:
             archive.add(seed)
@@ -82,27 +82,29 @@ class Teacher:
             if member == "teacher_0":
                 return next(self.proposals)
             kind = prompt.split()[1]
-            answer = self.student(prompt, rng) if kind == self.kind else "0"
+            student = self.rival if self.rival and member == "student_1" else self.student
+            answer = student(prompt, rng) if kind == self.kind else "0"
             return f"```{FENCE[kind]}\n{answer}\n```"
 
-        def generate(prompts, members, seed=None):
+        def generate(prompts, members, seeds=None):
             texts = (say(prompt[0]["content"], member) for prompt, member in zip(prompts, members, strict=True))
             return [Completion([1], [2], text) for text in texts]
 
         game = Game(
-            population=Population(1, 1),
+            population=Population(1, 2),
             matchmaker=Matchmaker(seed=0),
             archive=archive,
             referee=Referee({self.kind: KINDS[self.kind]}, sandbox, "compact", (*THINK_TAGS, "<|im_end|>")),
             player=Player(generate),
             proposals=P,
             attempts=G,
+            students_per_task=2,
             references=1,
             seed=0,
         )
         rows = [row for step in range(self.steps) for row in play_step(game, step).rows if row.role == "teacher"]
-        rewards = teacher_reward(**{name: [getattr(row, name) for row in rows] for name in Row.COLUMNS})
-        return fmean(rewards), {row.reject_reason for row in rows} - {""}
+        rewards = {pay: fmean(map(price_proposals(pay), [row.outcome for row in rows])) for pay in PAY}
+        return rewards, {row.reject_reason for row in rows} - {""}
 
 
 def task(program: str, given: str) -> str:
@@ -337,6 +339,20 @@ TRICKS: dict[str, Teacher] = {
         coin(f"float({MIX} % 4)"), guess(0, 0.0, 0j, 1, 1.0, 1 + 0j, 2, 2.0, 2 + 0j, 3, 3.0, 3 + 0j)
     ),
     "answers too long to be finished": Teacher(coin("[a, *range(90)]", "str(a) * 130"), cut_off),
+    # What seems rare and is not.
+    "words of its own": Teacher(
+        numbered(
+            "def g{n}(a):\n    return a\ndef f(a):\n    return g{n}(a) + 1 if a < 10**9 else a.word{n}(key{n}=1)"
+        ),
+        SEEN,
+    ),
+    "rare words that never run": Teacher(
+        coin(*(f"a + 1 if a < 10**9 else a.{word}()" for word in sorted(set(dir(str)) | set(dir(list))))), SEEN
+    ),
+    "rare words in dead code": Teacher(
+        numbered(*(f"def f(a):\n    b = {word}(a)\n    return [a, {{n}}]" for word in ("abs", "chr", "bool", "repr"))),
+        SEEN,
+    ),
     # Hints that say nothing, or everything.
     "pairs that tell by luck": Teacher(
         (hint(f"-{n}1", f"-{n}2", f"{n}1", f"{n}2") for n in itertools.count(1)), of_what_is_shown, "code_f"
@@ -367,15 +383,17 @@ def sandbox():
 
 
 @pytest.fixture(scope="module")
-def honest_reward(sandbox):
-    reward, rejects = Teacher(of_seeds("code_i"), HALF).earns(sandbox)  # as code_o they are new tasks
+def honest_rewards(sandbox):
+    honest = Teacher(of_seeds("code_i"), competent(0.8), rival=competent(0.2))  # as code_o they are new tasks
+    rewards, rejects = honest.earns(sandbox)
     assert not rejects
-    assert reward == pytest.approx(0.5, abs=0.05)
-    return reward
+    assert rewards["paper"] == pytest.approx(0.5, abs=0.05)
+    return rewards
 
 
 @pytest.mark.parametrize("name", TRICKS)
-def test_no_trick_earns_more_than_honest_tasks(sandbox, honest_reward, name):
-    reward, rejects = TRICKS[name].earns(sandbox)
-    print(f"{name}: {reward:.2f}, rejected as {sorted(rejects)}")
-    assert reward <= honest_reward + SAMPLING_ERROR
+def test_no_trick_earns_more_than_honest_tasks(sandbox, honest_rewards, name):
+    rewards, rejects = TRICKS[name].earns(sandbox)
+    print(f"{name}: {', '.join(f'{pay} {reward:.2f}' for pay, reward in rewards.items())}, {sorted(rejects)}")
+    too_much = {pay: reward for pay, reward in rewards.items() if reward > honest_rewards[pay] + SAMPLING_ERROR}
+    assert too_much == {}

@@ -97,7 +97,7 @@ def test_a_dropped_game_is_played_anew(make_ahead, caplog):
 
 
 def test_what_went_wrong_is_raised_by_the_one_who_waits_and_tells_where(make_ahead):
-    def generate(prompts, members, seed=None):
+    def generate(prompts, members, seeds=None):
         raise ValueError("the server is away")
 
     ahead = make_ahead(generate=generate)
@@ -113,7 +113,7 @@ class Slow:
     def __init__(self):
         self.asked, self.go_on, self.calls = threading.Event(), threading.Event(), 0
 
-    def generate(self, prompts, members, seed=None):
+    def generate(self, prompts, members, seeds=None):
         self.calls += 1
         self.asked.set()
         self.go_on.wait(60)

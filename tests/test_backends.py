@@ -273,7 +273,7 @@ def test_two_members_of_each_role_are_replaced_and_the_main_process_alone_record
     assert sorted(name.split("_")[0] for name in children(runs)) == ["student", "student", "teacher", "teacher"]
     assert len(runs["lineage"]) == 4
     for rank in runs["evolve"]:
-        assert rank["replaced"] == [0.0, 4.0, 0.0]
+        assert rank["replaced"] == [0.0, 0.0, 4.0]
         assert rank["ratings"] == runs["evolve"][0]["ratings"]
 
 

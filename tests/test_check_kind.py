@@ -28,6 +28,10 @@ from arithmetic_kind import Arithmetic  # noqa: E402
 SEEDS = load_seed_tasks(RECIPES / "arithmetic_seeds.jsonl")
 
 
+GIVEN = r"--- (\d+) tasks given; (\d+) texts as proposals: (\d+) well-formed, of the first (\d+) (\d+) became tasks"
+ANSWERED = r"--- (\d+) texts as answers to (\d+) of the (\d+) tasks: (\d+) well-formed, of the first (\d+) (\d+) right"
+
+
 @pytest.fixture(scope="module")
 def sandbox():
     with Sandbox(workers=2) as sandbox:
@@ -40,8 +44,12 @@ def test_the_command_shows_prompts_and_finds_nothing_wrong_with_the_recipe(capsy
     assert "Write a new arithmetic puzzle" in shown
     assert "numbers: 7 1 5\ntarget: 28" in shown
     assert "Reach the target with" in shown
-    counts = [int(number) for number in re.search(r"(\d+) proposals, (\d+) tasks, (\d+) well-formed", shown).groups()]
-    assert min(counts) > 5, "the texts nearly have the kind's form"
+    given, texts, formed, ran, became = map(int, re.search(GIVEN, shown).groups())
+    assert given == len(SEEDS), "those of the file"
+    assert texts >= formed >= ran >= became > 5, "the texts nearly have the kind's form"
+    attempts, to, tasks, well_formed, graded, right = map(int, re.search(ANSWERED, shown).groups())
+    assert (attempts, tasks) == (texts * to, given + became), "each is an answer to each, given or proposed"
+    assert well_formed >= graded >= right
     assert shown.endswith("No problem found in the task kind 'arithmetic'.\n")
 
 
@@ -134,10 +142,10 @@ def test_the_command_ends_with_the_problems(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit) as end:
         cli.main(["check-kind", "odd_kind:Odd", "--tasks", str(RECIPES / "arithmetic_seeds.jsonl")])
-    lines = str(end.value).splitlines()
-    assert lines[0] == "populora check-kind: 2 problem(s)"
-    assert "`complexity` measures numbers" in lines[1]
-    assert "`correct` must return bool, got None" in lines[2]
+    assert end.value.code == "populora check-kind: 2 problem(s) in the task kind 'arithmetic', as told above."
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert "`complexity` measures numbers" in first
+    assert "`correct` must return bool, got None" in second
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
 from tests.without_extras import without_extras
+from trl_populora.adapters.weights import read_member, saved_step
+from trl_populora.hub.export import export_member
 from trl_populora.runs.checkpoint import MANIFEST, find_flaw, newest
+from trl_populora.runs.lines import PLAYED, read_lines
 
 
 # 20 for the acceptance figure; a few show the same in seconds.
@@ -38,7 +42,21 @@ class TestExactResume:
                 {"evolve_every": 4, "num_iterations": 2, "retention_tolerance": 9.0, "beta": 0.01, "max_steps": 10},
                 id="buffered rows",
             ),
+            # The gate reads the rows of before the cut.
+            pytest.param({"evolve_every": 7, "retention_tolerance": 9.0, "max_steps": 8}, id="before an event"),
             pytest.param({"logging_steps": 3, "max_steps": 9, "evolve_every": 4}, id="metrics not logged yet"),
+            pytest.param(
+                {
+                    "teacher_reward": "rarity",
+                    "teacher_scale": "running",
+                    "teacher_beta": 0.01,
+                    "replay": 0.2,
+                    "per_device_train_batch_size": 7,
+                    "evolve_every": 4,
+                    "max_steps": 9,
+                },
+                id="what teachers are paid for",
+            ),
             pytest.param({"single_agent": True, "max_steps": 9, "per_device_train_batch_size": 6}, id="single agent"),
         ],
     )
@@ -47,9 +65,57 @@ class TestExactResume:
         straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
         straight.train()
         wanted = state_of(straight)
-        assert len(wanted["lineage"]) >= 4 or "single_agent" in settings, "evolution before and after the cut"
+        events = {event["step"] for event in wanted["lineage"]}
+        assert "single_agent" in settings or max(events) >= 7 > min(events) or settings["evolve_every"] == 7
         assert len(wanted["archive"]) > 12, "the archive grew"
         assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
+
+    def test_a_run_that_is_extended_equals_one_that_was_planned_as_long(self, base, tmp_path):
+        settings = {"evolve_every": 3, "retention_tolerance": 9.0}
+        straight = make_trainer(base, str(tmp_path / "straight"), settings | {"max_steps": 5, "save_strategy": "no"})
+        straight.train()
+        make_trainer(base, str(tmp_path / "longer"), settings | {"max_steps": 3}).train()
+        longer = make_trainer(base, str(tmp_path / "longer"), settings | {"max_steps": 5})
+        longer.train(resume_from_checkpoint=True)
+        assert_equal(state_of(straight), state_of(longer))
+
+
+class TestRowsOfTheReplaced:
+    """Two optimizer steps train on a game's rows. A child born amid them has none."""
+
+    ITERATIONS = {"num_iterations": 2, "lr_scheduler_type": "constant"}
+
+    def test_a_run_that_goes_on_with_another_number_of_processes_plays_after_every_event(self, base, tmp_path):
+        class Resave(TrainerCallback):
+            def on_save(self, args, state, control, **kwargs):
+                manifest = tmp_path / f"checkpoint-{state.global_step}" / MANIFEST
+                manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"processes": 2}))
+
+        settings = self.ITERATIONS | {"evolve_every": 2, "evolve_burn_in": 0}
+        trainer = make_trainer(base, str(tmp_path), settings | {"max_steps": 3, "save_steps": 3})
+        trainer.add_callback(Resave)
+        trainer.train()
+        trainer = make_trainer(base, str(tmp_path), settings | {"max_steps": 6, "save_strategy": "no"})
+        trainer.train(resume_from_checkpoint=True)
+        assert {event["step"] for event in read_lines(tmp_path / "lineage.jsonl")} == {2, 4}
+        assert steps_played(tmp_path) == [1, 3, 4, 5], "the rows of step 3 are lost, and step 5 has newborns"
+
+    def test_a_member_that_is_replaced_by_hand_plays_before_it_is_trained(self, base, tmp_path):
+        class Replace(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 1:
+                    other = read_member(trainer.model, "student_1")
+                    trainer.replace_member("student_0", other, step=1, operator="clone")
+
+        settings = self.ITERATIONS | {"evolve_every": 0, "save_strategy": "no", "max_steps": 4}
+        trainer = make_trainer(base, str(tmp_path), settings)
+        trainer.add_callback(Replace)
+        trainer.train()
+        assert steps_played(tmp_path) == [1, 2, 3]
+
+
+def steps_played(run: Path) -> list[int]:
+    return [line["step"] for line in read_lines(run / "metrics.jsonl") if PLAYED in line]
 
 
 class TestKill:
@@ -160,6 +226,45 @@ def test_a_second_run_leaves_the_first_and_is_never_resumed_from_it(base, tmp_pa
     trainer.train(resume_from_checkpoint=str(tmp_path / "_previous-1" / "checkpoint-2"))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("_previous-2/rollouts/*")} == kept
     assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-3")
+
+
+def test_resuming_from_an_earlier_checkpoint_moves_all_that_came_later_aside_whole(base, tmp_path, caplog):
+    settings = {"save_steps": 1, "evolve_every": 1, "evolve_burn_in": 1}
+    first = make_trainer(base, str(tmp_path), settings | {"max_steps": 4})
+    first.train()
+    first.save_model()
+    before = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    again = make_trainer(base, str(tmp_path), settings | {"max_steps": 3, "learning_rate_perturbation": 0.2})
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+    aside = tmp_path / "_previous-1"
+    assert f"{tmp_path} had gone on after step 2; what came later is in {aside} now" in caplog.text
+    moved = {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()}
+    assert moved == {name: before[name] for name in moved}
+    later = {f"{folder}{step}" for folder in ("checkpoint-", "rollouts/step_0000") for step in (3, 4)}
+    wanted = [name for name in before if str(name).removesuffix(".parquet") in later or name.parts[0] in later]
+    records = ("metrics.jsonl", "times.jsonl", "lineage.jsonl", "population.json", "archive.parquet")
+    assert {*wanted, *map(Path, records), Path("members/student_0/adapter_model.safetensors")} <= set(moved)
+    assert newest(str(aside)) == str(aside / "checkpoint-4")
+    assert export_member(str(aside), tmp_path / "student", "student_0") == "student_0"
+
+    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-3"), "a later --resume goes on with this branch"
+    assert [entry["step"] for entry in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    for name in before:
+        if "rollouts" in name.parts and str(name).removesuffix(".parquet") not in later:
+            assert (tmp_path / name).read_bytes() == before[name]
+    assert not (tmp_path / "members").exists()
+
+
+def test_members_that_were_saved_later_than_the_checkpoint_move_aside_too(base, tmp_path):
+    settings = {"max_steps": 3, "save_steps": 2, "save_strategy": "steps"}
+    trainer = make_trainer(base, str(tmp_path), settings)
+    trainer.train()
+    trainer.save_model()
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    make_trainer(base, str(tmp_path), settings).train(resume_from_checkpoint=True)
+    assert saved_step(tmp_path / "_previous-1" / "members" / "student_0") == 3
+    assert not (tmp_path / "members").exists()
 
 
 def test_what_a_killed_save_left_behind_is_in_nobodys_way(base, tmp_path):

@@ -159,13 +159,33 @@ def test_settings_that_look_at_all_tokens_look_at_those_of_earlier_rounds():
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("begin_suppress_tokens", lambda tokens: [tokens[decoding.ROUND]]),
+        ("encoder_repetition_penalty", lambda tokens: 1.5),
+        ("encoder_no_repeat_ngram_size", lambda tokens: 1),
+        ("guidance_scale", lambda tokens: 3.0),
+    ],
+)
+def test_settings_that_begin_anew_with_every_round_keep_generation_whole(name, value):
+    model, prompts = base(BASES["Llama"]), PROMPTS[:1]
+    (tokens,) = generated(model, prompts, settings(eos_token_id=[0]))
+    config = settings(eos_token_id=[0], **{name: value(tokens)})
+    whole = generated(model, prompts, config)
+    assert complete_whole(model, prompts, [0], no_route, config) == whole
+    assert complete(model, prompts, [0], no_route, config) != whole
+    assert name in why_whole(BASES["Llama"], config, sharded=False)
+
+
+@pytest.mark.parametrize(
     ("config", "sampling", "sharded", "reason"),
     [
         (BASES["Llama"], {}, False, ""),
         (BASES["Gemma 3, both kinds of layers"], {}, False, ""),
         (BASES["Llama"], {}, True, "parts of the base"),
         (BASES["Llama"], {"cache_implementation": "static"}, False, "static"),
-        (BASES["Llama"], {"min_new_tokens": 4}, False, "min_new_tokens count"),
+        (BASES["Llama"], {"use_cache": False}, False, "use_cache"),
+        (BASES["Llama"], {"min_new_tokens": 4}, False, "min_new_tokens look"),
         (Qwen3NextConfig(num_hidden_layers=4), {}, False, "linear_attention"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 import re
 import sys
 import types
@@ -18,13 +20,17 @@ from tests.small_run import small_args
 from trl_populora import __main__ as program
 from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.evaluation.cross_play import CrossPlayArguments
+from trl_populora.evaluation.tryout import TryArguments
 from trl_populora.hub.export import ExportArguments
 from trl_populora.model_options import MemberConfig
 from trl_populora.population.operators import MUTATIONS
 from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.served import ReportArguments
 from trl_populora.report.watch import WatchArguments
 from trl_populora.sandbox import Sandbox
+from trl_populora.sandbox.modules import FULL, LIGHT
+from trl_populora.tasks import TASK_KINDS
 
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +48,8 @@ SIZES = {
     "evolve_every": 10,
     "save_strategy": "steps",
 }
-OWN_FILE = re.compile(r"^# (?!my_kinds)\w+\.py$", re.MULTILINE)  # the first line of a block
+REFERENCE, CODE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]"), r"`\1`"  # a name in a docstring, and on a page
+OWN_FILE = re.compile(r"^# (?!my_)\w+\.py$", re.MULTILINE)  # the first line of a block
 
 
 def script(page: str) -> str:
@@ -54,14 +61,15 @@ def script(page: str) -> str:
 @pytest.fixture
 def play(base, tmp_path, monkeypatch):
     """
-    Runs a page's script on a random base, in a directory of its own, as the module `my_kinds`; what the page has in
-    files beside that one can use nothing of it without an import.
+    Runs a page's script on a random base, in a directory of its own, as the module `my_kinds` or `my_rules`; what the
+    page has in files beside that one can use nothing of it without an import.
     """
     monkeypatch.chdir(tmp_path)
     sized = lambda output_dir, **given: small_args(output_dir=output_dir, **(SIZES | given))  # noqa: E731
     monkeypatch.setattr(trl_populora, "PopuLoRAConfig", sized, raising=False)
     module = types.ModuleType("my_kinds")
-    monkeypatch.setitem(sys.modules, "my_kinds", module)
+    for name in ("my_kinds", "my_rules"):
+        monkeypatch.setitem(sys.modules, name, module)
 
     def run(page: str) -> dict:
         text = script(page).replace("Qwen/Qwen2.5-0.5B-Instruct", base).replace("max_steps=200", "max_steps=1")
@@ -80,6 +88,17 @@ def play(base, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", GUIDES)
 def test_python_of_a_guide_runs(page, play):
     play(page)
+
+
+def test_the_settings_for_the_embedded_base_let_it_write_tasks_of_every_kind(tmp_path):
+    """A step as the page has it, of every kind; that most proposals are valid is what the base was trained for."""
+    (settings,) = re.findall(r'`model="tiny"`.*?in the config `(.*?)`', PAGES["guides/grpo.md"].read_text(), re.DOTALL)
+    given = eval(f"dict({settings})") | {"save_strategy": "no", "attempts_per_task": 2}
+    args = PopuLoRAConfig(str(tmp_path), teachers=2, students=2, max_steps=1, **given)
+    trainer = PopuLoRATrainer("tiny", args=args)
+    trainer.train()
+    rates = {kind: trainer.state.log_history[0][f"propose/{kind}/valid_rate"] for kind in TASK_KINDS}
+    assert all(rate > 0.5 for rate in rates.values()), rates
 
 
 def test_the_first_run_is_read_as_the_page_says(play, base, capsys):
@@ -106,6 +125,20 @@ def test_the_kind_with_the_sandbox_takes_and_refuses_what_it_should():
     assert kind.chance(task) == 0.02  # 96 is the square of two numbers
 
 
+def test_what_a_script_uses_is_listed_for_who_reads_the_page_in_a_clone():
+    """With the first sentences of the docstrings that the site shows whole."""
+    page, rows = PAGES["reference/api.md"].read_text(), []
+    for path in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE):
+        text = inspect.getdoc(pkgutil.resolve_name(path)).partition("\n\n")[0].replace("\n", " ")
+        rows.append(f"| `{path}` | {REFERENCE.sub(CODE, text)} |")
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+
+
+def test_the_modules_that_programs_may_import_are_listed():
+    listed = PAGES["how/verify.md"].read_text().partition("## What a program may import\n\n")[2].partition("\n\n")[0]
+    assert re.findall(r"`([\w.]+)`", listed) == sorted([*LIGHT, *FULL])
+
+
 def nav_paths(nav: list) -> list[str]:
     """The files that a navigation names."""
     found = []
@@ -125,6 +158,7 @@ def test_every_page_is_in_the_navigation_once():
 OPTIONS = {
     "quickstart": None,
     "train": program.TrainArguments,
+    "try": TryArguments,
     "recipes": program.RecipesArguments,
     "report": ReportArguments,
     "watch": WatchArguments,

@@ -31,8 +31,8 @@ CONTENDERS = [*MEMBERS, "base", "single"]
 MARK = "POPULORA_TEST_EVALUATION"
 
 
-def evaluate(root: Path) -> str:
-    """The command as a user types it; returns what it prints."""
+def evaluate(root: Path, *options: str) -> str:
+    """The command as a user types it; returns what it prints. Options that come later win."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         cli.main(
@@ -40,6 +40,7 @@ def evaluate(root: Path) -> str:
                 *("evaluate", str(root / "run"), "--compare", str(root / "single"), "--benchmarks", *QUESTIONS),
                 *("--dataset_args", str(root / "tasks" / "dataset_args.json"), "--max_tokens", "200"),
                 *("--server_args", "--dtype float32 --enforce-eager"),
+                *options,
             ]
         )
     return printed.getvalue()
@@ -128,6 +129,22 @@ def test_programs_fare_the_same_under_both_code_benchmarks(root):
     """The same questions and hidden examples, once as MBPP+ tests and once as LiveCodeBench tests."""
     scores = json.loads((root / "run" / "evaluation.json").read_text())["scores"]
     assert scores["mbpp_plus"] == scores["live_code_bench"]
+
+
+def test_scores_have_intervals(root):
+    saved = json.loads((root / "run" / "evaluation.json").read_text())
+    for benchmark in QUESTIONS:
+        margins, gains = saved["margins"][benchmark], saved["over_base"][benchmark]
+        assert {name for name, margin in margins.items() if margin} == {*CONTENDERS, "mean"}
+        assert {name for name, gain in gains.items() if gain} == {*MEMBERS, "single", "mean"}
+        for name in MEMBERS:
+            gained = saved["scores"][benchmark][name] - saved["scores"][benchmark]["base"]
+            assert gains[name][0] == pytest.approx(gained, abs=0.1)
+
+
+def test_an_answer_as_long_as_the_context_is_refused_before_anything_is_asked(root):
+    with pytest.raises(SystemExit, match="`max_tokens=1024` leaves no room for a question in the server's context of"):
+        evaluate(root, "--max_tokens", "1024", "--out", str(root / "long"))
 
 
 def test_what_is_finished_is_not_done_again(root):

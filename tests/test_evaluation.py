@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from trl import GRPOConfig
 
-from tests.games import PROPOSALS, make_game, solve_by_plan
+from tests.games import PROPOSALS, Ranks, make_game, proposal, solve_by_plan
 from tests.populora_run import SETTINGS, make_trainer
 from trl_populora import __main__ as cli
 from trl_populora.adapters.weights import read_member, write_member
@@ -49,7 +50,7 @@ class TestCrossPlay:
     def test_every_student_meets_every_teachers_tasks(self, sandbox, seed_tasks):
         """teacher_0 writes the truth table's four; teacher_1 nothing valid; student_1 is always wrong."""
 
-        def generate(prompts, members, seed=None):
+        def generate(prompts, members, seeds=None):
             answers, counts = [], {}
             for prompt, member in zip(prompts, members, strict=True):
                 index = counts[prompt[0]["content"]] = counts.get(prompt[0]["content"], -1) + 1
@@ -70,6 +71,42 @@ class TestCrossPlay:
         assert payoff.by_student == [pytest.approx(0.5), 0.0], "a teacher without a task says nothing about students"
         assert payoff.by_teacher[0] == pytest.approx(0.25)
         assert (game.population.state_dict(), len(game.archive)) == before
+
+    def test_all_ranks_play_the_same_tasks(self, sandbox, seed_tasks):
+        """The second rank's proposals are worth nothing."""
+
+        def say(prompt, member, seed, before):
+            if member == "student_0":
+                return "```output\n0\n```"
+            program = f"def f(a):\n    return a * {zlib.crc32(prompt.encode())}"
+            return "no idea" if before else proposal(program, "0")
+
+        game, ranks = make_game(sandbox, seed_tasks, None, None), Ranks(2, say)
+        given = game.archive, ["teacher_0"], ["student_0"]
+        first, second = ranks.run(lambda player: cross_play(game.referee, player, *given, proposals=4, attempts=3))
+        assert first == second
+        assert first.solved == [[1.0]]
+        assert all(len(set(sizes)) == 1 for sizes in ranks.parts)
+
+    def test_copies_of_references_and_repeats_are_no_fresh_tasks(self, sandbox, seed_tasks):
+        """One repeats itself, one copies what it is shown; a third writes what the first wrote, for itself."""
+        own, known = PROPOSALS[0], next(task for task in seed_tasks if task.kind == "code_o")
+        said = {"teacher_0": own, "teacher_1": proposal(f"# new\n{known.program}", "1"), "teacher_2": own}
+        given = iter(PROPOSALS[1:])
+
+        def generate(prompts, members, seed=None):
+            texts = (said.get(member, "```output\n11\n```") for member in members)
+            if members[0] == "teacher_2":
+                texts = [own, *given]
+            return [Completion([1], [2], text) for text in texts]
+
+        game = make_game(sandbox, seed_tasks, None, None, teachers=3, generate=generate)
+        teachers = ["teacher_0", "teacher_1", "teacher_2"]
+        payoff = cross_play(game.referee, game.player, game.archive, teachers, ["student_0"], proposals=4, attempts=1)
+        assert payoff.valid == [0.25, 0.0, 0.75]
+        assert payoff.solved[0] == [1.0]
+        assert math.isnan(payoff.solved[1][0])
+        assert len(game.archive) == len(seed_tasks)
 
     def test_no_teacher_with_a_valid_task(self):
         payoff = Payoff(["t"], ["a", "b"], [0.0], [[math.nan, math.nan]])
@@ -139,7 +176,7 @@ class TestSavedPopulations:
             trainer.model.eval()
             for player in (trainer.game.player, contest.player):
                 torch.manual_seed(11)
-                said.append(player.generate(prompts, members, seed=seed))
+                said.append(player.generate(prompts, members, seeds=seed and [seed] * len(members)))
         assert said[0] == said[1]
         assert len({completion.text for completion in said[0]}) > 1
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import norm
+from transformers import TrainerCallback
 
 from tests.populora_run import letters
 from tests.small_run import small_trainer
-from trl_populora.adapters.weights import member_parameters, read_member
+from trl_populora.adapters.weights import adds_nothing, member_parameters, read_member
 from trl_populora.population.evolution import (
     DEFAULT_CROSSOVERS,
     DEFAULT_MUTATIONS,
@@ -389,13 +390,34 @@ class TestCallback:
 
     def test_every_metric_is_logged_at_every_step(self, run):
         logged = [entry for entry in run[0].state.log_history if "evolve/replaced" in entry]
-        assert [entry["evolve/replaced"] for entry in logged] == [0.0, 2.0, 0.0, 0.0]
+        assert [entry["evolve/replaced"] for entry in logged] == [0.0, 0.0, 2.0, 0.0]
         assert all(set(run[0].evolution._empty_metrics()) <= set(entry) for entry in logged)
 
     def test_the_same_seed_gives_the_same_lineage(self, run, make_trainer):
         again = make_trainer(learning_rate_perturbation=0.2)
         again.train()
         assert again.evolution.lineage.read_bytes() == run[0].evolution.lineage.read_bytes()
+
+    @pytest.mark.parametrize("moment", ["on_step_end", "on_log"])
+    def test_a_run_that_stops_at_an_event_ends_with_trained_members(self, make_trainer, moment):
+        def stop(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+        trainer = make_trainer()
+        trainer.add_callback(type("Stop", (TrainerCallback,), {moment: stop})())
+        trainer.train()
+        assert (trainer.state.global_step, [member.version for member in trainer.population]) == (2, [0] * 4)
+        assert not any(adds_nothing(trainer.model, name) for name in trainer.population.adapters)
+
+    @pytest.mark.parametrize(("frozen", "other"), [("teacher", "student"), ("student", "teacher")])
+    def test_members_of_a_frozen_role_stay_as_they_are(self, make_trainer, frozen, other):
+        rates = {"student": 1e-2, "teacher": 1e-2} | {frozen: 0.0}
+        trainer = make_trainer(learning_rate=rates["student"], teacher_learning_rate=rates["teacher"])
+        before = {member.name: read_member(trainer.model, member.name) for member in trainer.population.role(frozen)}
+        trainer.train()
+        assert [event["role"] for event in lineage(trainer)] == [other]
+        for name, factors in before.items():
+            assert all(torch.equal(factors[key], value) for key, value in read_member(trainer.model, name).items())
 
     def test_an_unknown_operator_is_refused_at_construction(self, make_trainer):
         with pytest.raises(ValueError, match="`mutations` names no operator 'shuffle'"):
@@ -502,4 +524,4 @@ class TestRetentionGate:
     def test_its_cost_is_logged_with_the_event(self, make_trainer):
         trainer = make_trainer(retention_tolerance=0.02, max_steps=3)
         trainer.train()
-        assert [entry["time/evolve_gate"] > 0 for entry in trainer.state.log_history[:3]] == [False, True, False]
+        assert [entry["time/evolve_gate"] > 0 for entry in trainer.state.log_history[:3]] == [False, False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,17 @@ from datasets import Dataset
 from transformers import EarlyStoppingCallback
 
 from tests import held_out_worker
-from tests.populora_run import EVALUATED, HELD_OUT, assert_equal, cut_run, make_trainer, state_of
+from tests.games import Ranks
+from tests.populora_run import EVALUATED, HELD_OUT, Letters, assert_equal, cut_run, make_trainer, state_of
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.members import Population
 from trl_populora.report.load import load_evaluations, load_history
+from trl_populora.runs.lines import read_lines
+from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
-from trl_populora.step.held_out import HeldOut, Tried, scores
+from trl_populora.step.held_out import HeldOut, Tried, attempt, scores
+from trl_populora.step.referee import Referee
 from trl_populora.tasks.base import Task
 
 
@@ -54,8 +59,73 @@ class TestScores:
         population["student_1"].version = 1  # whoever had that rate is gone
         assert population.best_student(rates) == ("student_0", "held-out solve rate")
 
+    def test_equal_held_out_rates_are_no_choice_by_them(self):
+        population = Population(1, 3)
+        population["student_1"].mu, population["student_2"].mu = 30.0, 40.0
+        rates = {"student_0@0": 0.5, "student_1@0": 0.5, "student_2@0": 0.2}
+        assert population.best_student(rates) == ("student_1", "rating among the best on held-out tasks")
+
+
+def by_hash(task: str, *sample) -> bool:
+    """Of a question's first, second, ... sample, which depends on nothing else."""
+    return zlib.crc32(repr((task, *sample)).encode()) % 2 == 0
+
+
+def attempts_of(world: int, right, referee: Referee, *given) -> tuple[list[dict], set]:
+    """What `attempt` returns on every rank, and how many rows they asked for in each call."""
+
+    def say(prompt: str, *sample) -> str:
+        task = prompt.removeprefix("solve ")
+        return task if right(task, *sample) else "wrong: Z"
+
+    ranks = Ranks(world, say)
+    return ranks.run(lambda player: attempt(referee, player, *given)), ranks.parts
+
+
+@pytest.fixture(scope="module")
+def referee():
+    with Sandbox(workers=1, allow_weak=True) as sandbox:
+        yield Referee({"letters": Letters()}, sandbox, "compact", ())
+
+
+class TestRanks:
+    """13 tasks, the first posed twice, 3 attempts: 42 rows a member, which neither 4 ranks nor batches of 8 divide."""
+
+    TASKS = [Task("letters", "", (), (), letter) for letter in "abcdefghijklm"]
+
+    @pytest.mark.parametrize("batch", [None, 8, 64])
+    @pytest.mark.parametrize("world", [1, 2, 3, 4, 50])
+    def test_every_answer_is_graded_for_its_own_task(self, referee, world, batch):
+        tasks = [*self.TASKS, self.TASKS[0]]
+        told, parts = attempts_of(world, lambda *sample: True, referee, ["student_0"], tasks, 3, batch, 0)
+        assert told == [{"student_0": [[Tried(True, False)] * 3] * 14}] * world
+        assert all(len(set(sizes)) == 1 for sizes in parts), "equal parts on all ranks"
+        assert max(max(sizes) for sizes in parts) <= (batch or 42)
+
+    @pytest.mark.parametrize("batch", [None, 8, 64])
+    def test_the_outcome_does_not_depend_on_the_number_of_ranks(self, referee, batch):
+        given = referee, ["student_0", "base"], [*self.TASKS, self.TASKS[0]], 3, batch, 7
+        (alone,), _ = attempts_of(1, by_hash, *given)
+        assert len({outcome.correct for group in alone["base"] for outcome in group}) == 2
+        assert [alone[who][0] for who in alone] != [alone[who][13] for who in alone], "two tasks with one prompt"
+        for world in (2, 3, 4):
+            told, _ = attempts_of(world, by_hash, *given)
+            assert told == [alone] * world
+
 
 class TestWhileTraining:
+    def test_a_measurement_of_earlier_weights_does_not_choose_the_best_student(self, base, tmp_path):
+        trainer = make_trainer(base, str(tmp_path), EVALUATED | {"eval_strategy": "no", "max_steps": 1})
+        trainer.train()
+        trainer.save_model()
+        saved = json.loads((tmp_path / "population.json").read_text())
+        assert (saved["step"], saved["held_out_step"], saved["best_student_by"]) == (1, 0, "rating")
+        rated = {member["name"]: member["mu"] for member in saved["members"] if member["role"] == "student"}
+        assert saved["best_student"] == max(rated, key=rated.get)
+        trainer.evaluate()
+        saved = json.loads((tmp_path / "population.json").read_text())
+        assert (saved["held_out_step"], saved["best_student_by"] != "rating") == (1, True)
+
     def test_reaches_log_files_bar_and_card_and_names_the_best_student(self, base, tmp_path, capsys):
         trainer = make_trainer(base, str(tmp_path), EVALUATED | {"max_steps": 4})
         trainer.train()
@@ -130,8 +200,18 @@ class TestBestModel:
         assert Path(trainer.state.best_model_checkpoint).is_dir()
         rates = trainer.evaluate()
         assert rates["eval_solve_rate_mean"] == pytest.approx(told[best])
-        saved = json.loads(Path(trainer.state.best_model_checkpoint, "population.json").read_text())
+
+        checkpoint = Path(trainer.state.best_model_checkpoint)
+        trainer.save_model()
+        trainer.create_model_card()
+        saved = json.loads((checkpoint / "population.json").read_text())
         assert [m.mu for m in trainer.population] == [member["mu"] for member in saved["members"]]
+        assert (saved["step"], json.loads((tmp_path / "population.json").read_text())) == (best, saved)
+        assert read_lines(checkpoint / "lineage.jsonl") == read_lines(tmp_path / "lineage.jsonl")
+        for file in [checkpoint / "archive.parquet", *checkpoint.glob("members/*/*")]:
+            assert file.read_bytes() == (tmp_path / file.relative_to(checkpoint)).read_bytes()
+        card = (tmp_path / "README.md").read_text()
+        assert f"after {best} steps of" in card
 
     def test_early_stopping_works(self, base, tmp_path):
         settings = {"max_steps": 40, "save_strategy": "no", "metric_for_best_model": "solve_rate_mean"}

@@ -273,7 +273,7 @@ class TestFailures:
 
     def test_a_run_that_was_killed(self, finished, tmp_path):
         shutil.copy(Path(finished.args.output_dir, "population.json"), tmp_path)
-        with pytest.raises(ValueError, match="was not saved to its end; push a checkpoint of it, or resume it"):
+        with pytest.raises(ValueError, match="was not saved to its end; use a checkpoint of it, or resume it"):
             push_run(tmp_path, "me/killed")
 
     def test_a_population_that_is_not_there(self, hub, base, tmp_path):

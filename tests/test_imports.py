@@ -14,12 +14,12 @@ PACKAGE = Path(__file__).parent.parent / "trl_populora"
 
 # A room may import rooms of lower floors, for running or for type checking, and none of its own floor.
 FLOORS = [
-    {"sandbox", "model_options", "assets", "files"},
+    {"sandbox", "model_options", "assets", "files", "errors"},
     {"tasks", "adapters"},
     {"population"},
     {"step"},
     {"populora_config"},
-    {"generation", "runs", "given_tasks", "prompting"},
+    {"generation", "runs", "given_tasks"},
     {"report"},
     {"hub"},
     {"preparation"},

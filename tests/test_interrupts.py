@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from tests.populora_run import make_trainer
+from tests.populora_run import EVALUATED, make_trainer
+from trl_populora.adapters.weights import saved_step
+from trl_populora.population.members import read_population
 from trl_populora.runs.checkpoint import is_disk_full, newest
+from trl_populora.runs.saved_population import check_one_moment
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +53,25 @@ def test_a_signal_leaves_a_checkpoint_and_says_how_to_continue(base, tmp_path, c
     assert number == signal.SIGINT or stop.code == 143
 
 
+NO_BEST = {"save_strategy": "best", "eval_steps": 1, "metric_for_best_model": "solve_rate_mean", "learning_rate": 0.0}
+
+
 @pytest.mark.parametrize(
-    ("numbers", "settings"),
-    [([signal.SIGINT], {"save_strategy": "no"}), ([signal.SIGINT, signal.SIGINT], {})],
-    ids=["saving is off", "twice"],
+    ("settings", "checkpoint"),
+    [({"save_strategy": "no"}, None), (EVALUATED | NO_BEST, "checkpoint-1")],
+    ids=["saving is off", "the step is no best one"],
 )
-def test_where_nothing_was_saved_it_is_said(base, tmp_path, caplog, numbers, settings):
-    train(base, tmp_path, numbers, KeyboardInterrupt, **settings)
+def test_a_stop_saves_the_members_where_it_makes_no_checkpoint(base, tmp_path, caplog, settings, checkpoint):
+    train(base, tmp_path, [signal.SIGINT], KeyboardInterrupt, **settings)
+    assert newest(str(tmp_path)) == (checkpoint and str(tmp_path / checkpoint))
+    assert f"The members of this step are in {tmp_path}; `warm_start` begins with them" in caplog.text
+    saved = read_population(tmp_path)
+    check_one_moment(tmp_path, saved)
+    assert saved["step"] == saved_step(tmp_path / "members" / "student_0") == 2
+
+
+def test_where_nothing_was_saved_it_is_said(base, tmp_path, caplog):
+    train(base, tmp_path, [signal.SIGINT, signal.SIGINT], KeyboardInterrupt)
     assert newest(str(tmp_path)) is None
     assert "There is no checkpoint (`save_steps`)" in caplog.text
 

@@ -11,6 +11,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from trl import TrlParser
 
 import trl_populora
+from tests.launching import launch, run_script
 from tests.without_extras import without_extras
 from trl_populora import __main__ as cli
 from trl_populora.given_tasks import load_archive, read_tasks
@@ -30,6 +32,7 @@ from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import save_archive
 
 
+ROOT = Path(__file__).parent.parent
 MEMBER = {"mu": 25.0, "sigma": 8.0, "age": 3, "born": 0, "version": 0, "operator": "init", "parents": []}
 
 
@@ -236,6 +239,124 @@ def test_what_the_user_can_mend_is_one_line(command, tmp_path):
         cli.main([command, str(tmp_path)])
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--teachers", "0"], "`teachers` must be at least 1, got 0."),
+        (["--output_dir", "/proc/nowhere"], "`output_dir='/proc/nowhere'` is not writable .* Choose a directory"),
+        (["--seed_tasks", "nowhere.jsonl"], "The tasks 'nowhere.jsonl' cannot be read"),
+        (["--task_kinds", "nowhere:Kind"], "No module named 'nowhere'"),
+        (["--lora_dropout", "0.1"], "`lora_dropout=0.1` is not supported"),
+        (["--load_best_model_at_end", "true"], "requires the save and eval strategy to match"),
+        (["--teecher", "3"], "'--teecher', '3'"),
+        (["--resume_from_checkpoint", "nowhere"], "nowhere"),
+        (["--model_name_or_path", "nowhere"], "huggingface.co"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("command", ["quickstart", "train"])
+def test_what_a_training_command_refuses_is_one_line(command, options, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = ["--config", str(ROOT / "recipes" / "tiny" / "quickstart.yaml")] if command == "train" else []
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, *recipe, *options])
+    assert re.search(f"^populora {command}: .*{told}", end.value.code)
+    assert "\n" not in end.value.code
+
+
+def test_a_refusal_is_all_that_a_training_command_says(tmp_path):
+    command = [sys.executable, "-m", "trl_populora", "quickstart", "--teachers", "0", "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "populora quickstart: `teachers` must be at least 1, got 0.\n"
+
+
+def test_a_recipe_that_is_not_there_is_named():
+    with pytest.raises(SystemExit, match="^populora train: .* No such file or directory: 'nowhere.yaml'$"):
+        cli.main(["train", "--config", "nowhere.yaml"])
+
+
+@pytest.mark.parametrize("text", ["teachers: 2: 3", "[", "- teachers", "teechers: 2"])
+def test_a_recipe_that_is_none_is_told_in_one_line(text, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(SystemExit, match="^populora train: .+$"):
+        cli.main(["train", "--config", str(tmp_path / "recipe.yaml")])
+
+
+def test_a_config_without_a_name_is_told(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "--max_steps", "3", "--config"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith("populora train: error: argument --config: expected one argument\n")
+
+
+def refuse(arguments):
+    raise ValueError("`lines` must be few,\n  got many.")
+
+
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [(lambda arguments: len(3), TypeError), (lambda arguments: int("x"), ValueError), (lambda a: a[7], IndexError)],
+)
+@pytest.mark.parametrize("command", ["train", "info"])
+def test_a_bug_keeps_its_traceback(command, run, error, monkeypatch):
+    monkeypatch.setitem(cli.COMMANDS, command, run)
+    with pytest.raises(error):
+        cli.main([command])
+
+
+def test_the_traceback_of_a_refusal_is_shown_on_request(monkeypatch):
+    monkeypatch.setitem(cli.COMMANDS, "info", refuse)
+    with pytest.raises(SystemExit, match="^populora info: `lines` must be few, got many.$"):
+        cli.main(["info"])
+    monkeypatch.setenv("POPULORA_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="few"):
+        cli.main(["info"])
+
+
+def test_an_error_in_the_midst_of_training_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "late_kind.py").write_text(
+        "from trl_populora.tasks import CodeO\n\n\nclass Late(CodeO):\n"
+        "    def parse_proposal(self, text, references):\n        raise ValueError('no text is good enough')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = "--model_name_or_path tiny --dtype float32 --use_cpu true --bf16 false --max_completion_length 16"
+    options += " --task_kinds late_kind:Late --proposals_per_teacher 2 --attempts_per_task 2"
+    with pytest.raises(ValueError, match="no text is good enough"):
+        cli.main(["train", *options.split(), "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path)])
+
+
+def test_of_processes_that_a_launcher_started_only_the_first_says_the_error(tmp_path, monkeypatch):
+    """As torchrun does, each rank is told a file that the launcher's page quotes."""
+    monkeypatch.setitem(cli.COMMANDS, "train", refuse)
+    codes = []
+    for rank in ("1", "0"):
+        (tmp_path / rank).mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        with pytest.raises(SystemExit) as end:
+            cli.main(["train"])
+        codes.append(end.value.code)
+    sentence = "populora train: `lines` must be few, got many."
+    assert codes == [sentence, 1]
+    assert [json.loads((tmp_path / rank / "error.json").read_text())["message"] for rank in "01"] == [sentence] * 2
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "0" / "error.json"))
+    with pytest.raises(SystemExit, match=sentence):
+        cli.main(["train"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_that_are_refused_say_it_once_before_the_launchers_page(tmp_path):
+    recipe = str(ROOT / "recipes" / "tiny" / "quickstart.yaml")
+    command = [*launch("cpu_ddp.yaml"), str(ROOT / "recipes" / "train_populora.py"), "--config", recipe]
+    said = run_script([*command, "--teachers", "0"], tmp_path / "log", fails=True).splitlines()
+    sentence = "populora train: `teachers` must be at least 1, got 0."
+    assert said[0] == sentence
+    assert said.count(sentence) == 1
+    assert said[-2] == f"  traceback : {sentence}", "the launcher's last word"
+    assert len(said) < 45
+
+
 def test_training_options_are_grouped_as_the_config_is(capsys):
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=cli.USAGE)
     group_options(parser, cli.TrainArguments, PopuLoRAConfig)
@@ -254,20 +375,23 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
     for task in seed_tasks:
         earlier.add(task)
     earlier.note(seed_tasks[0], solve_rate=0.5)
+    fresh = replace(seed_tasks[0], program="def f(x):\n    return [x, 5]", author="teacher_1", step=7)
+    earlier.add(fresh)
     save_archive(earlier, path)
     (tmp_path / "config.yaml").write_text(f"output_dir: {tmp_path}\nseed_tasks: {path}\nuse_cpu: true\nbf16: false\n")
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig))
     recipe, _, _ = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
     args = make_args()
-    archive = load_archive(read_tasks(recipe.seed_tasks), make_kinds(args), args, "chat")
-    assert list(archive) == list(earlier)
+    archive = load_archive(read_tasks(recipe.seed_tasks), make_kinds(args), args)
+    seeds = [replace(task, author="seed", step=0) for task in earlier]
+    assert [*archive] == seeds != [*earlier], "its authors are no members of this run"
 
 
 @pytest.mark.parametrize(("shown", "told"), [(2, ["No task of code_i to start from"]), (0, [])])
 def test_a_kind_without_a_task_to_start_from_is_told(shown, told, seed_tasks, make_args, caplog):
     args = make_args(task_kinds=["code_o", "code_i"], references_per_proposal=shown)
     given = Dataset.from_list([task.to_record() for task in seed_tasks if task.kind == "code_o"])
-    load_archive(given, make_kinds(args), args, "chat")
+    load_archive(given, make_kinds(args), args)
     assert [line.partition(":")[0] for line in caplog.messages if line.startswith("No task")] == told
 
 

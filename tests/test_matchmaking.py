@@ -18,7 +18,6 @@ from trl_populora.population.matchmaking import (
     Matchmaker,
     no_student_idles,
     pfsp_weight,
-    student_share,
     win_probability,
 )
 from trl_populora.population.members import Member, Population
@@ -202,27 +201,6 @@ class TestRating:
             matchmaker.update(population, outcomes)
         mus = [member.mu for member in population]
         assert spearmanr(mus, list(strength.values())).statistic >= 0.95
-
-
-class TestShare:
-    @pytest.mark.parametrize(
-        ("valid", "solve_rate", "share"),
-        [
-            (False, math.nan, 1.0),
-            (False, 0.0, 1.0),
-            (True, 0.0, 0.5),
-            (True, 0.5, 0.5),
-            (True, 0.125, 0.125),
-            (True, 1.0, 1.0),
-        ],
-    )
-    def test_truth_table(self, valid, solve_rate, share):
-        assert student_share(valid, solve_rate) == share
-
-    @pytest.mark.parametrize("solve_rate", [-0.5, 1.5, math.nan])
-    def test_a_valid_proposal_needs_a_solve_rate(self, solve_rate):
-        with pytest.raises(ValueError, match="solve_rate"):
-            student_share(True, solve_rate)
 
 
 class TestPairing:

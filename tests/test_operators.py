@@ -286,6 +286,41 @@ class TestCrossovers:
         child = extrapolate(self.first, self.second, generator(4))
         assert_products(child, self.reference(lambda a, b: b + factor * (a - b)))
 
+    @pytest.mark.parametrize("size", [0.0, 1e-4, 0.1])
+    def test_extrapolate_never_turns_against_a_larger_worse_parent(self, size):
+        """Beyond a better parent that hardly does anything lies no more than that."""
+        small = {key: value * size if "lora_B" in key else value for key, value in self.first.items()}
+        for seed in range(5):
+            child = extrapolate(small, self.second, generator(seed), keep_norm=False)
+            difference = [child - parent for child, parent in zip(products(child), products(small), strict=True)]
+            for moved, norm in zip(difference, product_norms(small), strict=True):
+                assert np.linalg.norm(moved) <= 1.01 * float(norm)
+        if not size:
+            assert float(product_norms(extrapolate(small, self.second, generator())).sum()) == 0
+
+    @pytest.mark.parametrize("name", ["average", "slerp"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_nothing_is_left_of_opposite_parents(self, name, dtype):
+        """However the second is factored: what is left of the two is rounding, and stays small."""
+        first = {key: value.to(dtype) for key, value in self.first.items()}
+        turn = torch.linalg.qr(torch.randn(5, 5, generator=generator(3)))[0]
+        for mix in (torch.eye(5), turn):
+            opposite = {
+                key: (-value.float() @ mix.T if "lora_B" in key else mix @ value.float()).to(dtype)
+                for key, value in first.items()
+            }
+            child = apply(name, first, opposite)
+            assert (product_norms(child) < 0.02 * product_norms(first)).all()
+            assert all(value.isfinite().all() for value in child.values())
+            assert all(value.any() for key, value in child.items() if "lora_A" in key), "rows that can learn again"
+
+    @pytest.mark.parametrize("name", ["average", "slerp"])
+    def test_what_nearly_opposite_parents_share_is_kept_at_their_norm(self, name):
+        opposite = {key: -value if "lora_B" in key else value for key, value in self.first.items()}
+        shared = {key: value + 0.02 * self.second[key] for key, value in opposite.items()}
+        child = apply(name, self.first, shared)
+        torch.testing.assert_close(product_norms(child), product_norms(self.first), rtol=0.05, atol=0)
+
     def test_slerp(self):
         def turn(a, b):
             angle = math.acos((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))

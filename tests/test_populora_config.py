@@ -77,18 +77,21 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
             "per_device_train_batch_size": rng.choice([1, 7, 8, 16, 64, 1000]),
             "task_kinds": ["code_o", "code_i", "code_f"][: rng.randint(1, 3)],
             "teacher_baseline": rng.choice(["member", "group"]),
+            "replay": rng.choice([0.0, 0.0, 0.1, 0.25, 0.6]),
         }
         processes = rng.randint(1, 6)
         proposals, attempts = sizes["proposals_per_teacher"], sizes["attempts_per_task"]
-        rows = sizes["teachers"] * proposals * (1 + attempts)
-        divisors = [(proposals, processes), (sizes["teachers"] * proposals, attempts)]
+        replays = max(round(proposals * sizes["replay"] / (1 - sizes["replay"])), sizes["replay"] > 0)
+        rows = sizes["teachers"] * (proposals + (proposals + replays) * attempts)
+        divisors = [(proposals, processes), (sizes["teachers"] * proposals, attempts), (replays, processes)]
         if not any(n % by for n, by in [*divisors, (rows, sizes["per_device_train_batch_size"] * processes)]):
             continue  # it fits, and would wait for the other processes
         monkeypatch.setenv("WORLD_SIZE", str(processes))
         with pytest.raises(ValueError, match="works") as refusal:
             make_args(**sizes)
         monkeypatch.delenv("WORLD_SIZE")
-        found = {name: int(value) for name, value in re.findall(r"`(\w+)=(\d+)`(?= with| works)", str(refusal.value))}
+        suggestions = re.findall(r"`(\w+)=([\d.]+)`(?= with| works)", str(refusal.value))
+        found = {name: float(value) if name == "replay" else int(value) for name, value in suggestions}
         suggested += 1
         args = make_args(**(sizes | found))
         assert args.micro_batches(processes) > 0
@@ -123,6 +126,40 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ({"sandbox_seconds": -1.0}, "`sandbox_seconds` must be positive"),
         ({"sandbox_memory_mb": 0}, "`sandbox_memory_mb` must be at least 1"),
         ({"pfsp_kappa": -1.0}, "`pfsp_kappa` must be at least 0"),
+        ({"replay": 1.5}, r"`replay` must be in \[0, 1\), got 1.5"),
+        ({"replay": -0.5}, r"`replay` must be in \[0, 1\), got -0.5"),
+        ({"teacher_reward": "rarities"}, "`teacher_reward` must be one of paper, .*`module:function`.*, got 'rari"),
+        ({"student_reward": "paper"}, "`student_reward` must be one of azr, or `module:function`"),
+        ({"teacher_reward": len}, "`teacher_reward` must be one of paper"),
+        (
+            {"teacher_reward": "my:pay", "teacher_reward_unsolved": 0.1},
+            "`teacher_reward_unsolved=0.1` says nothing to `t",
+        ),
+        (
+            {"student_reward": "my:pay", "student_reward_wrong": 0.1},
+            "`student_reward_wrong=0.1` says nothing to `stude",
+        ),
+        ({"teacher_scale": "batch"}, "`teacher_scale` must be one of step, running, got 'batch'"),
+        ({"teacher_scale": "running", "scale_rewards": "none"}, "`teacher_scale=running` scales, `scale_rewards=none"),
+        ({"teacher_beta": 0.1, "beta": 0.04}, "`teacher_beta=0.1` is for teachers alone: leave `beta=0.04` at 0"),
+        ({"teacher_beta": -0.1}, "`teacher_beta` must be at least 0, got -0.1"),
+        (
+            {"teacher_reward": "regret"},
+            "`teacher_reward=regret` compares two students at each task: set `students_per_ta",
+        ),
+        ({"students_per_task": 3}, "`students_per_task` must be 1 or 2, got 3"),
+        (
+            {"students_per_task": 2, "students": 1},
+            "`students_per_task=2` needs two students to compare, got `students=1`",
+        ),
+        (
+            {"students_per_task": 2, "attempts_per_task": 5, "proposals_per_teacher": 5},
+            "`attempts_per_task=5` is shared.*from 4 on, 6 for example",
+        ),
+        (
+            {"students_per_task": 2, "attempts_per_task": 2},
+            "`attempts_per_task=2` is shared.*from 4 on, 4 for example",
+        ),
         ({"retention_tolerance": -1.0}, "`retention_tolerance` must be at least 0"),
     ],
 )

@@ -23,7 +23,6 @@ from tests.populora_run import HELD_OUT, letters
 from tests.vllm_models import randomise
 from trl_populora.adapters.weights import read_member
 from trl_populora.population.evolution import Birth
-from trl_populora.population.matchmaking import student_share
 from trl_populora.population.members import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.preparation import load_tokenizer
@@ -32,6 +31,7 @@ from trl_populora.report.page import write_report
 from trl_populora.report.plots import plot_run
 from trl_populora.runs.records import OnlyKnown, read_lines
 from trl_populora.step.rewards import student_reward, teacher_reward
+from trl_populora.step.rules import Outcome, Rules
 
 
 class SilentFor:
@@ -382,7 +382,10 @@ class TestRecords:
         assert columns["reward"] == pytest.approx(expected)
         proposals = [row for row in rows if row["role"] == "teacher"]
         assert all(row["valid"] != bool(row["reject_reason"]) for row in proposals), "every reject has a reason"
-        shares = [student_share(row["valid"], row["solve_rate"], row["chance"]) for row in proposals]
+        facts = ("kind", "valid", "solve_rate", "chance", "rarity", "progress")
+        outcomes = [Outcome(**{name: row[name] for name in facts}) for row in proposals]
+        assert [row["reward"] for row in proposals] == [Rules().teacher_reward(outcome) for outcome in outcomes]
+        shares = [Rules().student_share(outcome) for outcome in outcomes]
         logged = next(e for e in trainer.state.log_history if "match/student_share_mean" in e)
         assert logged["match/student_share_mean"] == pytest.approx(sum(shares) / len(shares))
 
@@ -437,7 +440,7 @@ class TestRecords:
         assert [(e["step"], "propose/valid_rate" in e, "loss" in e) for e in load_history(run)] == [
             (step, step % 2 == 1, True) for step in (1, 2, 3, 4)
         ]
-        assert [e["step"] for e in load_history(run) if e.get("evolve/replaced")] == [2]
+        assert [e["step"] for e in load_history(run) if e.get("evolve/replaced")] == [3]
         assert load_evaluations(run) == []
         assert load_run(run).members("teacher") == ["teacher_0", "teacher_1"]
         assert load_run(run).kinds == ["code_f", "code_i", "code_o"]
@@ -599,6 +602,16 @@ class TestRefusals:
         (tmp_path / "taken").write_text("")
         with pytest.raises(ValueError, match="is not writable"):
             make_trainer(output_dir=str(tmp_path / "taken"))
+
+    @pytest.mark.parametrize(
+        "settings",
+        [{"task_kinds": ["code_x"]}, {"warm_start": "nowhere", "log_completions": True}],
+        ids=["before and", "after TRL has made it"],
+    )
+    def test_a_start_that_fails_leaves_no_directory(self, make_trainer, tmp_path, settings):
+        with pytest.raises(ValueError, match="code_x|nowhere"):
+            make_trainer(output_dir=str(tmp_path / "runs" / "mine"), **settings)
+        assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize("argument", ["tools", "rollout_func", "environment_factory"])
     def test_arguments_that_a_population_cannot_use(self, random_base, make_args, argument):

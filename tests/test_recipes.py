@@ -17,8 +17,17 @@ import pytest
 import torch
 from datasets import load_dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
+from tests.models import random_model
 from tests.recipe_runs import CONFIGS, RECIPES, ROOT, arguments_of, check_run, check_zero2, save_qwen
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from tests.without_extras import without_extras
@@ -29,6 +38,7 @@ from trl_populora.runs.records import read_lines
 
 sys.path.insert(0, str(RECIPES))
 
+import budget  # noqa: E402
 import check_learning  # noqa: E402
 import retention  # noqa: E402
 from budget import GIB, GPUS, SHAPES, Rows, Shape, engines_of, levers, memory, read_recipe, seconds  # noqa: E402
@@ -54,6 +64,7 @@ def qwen(tmp_path_factory) -> str:
     return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
+NARROW = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 100}
 TINY = [name for name, path in CONFIGS.items() if "model_name_or_path: tiny" in path.read_text()]
 
 
@@ -85,6 +96,13 @@ def test_yaml_parses_and_its_batch_fits(name, tmp_path):
     assert model.model_name_or_path
     if args.use_vllm:
         assert args.micro_batches(HARDWARE[name][1]) > 0
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_recipe_runs_in_one_two_and_four_processes(name, processes, tmp_path):
+    args, _ = read_recipe(str(CONFIGS[name]), str(tmp_path))
+    assert args.micro_batches(processes) * processes * args.per_device_train_batch_size == args.rows_per_step
 
 
 class TestBudget:
@@ -201,6 +219,39 @@ class TestBudget:
         assert levers(args, shape, like)["shared prompts"] == pytest.approx(expected, rel=0.1)
         args.beta = 0.1
         assert levers(args, shape, Rows.of(args))["live rows"] == 1.0
+
+    @pytest.mark.parametrize(
+        ("architecture", "options"),
+        [
+            (LlamaForCausalLM, {"tie_word_embeddings": True}),
+            (LlamaForCausalLM, {"head_dim": 32, "attention_bias": False}),
+            (MistralForCausalLM, {"num_key_value_heads": 1}),
+        ],
+    )
+    def test_a_base_that_is_not_known_is_read_from_its_config(self, architecture, options, tmp_path):
+        base = random_model(architecture, **NARROW, **options)
+        base.config.save_pretrained(tmp_path)
+        shape, layers = Shape.of(str(tmp_path)), [each for each in base.modules() if isinstance(each, torch.nn.Linear)]
+        assert shape.parameters == base.num_parameters()
+        assert shape.linear_parameters == sum(layer.weight.numel() for layer in layers if layer is not base.lm_head)
+        members = add_members(base, ["a"], LoraConfig(r=4, target_modules="all-linear"), Router(), seed=0)
+        assert members.num_parameters(only_trainable=True) == shape.adapter_parameters(4)
+
+    def test_the_embedded_base_is_read_too(self, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "argv", ["budget.py", str(CONFIGS["tiny/quickstart.yaml"])])
+        budget.main()
+        printed = capsys.readouterr().out
+        assert printed.startswith("tiny: 3 M parameters")
+        assert printed.endswith("Fits.\n")
+
+    def test_a_base_of_another_form_or_none_is_told_in_one_line(self, monkeypatch, tmp_path):
+        random_model(MixtralForCausalLM, **NARROW).config.save_pretrained(tmp_path)
+        for base, told in ((tmp_path, f"{tmp_path} is a mixtral; "), ("nobody/nothing", "")):
+            recipe = tmp_path / "recipe.yaml"
+            recipe.write_text(f"model_name_or_path: {base}\nmax_steps: 1\n")
+            monkeypatch.setattr(sys, "argv", ["budget.py", str(recipe)])
+            with pytest.raises(SystemExit, match=f"^budget.py: {told}"):
+                budget.main()
 
     def test_cache_bytes_are_those_of_the_keys_and_values(self):
         model = AutoModelForCausalLM.from_pretrained(tiny_base_path(), dtype=torch.bfloat16)

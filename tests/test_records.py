@@ -8,12 +8,13 @@ import pytest
 
 from trl_populora.population.members import Population
 from trl_populora.runs.checkpoint import newest
-from trl_populora.runs.records import Records, read_lines, set_aside, sort_of, truncate_records, write_rollouts
+from trl_populora.runs.records import Records, read_lines, set_aside, sort_of, take_back, write_rollouts
 from trl_populora.step.played import Row
 
 
 OLD = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]
 OLD += ["checkpoint-7/whole.json", "members/student_0/adapter_model.safetensors", "population.json", "run.png"]
+OLD += ["tokenizer.json", "chat_template.jinja", "README.md"]
 OLD += ["completions/completions_00007.parquet", "_evaluation/gsm8k/base-0/result.json"]
 FOREIGN = ["notes.md", "runs/today/events", "checkpoints/mine", "completions/notes.md"]
 
@@ -71,9 +72,10 @@ def test_what_came_after_a_checkpoint_is_taken_back(tmp_path):
     for path in [tmp_path / name.format(step) for name in names for step in (1, 7, 8, 12)]:
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    truncate_records(tmp_path, 7, tmp_path / "none")
+    take_back(tmp_path, 7, tmp_path / "none")
     assert files(tmp_path) >= {name.format(step) for name in names for step in (1, 7)}
     assert not files(tmp_path) & {name.format(step) for name in names for step in (8, 12)}
+    assert not list(tmp_path.glob("_previous-*")), "they were never saved, and happen again"
 
 
 def test_an_evaluation_before_training_belongs_to_the_run(tmp_path):

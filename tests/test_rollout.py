@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,10 @@ from tests.games import PROPOSALS, G, make_game, proposal, solve_by_plan
 from trl_populora.sandbox import Gold, Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
 from trl_populora.step.played import Row
+from trl_populora.step.player import Completion
 from trl_populora.step.rewards import student_reward, teacher_reward
-from trl_populora.step.rollout import play_step
+from trl_populora.step.rollout import _rivals, play_step
+from trl_populora.step.rules import Rules, price_proposals
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.base import measured
 
@@ -141,7 +144,7 @@ def test_a_coin_earns_its_teacher_nothing(sandbox, seed_tasks):
     assert played.metrics["solve/frac_none"] == 0.0
 
 
-def test_code_f_is_graded_on_hidden_pairs(sandbox, seed_tasks):
+def test_code_f_is_graded_by_what_the_program_does(sandbox, seed_tasks):
     inputs = "\n".join(str(n) for n in (1, 2, 3, 4))
     teach_text = f"```inputs\n{inputs}\n```\n```message\nwhat it does\n```"
 
@@ -275,6 +278,26 @@ def test_a_wrong_answer_of_a_kind_names_kind_and_method(sandbox, seed_tasks, met
         play_step(game, 0)
 
 
+@pytest.mark.parametrize("method", ["chance", "guesses", "complexity"])
+def test_an_estimate_that_fails_is_told_once_and_ends_no_run(sandbox, seed_tasks, method, caplog):
+    class Odd(CodeO):
+        name = f"failing_{method}"
+
+    def fail(*_):
+        raise ZeroDivisionError("of the kind")
+
+    setattr(Odd, method, fail)
+    tasks = [replace(seed_tasks[0], kind=Odd.name)]
+    game = make_game(sandbox, tasks, lambda i: PROPOSALS[i], solve_by_plan, kinds=(Odd(),))
+    played = play_step(game, 0)
+    teachers = [row for row in played.rows if row.role == "teacher"]
+    assert [(row.valid, row.chance) for row in teachers] == [(True, 0.0)] * 3 + [(False, 0.0)]
+    told = [record for record in caplog.records if f"`{method}` raised ZeroDivisionError" in record.getMessage()]
+    assert len(told) == 1
+    assert "of the kind" in str(told[0].exc_info[1])
+    assert math.isnan(played.metrics["curriculum/lines"]) == (method == "complexity")
+
+
 def test_a_task_of_another_kind_than_its_maker_is_refused(sandbox, seed_tasks):
     class Odd(CodeO):
         name = "odd"
@@ -325,3 +348,68 @@ def test_the_rng_of_a_step_is_not_the_global_one(sandbox, seed_tasks):
     expected = random.Random(1).random()
     play_step(make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan), 0)
     assert random.random() == expected
+
+
+class TestTwoStudentsPerTask:
+    """`student_0` solves what ends in `+ 1`, `student_1` nothing."""
+
+    @pytest.fixture
+    def played(self, sandbox, seed_tasks):
+        def generate(prompts, members, seed=None):
+            texts = [PROPOSALS[i % 4] if name == "teacher_0" else "0" for i, name in enumerate(members)]
+            for i, (prompt, name) in enumerate(zip(prompts, members, strict=True)):
+                if name.startswith("student"):
+                    right = name == "student_0" and "* 10 + 1" in prompt[0]["content"]
+                    texts[i] = f"```output\n{11 if right else 0}\n```"
+            return [Completion([1], [2], text) for text in texts]
+
+        game = make_game(sandbox, seed_tasks, None, None, students=2, generate=generate, students_per_task=2)
+        game.rules = Rules(teacher_reward=price_proposals("regret"))
+        return game, play_step(game, 0)
+
+    def test_each_makes_half_of_the_attempts_in_a_group_of_its_own(self, played):
+        game, step = played
+        attempts = [row for row in step.rows if row.role == "student"]
+        fresh = [row for row in attempts if not row.archived]
+        assert Counter(row.member for row in fresh) == {"student_0": 3 * G // 2, "student_1": 3 * G // 2}
+        assert all(len({row.member for row in fresh if row.group == group}) == 1 for group in {r.group for r in fresh})
+        assert len({row.member for row in attempts if row.archived}) == 1, "an archived task is the matched student's"
+
+    def test_the_better_ones_lead_is_paid_and_what_nobody_solves_is_not(self, played):
+        proposals = [row for row in played[1].rows if row.role == "teacher"]
+        assert [row.solve_rate for row in proposals[:3]] == [0.5, 0.0, 0.0]
+        assert [row.pay for row in proposals] == [1.0, 0.0, 0.0, -1.0]
+
+    def test_ratings_are_of_the_matched_student_alone(self, played):
+        game, step = played
+        matched = next(row.member for row in step.rows if row.archived)
+        own = 1.0 if matched == "student_0" else 0.0
+        share = (own + 0.5 + 0.5 + 1.0) / 4
+        assert game.matchmaker.metrics()["match/student_share_mean"] == pytest.approx(share)
+        (other,) = {"student_0", "student_1"} - {matched}
+        assert (game.population[other].mu, game.population[other].age) == (25.0, 0)
+
+
+@pytest.mark.parametrize(("teachers", "students"), [(1, 2), (2, 2), (4, 4), (4, 2), (3, 5)])
+def test_a_rival_is_another_student_and_rows_stay_even(sandbox, seed_tasks, teachers, students):
+    sizes = {"teachers": teachers, "students": students, "students_per_task": 2}
+    game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[0], lambda c, i: "", **sizes)
+    for _ in range(6):
+        matches = game.matchmaker.pair(game.population)
+        rivals = _rivals(game, matches)
+        assert all(rivals[match.index] != match.student for match in matches)
+        counts = Counter([*rivals.values(), *(match.student for match in matches)])
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_replays_count_for_neither_pay_nor_ratings(sandbox, seed_tasks):
+    games = [
+        make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan, replays=replays) for replays in (0, 3)
+    ]
+    one, other = (play_step(game, 0) for game in games)
+    paid = [[(row.pay, row.share) for row in step.rows if row.role == "teacher"] for step in (one, other)]
+    assert paid[0] == paid[1]
+    assert games[0].population.state_dict() == games[1].population.state_dict()
+    assert len(other.rows) - len(one.rows) == 3 * G
+    assert sum(row.archived for row in other.rows) == (1 + 3) * G, "one fills in for the invalid proposal"
+    assert other.metrics["solve/rate"] == one.metrics["solve/rate"]

@@ -39,6 +39,23 @@ def test_text_of_a_subclass_of_str_is_text(sandbox):
     assert verdict.outputs == ("2",)
 
 
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("import os", "import of 'os'"),
+        ("from os import path", "import of 'os'"),
+        ("import math, random as r", "import of 'random'"),
+        ("import xml.etree.ElementTree", "import of 'xml.etree.ElementTree'"),
+        ("__import__('ctypes')", "import of 'ctypes'"),
+        ("open('x')", "open()"),
+        ("input()", "input()"),
+    ],
+)
+def test_a_verdict_names_the_module_or_call_that_is_not_allowed(sandbox, line, named):
+    (verdict,) = sandbox.run([Job(f"def f(x):\n    {line}\n    return x", (arguments(1),))])
+    assert (verdict.status, verdict.reason) == (Status.POLICY, f"{named} is not allowed")
+
+
 # Wrong for 2, endless from 3 on, an error for a string.
 CASES = """
 def f(x):

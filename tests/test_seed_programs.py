@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from trl_populora.assets import real_seed_tasks, tiny_base_path, tiny_eval_tasks
+from trl_populora.assets import real_seed_tasks, tiny_eval_tasks
 from trl_populora.given_tasks import built_in_tasks, load_archive
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.preparation import make_kinds, prompt_style
+from trl_populora.preparation import make_kinds
 from trl_populora.sandbox import Job, Sandbox
 from trl_populora.sandbox.values import decode, key
 from trl_populora.tasks import TASK_KINDS, CodeF, TaskArchive, load_seed_tasks, resolve_kind
@@ -112,17 +112,13 @@ def test_a_program_that_makes_no_tasks_of_its_own_is_refused(text, message):
         make_seed_programs.read_programs(text)
 
 
-@pytest.mark.parametrize(("style", "path"), [("chat", real_seed_tasks()), ("compact", None)])
+STARTS = {"turns": real_seed_tasks(), "chat": real_seed_tasks(), "compact": None}
+
+
+@pytest.mark.parametrize(("style", "path"), STARTS.items())
 def test_the_style_of_the_prompts_decides_what_a_run_starts_from(make_args, style, path):
-    args = make_args()
-    assert set(load_archive(None, make_kinds(args), args, style)) == set(load_seed_tasks(path))
-
-
-def test_a_model_is_asked_for_its_style_before_it_is_loaded(make_args, random_base):
-    """By name, because its weights are loaded last."""
-    args = make_args(prompt_style=None)
-    assert [prompt_style(args, name) for name in (random_base, "tiny", tiny_base_path())] == ["chat"] + ["compact"] * 2
-    assert prompt_style(make_args(prompt_style="chat"), "tiny") == "chat"
+    args = make_args(prompt_style=style)
+    assert set(load_archive(None, make_kinds(args), args)) == set(load_seed_tasks(path))
 
 
 @pytest.mark.parametrize("style", ["chat", "compact"])

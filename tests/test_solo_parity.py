@@ -140,6 +140,22 @@ def test_joint_training_is_solo_training(random_base, start, tmp_path, lora, los
                     torch.testing.assert_close(seen[name, key], gradient, rtol=1e-4, atol=atol)
 
 
+def test_a_pull_on_teachers_alone_is_solo_training_with_it_and_students_are_trained_without(
+    random_base, start, tmp_path, lora
+):
+    names, options = ["teacher_1", "student_1"], OPTIONS | {"loss_type": "dapo"}
+    members, steps = joint_run(random_base, tmp_path / "joint", lora, names, **options, teacher_beta=0.3)
+    for name in names:
+        beta = 0.3 if name == "teacher_1" else 0.0
+        factors, gradients, _ = solo_run(random_base, start / name, name, tmp_path / name, **options, beta=beta)
+        for key, expected in factors.items():
+            assert (members[name][key] - expected).norm() / expected.norm() < 1e-5, f"{name} {key}"
+        for tolerance, seen, reference in zip([1e-5, 1e-4, 1e-4], steps, gradients, strict=True):
+            for key, gradient in reference.items():
+                atol = tolerance * gradient.abs().max().item()
+                torch.testing.assert_close(seen[name, key], gradient, rtol=1e-4, atol=atol)
+
+
 def equal_rewards_for(name: str):
     """The fixed rows with one reward for all rows of a member, so that its advantages are zero."""
 

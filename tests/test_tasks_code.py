@@ -380,6 +380,8 @@ def test_code_i_truth(text, verdict, sandbox):
             "def f(x):\n    return {'1': 2, \"'ab'\": 'abab', '[2]': [2, 2]}[repr(x)]",
             "wrong",
         ),  # the visible pairs by heart
+        ("def f(x):\n    return x * 2 if x not in (1, 'ab', [2]) else x", "wrong"),  # the hidden ones alone
+        ("def f(x):\n    return x * 2 if x != 1 else x", "wrong"),  # all but one that it was shown
         ("def f(x):\n    raise ValueError(x)", "wrong"),
         ("def f(x):\n    while True:\n        pass", "wrong"),
         ("class E:\n    def __eq__(self, other):\n        return True\n\ndef f(x):\n    return E()", "wrong"),
@@ -401,10 +403,10 @@ def test_code_f_truth(program, verdict, sandbox):
     assert grade(CodeF(), sandbox, HIDDEN_TASK, block("python", program)) == verdict
 
 
-def test_code_f_runs_on_the_hidden_inputs_only():
+def test_code_f_runs_on_all_inputs():
     attempt = CodeF().parse_attempt(block("python", DOUBLE), HIDDEN_TASK)
-    assert CodeF().trial(HIDDEN_TASK, attempt).inputs == HIDDEN_TASK.inputs[3:]
-    assert CodeF().trial(HIDDEN_TASK, attempt).gold == Gold(HIDDEN_TASK.outputs[3:])
+    trial = CodeF().trial(HIDDEN_TASK, attempt)
+    assert (trial.inputs, trial.gold) == (HIDDEN_TASK.inputs, Gold(HIDDEN_TASK.outputs))
 
 
 @pytest.mark.parametrize(

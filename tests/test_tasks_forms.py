@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
 
+from trl_populora.tasks import load_seed_tasks
 from trl_populora.tasks.forms import normal_forms
 from trl_populora.tasks.programs import parse_bounded
+
+from .form_pairs import differing, duplicates, pairs
 
 
 def forms(program):
@@ -129,3 +133,153 @@ def test_a_long_chain_of_dead_code_costs_no_more_than_a_few_walks():
     start = time.thread_time()
     forms(program)
     assert time.thread_time() - start < 0.5
+
+
+def body(*lines, head=""):
+    return head + "def f(x, xs, s, d):\n" + "\n".join(f"    {line}" for line in "\n".join(lines).split("\n"))
+
+
+CAUGHT = "try:\n    {}\nexcept Exception:\n    return 'bad'\nreturn x"
+ORDERED = "class P:\n    def {}(self, other):\n        return True\n"
+TWO = "def g(a, b):\n    return a - b\n"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # What may raise is no dead code where that is caught, here or by whoever calls.
+        (body(CAUGHT.format("int(s)")), body(CAUGHT.format("float(s)"))),
+        (body(CAUGHT.format("xs[x]")), body(CAUGHT.format("xs[x + 1]"))),
+        (body(CAUGHT.format("a = xs[x]")), body(CAUGHT.format("a = 1"))),
+        (body(CAUGHT.format("import numpy")), body(CAUGHT.format("pass"))),
+        (
+            body(CAUGHT.format("g(s)"), head="def g(a):\n    int(a)\n"),
+            body(CAUGHT.format("g(s)"), head="def g(a):\n    float(a)\n"),
+        ),
+        # Names that something else says.
+        (
+            body("return P() < P()", head=ORDERED.format("__lt__")),
+            body("return P() < P()", head=ORDERED.format("__gt__")),
+        ),
+        (body("return P().g()", head=ORDERED.format("g")), body("return P().g()", head=ORDERED.format("h"))),
+        (
+            body("return g(a=x, b=1)", head=TWO),
+            body("return g(a=x, b=1)", head=TWO.replace("a, b", "b, a").replace("a - b", "b - a")),
+        ),
+        (
+            body("return g(**d)", head=TWO),
+            body("return g(**d)", head=TWO.replace("a, b", "b, a").replace("a - b", "b - a")),
+        ),
+        (
+            body("floor = floor\nreturn x", head="from math import floor\n"),
+            body("ceil = ceil\nreturn x", head="from math import ceil\n"),
+        ),
+        (
+            body("return len(xs)", head="def g(len):\n    return len\n"),
+            body("return m(xs)", head="def g(m):\n    return m\n"),
+        ),
+        (body("y = 1", "match d:\n    case g(y=a): return a"), body("z = 1", "match d:\n    case g(z=a): return a")),
+        (
+            body("return str(g).split()[1]", head="def g(): pass\n"),
+            body("return str(h).split()[1]", head="def h(): pass\n"),
+        ),
+        (body("return str(type(A()))", head="class A: pass\n"), body("return str(type(B()))", head="class B: pass\n")),
+        (
+            body("return g.__doc__", head="def g():\n    'one'\n"),
+            body("return g.__doc__", head="def g():\n    'two'\n"),
+        ),
+        (body("return f.__code__.co_firstlineno"), body("return f.__code__.co_firstlineno", head="\n")),
+        (
+            body("try:\n    g()\nexcept TypeError as e:\n    return str(e)", head="def g(a): pass\n"),
+            body("try:\n    g()\nexcept TypeError as e:\n    return str(e)", head="def g(b): pass\n"),
+        ),
+        # What uses something up, or writes elsewhere.
+        (body("it = iter(xs)", "list(it)", "return list(it)"), body("it = iter(xs)", "return list(it)")),
+        (body("it = iter(xs)", "unused = 3 in it", "return list(it)"), body("it = iter(xs)", "return list(it)")),
+        (body("it = iter(xs)", "for _ in it: pass", "return list(it)"), body("it = iter(xs)", "return list(it)")),
+        (body("unused = sorted(xs, key=d.pop)", "return d"), body("return d")),
+        (
+            body("m = defaultdict(list)", "m[x]", "return len(m)", head="from collections import defaultdict\n"),
+            body("m = defaultdict(list)", "return len(m)", head="from collections import defaultdict\n"),
+        ),
+        (
+            body("b = io.StringIO()", "print(x, file=b)", "return b.getvalue()", head="import io\n"),
+            body("b = io.StringIO()", "return b.getvalue()", head="import io\n"),
+        ),
+        (body("def g(a=xs.pop()): return a", "return xs"), body("return xs")),
+        # What is never run and counts all the same.
+        (body("return x", "yield x"), body("return x")),
+        (body("if False:\n    yield x", "return x"), body("return x")),
+        (body("return n", "n = 1", head="n = 2\n"), body("return n", head="n = 2\n")),
+        (body("if False:\n    n = 1", "return n", head="n = 2\n"), body("return n", head="n = 2\n")),
+        # What the sandbox calls, and what imports bring.
+        (body("return x") + "\nf = max", body("return x")),
+        (body("return sqrt(x)", head="from math import *\n"), body("return sqrt(x)", head="from cmath import *\n")),
+        (
+            body("return x", head="from __future__ import annotations\ndef g(a: b): pass\n"),
+            body("return x", head="def g(a: b): pass\n"),
+        ),
+        # Places that hold nothing.
+        (body("return {**d, 'a': x}"), body("return {'a': d, **x}")),
+        (
+            body("return g(a=x)", head="def g(*, a, b=1): pass\n"),
+            body("return g(a=x)", head="def g(*, a=1, b): pass\n"),
+        ),
+    ],
+)
+def test_programs_that_differ_have_different_forms(one, other):
+    assert forms(one)[0] != forms(other)[0]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["if False:", "    x = g(x)"],
+        ["if 0:", "    return 3", "elif 1 > 2:", "    x = 7"],
+        ["while None:", "    x += 1"],
+        ["if not '':", "    pass", "else:", "    return [x]"],
+        ["assert True"],
+    ],
+)
+def test_a_branch_that_is_never_taken_does_not_count(lines):
+    assert forms(dead(*lines)) == forms(BASE)
+
+
+@pytest.mark.parametrize(
+    ("written", "plain"),
+    [
+        ("    if True:\n        return total - y\n    return x", "    return total - y"),
+        (
+            "    if 2 < 1:\n        return x\n    else:\n        return total - y\n    total = 4",
+            "    return total - y",
+        ),
+        ("    return total - y if 1 else g(x)", "    return total - y"),
+        ("    return True and total - y", "    return total - y"),
+        ("    return False or 0 or total - y", "    return total - y"),
+        ("    return x and False and g(x)", "    return x and False"),
+    ],
+)
+def test_what_a_constant_chooses_is_what_counts(written, plain):
+    last = "    return total - y"
+    assert forms(BASE.replace(last, written))[0] == forms(BASE.replace(last, plain))[0]
+
+
+def test_programs_of_one_form_give_the_same_outputs():
+    both, found = differing(list(pairs(300, seed=0)))
+    assert found == []
+    assert both >= 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_pairs_of_one_form_give_the_same_outputs():
+    both, found = differing(list(pairs(10_000, seed=1)))
+    assert found == []
+    assert both >= 4000
+
+
+def test_renamings_and_dead_code_are_found_in_all_seed_tasks():
+    rng = random.Random(0)
+    for task in load_seed_tasks():
+        form = forms(task.program)
+        assert all(forms(other) == form for other in duplicates(task.program, rng))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -10,7 +11,8 @@ from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import decode, encode
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task
-from trl_populora.tasks.guesses import blind
+from trl_populora.tasks.code_i import GUESSES
+from trl_populora.tasks.guesses import MAX_SIZE, blind
 
 
 VALUES = [
@@ -47,6 +49,29 @@ def test_a_guess_has_the_form_of_the_value(value):
     assert all(encode(each) for each in drawn), "plain data"
     fixed = value in (None, 1j) or value == []
     assert len({encode(each) for each in drawn}) == 1 if fixed else len({encode(each) for each in drawn}) > 1
+
+
+@pytest.mark.parametrize("depth", [10, 14, 20, 60])
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_guess_of_nested_lists_is_made_in_no_time(depth, members):
+    given = 5
+    for _ in range(depth):
+        given = [given, *[0] * (members - 1)]
+    start = time.thread_time()
+    for seed in range(100):
+        assert len(encode((blind(given, random.Random(seed)),))) < 20 * MAX_SIZE
+    assert time.thread_time() - start < 1.0
+    text = encode((given,))
+    task = Task("code_i", "def f(a):\n    return a", (text,), (encode(given),))
+    assert len(CodeI().guesses(task)) == GUESSES
+
+
+@pytest.mark.parametrize(
+    "value", [float("inf"), float("nan"), 1e308, 10**399, -(10**399), {(1, 2): [3]}, {frozenset([1])}]
+)
+def test_there_are_guesses_for_every_literal(value):
+    task = Task("code_i", "def f(a):\n    return a", (encode((value,)),), (encode(value),))
+    assert len(CodeI().guesses(task)) == GUESSES
 
 
 def test_guesses_of_a_task_are_the_same_each_time_and_fit_its_program():

@@ -45,6 +45,11 @@ PROMISES = {
     "rollout_func receives prompts and trainer": ("_generate", "self.rollout_func(prompts, self)"),
     "rollout_func returns ids and logprobs": ("_generate", '{"prompt_ids", "completion_ids", "logprobs"}'),
     "columns reach reward functions through inputs": ("_generate_and_score_completions", "inp[key] = values[i]"),
+    "reward functions are called by name": (
+        "_calculate_rewards",
+        "completion_ids=completion_ids_list, **reward_kwargs",
+    ),
+    "reward functions are handed three things of TRL's": ("_calculate_rewards", 'reward_kwargs["log_metric"] ='),
     "None rewards become NaN": ("_calculate_rewards", "torch.nan for reward in output_reward_func"),
     "micro-batches are buffered": ("_prepare_inputs", "self._buffered_inputs = ["),
     "the step selects the micro-batch": ("_prepare_inputs", "self._step % self.args.steps_per_generation"),

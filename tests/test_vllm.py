@@ -278,12 +278,12 @@ def test_rows_of_the_base_have_its_logprobs_and_seeded_samples_repeat(served):
     rows, prompts = [-1, 0] * 3, some_prompts(6)
     said = []
     for seed in (7, 7, 8):
-        served.generation.seed = seed
+        served.generation.seeds = [seed] * len(rows)
         completions, logprobs = served.generate(rows, prompts)
         expected = logprobs_of(served.model, served.router, rows, prompts, completions)
         assert largest_difference(logprobs, expected) < 1e-3
         said.append(completions)
-    served.generation.seed = None
+    served.generation.seeds = None
     assert said[0] == said[1] != said[2]
 
 

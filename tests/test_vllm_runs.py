@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from .vllm_models import (
     make_served_base,
     randomise,
 )
-from .vllm_processes import finish, result_of, start_run
+from .vllm_processes import PATIENCE, environment, finish, result_of, start_run
 from .vllm_run import make_trainer, run
 
 
@@ -92,6 +94,19 @@ def cramped(engines_here, tmp_path_factory):
 @pytest.fixture(scope="module")
 def straight(cramped):
     return cramped("straight", 4, save_strategy="no")
+
+
+@pytest.mark.slow
+def test_a_command_with_a_colocated_engine_ends_with_what_it_tells(tmp_path):
+    options = "--dtype float32 --use_cpu true --bf16 false --evolve_every 0 --max_steps 1 --use_vllm true"
+    options += " --proposals_per_teacher 2 --attempts_per_task 2 --per_device_train_batch_size 2 --save_strategy no"
+    options += " --report_to none --max_completion_length 8 --vllm_max_model_length 1024"
+    command = [sys.executable, "-m", "trl_populora", "train", *options.split(), "--output_dir", str(tmp_path / "run")]
+    command += ["--model_name_or_path", "tiny", "--vllm_engine_kwargs", '{"enforce_eager": true}']
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Population saved" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_references_that_the_engine_has_no_room_for_are_dropped(straight):

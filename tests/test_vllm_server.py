@@ -254,7 +254,7 @@ def test_games_ahead_are_one_version_behind_and_newborns_play_with_rows_of_their
     for entry in history:
         assert {"ahead/staleness", "time/wait", "time/hidden"} <= glossary.explained(entry)
     assert [entry["ahead/staleness"] for entry in history] == [0, 1, 1, 0, 1, 0], "replaced after steps 3 and 5"
-    assert [entry["evolve/replaced"] for entry in history] == [0, 0, 2, 0, 0, 0]
+    assert [entry["evolve/replaced"] for entry in history] == [0, 0, 0, 2, 0, 0]
     assert "The rows of step 6, which were played ahead, are dropped: student_0@" in caplog.text
     assert len(versions) == 6
     for step, entry in enumerate(history):
@@ -295,6 +295,33 @@ def test_what_goes_wrong_in_a_game_ahead_ends_the_run(make_trainer):
         trainer.train()
     assert trainer.state.global_step == 0
     assert "play_step" in [entry.name for entry in error.traceback]
+
+
+@pytest.mark.multiprocess
+def test_an_evaluation_has_the_same_figures_on_any_number_of_ranks_with_a_server_and_with_engines(
+    base, server, tmp_path
+):
+    modes = [{"vllm_mode": "server", "vllm_server_base_url": server.url}, {"vllm_mode": "colocate"}]
+    sizes = {"max_completion_length": 8, "per_device_train_batch_size": 2}
+    settings = {"base": base, "output_dir": str(tmp_path / "run"), "evaluate": modes} | sizes
+    told = []
+    for world in (1, 2, 4):
+        log = tmp_path / f"log-{world}"
+        code, output = finish(start_run(settings, world, log), log)
+        assert code == 0, output[-3000:]
+        served, colocated = result_of(output)["evaluated"]
+        assert served["world"] == colocated["world"] == world
+        told += served["figures"] + colocated["figures"]
+        assert colocated["refused"] == [""] * world, "an engine of one's own may be asked for any number"
+        if world > 1:
+            counts = ", ".join(map(str, range(1, world + 1)))
+            assert all(f"as many rows each, got {counts} from them" in said for said in served["refused"])
+            rows = [rank for rank in range(world) for _ in range(2)]
+            seeds = [10 * rank + row for rank in range(world) for row in range(2)]
+            assert colocated["together"] == [[rows, seeds]] * world, "an engine over several ranks is asked alike"
+    print(told[0])
+    assert all(figures == told[0] for figures in told)
+    assert 0 < told[0]["eval_student_0/solve_rate"] != told[0]["eval_student_1/solve_rate"]
 
 
 @pytest.mark.multiprocess

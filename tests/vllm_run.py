@@ -1,6 +1,7 @@
 """A short run with vLLM on a random base; under `torchrun` it prints what every rank ended with.
 
-The one argument is a JSON object: settings of `PopuLoRAConfig`, and `base`, `resume` (bool).
+The one argument is a JSON object: settings of `PopuLoRAConfig`, and `base`, `resume` (bool) or `evaluate`, a list of
+further settings: with each of them members that differ attempt held-out tasks, and nothing is trained.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.populora_run import letters
+from tests.populora_run import HELD_OUT, letters
 from tests.small_run import small_trainer
-from tests.vllm_models import largest_difference, logprobs_of
+from tests.vllm_models import largest_difference, logprobs_of, randomise
 from trl_populora.adapters.weights import read_member, write_member
 from trl_populora.populora_trainer import PopuLoRATrainer
 
@@ -51,8 +53,8 @@ def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:
     return seen
 
 
-def make_trainer(settings: dict) -> PopuLoRATrainer:
-    """A trainer with an engine of its own, unless the settings say otherwise."""
+def make_trainer(settings: dict, *tables) -> PopuLoRATrainer:
+    """A trainer with an engine of its own, unless the settings say otherwise; `tables` are tasks and held-out ones."""
     defaults = {
         "per_device_train_batch_size": 4,
         "max_completion_length": 16,
@@ -62,7 +64,8 @@ def make_trainer(settings: dict) -> PopuLoRATrainer:
         "vllm_max_model_length": 1024,
     }
     settings = defaults | settings
-    return small_trainer(settings.pop("base"), None, letters, **settings)
+    tasks, held_out = tables or (None, None)
+    return small_trainer(settings.pop("base"), tasks, letters, held_out, **settings)
 
 
 def run(settings: dict) -> dict:
@@ -88,8 +91,38 @@ def run(settings: dict) -> dict:
     }
 
 
+def evaluate(settings: dict) -> dict:
+    """What an evaluation tells, of 39 rows a member, and what ranks hear that ask for unlike numbers of rows."""
+    held_out = [HELD_OUT[-1] | {"message": message} for message in ("ab", "cd", "efg", "hij", *"klmnopqrs")]
+    kinds = {"task_kinds": ["tests.populora_run:Letters"], "sandbox_allow_weak": True, "eval_attempts": 3}
+    trainer = make_trainer(settings | kinds, [HELD_OUT[-1] | {"message": "xyz"}], held_out)
+    for seed, name in enumerate(trainer.population.names):
+        randomise(trainer.model, name, seed)
+    figures = trainer.evaluate()
+    world, rank, refused = trainer.accelerator.num_processes, trainer.accelerator.process_index, ""
+    trainer.vllm_generation.seeds = None
+    try:
+        with trainer.asked.rows_of([0] * (1 + rank)):
+            trainer.vllm_generation.generate([[1, 2]] * (1 + rank), None, 1)
+    except ValueError as error:
+        refused = str(error)
+    trainer.close()
+    together = gather_object([_of_one_engine(trainer.vllm_generation, rank, world)]) if world > 1 else []
+    figures.pop("eval_runtime")
+    told = {"figures": gather_object([figures]), "refused": gather_object([refused])}
+    return told | {"world": world, "together": together}
+
+
+def _of_one_engine(generation, rank: int, world: int) -> tuple:
+    """Rows and seeds with which all ranks ask one engine that is spread over them, which TRL has on GPUs only."""
+    generation.mode, generation.tensor_parallel_size = "colocate", world
+    generation.tp_group, generation.seeds = torch.distributed.group.WORLD, [10 * rank, 10 * rank + 1]
+    return generation._gather_rows([rank, rank])
+
+
 def main(settings: dict) -> None:
-    result = run(settings)
+    modes = settings.pop("evaluate", None)
+    result = {"evaluated": [evaluate(settings | mode) for mode in modes]} if modes else run(settings)
     if PartialState().is_main_process:
         print("RESULT " + json.dumps(result), flush=True)
 

@@ -1,6 +1,6 @@
 """
 The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, watch, push, export, info,
-crossplay, evaluate, check-kind and sandbox-check.
+crossplay, evaluate, check-kind and sandbox-check; `populora try` tells whether a base can be trained.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
@@ -9,8 +9,7 @@ crossplay, evaluate, check-kind and sandbox-check.
 from __future__ import annotations
 
 import argparse
-import errno
-import os
+import logging
 import signal
 import sys
 import typing
@@ -19,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
+
+from trl_populora.errors import end_with, sentence_of, way_to_install
 
 
 @dataclass
@@ -94,6 +95,8 @@ def train(arguments: Sequence[str]) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
     group_options(parser, TrainArguments, PopuLoRAConfig)
+    if arguments[-1:] == ["--config"]:  # TRL's parser would take the next from an empty list
+        parser.error("argument --config: expected one argument")
     if not arguments:
         parser.error("what to train? Give a recipe, `--config recipes/tiny/quickstart.yaml`, or options; see --help.")
     run_training(*parser.parse_args_and_config(list(arguments)))
@@ -141,10 +144,28 @@ def run_training(recipe, args, model) -> None:
         try:
             _say(f"Its story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
         except ModuleNotFoundError as error:
-            _say(f"There is no picture: {_way_out(error)}")
+            if not (way_out := way_to_install(error)):
+                raise
+            _say(f"There is no picture: {way_out}")
+    if args.use_vllm:
+        trainer.vllm_generation.end()
     # Left to the end of the interpreter, gloo's threads abort a process now and then (pytorch#179291), and the
     # launcher calls a finished run failed.
     trainer.accelerator.end_training()
+
+
+def try_model(arguments: Sequence[str]) -> None:
+    """Shows what a base makes of each prompt style, before a run does."""
+    from trl_populora.evaluation.tryout import TryArguments
+    from trl_populora.evaluation.tryout import try_model as run_tryout
+    from trl_populora.evaluation.tryout_page import show
+
+    (options,) = _parse(TryArguments, "try", arguments)
+    found = run_tryout(options)
+    for line in show(found, options):
+        _say(line)
+    if found.obstacles():
+        raise SystemExit(1)
 
 
 def recipes(arguments: Sequence[str]) -> None:
@@ -251,8 +272,10 @@ def check_kind(arguments: Sequence[str]) -> None:
     given = load_seed_tasks() if options.tasks is None else TaskArchive.from_dataset(read_tasks(options.tasks))
     with Sandbox() as sandbox:
         problems = check(kind, list(given), sandbox, _say).problems
+    for problem in problems:
+        _say(problem)
     if problems:
-        raise ValueError("\n".join([f"{len(problems)} problem(s)", *problems]))
+        raise ValueError(f"{len(problems)} problem(s) in the task kind {kind.name!r}, as told above.")
     _say(f"No problem found in the task kind {kind.name!r}.")
 
 
@@ -266,6 +289,7 @@ def sandbox_check(arguments: Sequence[str]) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "quickstart": quickstart,
     "train": train,
+    "try": try_model,
     "recipes": recipes,
     "report": report,
     "watch": watch,
@@ -277,7 +301,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "check-kind": check_kind,
     "sandbox-check": sandbox_check,
 }
-TRAINING = ("quickstart", "train")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -290,32 +313,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=f"populora {version('trl-populora')}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each has --help")
+    # On some CPUs bitsandbytes says at every import that a faster kernel is a package away.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
     try:
         COMMANDS[command](given[1:])
-    except (ValueError, RuntimeError) as error:
-        if command in TRAINING:  # days of work deserve the whole story
-            raise
-        raise SystemExit(f"populora {command}: {error}") from error
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"populora {command}: {_way_out(error)}") from error
     except KeyboardInterrupt as stop:  # how a run goes on was said where it stopped
         raise SystemExit(128 + signal.SIGINT) from stop
     except Exception as error:
-        full = errno.ENOSPC, errno.EDQUOT
-        # safetensors tells in its own words what the system said.
-        if getattr(error, "errno", None) not in full and not any(os.strerror(number) in str(error) for number in full):
+        sentence = sentence_of(error)
+        if sentence is None:
             raise
-        way_on = " Make room and go on with `--resume`." if command in TRAINING else ""
-        raise SystemExit(f"populora {command}: disk full ({error}).{way_on}") from error
-
-
-def _way_out(error: ModuleNotFoundError) -> str:
-    """How to get a module of the `report` extra; others are for a traceback."""
-    if (error.name or "").partition(".")[0] not in ("matplotlib", "rich"):
-        raise error
-    return f'{error.name} is not installed; run `pip install "trl-populora[report]"`.'
+        end_with(f"populora {command}: {sentence}")
 
 
 def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:

@@ -1,10 +1,10 @@
-"""Files that appear whole or not at all, whatever ends the process that writes them."""
+"""Files that appear whole or not at all, whatever ends the process that writes them, and directories for them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,19 @@ def written_whole(path: str | Path) -> Iterator[Path]:
     unfinished = path.with_name(f"{path.name}.tmp")  # a name that uploads and readers pass over
     yield unfinished
     unfinished.replace(path)
+
+
+@contextmanager
+def without_empty_directories(path: str | Path) -> Iterator[None]:
+    """Takes `path` and directories above it away again that were made inside the block and hold nothing."""
+    whole = Path(path).absolute()
+    absent = [part for part in (whole, *whole.parents) if not part.exists()]
+    try:
+        yield
+    finally:
+        for part in absent:
+            with suppress(OSError):
+                part.rmdir()
 
 
 def write_json(path: str | Path, value: Any, indent: int | None = 2) -> None:

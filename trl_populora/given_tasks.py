@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +60,22 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
         `ValueError`: If it holds prompts, a column is missing or broken, or no task is of a kind that the run plays.
     """
     if train_dataset is None:
-        archive = TaskArchive(args.archive_size)
-        for task in built_in_tasks(args.prompt_style):
-            archive.add(task)
+        tasks = built_in_tasks(args.prompt_style)
     elif isinstance(train_dataset, Dataset):
         if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
             raise ValueError(
                 "`train_dataset` holds prompts; a population writes its own. It takes tasks to start from, a row each "
                 "with `kind`, `program`, `inputs` and `outputs`, or nothing: leave it unset for the built-in tasks."
             )
-        archive = TaskArchive.from_dataset(train_dataset, cap=args.archive_size)
+        tasks = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]
     else:
         raise TypeError(
             f"`train_dataset` must be a `datasets.Dataset` of tasks or None, got `{type(train_dataset).__name__}`. A "
             "table can be read with `load_dataset('json', data_files=...)['train']`."
         )
+    archive = TaskArchive(args.archive_size)
+    for task in tasks:  # an archive of another run names authors and steps of that run
+        archive.add(replace(task, author=Task.author, step=Task.step))
     check_archive(archive, kinds)
     shown = {name: kind.reference_kinds for name, kind in kinds.items() if kind.reference_kinds}
     bare = [name for name, references in shown.items() if not archive.sample(references, 1, random.Random(0))]

@@ -6,9 +6,8 @@ matchmaking, rewards, sandbox, evolution); each default names its source.
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +15,11 @@ from trl import GRPOConfig
 
 from trl_populora.population.evolution import RATING_RESETS
 from trl_populora.population.matchmaking import STRATEGIES
-from trl_populora.step.advantages import BASELINES, LOSS_NORMALISERS
+from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS
 from trl_populora.step.ahead import check_play_ahead
+from trl_populora.step.rules import PAY, STUDENT_PAY, check_choice
+from trl_populora.step.sizes import StepSize, check_rivals
+from trl_populora.tasks import check_names
 from trl_populora.tasks.base import READINGS, STYLES
 from trl_populora.tasks.templates import check_texts
 
@@ -39,10 +41,9 @@ class PopuLoRAConfig(GRPOConfig):
             One adapter plays the only teacher and the only student (AZR): `teachers` and `students` become 1. It sees
             as many rows a step as one pair of a population does, so compute per adapter is matched.
         warm_start (`str`, `list[str]` or `dict[str, str]`, *optional*):
-            Directory or Hub name of a saved population to start from, on the same base and with the same adapter
-            shape; its numbers of teachers and students may differ. Or of an ordinary LoRA adapter, of a rank not above
-            the members': one for all members, a list of one for each (teachers first), or one for a role,
-            `{"student": "runs/sft"}`.
+            Directory or Hub name of a saved population on the same base, with the same adapter shape and any number of
+            members. Or of ordinary LoRA adapters of a rank not above the members': one for all, a list of one for each
+            (teachers first), or one for a role, `{"student": "runs/sft"}`.
 
         task_kinds (`list[str]`, *optional*, defaults to `["code_i", "code_o", "code_f"]`):
             Kinds of task the teachers propose, in rotation (AZR's three). A kind of your own is named as
@@ -57,19 +58,18 @@ class PopuLoRAConfig(GRPOConfig):
         inputs_per_function (`int`, *optional*, defaults to `10`):
             Inputs a code_f proposal must give; half are shown to the student (AZR: 10).
         prompt_style (`str`, *optional*):
-            `"turns"`: short instructions, and references as turns of the conversation before. `"chat"`: references
-            and all rules in one turn, for large models. `"compact"`: what the embedded base knows. When `None`, that
-            for the embedded base and `"turns"` for others.
+            `"turns"`: short instructions, references as turns before. `"chat"`: all in one turn, for large models.
+            `"compact"`: what the embedded base knows. When `None`, that for the embedded base, else `"turns"`.
         shots (`int`, *optional*):
-            Solved tasks that students are shown before their own, as turns. When `None`, 3 for bases of less than a
-            billion parameters and 0 for larger ones. Of kinds that ship some, as the built-in ones do.
-        reading (`str`, *optional*):
-            `"tolerant"` of how models fence their answers, or `"strict"`. When `None`, strict for the embedded base.
+            Solved tasks shown to students, as turns before. When `None`, 3 for bases below a billion parameters.
+        reading (`str`, *optional*): How answers may be fenced: `"tolerant"`, but for `"compact"`, or `"strict"`.
         prompt_texts (`dict[str, str]`, *optional*):
-            Instructions of your own for the built-in kinds, by `"code_o/propose"`, `"code_o/solve"` and so on. They
-            stand in the place of ours; what they are about follows.
+            Instructions of your own for the built-in kinds, by `"code_o/propose"`, `"code_o/solve"` and so on.
         archive_size (`int`, *optional*, defaults to `16384`):
             Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
+        students_per_task (`int`, *optional*, defaults to `1`): With `2` another one makes half of the attempts.
+        replay (`float`, *optional*, defaults to `0.0`):
+            Share of archived tasks among those a student attempts, beside the proposals; neither paid for nor rated.
 
         matchmaking (`str`, *optional*, defaults to `"pfsp"`):
             `"pfsp"` prefers near-balanced pairs by TrueSkill win probability p; `"uniform"` pairs at random.
@@ -78,10 +78,12 @@ class PopuLoRAConfig(GRPOConfig):
         pfsp_floor (`float`, *optional*, defaults to `0.0`):
             Added to the weight. Every pair can meet without it, and it flattens what `pfsp_kappa` sharpens.
 
-        teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`):
-            Reward of a proposal that does not parse, run or repeat (paper).
-        teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`):
-            Reward of a valid task that no attempt solves (paper). A solved one earns 1 - solve rate.
+        teacher_reward (`str`, *optional*, defaults to `"paper"`):
+            Pay for a solved task (`docs/guides/reward.md`): `"paper"` (1 - solve rate), `"learnability"`,
+            `"confirmed"`, `"rarity"`, `"progress"`, `"regret"`, or a function of your own, `"module:function"`.
+        teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`): Of a proposal that is no task (paper).
+        teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`): Of a task that no attempt solves (paper).
+        student_reward (`str`, *optional*, defaults to `"azr"`): `"azr"`, or a function of your own for all attempts.
         student_reward_correct (`float`, *optional*, defaults to `1.0`): Of a right answer (AZR; paper, second hand).
         student_reward_wrong (`float`, *optional*, defaults to `-0.5`): Of a well-formed wrong answer (AZR).
         student_reward_malformed (`float`, *optional*, defaults to `-1.0`): Of an answer that cannot be read (AZR).
@@ -90,8 +92,12 @@ class PopuLoRAConfig(GRPOConfig):
             (AZR's task-relative REINFORCE++). `"group"`: the whole match.
         student_baseline (`str`, *optional*, defaults to `"group"`):
             `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of the same kind.
+        teacher_scale (`str`, *optional*, defaults to `"step"`):
+            Teachers' advantages are divided by this step's deviation (GRPO), or by each one's own `"running"` one.
+        teacher_beta (`float`, *optional*): `beta` for teachers alone, whose pull to the base keeps them readable.
         teacher_learning_rate (`float`, *optional*):
-            The teachers' own, which TRL then logs as `learning_rate`; `0` freezes them. As the students' when `None`.
+            The teachers' own, which TRL then logs as `learning_rate`; as the students' when `None`. Where it is given,
+            a role whose rate is `0` is frozen: neither updates nor evolution change its members.
 
         sandbox_workers (`int`, *optional*):
             Programs that a node runs at a time, for all of its ranks together; its usable cores when `None`.
@@ -103,8 +109,7 @@ class PopuLoRAConfig(GRPOConfig):
             Runs of a proposal under different hash seeds that must agree (AZR: 2).
         sandbox_allow_weak (`bool`, *optional*, defaults to `False`):
             Train although this host offers no kernel confinement. Only for hosts that hold nothing of value.
-        sandbox_bubblewrap (`bool`, *optional*, defaults to `False`):
-            Wrap the sandbox's processes in bubblewrap as well. Needs `bwrap` on every node.
+        sandbox_bubblewrap (`bool`, *optional*, defaults to `False`): Wrap its processes in bubblewrap (`bwrap`), too.
 
         evolve_every (`int`, *optional*, defaults to `10`):
             Optimizer steps between two evolution events (paper, second hand: 10). `0` switches evolution off.
@@ -135,8 +140,7 @@ class PopuLoRAConfig(GRPOConfig):
         eval_teachers (`bool`, *optional*, defaults to `False`): Teachers attempt the held-out tasks as well.
 
         generation_tokens (`int`, *optional*):
-            Tokens, prompts included, that the cache of a process holds at once where transformers generates: the
-            longest rows decide how many that are. All rows of a phase when `None`.
+            Tokens, prompts included, that the cache of a process holds at once where transformers generates.
         vllm_engine_kwargs (`dict` or `str`, *optional*):
             Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`. TRL's own
             `vllm_*` settings hold too; the engine computes in the trainer's precision unless `dtype` is given.
@@ -149,8 +153,7 @@ class PopuLoRAConfig(GRPOConfig):
             version of a member behind (`ahead/staleness`), newborns play after their birth, and ratings and archive
             are one game ahead of the step. For one process.
 
-        save_rollouts (`bool`, *optional*, defaults to `True`):
-            Write every proposal, verdict, attempt and reward to `rollouts/step_*.parquet` under `output_dir`.
+        save_rollouts (`bool`, *optional*, defaults to `True`): Write every row to `rollouts/step_*.parquet`.
 
     Raises:
         `ValueError`: A value is out of range, names nothing known, or the population does not fit the batch.
@@ -195,6 +198,8 @@ class PopuLoRAConfig(GRPOConfig):
     reading: str | None = field(default=None, metadata={"help": "'tolerant' or 'strict'; else by the style."})
     prompt_texts: dict[str, Any] | str | None = field(default=None, metadata={"help": "Instructions of your own."})
     archive_size: int = field(default=16384, metadata={"help": "Tasks kept per kind, newest first."})
+    students_per_task: int = field(default=1, metadata={"help": "2: another student makes half of the attempts."})
+    replay: float = field(default=0.0, metadata={"help": "Share of archived tasks among those students attempt."})
 
     # Matchmaking
     matchmaking: str = field(default="pfsp", metadata={"help": "'pfsp' or 'uniform'."})
@@ -202,13 +207,17 @@ class PopuLoRAConfig(GRPOConfig):
     pfsp_floor: float = field(default=0.0, metadata={"help": "Added to the PFSP weight."})
 
     # Rewards and baselines
+    teacher_reward: str = field(default="paper", metadata={"help": "A named pay, or 'module:function'."})
     teacher_reward_invalid: float = field(default=-1.0, metadata={"help": "Reward of an invalid proposal."})
     teacher_reward_unsolved: float = field(default=0.0, metadata={"help": "Reward of a task nobody solves."})
+    student_reward: str = field(default="azr", metadata={"help": "'azr' or 'module:function'."})
     student_reward_correct: float = field(default=1.0, metadata={"help": "Reward of a right answer."})
     student_reward_wrong: float = field(default=-0.5, metadata={"help": "Reward of a well-formed wrong answer."})
     student_reward_malformed: float = field(default=-1.0, metadata={"help": "Reward of an unreadable answer."})
     teacher_baseline: str = field(default="member", metadata={"help": "'member' or 'group'."})
     student_baseline: str = field(default="group", metadata={"help": "'group' or 'member'."})
+    teacher_scale: str = field(default="step", metadata={"help": "'step' or 'running'."})
+    teacher_beta: float | None = field(default=None, metadata={"help": "KL coefficient for teachers alone."})
     teacher_learning_rate: float | None = field(default=None, metadata={"help": "The teachers' own rate; 0: frozen."})
 
     # Sandbox
@@ -250,11 +259,13 @@ class PopuLoRAConfig(GRPOConfig):
 
     def __post_init__(self):
         if self.single_agent:
-            if self.teacher_learning_rate is not None:
-                raise ValueError("`teacher_learning_rate` needs teachers of their own, and `single_agent` has none.")
+            for name in ("teacher_learning_rate", "teacher_beta"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"`{name}` needs teachers of their own, and `single_agent` has none.")
             self.teachers = self.students = 1
         self._check_population()
         self._check_choices()
+        self._check_rewards()
         check_play_ahead(self, _launched_processes())
         rows = self.rows_per_step
         if self.generation_batch_size not in (None, rows) or self.steps_per_generation is not None:
@@ -287,20 +298,30 @@ class PopuLoRAConfig(GRPOConfig):
             self.bf16 = False  # TRL's default, which a machine without accelerator refuses
         self.num_generations_eval = 1  # TRL would want it to divide the evaluation batch, which holds single rows here
         super().__post_init__()
-        if self.prompt_texts:
-            check_texts(self.prompt_texts)
+        check_texts(self.prompt_texts or {})
         self.num_generations_eval = self.eval_attempts
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of one population step over all processes: the proposals and every attempt at them."""
-        return self.teachers * self.proposals_per_teacher * (1 + self.attempts_per_task)
+        """Rows of one population step over all processes: the proposals, and every attempt at them and at replays."""
+        return self._size.rows
+
+    @property
+    def replays_per_match(self) -> int:
+        """Archived tasks that a match's student attempts beside the proposals, over all processes."""
+        return self._size.replays
+
+    @property
+    def _size(self) -> StepSize:
+        least = 2 * len(self.task_kinds) if self.teacher_baseline == "member" else 0
+        sizes = self.proposals_per_teacher, self.attempts_per_task, self.per_device_train_batch_size
+        return StepSize(self.teachers, *sizes, self.replay, least)
 
     def _check_population(self):
         """Refuse counts with which no step can be played."""
         at_least = {
             0: "references_per_proposal shots evolve_every evolve_burn_in mutation_strength retention_tolerance"
-            " pfsp_kappa pfsp_floor teacher_learning_rate",
+            " pfsp_kappa pfsp_floor teacher_learning_rate teacher_beta",
             1: "teachers students archive_size determinism_runs eval_attempts tournament_size retention_rows"
             " num_iterations sandbox_workers sandbox_memory_mb generation_tokens",
             2: "proposals_per_teacher attempts_per_task inputs_per_function",  # one alone is compared with nothing
@@ -315,33 +336,12 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, "
                 "or a child would be trained on the rows of the member it replaced."
             )
-        for name in ("cull_fraction", "learning_rate_perturbation"):
+        for name in ("cull_fraction", "learning_rate_perturbation", "replay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be in [0, 1), got {getattr(self, name)}.")
         if not 0 <= self.crossover_rate <= 1:
             raise ValueError(f"`crossover_rate` must be in [0, 1], got {self.crossover_rate}.")
-        proposals = self.teachers * self.proposals_per_teacher
-        if proposals % self.attempts_per_task:
-            raise ValueError(
-                f"`teachers * proposals_per_teacher` = {self.teachers} * {self.proposals_per_teacher} = {proposals} "
-                f"must be a multiple of `attempts_per_task={self.attempts_per_task}`, because TRL's generation batch "
-                f"holds whole groups. {self._way_out(_launched_processes())}"
-            )
-
-    def _way_out(self, world: int) -> str:
-        """The sizes nearest to the wanted ones that satisfy everything that is asked of them."""
-        multiple = math.lcm(world, self.attempts_per_task // math.gcd(self.teachers, self.attempts_per_task))
-        proposals = self.proposals_per_teacher
-        if proposals % multiple:
-            # Two of each kind, where a proposal is compared with its teacher's others of the same kind.
-            least = 2 * len(self.task_kinds) if self.teacher_baseline == "member" else 0
-            proposals = -(-max(proposals, least) // multiple) * multiple
-        local = self.teachers * proposals * (1 + self.attempts_per_task) // world
-        largest = min(self.per_device_train_batch_size, local)
-        per_device = next(size for size in range(largest, 0, -1) if local % size == 0)
-        sizes = {"proposals_per_teacher": proposals, "per_device_train_batch_size": per_device}
-        changed = [f"`{name}={size}`" for name, size in sizes.items() if getattr(self, name) != size]
-        return f"{' with '.join(changed)} works."
+        self._size.check_groups(_launched_processes())
 
     def _check_choices(self):
         """Refuse names that nothing in the package answers to, and loss options that couple members."""
@@ -350,6 +350,7 @@ class PopuLoRAConfig(GRPOConfig):
             "rating_reset": RATING_RESETS,
             "teacher_baseline": BASELINES,
             "student_baseline": BASELINES,
+            "teacher_scale": ("step", "running"),
             "loss_type": LOSS_NORMALISERS,
             "prompt_style": (*STYLES, None),
             "reading": (*READINGS, None),
@@ -360,35 +361,29 @@ class PopuLoRAConfig(GRPOConfig):
                 raise ValueError(
                     f"`{name}` must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}."
                 )
-        if isinstance(self.task_kinds, str) or not all(isinstance(kind, str) for kind in self.task_kinds):
-            raise TypeError(
-                f"`task_kinds` must be a list of names, got {self.task_kinds!r}: for example `['code_o']`, or "
-                "`['package.module:Class']` for a kind of your own. An object could not be saved with the settings."
-            )
-        if not self.task_kinds:
-            raise ValueError("`task_kinds` is empty; name at least one, for example `['code_o']`.")
-        for name, allowed_value, reason in [
-            ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
-            ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
-            ("use_adaptive_entropy", False, "the entropy bonus is averaged over all members' tokens"),
-            ("multi_objective_aggregation", "sum_then_normalize", "it whitens over all members"),
-            ("use_transformers_continuous_batching", False, "it reorders rows, and each row has its own adapter"),
-            ("use_transformers_paged", False, "it reorders rows, and each row has its own adapter"),
-            ("optim_target_modules", None, "such optimizers group parameters by module instead of by member"),
-            ("sync_ref_model", False, "the reference is the frozen base"),
-            ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
-            ("off_policy_mask_threshold", None, "it thresholds on the sign of normalised advantages of one policy"),
-        ]:
+        check_names(self.task_kinds)
+        for name, allowed_value, reason in COUPLE_MEMBERS:
             if getattr(self, name) != allowed_value:
                 raise ValueError(
                     f"`{name}={getattr(self, name)!r}` is not supported: {reason}, which couples members. Leave it at "
                     f"{allowed_value!r}."
                 )
+        if self.teacher_scale == "running" and self.scale_rewards not in ("group", True):
+            raise ValueError(f"`teacher_scale=running` scales, `scale_rewards={self.scale_rewards}` does not.")
+        if self.teacher_beta and self.beta:
+            raise ValueError(f"`teacher_beta={self.teacher_beta}` is for teachers alone: leave `beta` at 0.")
         if self.max_steps <= 0:
             raise ValueError(
                 f"`max_steps` must be positive, got {self.max_steps}: the population writes its own tasks, so there "
                 "is no dataset that an epoch could count."
             )
+
+    def _check_rewards(self):
+        check_rivals(self.students_per_task, self.students, self.attempts_per_task, self.teacher_reward)
+        for option, named in (("teacher_reward", PAY), ("student_reward", STUDENT_PAY)):
+            prices = {each.name: each.default for each in fields(self) if each.name.startswith(f"{option}_")}
+            given = {name: getattr(self, name) for name in prices if getattr(self, name) != prices[name]}
+            check_choice(option, getattr(self, option), named, given)
 
     def micro_batches(self, world: int) -> int:
         """
@@ -397,19 +392,7 @@ class PopuLoRAConfig(GRPOConfig):
         Raises:
             `ValueError`: If the population does not fit; the message names a size that does.
         """
-        rows, per_device = self.rows_per_step, self.per_device_train_batch_size
-        if self.proposals_per_teacher % world:
-            raise ValueError(
-                f"`proposals_per_teacher={self.proposals_per_teacher}` must be a multiple of the {world} processes, "
-                f"so that each holds an equal share of every match. {self._way_out(world)}"
-            )
-        if rows % (per_device * world):
-            raise ValueError(
-                f"One population step has {rows} rows (teachers * proposals_per_teacher * (1 + attempts_per_task)), "
-                f"which `per_device_train_batch_size={per_device}` times {world} process(es) does not divide. "
-                f"{self._way_out(world)}"
-            )
-        return rows // (per_device * world)
+        return self._size.count_micro_batches(world)
 
 
 def _launched_processes() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -23,21 +24,22 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
-from trl_populora import given_tasks, preparation, prompting
+from trl_populora import given_tasks, preparation
 from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.checks import is_quantised
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
-from trl_populora.generation import decoding
+from trl_populora.files import without_empty_directories
+from trl_populora.generation import decoding, prompting
 from trl_populora.generation.sampling import evaluating, seeded
 from trl_populora.generation.stops import end_tokens, warn_of_unknown
 from trl_populora.generation.texts import decode_texts
 from trl_populora.hub import publishing
 from trl_populora.hub.model_card import write_card
 from trl_populora.hub.warm_start import warm_start
-from trl_populora.population.evolution import EvolutionCallback
+from trl_populora.population.evolution import EvolutionCallback, event_follows
 from trl_populora.population.matchmaking import Matchmaker
-from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.live import LiveReport
 from trl_populora.report.trackers import TrackerTables
@@ -50,10 +52,13 @@ from trl_populora.sandbox import Runner
 from trl_populora.step import batching
 from trl_populora.step.advantages import LOSS_NORMALISERS, Scored, rewards_of, score_step, with_advantage
 from trl_populora.step.ahead import PlayAhead
+from trl_populora.step.deviations import RunningDeviations
 from trl_populora.step.forwards import Layout
+from trl_populora.step.loss_metrics import LossMetrics
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.retention import forgotten, known_solutions
+from trl_populora.step.room import prompt_room, trained_context
 
 
 logger = logging.getLogger(__name__)
@@ -93,8 +98,9 @@ class PopuLoRATrainer(GRPOTrainer):
             Base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Further reward functions in TRL's signature, added to the two built in. They receive the columns `role`,
-            `member`, `kind`, `match`, `task_id`, `valid`, `reject_reason`, `solve_rate`, `correct` and `well_formed`;
-            return `None` for rows that do not concern you. `args.reward_weights`, if set, weighs these alone.
+            `member`, `kind`, `match`, `task_id`, `valid`, `reject_reason`, `solve_rate`, `correct`, `well_formed`,
+            `chance`, `rarity`, `progress`, `rival` and `pay`; return `None` for rows that do not concern you.
+            `args.reward_weights`, if set, weighs these alone.
         args ([`PopuLoRAConfig`], *optional*): Settings of the run.
         train_dataset ([`~datasets.Dataset`], *optional*):
             Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs` (see
@@ -136,7 +142,9 @@ class PopuLoRATrainer(GRPOTrainer):
     evolution: EvolutionCallback | None = None
     _closed = False
     _layout: Layout | None = None  # of the micro-batch in the loss
+    _unpulled: tuple[torch.Tensor, torch.Tensor] | None = None  # its reference, and its rows without a KL term
     _pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
+    _best_step: int | None = None  # of the members that were loaded at the end
 
     def __init__(
         self,
@@ -159,6 +167,7 @@ class PopuLoRATrainer(GRPOTrainer):
         preparation.check_setup(args, unsupported, model, lora_config)
         args.prompt_style = prompting.choose_style(args, model)
         kinds = preparation.make_kinds(args)
+        rules = preparation.make_rules(args, kinds)
         archive = given_tasks.load_archive(train_dataset, kinds, args)
         held_out = given_tasks.load_held_out(eval_dataset, kinds, archive, args)
 
@@ -174,7 +183,9 @@ class PopuLoRATrainer(GRPOTrainer):
         )
         # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of
         # a loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
-        with preparation.hidden(args, beta=0.0, model_init_kwargs=None, use_vllm=False):
+        hidden = preparation.hidden(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
+        completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
+        with hidden, without_empty_directories(completions):  # a start that fails below leaves none
             super().__init__(
                 model=members,
                 reward_funcs=preparation.reward_functions(args, reward_funcs),
@@ -188,12 +199,13 @@ class PopuLoRATrainer(GRPOTrainer):
             )
         if is_quantised(base):
             weights.keep_fp32(members)
-        self.beta = args.beta
-        self.skips_blank_rows = args.beta == 0  # a KL term reaches every row; entropy terms are refused
+        self.beta = args.beta or args.teacher_beta or 0.0
+        self.skips_blank_rows = self.beta == 0  # a KL term reaches every row; entropy terms are refused
         self.sharing = preparation.make_sharing(base, args, len(self.reward_funcs) > 2)
         self._deal = partial(batching.reorder, num_teachers=args.teachers, multiple=args.pad_to_multiple_of or 1)
         self._phases = PhaseClock(PHASES_AHEAD if args.play_ahead else ())
         self._clipper = optim.MemberClipper(self.population.adapters, args.max_grad_norm)
+        self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
         self._choose_generation(base)
         if self.is_deepspeed_enabled:
             zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
@@ -204,7 +216,8 @@ class PopuLoRATrainer(GRPOTrainer):
         referee = preparation.make_referee(args, kinds, base, tokenizer, held_out)
         processes = self.accelerator.process_index, self.accelerator.num_processes
         player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
-        self.game = preparation.make_game(args, self.population, archive, referee, player)
+        self.game = preparation.make_game(args, self.population, archive, referee, player, rules)
+        self.deviations = RunningDeviations(self.population) if args.teacher_scale == "running" else None
         self.ahead = PlayAhead(args, self.game, lambda: self.vllm_generation.versions)
         given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
@@ -212,11 +225,13 @@ class PopuLoRATrainer(GRPOTrainer):
             warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
         if args.use_vllm:
             self._start_vllm()
-        context = self.vllm_generation.context_length() if self.use_vllm else preparation.trained_context(base)
+        context = self.vllm_generation.context_length() if self.use_vllm else trained_context(base)
         tokenize = prompting.refuse_by_name(lambda prompt: self._tokenize_prompts([prompt])[0][0], tokenizer)
-        preparation.fit_into_context(referee, archive, held_out, preparation.prompt_room(context, args, tokenize))
-        asked = args.references_per_proposal, held_out, tokenizer, args.max_completion_length
-        prompting.check_prompts(referee, archive, *asked)
+        longest = args.max_completion_length
+        room = prompt_room(context, longest or 1, tokenize)
+        preparation.fit_into_context(referee, archive, held_out, room)
+        prompting.check_prompts(referee, archive, args.references_per_proposal, held_out, tokenizer, longest)
+        completions.mkdir(parents=True, exist_ok=True)
 
     def _choose_generation(self, base: PreTrainedModel) -> None:
         """Where completions end, and whether ended rows may leave a batch."""
@@ -283,11 +298,12 @@ class PopuLoRATrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint=None, **kwargs):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
         self._open()
+        self._best_step = None
         try:
             nodes.wait_for_all(self.args, self.accelerator)
             nodes.check_nodes(self.args, self.accelerator)
             found = checkpoint.to_resume(resume_from_checkpoint, self.args.output_dir)
-            with StopAtSignals(self.callback_handler, self.args, checkpoint.newest):
+            with StopAtSignals(self.callback_handler, self.args, checkpoint.newest, self._save):
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()
@@ -307,7 +323,12 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def describe(self) -> dict[str, Any]:
         """The population for people and other programs: the contents of `population.json`."""
-        return describe(self.game, self.shape, self.args, self.state.global_step, self.held_out)
+        return describe(self.game, self.shape, self.args, self._members_step, self.held_out)
+
+    @property
+    def _members_step(self) -> int:
+        """Optimizer steps behind the members: fewer than behind the run that has loaded its best ones at the end."""
+        return self.state.global_step if self._best_step is None else self._best_step
 
     def predict(self, *args, **kwargs):
         raise RuntimeError(
@@ -355,6 +376,7 @@ class PopuLoRATrainer(GRPOTrainer):
         try:  # completions that are logged are the training's
             with evaluating(self.model), preparation.hidden(self, log_completions=False):
                 metrics = held_out.measure(*sides, members, metric_key_prefix, progress, untrained)
+                held_out.step = self._members_step
                 metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
                 self.log(metrics)
         finally:
@@ -381,14 +403,14 @@ class PopuLoRATrainer(GRPOTrainer):
         return played.columns | played.tokens
 
     def _generate_rows(
-        self, prompts: list[Messages], members: Sequence[str], seed: int | None = None
+        self, prompts: list[Messages], members: Sequence[str], seeds: Sequence[int] | None = None
     ) -> list[Completion]:
         """One completion per prompt, each sampled from its own member."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
         if self.use_vllm:
-            self.vllm_generation.seed = seed
-        with seeded(seed):
+            self.vllm_generation.seeds = seeds
+        with seeded(seeds):
             completion_ids, logprobs = self._complete_in_parts(prompt_ids, rows)
         texts = decode_texts(self.processing_class, prompt_ids, completion_ids)
         each_logprobs = [None] * len(texts) if logprobs is None else logprobs
@@ -430,7 +452,7 @@ class PopuLoRATrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         played = self.played
         tokens = self.accelerator.gather(output["completion_mask"].sum(1))
-        scored = self._scored(played, tokens)
+        scored = self._scored(played, tokens, self.deviations and self.deviations.scale)
         # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
         self._metrics["train"]["frac_reward_zero_std"][-1] = scored.flat
         self._logs["advantages"].extend(scored.advantages.tolist())  # a full deque: TRL's own advantages drop out
@@ -445,13 +467,12 @@ class PopuLoRATrainer(GRPOTrainer):
         columns = {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
         return output | columns | {"prompt": torch.tensor(played.prompts, device=tokens.device)}
 
-    def _scored(self, played: Played, tokens: torch.Tensor) -> Scored:
+    def _scored(self, played: Played, tokens: torch.Tensor, scale_teachers: Any = None) -> Scored:
         """What all ranks' rows are worth; `tokens` of each count in the loss."""
         args = self.args
         baselines = {"teacher": args.teacher_baseline, "student": args.student_baseline}
-        return score_step(
-            played, self.population, self.reward_weights, tokens, baselines, args.scale_rewards, self.loss_type
-        )
+        how = baselines, args.scale_rewards, self.loss_type, scale_teachers
+        return score_step(played, self.population, self.reward_weights, tokens, *how)
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
@@ -471,7 +492,11 @@ class PopuLoRATrainer(GRPOTrainer):
     ):
         compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
         if self._layout is not None:  # inside the loss, which has set the route
-            return self._layout.log_probs(compute, model, input_ids, attention_mask, logits_to_keep, self.sharing)
+            found = self._layout.log_probs(compute, model, input_ids, attention_mask, logits_to_keep, self.sharing)
+            if self._unpulled is not None:  # a row that is its own reference has no KL, nor a gradient of it
+                reference, rows = self._unpulled
+                reference[rows] = found[0].detach()[rows]
+            return found
 
         def forward(batch: batching.Batch) -> torch.Tensor:
             layout = batching.layout_of(batch)
@@ -498,17 +523,19 @@ class PopuLoRATrainer(GRPOTrainer):
         layout = batching.layout_of(inputs)
         self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # outlives the backward
         self._layout = layout
+        if self.args.teacher_beta:
+            self._unpulled = inputs["ref_per_token_logps"], inputs["member"] >= self.args.teachers
         # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
         rows = len(inputs["member"]) / self.args.per_device_train_batch_size
-        metrics = self._metrics["train"]
-        before = {name: len(values) for name, values in metrics.items()}
+        told: defaultdict[str, list[float]] = defaultdict(list)
         try:
-            return super()._compute_loss(model, inputs) * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
+            with preparation.hidden(self, _metrics={"train": told}):
+                loss = super()._compute_loss(model, inputs)
         finally:
-            self._layout = None
-            if not inputs["live"]:  # on no rank: its zeros are no entropy or clip ratio of anything
-                for name in before:
-                    del metrics[name][before[name] :]
+            self._layout = self._unpulled = None
+        on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
+        self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
+        return loss * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.is_deepspeed_enabled:
@@ -521,7 +548,7 @@ class PopuLoRATrainer(GRPOTrainer):
             if self.accelerator.sync_gradients:
                 self._phases.add(self.ahead.wait())
         if self.accelerator.sync_gradients:
-            self._log_values(self._phases.take())
+            self._log_values(self._phases.take() | self._loss_metrics.take())
         return loss
 
     def create_optimizer(self, model=None):
@@ -559,7 +586,8 @@ class PopuLoRATrainer(GRPOTrainer):
         optimizer_from: str | None = None,
     ) -> None:
         """
-        Replaces all of a member: weights, optimizer state, rating, age and version. Call it on every rank.
+        Replaces all of a member: weights, optimizer state, rating, age and version. Rows that were still to be trained
+        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank.
 
         Args:
             name (`str`): The slot.
@@ -581,6 +609,7 @@ class PopuLoRATrainer(GRPOTrainer):
         weights.write_member(self.model_wrapped, adapter, factors)
         if self.optimizer is not None:
             weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, source, adapter)
+        self._buffered_inputs = None
         self._last_loaded_step = -1  # vLLM may have generated earlier in this step
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
@@ -600,6 +629,7 @@ class PopuLoRATrainer(GRPOTrainer):
     def _nouns(self) -> dict[str, Any]:
         """What lasts beside members and archive, by its name in `game.json`."""
         nouns = {"population": self.population, "matchmaker": self.matchmaker, "held_out": self.held_out}
+        nouns |= {"features": self.game.features, "deviations": self.deviations}
         return {name: noun for name, noun in nouns.items() if noun is not None}
 
     def _get_output_dir(self, trial=None):
@@ -616,10 +646,11 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _rank_state(self) -> checkpoint.RankState:
         between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        asked = between or event_follows(self.state.global_step, self.args.evolve_every)  # by the retention gate
         return checkpoint.RankState(
             step=self._step,
             buffered=self._buffered_inputs if between else None,
-            played=self.played.state_dict() if between else None,
+            played=self.played.state_dict() if asked else None,
             metrics={name: list(map(float, values)) for name, values in self._metrics["train"].items()},
             loss=float(self._tr_loss),
             logged=self._globalstep_last_logged,
@@ -639,10 +670,13 @@ class PopuLoRATrainer(GRPOTrainer):
             publishing.place_best_student(Path(directory))
 
     def _load_best_model(self):
-        best = self.state.best_model_checkpoint
+        best = Path(self.state.best_model_checkpoint)
         logger.info("Taking the population of %s (%s).", best, self.state.best_metric)
         self._load_from_checkpoint(best)
-        checkpoint.load_nouns(Path(best), self._nouns)
+        checkpoint.load_nouns(best, self._nouns, self.archive)
+        if self.args.should_save:
+            records.restore_lineage(Path(self.args.output_dir), best / "lineage.jsonl")
+        self._best_step = read_population(best)["step"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         checkpoint.load_members(resume_from_checkpoint, self.model_wrapped, self.population, self.shape)
@@ -660,12 +694,11 @@ class PopuLoRATrainer(GRPOTrainer):
     def _load_game(self, directory: str) -> None:
         device = self.accelerator.device
         state = checkpoint.load_game(directory, self.game, self._nouns, self.shape, self.args, device)
-        if state is not None:
-            self._step, self._buffered_inputs = state.step, state.buffered
-            self.played = Played([], []) if state.played is None else Played.from_state(state.played)
-            self._metrics["train"].update(state.metrics)
-            self._pending_loss = state.loss, state.logged
-            self.ahead.load_state_dict(state.ahead)
+        self._step, self._buffered_inputs = state.step, state.buffered
+        self.played = Played([], []) if state.played is None else Played.from_state(state.played)
+        self._metrics["train"].update(state.metrics)
+        self._pending_loss = state.loss, state.logged
+        self.ahead.load_state_dict(state.ahead)
 
     def _load_rng_state(self, checkpoint):
         super()._load_rng_state(checkpoint)

@@ -23,22 +23,24 @@ from trl.trainer.utils import create_model_from_path
 from trl_populora.adapters.checks import check_is_base, is_quantised
 from trl_populora.assets import resolve_model_path
 from trl_populora.generation.checks import check_vllm
+from trl_populora.generation.prompting import choose_shots, refuse_gguf
 from trl_populora.given_tasks import check_archive
 from trl_populora.population.matchmaking import Matchmaker, no_student_idles
 from trl_populora.population.members import Population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.prompting import choose_shots
 from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
 from trl_populora.step.forwards import Sharing, why_not_shared
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.player import Messages, Player
-from trl_populora.step.referee import WAY_OUT, Referee
-from trl_populora.step.rewards import make_student_reward, make_teacher_reward
+from trl_populora.step.referee import Referee
+from trl_populora.step.rewards import check_arguments, student_reward, teacher_reward
 from trl_populora.step.rollout import Game
+from trl_populora.step.rules import NEED_FEATURES, Rules, choose_student_reward, choose_teacher_reward
 from trl_populora.tasks import resolve_kind
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import TaskKind
 from trl_populora.tasks.control import control_texts
+from trl_populora.tasks.features import STEPS, Features, check_features
 
 
 logger = logging.getLogger(__name__)
@@ -125,8 +127,8 @@ def load_tokenizer(
 def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig, further_rewards: bool) -> Sharing | None:
     """How the base takes rows with a shared prompt; says once what all rows or their prompts are computed for."""
     reasons = {"Attempts at a task do not share its prompt's computation": why_not_shared(base)}
-    if args.beta:
-        reasons["Rows without advantage are computed, too"] = f"the KL term (`beta={args.beta}`) reaches them"
+    if args.beta or args.teacher_beta:
+        reasons["Rows without advantage are computed, too"] = "the KL term (`beta` or `teacher_beta`) reaches them"
     elif further_rewards and (args.num_iterations > 1 or args.use_vllm):
         reasons["Old log-probabilities are computed for all rows"] = (
             "the further reward functions are asked only after them"
@@ -140,33 +142,6 @@ def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig, further_rewards: b
 def is_zero3(args: PopuLoRAConfig) -> bool:
     """Whether DeepSpeed shards parameters; adapters then keep the base's dtype."""
     return args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
-
-
-def prompt_room(
-    context: int | None, args: PopuLoRAConfig, tokenize: Callable[[Messages], list[int]]
-) -> Callable[[Messages], int]:
-    """
-    What tells how many tokens of the context a prompt leaves free beside the longest completion.
-
-    Args:
-        context (`int` or `None`): Tokens that the vLLM engine or server holds, else what the base was trained on:
-            transformers goes on beyond it without notice, and its completions turn to noise. `None` for a base without
-            a limit, as a state-space model is.
-        args ([`PopuLoRAConfig`]): Its `max_completion_length`.
-        tokenize (`Callable`): Token ids of a prompt.
-
-    Raises:
-        `ValueError`: If the longest completion alone fills the context.
-    """
-    if context is None:
-        return lambda prompt: 0
-    free = context - (args.max_completion_length or 1)
-    if free <= 0:
-        raise ValueError(
-            f"`max_completion_length={args.max_completion_length}` leaves no room for a prompt in a context of "
-            f"{context} tokens. {WAY_OUT}"
-        )
-    return lambda prompt: free - len(tokenize(prompt))
 
 
 def fit_into_context(
@@ -184,11 +159,6 @@ def fit_into_context(
     for tasks in held_out.tables.values() if held_out else ():
         for task in tasks:
             referee.solving_prompt(task)
-
-
-def trained_context(model: PreTrainedModel) -> int | None:
-    """Tokens that a base was trained to hold, if there is a limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 @contextmanager
@@ -209,6 +179,8 @@ def check_setup(
     refuse_unsupported(args, unsupported)
     check_output_dir(args.output_dir)
     source = resolve_model_path(model) if isinstance(model, str) else model
+    if isinstance(source, str):
+        refuse_gguf(source)
     check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
     if args.use_vllm:
         check_vllm(source, args, lora_config)
@@ -219,9 +191,9 @@ def check_output_dir(path: str) -> None:
     Raises:
         `ValueError`: If the directory cannot be made or written to.
     """
+    whole = Path(path).absolute()
     try:
-        os.makedirs(path, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path):
+        with tempfile.NamedTemporaryFile(dir=next(part for part in (whole, *whole.parents) if part.exists())):
             pass
     except OSError as error:
         raise ValueError(
@@ -347,13 +319,29 @@ def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
 def reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     """The two built in, then the user's, whose weights count beside 1 for each of ours."""
     extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
+    for function in extra:
+        if not isinstance(function, (str, PreTrainedModel)):
+            check_arguments(function)
     if args.reward_weights is not None and len(args.reward_weights) == len(extra):
         args.reward_weights = [1.0, 1.0, *args.reward_weights]
-    return [
-        make_teacher_reward(args.teacher_reward_invalid, args.teacher_reward_unsolved),
-        make_student_reward(args.student_reward_correct, args.student_reward_wrong, args.student_reward_malformed),
-        *extra,
-    ]
+    return [teacher_reward, student_reward, *extra]
+
+
+def make_rules(args: PopuLoRAConfig, kinds: Mapping[str, TaskKind]) -> Rules:
+    """
+    What proposals and attempts are worth in a run.
+
+    Raises:
+        `ValueError`: If a function cannot be found, or a kind names no features where they are needed.
+    """
+    if args.teacher_reward in NEED_FEATURES or args.replay:
+        needs = "replay" if args.replay else "teacher_reward"
+        check_features(kinds, f"{needs}={getattr(args, needs)}")
+    prices = args.student_reward_correct, args.student_reward_wrong, args.student_reward_malformed
+    return Rules(
+        choose_teacher_reward(args.teacher_reward, args.teacher_reward_invalid, args.teacher_reward_unsolved),
+        choose_student_reward(args.student_reward, *prices),
+    )
 
 
 def reward_processors(given: Any) -> list | None:
@@ -378,7 +366,12 @@ def make_referee(
 
 
 def make_game(
-    args: PopuLoRAConfig, population: Population, archive: TaskArchive, referee: Referee, player: Player
+    args: PopuLoRAConfig,
+    population: Population,
+    archive: TaskArchive,
+    referee: Referee,
+    player: Player,
+    rules: Rules,
 ) -> Game:
     """What the steps are played with."""
     return Game(
@@ -392,4 +385,8 @@ def make_game(
         references=args.references_per_proposal,
         seed=args.seed,
         iterations=args.num_iterations,
+        replays=args.replays_per_match,
+        students_per_task=args.students_per_task,
+        rules=rules,
+        features=Features(STEPS * args.teachers * args.proposals_per_teacher),
     )

@@ -363,11 +363,41 @@ benign(
     calls=((86400,),),
     outputs=((1970, "1970-01-02"),),
 )
+benign(
+    "time_zone_of_no_host",
+    "import time, datetime\ndef f(t):\n    return time.localtime(t).tm_hour, time.tzname, str(datetime.datetime.fromtimestamp(t))",
+    calls=((0,),),
+    outputs=((0, ("UTC", "UTC"), "1970-01-01 00:00:00"),),
+)
 benign("short_sleep", "import time\ndef f(x):\n    time.sleep(0.01)\n    return x", outputs=(1,))
 benign(
     "sys_facts",
     "import sys\ndef f(x):\n    return sys.maxsize > 2**32, sys.version_info >= (3, 10)",
     outputs=((True, True),),
+)
+benign(
+    "version_old_enough",
+    "import sys\ndef f(x):\n    return sys.version_info[0], sys.version_info.major, sys.version_info[:2] > (3, 6), "
+    "sys.version_info < (4,), (3, 7) <= sys.version_info",
+    outputs=((3, 3, True, True, True),),
+)
+benign(
+    "arguments_of_a_function",
+    "def curry(g, *a):\n    return g(*a) if len(a) >= g.__code__.co_argcount else lambda *b: curry(g, *a, *b)\n"
+    "def f(x):\n    return curry(lambda a, b, c: a + b + c)(x)(2)(3), f.__code__.co_name, getattr([3], 'pop')()",
+    outputs=((6, "f", 3),),
+)
+benign(
+    "deep_recursion_twice",
+    "import sys\ndef f(n):\n    sys.setrecursionlimit(max(sys.getrecursionlimit(), 4000))\n    return 0 if n == 0 else f(n - 1)",
+    calls=((2500,), (10,)),
+    outputs=(0, 0),
+)
+benign(
+    "large_integers",
+    "import sys\nsys.set_int_max_str_digits(0)\ndef f(n):\n    return len(str(7 ** n)), int('9' * n) % 1000",
+    calls=((20000,),),
+    outputs=((16902, 999),),
 )
 benign("no_arguments", "def f():\n    return 'none'", calls=((),), outputs=("none",))
 benign("star_arguments", "def f(*args):\n    return sum(args)", calls=((1, 2, 3),), outputs=(6,))

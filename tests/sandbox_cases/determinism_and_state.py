@@ -119,6 +119,40 @@ determinism("coin_statistics", "import statistics\ndef f(x): return statistics.r
 determinism("coin_references", "import sys\ndef f(x): return sys.getrefcount(x) % 4", "error")
 determinism("coin_size", "import sys\ndef f(x): return sys.getsizeof([x] * x) % 4", "error")
 
+# What another Python or another host would answer otherwise, however often this one repeats itself.
+_DEPTH = "import sys\n{}\ndef depth(n):\n    try: return depth(n + 1)\n    except RecursionError: return n\n"
+for _name, _program in {
+    "code_size": "def f(x): return len(f.__code__.co_code)",
+    "code_stack": "def f(x): return f.__code__.co_stacksize + x",
+    "code_flags": "def f(x): return f.__code__.co_flags",
+    "code_constants": "def f(x): return len(f.__code__.co_consts)",
+    "code_by_getattr": "def f(x): return len(getattr(f.__code__, 'co_' + 'code'))",
+    "code_by_built_name": "def f(x): return len(getattr(f.__code__, ''.join(['co', '_', 'code'])))",
+    "code_by_format": "def f(x): return '{0.__code__.co_stacksize}'.format(f)",
+    "code_compiled": "def f(x): return len(compile('1 + 1', '', 'eval').co_code)",
+    "code_of_generator": "def f(x): return (i for i in [1]).gi_code.co_stacksize",
+    "object_size": "def f(x): return ([0] * x).__sizeof__()",
+    "type_size": "def f(x): return int.__basicsize__ + str.__itemsize__",
+    "version": "import sys\ndef f(x): return sys.version",
+    "version_minor": "import sys\ndef f(x): return sys.version_info[1]",
+    "version_minor_by_name": "from sys import version_info as v\ndef f(x): return v.minor % 4",
+    "version_newest": "import sys\ndef f(x): return sys.version_info >= (3, 11)",
+    "version_text": "import sys\ndef f(x): return str(sys.version_info)",
+    "version_list": "import sys\ndef f(x): return list(sys.version_info)",
+    "version_equal": "import sys\ndef f(x): return sys.version_info[:2] == (3, 11)",
+    "hexversion": "import sys\ndef f(x): return sys.hexversion >> 16",
+    "implementation": "import sys\ndef f(x): return sys.implementation.name",
+    "integer_digits_in_memory": "import sys\ndef f(x): return sys.int_info.bits_per_digit",
+    "recursion_in_hundreds": _DEPTH.format("") + "def f(x): return depth(0) // 500",
+    "recursion_over_own_limit": _DEPTH.format("sys.setrecursionlimit(3000)") + "def f(x): return depth(0) // 1000",
+    "recursion_limit_too_low": (
+        "import sys\ndef f(x):\n    try: sys.setrecursionlimit(9)\n    except RecursionError: return 'low'"
+    ),
+    "digits_of_an_integer": "def f(x):\n    try: return len(str(10 ** 5000))\n    except ValueError: return -1",
+    "digits_of_a_text": "def f(x):\n    try: return int('9' * 9000) % 7\n    except ValueError: return -1",
+}.items():
+    determinism(f"interpreter_{_name}", _program)
+
 _MARK = "def f(x):\n    import builtins as b\n    return 1"
 state = Group("state", "ok", seconds=30.0)
 state("write_module", "import math\nmath.pi = 3\nmath.sqrt = lambda v: 42\ndef f(x): return math.pi", outputs=(3,))
@@ -144,6 +178,18 @@ state("read_main", "import sys\ndef f(x): return [hasattr(sys, 'leak'), sys.argv
 state("write_random", "import random\nrandom.seed(5)\ndef f(x): return random.randint(0, 99)", "policy")
 state("read_random", "import random\ndef f(x): return random.randint(0, 99)", "policy")
 state("write_limit", "import sys\nsys.setrecursionlimit(50)\ndef f(x): return sys.getrecursionlimit()", outputs=(50,))
+state(
+    "first_limits",
+    "import sys\ndef f(x): return sys.getrecursionlimit(), sys.get_int_max_str_digits()",
+    outputs=((1000, 4300),),
+    runs=2,
+)
+state(
+    "set_digits",
+    "import sys\nsys.set_int_max_str_digits(9000)\ndef f(x): return len(str(10 ** 8000)), sys.get_int_max_str_digits()",
+    outputs=((8001, 9000),),
+    runs=2,
+)
 state("read_limit", "import sys\ndef f(x): return sys.getrecursionlimit() > 500", outputs=(True,))
 state(
     "write_class",

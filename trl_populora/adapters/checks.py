@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,20 +48,19 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
         if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise ValueError(
                 f"The model already has the adapters {sorted(getattr(model, 'peft_config', None) or {})}, and the "
-                "population brings its own. Pass the base model alone: `PeftModel.from_pretrained(base, "
-                "adapter).merge_and_unload()` keeps what an adapter learned, `warm_start` goes on from a saved "
-                "population."
+                "population brings its own. Pass the base model alone, and go on from what an adapter learned with "
+                "`warm_start`, the directory that it is saved in."
             )
     elif (Path(model) / "population.json").is_file():
         raise ValueError(
             f"`model={model!r}` is a saved population, which is adapters without a base. Pass the base that it names "
             f"(`populora info {model}`) and go on from its members with `warm_start={model!r}`."
         )
-    elif find_adapter_config_file(model, revision=revision):
+    elif found := find_adapter_config_file(model, revision=revision):
+        base = json.loads(Path(found).read_text())["base_model_name_or_path"]
         raise ValueError(
-            f"`model={model!r}` is an adapter, and the population brings its own. Pass its base; to keep what the "
-            "adapter learned, save `PeftModel.from_pretrained(base, adapter).merge_and_unload()` and pass that. A "
-            "whole saved population is gone on from with `warm_start`."
+            f"`model={model!r}` is an adapter, and the population brings its own. Pass the base that it names, "
+            f"{base!r}, and go on from what the adapter learned with `warm_start={model!r}`."
         )
 
 

@@ -13,12 +13,16 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import extract_model_from_parallel
 from peft import LoraConfig, PeftModel
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .layers import routed_layers
 
+
+# Says in an adapter's file at which optimizer step it was saved: files of one moment are told from others by it.
+STEP_KEY = "populora_step"
 
 # Wrappers that put themselves between a module and its name; saved adapters must not know them.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -239,7 +243,9 @@ def _optimizer_entries(optimizer, model: nn.Module, name: str) -> list[tuple[dic
     return entries
 
 
-def save_member(model: nn.Module, name: str, directory: str | Path, write: bool = True) -> None:
+def save_member(
+    model: nn.Module, name: str, directory: str | Path, write: bool = True, step: int | None = None
+) -> None:
     """
     Saves one member as an ordinary PEFT adapter directory, which stock PEFT and vLLM load.
 
@@ -249,13 +255,16 @@ def save_member(model: nn.Module, name: str, directory: str | Path, write: bool 
         directory (`str` or `Path`): Where `adapter_config.json` and `adapter_model.safetensors` go; made if absent.
         write (`bool`, *optional*, defaults to `True`):
             Whether this rank writes. All ranks call, because reading is collective, and the main one writes.
+        step (`int`, *optional*): Optimizer steps so far, which [`saved_step`] returns.
     """
     factors = read_member(model, name)
     if write:
-        save_factors(factors, peft_model(model).peft_config[name], directory)
+        save_factors(factors, peft_model(model).peft_config[name], directory, step)
 
 
-def save_factors(factors: Mapping[str, torch.Tensor], config: LoraConfig, directory: str | Path) -> None:
+def save_factors(
+    factors: Mapping[str, torch.Tensor], config: LoraConfig, directory: str | Path, step: int | None = None
+) -> None:
     """Saves factors, as returned by [`read_member`], as an ordinary PEFT adapter directory; made if absent."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -267,4 +276,21 @@ def save_factors(factors: Mapping[str, torch.Tensor], config: LoraConfig, direct
     config.save_pretrained(directory)
     # The same bytes as from tensors, in half the time.
     arrays = {key: value.numpy() for key, value in factors.items()}
-    save_file(arrays, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    metadata = {"format": "pt"} | ({} if step is None else {STEP_KEY: str(step)})
+    save_file(arrays, directory / "adapter_model.safetensors", metadata=metadata)
+
+
+def saved_step(directory: str | Path) -> int | None:
+    """
+    The optimizer step at which an adapter was saved; `None` if it does not say, as those of others and of early runs.
+
+    Raises:
+        ValueError: If its file is missing or broken.
+    """
+    path = Path(directory, "adapter_model.safetensors")
+    try:
+        with safe_open(path, "np") as file:
+            mark = (file.metadata() or {}).get(STEP_KEY)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+    return None if mark is None else int(mark)

@@ -27,17 +27,18 @@ from trl_populora import preparation
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.generation.plain import plain_player, tokenize
+from trl_populora.generation.prompting import refuse_by_name
 from trl_populora.given_tasks import built_in_tasks, load_archive
 from trl_populora.hub.publishing import fetch
 from trl_populora.population.members import Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.prompting import refuse_by_name
 from trl_populora.report.payoff import Payoff
 from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import SAMPLING, Shape, check_same_shape
+from trl_populora.runs.saved_population import SAMPLING, Shape, check_one_moment, check_same_shape
 from trl_populora.step.held_out import attempt
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
+from trl_populora.step.room import prompt_room, trained_context
 from trl_populora.tasks import TASK_KINDS, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task
@@ -52,7 +53,7 @@ class CrossPlayArguments:
 
     runs: list[str] = field(metadata={"help": "Directories of runs or of their checkpoints, or Hub names, or both."})
     proposals: int = field(default=12, metadata={"help": "Proposals per teacher, the kinds in rotation."})
-    attempts: int = field(default=4, metadata={"help": "Attempts of every student at every valid proposal."})
+    attempts: int = field(default=4, metadata={"help": "Attempts of every student at every fresh valid proposal."})
     tasks: str | None = field(default=None, metadata={"help": "Tasks that every member solves beside, as seed_tasks."})
     seed: int = field(default=0, metadata={"help": "Chooses references and samples."})
     out: str = field(default="crossplay", metadata={"help": "Directory for crossplay.json and crossplay.png."})
@@ -114,14 +115,15 @@ def cross_play(
     """
     Every student attempts fresh proposals of every teacher.
 
-    All teachers are shown the same references, and all students attempt the same tasks.
+    All teachers are shown the same references, and all students attempt the same tasks. A task of the archive, where
+    the references are from, and one that its teacher has proposed before are none: copying is no skill.
 
     Args:
         referee ([`Referee`]), player ([`Player`]): Who judges and who generates.
         archive ([`TaskArchive`]): References are drawn from it.
         teachers, students (`Sequence[str]`): Members to play, by name.
         proposals (`int`, *optional*, defaults to `12`): Proposals per teacher, the referee's kinds in rotation.
-        attempts (`int`, *optional*, defaults to `4`): Attempts of each student at each valid task.
+        attempts (`int`, *optional*, defaults to `4`): Attempts of each student at each fresh task.
         references (`int`, *optional*, defaults to `6`): Tasks that a proposing teacher is shown.
         seed (`int`, *optional*, defaults to `0`): Chooses the references.
 
@@ -139,7 +141,10 @@ def cross_play(
     payoff = Payoff(list(teachers), list(students))
     for teacher in tqdm(teachers, desc="cross-play", unit="teacher"):
         texts = [completion.text for completion in player.generate(prompts, [teacher] * proposals)]
-        tasks = [task for task in referee.judge(kinds, texts, shown, rng) if isinstance(task, Task)]
+        valid = [task for task in referee.judge(kinds, texts, shown, rng) if isinstance(task, Task)]
+        own = TaskArchive()
+        fresh = [task for task in valid if task not in archive and own.add(task)]
+        tasks, *_ = player.gather(fresh)  # other ranks have other proposals
         payoff.valid.append(len(tasks) / proposals)
         payoff.solved.append(
             [fmean(solve_rates(referee, player, name, tasks, attempts)) if tasks else math.nan for name in students]
@@ -224,8 +229,9 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
     }
     population, router = Population(len(entries["teacher"]), len(entries["student"])), Router()
     model = add_members(base, population.names, LoraConfig(**saved[0]["lora"]), router, args.seed)
-    for root in roots:
+    for root, theirs in zip(roots, saved, strict=True):
         check_same_shape(root, Shape.of(model, saved[0]["base_model"]))
+        check_one_moment(root, theirs)
     prefixes, names = run_prefixes(runs), {}
     for role, contestants in entries.items():
         for slot, (index, member) in zip(population.role(role), contestants, strict=True):
@@ -233,9 +239,8 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
             names[slot.name] = prefixes[index] + member["name"]
     referee = preparation.make_referee(args, kinds, base, tokenizer)
     try:
-        context = preparation.trained_context(base)
         tokenized = refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer)
-        room = preparation.prompt_room(context, args, tokenized)
+        room = prompt_room(trained_context(base), args.max_completion_length or 1, tokenized)
         preparation.fit_into_context(referee, archive, None, room)
     except ValueError:
         referee.sandbox.close()

@@ -158,14 +158,14 @@ class LoRAServer(VLLMClient):
                 f"{self.advice()}"
             )
 
-    def answer(self, route: Published, asks: Sequence[Ask], seed: int | None, **params: Any) -> list[list[tuple]]:
+    def answer(self, asks: Sequence[Ask], **params: Any) -> list[list[tuple]]:
         """
         Completions of asks that have the same route, the same number of rows and the same seed.
 
         Returns:
             `list[list[tuple]]`: Per ask and row `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`.
         """
-        member = copy.copy(self)
+        member, (route, seed) = copy.copy(self), (asks[0].route, asks[0].seed)
         member.model = route.name
         kwargs = (params.pop("generation_kwargs", None) or {}) | {"cache_salt": route.cache_salt}
         kwargs |= {} if seed is None else {"seed": seed}
@@ -189,10 +189,10 @@ class LoRAServers:
 
     Attributes:
         routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
-        seed (`int`, *optional*): Of the samples of the next `generate`; the servers' own generators when `None`.
+        seeds (`Sequence[int | None]`, *optional*): Of each row's samples; the servers' own generators when `None`.
     """
 
-    seed: int | None = None
+    seeds: Sequence[int | None] | None = None
 
     def __init__(self, urls: Sequence[str], **settings: Any):
         self.servers = [LoRAServer(url, **settings) for url in urls]
@@ -233,17 +233,13 @@ class LoRAServers:
         if features is not None or n != 1:
             raise ValueError("Rows hold text, one completion each; tasks with images are not supported.")
         batches: dict[tuple, list[Ask]] = {}
-        for position, ask in enumerate(distinct_asks(prompts, self.routes)):
+        for position, ask in enumerate(distinct_asks(prompts, self.routes, self.seeds)):
             server = self.servers[position % len(self.servers)]
-            seed = None if self.seed is None else ask.seed(self.seed)
-            batches.setdefault((server, ask.route, len(ask.rows), seed), []).append(ask)
+            batches.setdefault((server, ask.route, len(ask.rows), ask.seed), []).append(ask)
 
         rows: list[Any] = [None] * len(prompts)
         with ThreadPoolExecutor(max_workers=min(len(batches), REQUESTS_AT_A_TIME)) as pool:
-            sent = {
-                pool.submit(server.answer, route, asks, seed, **params): asks
-                for (server, route, _, seed), asks in batches.items()
-            }
+            sent = {pool.submit(server.answer, asks, **params): asks for (server, *_), asks in batches.items()}
             for done in as_completed(sent):
                 for ask, answer in zip(sent[done], done.result(), strict=True):
                     for row, completion in zip(ask.rows, answer, strict=True):

@@ -22,21 +22,32 @@ ROUND = 8  # tokens: more keep ended rows longer, fewer call `generate` more oft
 # 4 to 5 times the memory that it takes in the cache.
 READ_SHARE = 8
 _SELECTABLE = {"full_attention", "sliding_attention"}  # layers whose cache holds every row apart
-# These count from the prompt's end, which for them would be the round's start.
-_COUNTING = ("min_new_tokens", "exponential_decay_length_penalty", "max_time", "forced_eos_token_id")
+# These look at where the prompt ends, which for them would be where the round begins.
+_FROM_THE_PROMPT = (
+    "min_new_tokens",
+    "exponential_decay_length_penalty",
+    "max_time",
+    "forced_eos_token_id",
+    "begin_suppress_tokens",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "guidance_scale",
+)
 
 
 def why_whole(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool) -> str:
     """Why `generate` has to be called once for all tokens; empty if rounds will do."""
     layers = set(getattr(model.get_text_config(), "layer_types", None) or ())
-    counting = [name for name in _COUNTING if getattr(sampling, name, None)]
+    looking = [name for name in _FROM_THE_PROMPT if getattr(sampling, name, None)]
     if sharded:
         return "ranks that hold parts of the base meet in every forward"
     if not layers <= _SELECTABLE:
         return f"the cache of {', '.join(sorted(layers - _SELECTABLE))} layers does not give rows away"
     if sampling.cache_implementation:
         return f"`cache_implementation={sampling.cache_implementation}` is a cache of fixed size"
-    return f"{', '.join(counting)} count from the prompt's end" if counting else ""
+    if sampling.use_cache is False:
+        return "`use_cache=False` keeps nothing of a round for the next"
+    return f"{', '.join(looking)} look at where the prompt ends" if looking else ""
 
 
 def check_parts(tokens: int | None, sharded: bool) -> None:

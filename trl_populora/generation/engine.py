@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -29,10 +30,10 @@ class RoutedLLM(LLM):
 
     Attributes:
         routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
-        seed (`int`, *optional*): Of the samples of the next `generate`; the engine's own generator when `None`.
+        seeds (`Sequence[int | None]`, *optional*): Of each row's samples; the engine's own generator when `None`.
     """
 
-    seed: int | None = None
+    seeds: Sequence[int | None] | None = None
 
     def __init__(self, *, routed_arguments: dict[str, Any], **kwargs: Any):
         super().__init__(**(kwargs | routed_arguments))
@@ -97,15 +98,15 @@ class RoutedLLM(LLM):
 
         Greedy requests stay apart, because vLLM refuses several samples of one greedy request.
         """
-        asks = distinct_asks([prompt["prompt_token_ids"] for prompt in prompts], self.routes)
+        asks = distinct_asks([prompt["prompt_token_ids"] for prompt in prompts], self.routes, self.seeds)
         if sampling_params.temperature == 0:
-            asks = [type(ask)(ask.prompt, ask.route, (row,)) for ask in asks for row in ask.rows]
+            asks = [replace(ask, rows=(row,)) for ask in asks for row in ask.rows]
         requests, params = [], []
         for ask in asks:
             requests.append({"prompt_token_ids": list(ask.prompt), "cache_salt": ask.route.cache_salt})
             own = sampling_params.clone()
             own.n = len(ask.rows)
-            own.seed = None if self.seed is None else ask.seed(self.seed)
+            own.seed = ask.seed
             own.detokenize = bool(own.stop)  # TRL reads token ids; the text is only needed to find stop strings
             params.append(own)
         adapters = [_request(ask.route) for ask in asks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peft import PeftModel
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.populora_config import PopuLoRAConfig
@@ -45,13 +45,17 @@ def sampling_config(
 
 
 def plain_player(
-    model: PeftModel, tokenizer: PreTrainedTokenizerBase, router: Router, members: Sequence[str], args: PopuLoRAConfig
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    router: Router,
+    members: Sequence[str],
+    args: PopuLoRAConfig,
 ) -> Player:
     """
     Generates as the trainer of such a run would without vLLM.
 
     Args:
-        model ([`~peft.PeftModel`]): The members' model; its generation config is replaced.
+        model ([`~peft.PeftModel`]): The members' model, or the base without any; its generation config is replaced.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): With a chat template.
         router ([`Router`]): The model's.
         members (`Sequence[str]`): Names in the order of routes.
@@ -60,13 +64,15 @@ def plain_player(
     index = {name: number for number, name in enumerate(members)} | {BASE_NAME: BASE}
     model.eval()
     # Otherwise what the base's own config says would hold wherever ours is at its default.
-    base = model.get_base_model()
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     config = base.generation_config = sampling_config(base.generation_config, tokenizer, args)
     complete = decoding.complete_whole if decoding.why_whole(base.config, config, sharded=False) else decoding.complete
 
-    def generate(prompts: list[Messages], names: Sequence[str], seed: int | None = None) -> list[Completion]:
+    def generate(
+        prompts: list[Messages], names: Sequence[str], seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
         ids = tokenize(tokenizer, prompts, args)
-        with seeded(seed):
+        with seeded(seeds):
             completions = complete(model, ids, [index[name] for name in names], router.rows_of, config)
         texts = decode_texts(tokenizer, ids, completions)
         return [Completion(*row) for row in zip(ids, completions, texts, strict=True)]

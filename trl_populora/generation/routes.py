@@ -39,24 +39,27 @@ class Published:
 
 @dataclass(frozen=True)
 class Ask:
-    """One distinct question: a prompt, the member that it is put to (`route`), and the rows that asked it."""
+    """
+    One distinct question: a prompt, the member that it is put to (`route`), the rows that asked it and the seed of its
+    samples: different for every prompt and member, the same wherever it is answered.
+    """
 
     prompt: tuple[int, ...]
     route: Published
     rows: tuple[int, ...]
-
-    def seed(self, seed: int) -> int:
-        """Of this question's samples: different for every prompt and member, the same wherever it is answered."""
-        return (seed + zlib.crc32(f"{self.route.member} {self.prompt}".encode())) % 2**31
+    seed: int | None = None
 
 
-def distinct_asks(prompts: Sequence[Sequence[int]], routes: Sequence[Published]) -> list[Ask]:
+def distinct_asks(
+    prompts: Sequence[Sequence[int]], routes: Sequence[Published], seeds: Sequence[int | None] | None = None
+) -> list[Ask]:
     """
-    Merges rows that put the same prompt to the same member, as the G attempts at a task do.
+    Merges rows that put the same prompt to the same member with the same seed, as the G attempts at a task do.
 
     Args:
         prompts (`Sequence[Sequence[int]]`): Token ids per row, length R.
         routes (`Sequence[Published]`): Who answers each row, length R.
+        seeds (`Sequence[int | None]`, *optional*): Of the rows' samples, length R; no seeds when `None`.
 
     Returns:
         `list[Ask]`: In order of first appearance; their `rows` together are 0 to R - 1.
@@ -66,7 +69,15 @@ def distinct_asks(prompts: Sequence[Sequence[int]], routes: Sequence[Published])
     """
     if len(prompts) != len(routes):
         raise RuntimeError(f"{len(routes)} rows are routed, but {len(prompts)} prompts are to be answered.")
-    rows: dict[tuple[tuple[int, ...], Published], list[int]] = {}
-    for row, (prompt, route) in enumerate(zip(prompts, routes, strict=True)):
-        rows.setdefault((tuple(prompt), route), []).append(row)
-    return [Ask(prompt, route, tuple(positions)) for (prompt, route), positions in rows.items()]
+    rows: dict[tuple, list[int]] = {}
+    for row, (prompt, route, seed) in enumerate(zip(prompts, routes, seeds or [None] * len(prompts), strict=True)):
+        rows.setdefault((tuple(prompt), route, seed), []).append(row)
+    return [
+        Ask(prompt, route, tuple(positions), None if seed is None else _seed_of(prompt, route, seed))
+        for (prompt, route, seed), positions in rows.items()
+    ]
+
+
+def _seed_of(prompt: tuple[int, ...], route: Published, seed: int) -> int:
+    """vLLM counts on from it for every further sample, so neighbouring seeds must not give neighbouring ones."""
+    return zlib.crc32(f"{seed} {route.member} {prompt}".encode()) % 2**31

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,15 +21,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
+def seeded(seeds: Sequence[int] | None) -> Iterator[None]:
     """
-    Inside the block torch's generators start from `seed`, afterwards they are where they were; `None` does nothing.
+    Inside the block torch's generators, which all rows share, start from the first of the rows' seeds; afterwards they
+    are where they were. `None` does nothing.
     """
-    if seed is None:
+    if not seeds:
         yield
         return
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices=devices, device_type="cuda" if accelerator is None else accelerator.type):
-        torch.manual_seed(seed)
+        torch.manual_seed(seeds[0])
         yield

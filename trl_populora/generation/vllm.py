@@ -68,11 +68,12 @@ class PopulationGeneration(VLLMGeneration):
         **kwargs: Arguments of `VLLMGeneration`. `server_base_url` may list several URLs, separated by commas.
 
     Attributes:
-        seed (`int`, *optional*): Of the samples of the next `generate`, whatever was sampled before.
+        seeds (`Sequence[int]`, *optional*):
+            Of each row's samples in the next `generate`, whatever was sampled before.
         versions (`Counter[str]`): How many versions of each member were published.
     """
 
-    seed: int | None = None
+    seeds: Sequence[int] | None = None
     _llm_weights_sleeping: bool
 
     def __init__(
@@ -242,7 +243,7 @@ class PopulationGeneration(VLLMGeneration):
         Raises:
             `RuntimeError`: If no rows are routed, or not as many as there are prompts.
             `ValueError`: If `num_generations` is not 1: attempts at one task are rows of their own, and equal ones are
-                merged into one request here.
+                merged into one request here. If ranks that ask together ask for different numbers of rows.
         """
         rows = self.router.rows
         if rows is None or len(rows) != len(prompts):
@@ -252,25 +253,36 @@ class PopulationGeneration(VLLMGeneration):
             )
         if num_generations != 1:
             raise ValueError(f"`num_generations` must be 1, got {num_generations}: repeat the prompts and the rows.")
-        all_rows = self._rows_of_group(list(rows))
+        all_rows, seeds = self._gather_rows(list(rows))
         # vLLM's CPU kernels take the index of the base, -1, for the last adapter: it goes as an adapter of zeros.
         if BASE in all_rows and BASE_NAME not in self.published:
             self._publish([BASE_NAME])
         if self.backend is not None:
             names = [BASE_NAME if row == BASE else self.members[row] for row in all_rows]
             self.backend.routes = [self.published[name] for name in names]
-            self.backend.seed = self.seed
+            self.backend.seeds = seeds
         return super().generate(prompts, images, num_generations, profiler)
 
-    def _rows_of_group(self, rows: list[int]) -> list[int]:
-        """Rows of all ranks whose prompts TRL gathers into one call, in the order in which it gathers them."""
+    def _gather_rows(self, rows: list[int]) -> tuple[list[int], list[int | None]]:
+        """
+        Rows and seeds of all ranks whose prompts TRL gathers into one call, in the order in which it gathers them. It
+        cuts out a rank's completions by the number of that rank's own rows, so all must have as many.
+        """
+        mine: tuple[list[int], Sequence[int | None]] = rows, self.seeds or [None] * len(rows)
+        gathered: list[Any] = [mine]
         if self.mode == "server":
-            return gather_object(rows)
-        if self.tensor_parallel_size == 1:
-            return rows
-        gathered: list[Any] = [None] * self.tensor_parallel_size
-        torch.distributed.all_gather_object(gathered, rows, group=self.tp_group)
-        return [row for part in gathered for row in part]
+            gathered = gather_object([mine])
+        elif self.tensor_parallel_size > 1:
+            gathered = [None] * self.tensor_parallel_size
+            torch.distributed.all_gather_object(gathered, mine, group=self.tp_group)
+        counts = [len(part) for part, _ in gathered]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"Ranks that ask vLLM together must ask for as many rows each, got {', '.join(map(str, counts))} from "
+                "them, in order. Repeat rows of the shorter parts, and throw away what comes back for these."
+            )
+        all_rows, seeds = zip(*gathered, strict=True)
+        return [row for part in all_rows for row in part], [seed for part in seeds for seed in part]
 
     def close(self) -> None:
         """
@@ -289,6 +301,11 @@ class PopulationGeneration(VLLMGeneration):
         if self._shelf is not None:
             self._shelf.close()
             self._shelf = None
+
+    def end(self) -> None:
+        """Ends a colocated engine, for good and before the process group: at exit vLLM would look for groups of it."""
+        if self.mode == "colocate":
+            self.llm.llm_engine.engine_core.shutdown()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_populora.assets import resolve_model_path
 from trl_populora.hub.publishing import fetch
 from trl_populora.population.members import POPULATION_FILE, read_population
+from trl_populora.runs.saved_population import check_one_moment
 
 
 logger = logging.getLogger(__name__)
@@ -47,26 +48,26 @@ def export_member(run: str, out: str | Path, member: str | None = None, merge: b
         `str`: The member's name.
 
     Raises:
-        `ValueError`: If there is no such population or member, or `out` is there already.
+        `ValueError`: If there is no such population or member, the member is of another step than `population.json`
+            tells of, or `out` is there already.
     """
     if Path(out).exists():
         raise ValueError(f"{str(out)!r} is there already. Name a directory that is not.")
     root = fetch(run, wanted=_WANTED)
     saved = read_population(root)
-    adapters = {each["name"]: root / each["adapter"] for each in saved["members"]}
+    adapters = {each["name"]: each["adapter"] for each in saved["members"]}
     name = member or saved["best_student"]
     if name not in adapters:
         raise ValueError(f"{run} has no member {name!r}; there are {', '.join(adapters)}.")
-    if not (adapters[name] / "adapter_model.safetensors").exists():
-        raise ValueError(f"{root} was not saved to its end; export from a checkpoint of it, or resume it.")
+    check_one_moment(root, saved, [adapters[name]])
     unfinished = Path(f"{out}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     if merge:
-        _write_merged(saved, adapters[name], unfinished)
+        _write_merged(saved, root / adapters[name], unfinished)
     else:
         for file in ("adapter_config.json", "adapter_model.safetensors"):
-            shutil.copyfile(adapters[name] / file, unfinished / file)
+            shutil.copyfile(root / adapters[name] / file, unfinished / file)
     AutoTokenizer.from_pretrained(root).save_pretrained(unfinished)
     unfinished.rename(out)
     return name

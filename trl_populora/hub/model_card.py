@@ -147,7 +147,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         best=population["best_student"],
         best_by=population.get("best_student_by", "rating"),
         ratings=_ratings(members),
-        held_out_base=_held_out_base(population.get("held_out_base")),
+        held_out_base=_held_out_base(population),
         plots=_plots(root),
         repo=repo,
         lora=_lora(population["lora"]),
@@ -203,8 +203,10 @@ def _ratings(members: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def _held_out_base(rate: float | None) -> str:
-    return "" if rate is None else f" (the base without an adapter: {rate:.3f})"
+def _held_out_base(population: dict[str, Any]) -> str:
+    rate, step = population.get("held_out_base"), population.get("held_out_step")
+    earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
+    return earlier if rate is None else f" (the base without an adapter: {rate:.3f}){earlier}"
 
 
 def _plots(root: Path) -> str:

@@ -27,7 +27,7 @@ from trl_populora.population.members import POPULATION_FILE, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.load import load_run
 from trl_populora.report.plots import draw_plots
-from trl_populora.runs.saved_population import best_adapter
+from trl_populora.runs.saved_population import best_adapter, check_one_moment
 
 
 logger = logging.getLogger(__name__)
@@ -171,13 +171,11 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
         `str`: Address of the commit.
 
     Raises:
-        `ValueError`: If the directory holds no saved population, or not all of it.
+        `ValueError`: If the directory holds no saved population, not all of it, or parts of different steps.
         `RuntimeError`: If the upload fails; the message says why and how to complete it.
     """
     root = Path(run)
-    members = read_population(root)["members"]
-    if not all((root / member["adapter"] / "adapter_model.safetensors").exists() for member in members):
-        raise ValueError(f"{root} was not saved to its end; push a checkpoint of it, or resume it.")
+    check_one_moment(root, read_population(root))
     place_best_student(root)
     draw_for_card(root)
     write_card(root, repo)
@@ -209,11 +207,12 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
         `str`: Address of the commit.
 
     Raises:
-        `ValueError`: If the directory holds no saved archive.
+        `ValueError`: If the directory holds no saved archive, or one of another step than its population.
         `RuntimeError`: If the upload fails; the message says why and how to complete it.
     """
-    path = Path(run, "archive.parquet")
-    card = archive_card(path, read_population(run), repo)
+    path, population = Path(run, "archive.parquet"), read_population(run)
+    card = archive_card(path, population, repo)
+    check_one_moment(Path(run), population, adapters=())
     with hub_errors(repo, str(run), "--archive_repo"):
         repo = HfApi().create_repo(repo, token=token, private=private, repo_type="dataset", exist_ok=True).repo_id
         commit = HfApi().create_commit(

@@ -17,7 +17,7 @@ from trl_populora.adapters.weights import peft_model, read_member, write_member
 from trl_populora.hub.publishing import POPULATION, fetch
 from trl_populora.population.members import POPULATION_FILE, PRIOR_SIGMA, Population
 from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import Shape, check_same_shape
+from trl_populora.runs.saved_population import Shape, check_one_moment, check_same_shape
 
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ def _from_population(root: Path, model: torch.nn.Module, population: Population,
     agent starts from the best student.
     """
     saved = check_same_shape(root, shape)
+    check_one_moment(root, saved)
     for role in ROLES:
         ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
         if not ranked:

@@ -110,6 +110,7 @@ class Breeding:
         tournament_size (`int`, *optional*, defaults to `2`): Survivors drawn per parent.
         mutations, crossovers (`Mapping[str, float]`, *optional*): Weights of the operators.
         mutation_strength (`float`, *optional*, defaults to `1.0`): Strength of mutations; crossovers have 1.
+        roles (`tuple[str, ...]`, *optional*): Those that evolve; both by default.
     """
 
     cull_fraction: float = 0.25
@@ -119,6 +120,7 @@ class Breeding:
     mutations: Mapping[str, float] | None = None
     crossovers: Mapping[str, float] | None = None
     mutation_strength: float = 1.0
+    roles: tuple[str, ...] = ROLES
 
 
 def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Member]:
@@ -155,7 +157,7 @@ def plan_births(population: Population, breeding: Breeding, rng: random.Random) 
     mutations = breeding.mutations or dict.fromkeys(DEFAULT_MUTATIONS, 1.0)
     crossovers = breeding.crossovers or dict.fromkeys(DEFAULT_CROSSOVERS, 1.0)
     births = []
-    for role in ROLES:
+    for role in breeding.roles:
         members = population.role(role)
         culled = cull(members, breeding.cull_fraction, breeding.burn_in)
         survivors = [member for member in members if member not in culled]
@@ -193,18 +195,25 @@ def newborn_rating(parents: Sequence[Member], reset: str) -> tuple[float, float]
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
 
 
-def event_follows(step: int, every: int, max_steps: int) -> bool:
-    """Whether members are replaced after this optimizer step; the last of a run breeds nobody."""
-    return every > 0 and step % every == 0 and step < max_steps
+def learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
+    """The roles that evolve: where teachers have a rate of their own, a role whose rate is 0 is frozen, all of it."""
+    if teachers is None:
+        return ROLES
+    return tuple(role for role, own in zip(ROLES, (teachers, rate), strict=True) if own)
+
+
+def event_follows(step: int, every: int) -> bool:
+    """Whether members are replaced between this optimizer step and the next."""
+    return every > 0 and step > 0 and step % every == 0
 
 
 class EvolutionCallback(TrainerCallback):
     """
-    Replaces the weakest members after every `evolve_every`-th optimizer step.
+    Replaces the weakest members after every `evolve_every`-th optimizer step, when the next one begins: wherever a run
+    ends, it is trained members that are evaluated and saved, and not their untrained children.
 
     All ranks draw the same births, because every choice comes from a generator seeded by (seed, step), and breed the
-    same children from the same parents; rank 0's copy is broadcast, so that differing hardware cannot part them. The
-    last step of a run breeds nobody: its children would be saved untrained in place of trained members.
+    same children from the same parents; rank 0's copy is broadcast, so that differing hardware cannot part them.
 
     Every replacement becomes a line of `<output_dir>/lineage.jsonl`, written by the main process.
 
@@ -242,6 +251,7 @@ class EvolutionCallback(TrainerCallback):
             mutations=read_mixture(args.mutations, MUTATIONS, DEFAULT_MUTATIONS, "mutations"),
             crossovers=read_mixture(args.crossovers, CROSSOVERS, DEFAULT_CROSSOVERS, "crossovers"),
             mutation_strength=args.mutation_strength,
+            roles=learning_roles(args.learning_rate, args.teacher_learning_rate),
         )
         self.lineage = Path(args.output_dir) / "lineage.jsonl"
         self._metrics = self._empty_metrics()
@@ -251,11 +261,11 @@ class EvolutionCallback(TrainerCallback):
         keys = ("evolve/replaced", "evolve/gate_retries", "time/evolve", "time/evolve_gate")
         return dict.fromkeys(keys, 0.0) | {"evolve/cosine": math.nan, "evolve/retention_loss": math.nan}
 
-    def on_step_end(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+    def on_step_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
         started = time.perf_counter()
         self._metrics = self._empty_metrics()
         step = state.global_step
-        if event_follows(step, args.evolve_every, state.max_steps):
+        if event_follows(step, args.evolve_every):
             events = self.evolve(step, optimizer, lr_scheduler)
             if state.is_world_process_zero and events:
                 with self.lineage.open("a") as file:

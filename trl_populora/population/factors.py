@@ -20,6 +20,9 @@ Factors = dict[str, Tensor]
 
 # Singular values below this fraction of the largest are rounding of the fp32 factors, not directions.
 RELATIVE_ZERO = 1e-7
+# Rounded factors put their product off by about one epsilon of their dtype. So many of them, of both parents' norms
+# together, are rounding and no remainder.
+ROUNDINGS = 2
 # Columns of A or rows of B that are widened to fp64 at a time. 64 by 4096 numbers of 8 bytes stay in a core's cache;
 # whole copies of a 7 B model's adapters cost more than all arithmetic on them.
 BLOCK = 4096
@@ -140,7 +143,8 @@ def on_cores(
     for rank, pairs in batches.items():
         down_gram = torch.stack([_gram([p[down] for p in parents]) for down, _ in pairs])
         up_gram = torch.stack([_gram([p[up].T for p in parents]) for _, up in pairs])
-        down_maps, up_maps = _recombine(down_gram, up_gram, rank, combine, norm_of)
+        rounding = ROUNDINGS * torch.finfo(parents[0][pairs[0][0]].dtype).eps
+        down_maps, up_maps = _recombine(down_gram, up_gram, rank, combine, norm_of, rounding)
         for (down, up), down_map, up_map in zip(pairs, down_maps, up_maps, strict=True):
             of_down, of_up = down_map.split(rank, dim=1), up_map.split(rank, dim=0)
             child_down, child_up = of_down[0] @ parents[0][down].float(), parents[0][up].float() @ of_up[0]
@@ -151,7 +155,7 @@ def on_cores(
     return child
 
 
-def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of):
+def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of, rounding: float):
     """
     Child factors as fp32 linear maps of the parents' own: `[n, r, R]` for A and `[n, R, r]` for B, given the Gram
     matrices (`[n, R, R]`, fp64) of the parents' rows of A and columns of B side by side.
@@ -160,6 +164,9 @@ def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of):
     to_column_space, from_column_space = _basis(up_gram)
     blocks = [slice(start, start + rank) for start in range(0, down_gram.shape[-1], rank)]
     cores = [to_column_space[..., block] @ to_row_space[..., block].mT for block in blocks]
+    if len(cores) == 2:  # of parents that cancel each other but for their rounding nothing is left to be rescaled
+        norms, sum_norm = [norms_of(each) for each in cores], norms_of(cores[0] + cores[1])
+        cores[1] = torch.where(sum_norm <= rounding * (norms[0] + norms[1]), -cores[0], cores[1])
     core = combine(cores)
 
     # The top eigenvectors of C^T C are the right singular vectors. The tiny ridge on the directions that the row space
@@ -172,10 +179,9 @@ def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of):
     left = core @ right
 
     if norm_of is not None:
-        norms = [c.square().sum((-2, -1)).sqrt() for c in cores]
-        target = sum(weight * norm for weight, norm in zip(norm_of, norms, strict=True))
-        norm = left.square().sum((-2, -1)).sqrt()
-        left = left * torch.where(norm > 0, target / norm, 0.0)[:, None, None]
+        target = sum(weight * norms_of(each) for weight, each in zip(norm_of, cores, strict=True))
+        norm = norms_of(left)
+        left = left * torch.where(norm > 0, target / norm, 0.0)
 
     # The gauge (B O^T, O A): A gets orthonormal rows at the first parent's typical row norm, so that the learning rate
     # means what it meant, and the orthogonal O that brings it nearest to that parent's own A.
@@ -186,6 +192,11 @@ def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of):
     down_maps = scale * gauge @ right.mT @ from_row_space.mT
     up_maps = from_column_space @ left @ gauge.mT / scale
     return down_maps.float(), up_maps.float()
+
+
+def norms_of(cores: Tensor) -> Tensor:
+    """Frobenius norm of each matrix (`[n, 1, 1]` of `[n, R, R]`)."""
+    return cores.square().sum((-2, -1), keepdim=True).sqrt()
 
 
 def singular_bases(cores: list[Tensor]) -> tuple[Tensor, Tensor]:

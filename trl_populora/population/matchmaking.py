@@ -51,33 +51,6 @@ class Match:
     student: str
 
 
-def student_share(valid: bool, solve_rate: float, chance: float = 0.0) -> float:
-    """
-    Student's share of one proposal; the teacher's is the rest. A match's score is the mean over its proposals.
-
-    The same floor as the teacher's reward: nothing for an invalid proposal, and a task that nobody solved, or no more
-    often than by guessing, earns the teacher no reward, hence no victory either (both sides failed: a draw). PopuLoRA
-    is not explicit about this rule. A teacher without valid tasks loses every match, so the ratings of its students
-    rise although they solved nothing: compare ratings only beside `propose/valid_rate`.
-
-    Args:
-        valid (`bool`):
-            Whether the proposal passed verification.
-        solve_rate (`float`):
-            Fraction rho of the attempts that solved it, in [0, 1]. Ignored when the proposal is invalid.
-        chance (`float`, *optional*, defaults to `0.0`):
-            What guessing gives.
-
-    Raises:
-        ValueError: If a valid proposal's `solve_rate` is outside [0, 1] or NaN.
-    """
-    if not valid:
-        return 1.0
-    if not 0.0 <= solve_rate <= 1.0:
-        raise ValueError(f"`solve_rate` of a valid proposal must be in [0, 1], got {solve_rate}.")
-    return 0.5 if solve_rate <= chance else float(solve_rate)
-
-
 def win_probability(student: Member, teacher: Member) -> float:
     """Probability that the student wins the match: Phi((mu_s - mu_t) / sqrt(2 beta^2 + sigma_s^2 + sigma_t^2))."""
     spread = math.sqrt(2 * BETA**2 + student.sigma**2 + teacher.sigma**2)
@@ -199,7 +172,7 @@ class Matchmaker:
             population ([`Population`]):
                 Its ratings and ages are changed in place.
             outcomes (`dict[Match, Sequence[float]]`):
-                [`student_share`] of each proposal of each match, in [0, 1].
+                The student's share of each proposal of each match, in [0, 1] (`step/rules.py`).
 
         Raises:
             ValueError: If a match has no proposal, or a share is outside [0, 1] or NaN. Nothing is changed then.

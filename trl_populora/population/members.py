@@ -191,12 +191,16 @@ class Population:
         The best student's name, and by what it is the best.
 
         Args:
-            rates (`Mapping[str, float]`): Held-out solve rates by `name@version`; without any the rating decides.
+            rates (`Mapping[str, float]`): Held-out solve rates by `name@version`. Between equal ones, and without any,
+                the rating decides.
         """
         measured = [student for student in self.students if student.identity in rates]
-        if measured:
-            return max(measured, key=lambda student: rates[student.identity]).name, "held-out solve rate"
-        return max(self.students, key=self.fitness).name, "rating"
+        if not measured:
+            return max(self.students, key=self.fitness).name, "rating"
+        highest = max(rates[student.identity] for student in measured)
+        best = [student for student in measured if rates[student.identity] == highest]
+        why = "held-out solve rate" if len(best) == 1 else "rating among the best on held-out tasks"
+        return max(best, key=self.fitness).name, why
 
     def replace(
         self,

@@ -25,7 +25,15 @@ from peft.utils.merge_utils import task_arithmetic
 from peft.utils.merge_utils import ties as peft_ties
 from torch import Generator, Tensor
 
-from trl_populora.population.factors import RELATIVE_ZERO, Factors, modules_of, on_cores, product_norms, singular_bases
+from trl_populora.population.factors import (
+    RELATIVE_ZERO,
+    Factors,
+    modules_of,
+    norms_of,
+    on_cores,
+    product_norms,
+    singular_bases,
+)
 
 
 def _check(strength: float, parents: Sequence[Factors]) -> None:
@@ -212,7 +220,7 @@ def average(cores: list[Tensor], generator: Generator, strength: float) -> Tenso
 @_of_cores
 def slerp(cores: list[Tensor], generator: Generator, strength: float) -> Tensor:
     """Point on the great circle between the two products of each module, half-way at strength 1."""
-    norms = [core.square().sum((-2, -1), keepdim=True).sqrt() for core in cores]
+    norms = [norms_of(core) for core in cores]
     units = [torch.where(norm > 0, core / norm, 0.0) for core, norm in zip(cores, norms, strict=True)]
     angle = torch.acos((units[0] * units[1]).sum((-2, -1), keepdim=True).clamp(-1, 1))
     part = strength / 2
@@ -238,13 +246,21 @@ def extrapolate(
     """
     From the worse parent through the better and beyond: worse + factor (better - worse).
 
+    The step beyond the better one is never longer than the better one itself: otherwise a worse parent of a greater
+    norm would breed its own opposite, and nothing but that where the better one is zero.
+
     Args:
         reach (`float`, *optional*, defaults to `0.5`):
             The factor is uniform in [1, 1 + reach], 1 to 1.5 as in the paper, drawn once per child.
     """
     factor = 1 + strength * reach * float(torch.rand((), generator=generator, device=generator.device))
-    norm_of = _norm_of(strength) if keep_norm else None
-    return on_cores([better, worse], lambda cores: _weighted(cores, (factor, 1 - factor)), norm_of)
+
+    def beyond(cores: list[Tensor]) -> Tensor:
+        step = (factor - 1) * (cores[0] - cores[1])
+        length = norms_of(step)
+        return cores[0] + step * torch.where(length > 0, norms_of(cores[0]) / length, 0.0).clamp(max=1)
+
+    return on_cores([better, worse], beyond, _norm_of(strength) if keep_norm else None)
 
 
 @_of_cores

@@ -241,12 +241,12 @@ def save(
     """
     root = Path(directory)
     for name in game.population.adapters:
-        weights.save_member(model, name, root / "members" / name, write=write)
+        weights.save_member(model, name, root / "members" / name, write, about["step"])
     if not write:
         return
     tokenizer.save_pretrained(directory)
     write_json(root / POPULATION_FILE, about)
-    save_archive(game.archive, root / "archive.parquet")
+    save_archive(game.archive, root / "archive.parquet", about["step"])
 
 
 @dataclass
@@ -257,7 +257,7 @@ class RankState:
     Args:
         step (`int`): TRL's count of micro-batches.
         buffered (`list` or `None`): Micro-batches that are still to be trained on.
-        played (`dict` or `None`): The step that they are of.
+        played (`dict` or `None`): The step that they are of, or that the retention gate will look at.
         metrics (`dict[str, list[float]]`): Metrics that are not logged yet.
         loss (`float`), logged (`int`): The loss since the last log, and the step of that.
         ahead (`dict` or `None`): The next step's game, if it was played ahead.
@@ -328,12 +328,12 @@ def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
 
 def load_game(
     directory: str, game: Game, nouns: Mapping[str, Any], shape: Shape, args: PopuLoRAConfig, device: torch.device
-) -> RankState | None:
+) -> RankState:
     """
     Reads the state of the game back, and takes the run's records back to the checkpoint. Called on every rank.
 
     Returns:
-        [`RankState`] or `None`: This rank's; `None` if another number of processes saved it.
+        [`RankState`]: This rank's; if another number of processes saved it, with no rows and nothing to log.
 
     Raises:
         `ValueError`: If a file is missing, broken or of another population; the message names file and field.
@@ -343,17 +343,14 @@ def load_game(
     processes = read_json(root / MANIFEST)["processes"]
     same_processes = processes == args.world_size
     check_settings(args, root, saved, same_processes)
-    state = load_nouns(root, nouns)
-    if not isinstance(state.get("coverage"), dict):
-        raise ValueError(f"{root / 'game.json'}: field `coverage` is missing or broken.")
-    load_archive(game.archive, root / "archive.parquet", state["coverage"])
+    load_nouns(root, nouns, game.archive)
     if (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0):
         game.referee.leave_out_long(game.archive)
     if args.should_save:
         output_dir = Path(args.output_dir)
         if root.resolve().parent != output_dir.resolve():  # the records there are of a run that does not go on
             records.set_aside(output_dir)
-        records.truncate_records(output_dir, saved["step"], root / "lineage.jsonl")
+        records.take_back(output_dir, saved["step"], root / "lineage.jsonl")
     if same_processes:
         path = root / f"rank_state_{args.process_index}.pt"
         place = "cpu" if device.type == "cpu" else device  # torch.load knows no `cpu:0`, which several ranks are on
@@ -371,17 +368,21 @@ def load_game(
         processes,
         args.world_size,
     )
-    return None
+    # It goes on within the same `num_iterations` steps: a game has to follow every event of evolution.
+    done = saved["step"]
+    return RankState(done * args.steps_per_generation, buffered=None, played=None, metrics={}, loss=0.0, logged=done)
 
 
-def load_nouns(root: Path, nouns: Mapping[str, Any]) -> dict[str, Any]:
-    """Ratings, matchmaker and held-out scores of a checkpoint; returns what its `game.json` holds."""
+def load_nouns(root: Path, nouns: Mapping[str, Any], archive: TaskArchive) -> None:
+    """Ratings, matchmaker, held-out scores and archive of a checkpoint."""
     state = read_json(root / "game.json")
     for field, noun in nouns.items():
-        if field == "held_out" and field not in state:  # a run may start to evaluate when it is resumed
+        if field in ("held_out", "deviations") and field not in state:  # what a run may begin with when it is resumed
             continue
         try:
             noun.load_state_dict(state[field])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{root / 'game.json'}: field `{field}` is missing or broken ({error!r}).") from error
-    return state
+    if not isinstance(state.get("coverage"), dict):
+        raise ValueError(f"{root / 'game.json'}: field `coverage` is missing or broken.")
+    load_archive(archive, root / "archive.parquet", state["coverage"])

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run ends with its step, saves a checkpoint if saving is on, and says how to continue."""
+"""Ctrl-C and SIGTERM: a run ends with its step, saves a checkpoint or its members, and says how to continue."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 
 logger = logging.getLogger(__name__)
 
+MAY_SKIP_THE_STEP = ("no", "best")  # save strategies: the latter, where the step was evaluated and is no best one
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
@@ -23,21 +24,29 @@ class StopAtSignals(TrainerCallback):
     Context of `train()` in which the first Ctrl-C or SIGTERM ends the run after the step that it came in, on all
     ranks.
 
-    A second Ctrl-C ends it at once. Handlers that others have set stay, those of `enable_jit_checkpoint` among them,
+    It leaves a checkpoint; where `save_strategy` makes none of this step, the members. A second Ctrl-C ends it at
+    once. Handlers that others have set stay, those of `enable_jit_checkpoint` among them,
     which would end each rank where it happens to be.
 
     Args:
         callbacks (`CallbackHandler`): The trainer's; this is one of them while it lasts.
         args (`TrainingArguments`): Where and whether the run saves.
         newest (`Callable`): Finds the newest whole checkpoint in a directory, or `None`.
+        save (`Callable`): Saves the members in the run's directory. Collective.
 
     Raises:
         KeyboardInterrupt: At the exit, after Ctrl-C.
         SystemExit: Likewise, after SIGTERM, with the status that it would have had.
     """
 
-    def __init__(self, callbacks: CallbackHandler, args: TrainingArguments, newest: Callable[[str], str | None]):
-        self.callbacks, self.args, self.newest = callbacks, args, newest
+    def __init__(
+        self,
+        callbacks: CallbackHandler,
+        args: TrainingArguments,
+        newest: Callable[[str], str | None],
+        save: Callable[[], None],
+    ):
+        self.callbacks, self.args, self.newest, self.save = callbacks, args, newest, save
         self.state = TrainerState()
         self.received: int | None = None
         self._before: dict[int, Any] = {}
@@ -56,8 +65,12 @@ class StopAtSignals(TrainerCallback):
         self.callbacks.remove_callback(self)
         state = self.state
         stopped = self.received is not None and error is None and state.global_step < state.max_steps
+        members = stopped and self.args.save_strategy in MAY_SKIP_THE_STEP
+        if members:
+            self.save()
         if (stopped or kind is KeyboardInterrupt) and self.args.process_index == 0:
-            logger.warning("Stopped after step %d of %d. %s", state.global_step, state.max_steps, self._way_on())
+            way_on = self._way_on(members)
+            logger.warning("Stopped after step %d of %d. %s", state.global_step, state.max_steps, way_on)
         if stopped and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         if stopped:
@@ -74,11 +87,15 @@ class StopAtSignals(TrainerCallback):
     def _saves(self) -> bool:
         return self.args.save_strategy != "no"
 
-    def _way_on(self) -> str:
+    def _way_on(self, members: bool) -> str:
         saved = self.newest(self.args.output_dir)
-        if saved is None:
-            return "There is no checkpoint (`save_steps`), so the run can only start again."
-        return f"{saved} is whole: `--resume`, or `train(resume_from_checkpoint=True)`, goes on from there."
+        if saved is not None:
+            told = f"{saved} is whole: `--resume`, or `train(resume_from_checkpoint=True)`, goes on from there."
+        else:
+            told = "There is no checkpoint (`save_steps`), so the run can only start again."
+        if members:
+            told += f" The members of this step are in {self.args.output_dir}; `warm_start` begins with them."
+        return told
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.state = state

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pyarrow.parquet as pq
 from accelerate import PartialState
 from transformers import TrainerCallback
 
+from trl_populora.adapters.weights import saved_step
 from trl_populora.files import write_json, written_whole
 from trl_populora.population.members import POPULATION_FILE
 from trl_populora.runs.lines import LINEAGE, METRICS, TIMES, read_lines, sort_of
@@ -38,7 +42,11 @@ LEFT_BY_TRAINING = (
 )
 # TRL makes the folder before a run has begun, and writes into it later.
 COMPLETIONS = "completions/completions_*.parquet"
+OF_ONE_STEP = ("checkpoint-*", "rollouts/step_*.parquet", COMPLETIONS)
+# The base's; without it members could not be loaded where they were moved to.
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges*")
 LEFT_BY_READERS = (
+    "README.md",
     "run.png",
     "report.html",
     "plots",
@@ -47,7 +55,7 @@ LEFT_BY_READERS = (
     "evaluation.png",
     "_evaluation",
 )
-LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, COMPLETIONS, *LEFT_BY_READERS)
+LEFT_BY_A_RUN = (*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, COMPLETIONS, *TOKENIZER, *LEFT_BY_READERS)
 ASIDE = "_previous-{}"  # a leading underscore keeps it out of uploads to the Hub
 
 
@@ -73,7 +81,7 @@ def write_rollouts(
         `Path`: The file written. It appears whole or not at all.
     """
     columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived", "reject_detail")}
-    players = {(row.match, row.role): row.member for row in rows}
+    players = {(row.match, row.role): row.member for row in reversed(rows)}  # a rival comes after the match's student
     other = {"teacher": "student", "student": "teacher"}
     table = pa.table(
         {
@@ -118,25 +126,61 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
             file.write(json.dumps(values) + "\n")
 
 
-def truncate_records(output_dir: Path, step: int, lineage: Path) -> None:
+def take_back(output_dir: Path, step: int, lineage: Path) -> None:
     """
-    Takes a run's records back to a checkpoint: what came after it will happen again.
+    Takes a run's records back to a checkpoint. Where later checkpoints or members show that the run had gone on, all
+    that came after moves aside whole; otherwise it was never saved, and will happen again.
 
     Args:
         output_dir (`Path`): The run's directory.
         step (`int`): Steps done at the checkpoint.
         lineage (`Path`): The checkpoint's copy of `lineage.jsonl`; absent if nobody had been replaced.
     """
+    later = [path for name in OF_ONE_STEP for path in sorted(output_dir.glob(name)) if _step_of(path) > step]
+    saved = _members_step(output_dir)
+    if (saved or 0) > step or any(path.is_dir() for path in later):
+        _set_branch_aside(output_dir, step, later, with_members=saved is None or saved > step)
+    else:
+        for path in later:
+            path.unlink()
     for name in (METRICS, TIMES):
         _write_lines(output_dir / name, [e for e in read_lines(output_dir / name) if e["step"] <= step])
+    restore_lineage(output_dir, lineage)
+
+
+def restore_lineage(output_dir: Path, lineage: Path) -> None:
+    """Puts a checkpoint's copy of `lineage.jsonl` in the place of the run's; absent if nobody had been replaced."""
     _write_lines(output_dir / LINEAGE, read_lines(lineage))
-    for path in [*Path(output_dir, "rollouts").glob("step_*.parquet"), *Path(output_dir).glob(COMPLETIONS)]:
-        if _step_of(path) > step:
-            path.unlink()
+
+
+def _set_branch_aside(root: Path, step: int, later: Sequence[Path], with_members: bool) -> None:
+    """Moves what is of later steps to `_previous-<n>/`, and copies the records that both branches share."""
+    target = _next_aside(root)
+    for name in (METRICS, TIMES, LINEAGE, POPULATION_FILE):
+        if (root / name).exists():
+            shutil.copyfile(root / name, target / name)
+    shared = {*OF_ONE_STEP, "rollouts", METRICS, TIMES, LINEAGE, POPULATION_FILE}
+    saved = [path for name in LEFT_BY_A_RUN if name not in shared for path in sorted(root.glob(name))]
+    _move([*later, *(saved if with_members else ())], root, target)
+    logger.warning(
+        "%s had gone on after step %d; what came later is in %s now, checkpoints included, and can be resumed there.",
+        root,
+        step,
+        target,
+    )
+
+
+def _members_step(root: Path) -> int | None:
+    """When the members of a run's directory were saved; `None` if they do not say, 0 if there are none."""
+    members = sorted(path.parent for path in root.glob("members/*/adapter_model.safetensors"))
+    with suppress(ValueError):  # a run that was killed as it saved has cut one off
+        return saved_step(members[0]) if members else 0
+    return None
 
 
 def _step_of(path: Path) -> int:
-    return int(path.stem.partition("-")[0].rpartition("_")[2])
+    found = re.match(r"(checkpoint-|step_|completions_)(\d+)", path.name)
+    return int(found[2]) if found else 0
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
@@ -156,18 +200,28 @@ def set_aside(output_dir: str | Path) -> Path | None:
     root = Path(output_dir)
     if not holds_a_run(root):
         return None
+    target = _next_aside(root)
+    _move([path for name in LEFT_BY_A_RUN for path in sorted(root.glob(name))], root, target)
+    way_on = "; `--resume` would have continued it" if any(target.glob("checkpoint-*")) else ""
+    logger.warning("%s held an earlier run, which is in %s now%s.", root, target, way_on)
+    return target
+
+
+def _next_aside(root: Path) -> Path:
+    """A new `_previous-<n>/`."""
     number = 1
     while (root / ASIDE.format(number)).exists():
         number += 1
     target = root / ASIDE.format(number)
     target.mkdir()
-    for path in [path for name in LEFT_BY_A_RUN for path in sorted(root.glob(name))]:
+    return target
+
+
+def _move(paths: Iterable[Path], root: Path, target: Path) -> None:
+    for path in paths:
         aside = target / path.relative_to(root)
         aside.parent.mkdir(exist_ok=True)
         path.rename(aside)
-    way_on = "; `--resume` would have continued it" if any(target.glob("checkpoint-*")) else ""
-    logger.warning("%s held an earlier run, which is in %s now%s.", root, target, way_on)
-    return target
 
 
 def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:

@@ -16,11 +16,13 @@ from typing import Any
 from peft import PeftModel
 from trl import GRPOConfig
 
+from trl_populora.adapters.weights import saved_step
 from trl_populora.files import FORMAT
 from trl_populora.population.members import POPULATION_FILE, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.rollout import Game
+from trl_populora.tasks.archive_table import archive_step
 
 
 logger = logging.getLogger(__name__)
@@ -116,7 +118,8 @@ def describe(game: Game, shape: Shape, args: PopuLoRAConfig, step: int, held_out
         held_out ([`HeldOut`] or `None`): Last solve rates on held-out tasks.
     """
     population, rates = game.population, held_out.rates if held_out else {}
-    best, why = population.best_student(rates)
+    # What was measured before the last update tells nothing of the weights that are there now.
+    best, why = population.best_student(rates if held_out and held_out.step == step else {})
     members = [
         {
             "name": member.name,
@@ -146,6 +149,7 @@ def describe(game: Game, shape: Shape, args: PopuLoRAConfig, step: int, held_out
         "best_student": best,
         "best_student_by": why,
         "held_out_base": held_out.base_rate if held_out else None,
+        "held_out_step": held_out.step if held_out else None,
         "members": members,
         "settings": _settings(args),
         "versions": versions(),
@@ -253,12 +257,41 @@ def check_settings(args: PopuLoRAConfig, root: Path, saved: Mapping[str, Any], s
         logger.warning("Resuming %s with other settings, which hold from here on: %s.", root, told)
 
 
+def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[str] | None = None) -> None:
+    """
+    Refuses adapters, or an archive, that were saved at another step than `population.json` tells of, which is kept up
+    to date while a run goes on. Files of early runs do not say when they were saved, and are taken.
+
+    Args:
+        root (`Path`): Directory of a saved population.
+        saved (`Mapping`): Its `population.json`.
+        adapters (`Sequence[str]`, *optional*): Directories of those that are wanted; all members' by default.
+
+    Raises:
+        `ValueError`: If one is missing or of another step; names both steps and the way out.
+    """
+    wanted = [member["adapter"] for member in saved["members"]] if adapters is None else adapters
+    if not all((root / each / "adapter_model.safetensors").exists() for each in wanted):
+        raise ValueError(f"{root} was not saved to its end; use a checkpoint of it, or resume it.")
+    steps = {each: saved_step(root / each) for each in wanted}
+    if (archive := root / "archive.parquet").exists():
+        steps[archive.name] = archive_step(archive)
+    for name, step in steps.items():
+        if step not in (None, saved.get("step")):
+            raise ValueError(
+                f"{root} is of two moments: {POPULATION_FILE} tells of step {saved.get('step')}, {name} was saved "
+                f"after step {step}. The run went on and did not save its end; use a checkpoint of it, or resume it."
+            )
+
+
 def best_adapter(root: Path) -> Path:
     """
     Directory of the best student's adapter in a saved population.
 
     Raises:
-        `ValueError`: If `population.json` is missing or broken.
+        `ValueError`: If `population.json` is missing or broken, or the adapter of another step.
     """
     saved = read_population(root)
-    return root / next(m["adapter"] for m in saved["members"] if m["name"] == saved["best_student"])
+    best = next(member["adapter"] for member in saved["members"] if member["name"] == saved["best_student"])
+    check_one_moment(root, saved, [best])
+    return root / best

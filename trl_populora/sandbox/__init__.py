@@ -8,8 +8,8 @@ Read in this order: `jobs.py` (what is asked and answered), `protocol.py` (the t
 `seccomp.py` (the walls), `zygote.py` and `child.py` (the inside), `judge.py` (the verdict), `supervisor.py`,
 `listener.py`, `places.py`, `worker.py`, `pending.py` and `pool.py` (the outside), `runner.py` and `sharing.py` (one
 pool for several processes), `bubblewrap.py` (the hard mode), `health.py` (are the walls real?), `values.py` and
-`literals.py` (the only data that crosses), `soft.py`, `entropy.py` and `modules.py` (quality of data, not safety),
-`heap.py` (speed).
+`literals.py` (the only data that crosses), `soft.py`, `entropy.py`, `interpreter.py` and `modules.py` (quality of
+data, not safety), `heap.py` (speed).
 
 What is covered, and by what:
 
@@ -25,8 +25,8 @@ What is covered, and by what:
   At start every zygote tries its walls from inside; `Sandbox.level` is what was seen to hold.
 * *Time and memory*: SIGKILL when the CPU time is used up, whatever the load, and by the clock for who does not use it;
   an address-space limit, at most one process per program.
-* *Determinism*: runs under different hash seeds in separate zygotes, other heap layout and reversed inputs in the
-  second; clocks, hashes and addresses are guarded.
+* *Determinism*: runs under different hash seeds in separate zygotes, in the second with another heap layout, reversed
+  inputs and other limits of recursion and integers; clocks, hashes, addresses and interpreters' insides are guarded.
 * *Coins*: modules that exist to scramble (digests, checksums, random generators) cannot be imported, see `modules.py`.
 * *The end of the trainer*, also by SIGKILL: zygotes see their socket close, and with them goes every child.
 

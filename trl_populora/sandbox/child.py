@@ -10,7 +10,6 @@ from __future__ import annotations
 import marshal
 import opcode
 import os
-import sys
 import types
 
 from . import protocol
@@ -107,10 +106,9 @@ class _BadOutput(Exception):
 def _run(payload: Payload, guard: Guard, fd: int) -> tuple[str, list[str]]:
     run, ask_about_sets, budget, tells, name, program, inputs = payload
     jitter = _disturb_heap(run) if run else None
-    if run:
-        # How deep the interpreter lets a program go is nothing that it may compute with.
-        sys.setrecursionlimit(sys.getrecursionlimit() + 37 * run)
+    guard.limits.start(run)
     code = compile(program, "<program>", "exec", dont_inherit=True)
+    guard.screen(code)
     word = OK_IN_ORDER if ask_about_sets and _order_matters(code) else OK
     namespace = guard.namespace
     exec(code, namespace)

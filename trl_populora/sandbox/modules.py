@@ -69,6 +69,7 @@ FULL = [
 # Needed later by what is loaded above, when no file can be opened any more: a module that `strptime` imports by the
 # importing program's own `__import__`, and codecs.
 HELPERS = frozenset(["_strptime"])
+FULL_HELPERS = frozenset(["_pylong"])  # by which Python 3.12 reads and writes large integers; it loads `decimal`
 CODECS = [
     "ascii",
     "latin-1",
@@ -145,7 +146,7 @@ def is_allowed(name: str) -> bool:
 
 def preload(full: bool, hostile: bool) -> None:
     """Import the tier's modules; what an installation lacks is left out."""
-    for name in [*LIGHT, *HELPERS, *(FULL if full else ()), *(HOSTILE if hostile else ())]:
+    for name in [*LIGHT, *HELPERS, *([*FULL, *FULL_HELPERS] if full else ()), *(HOSTILE if hostile else ())]:
         try:
             __import__(name)
         except ImportError:

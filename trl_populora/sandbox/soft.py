@@ -1,9 +1,9 @@
 """The soft layer: keeps honest programs to what a training task may use. It improves data; it protects nothing.
 
 The program gets a table of builtins and a few module facades of its own. An import outside the allow-list, `open`,
-`input` and `breakpoint` give `policy`; clocks, and hashes and object addresses used as numbers give
-`nondeterministic`, because no number of repetitions would find the year or a rare coin flip. The standard library
-itself keeps the real modules.
+`input` and `breakpoint` give `policy`; clocks, hashes and object addresses used as numbers, and what hangs on the
+interpreter give `nondeterministic`, because no number of repetitions would find the year, a rare coin flip or another
+Python. The standard library itself keeps the real modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import types
 from typing import Any
 
-from . import entropy, modules, protocol
+from . import entropy, interpreter, modules, protocol
 
 
 MODULE = "program"
@@ -37,6 +37,7 @@ class Guard:
         self.full = full
         self.finding: tuple[str, list[str]] | None = None
         self.facades: dict[str, Any] = {}
+        self.enabled, self.limits = enabled, interpreter.Limits()
         self.builtins = dict(vars(builtins))
         if enabled:
             self._enable()
@@ -50,17 +51,37 @@ class Guard:
             self.finding = (word, [protocol.one_line(reason)])
         raise Refused(reason)
 
+    def screen(self, code: types.CodeType) -> None:
+        """Stops a program whose text asks for what the language leaves to the interpreter."""
+        if self.enabled and (inside := interpreter.asks_inside(code)):
+            self._entropy(f"{inside} hangs on the interpreter")
+
+    def _entropy(self, reason: str) -> None:
+        self.stop(protocol.ENTROPY, reason)
+
     def _enable(self) -> None:
-        self.facades = entropy.facades(lambda reason: self.stop(protocol.ENTROPY, reason))
-        self.facades["sys"] = _sys_facade()
+        self.facades = entropy.facades(self._entropy)
+        self.facades["sys"] = self._sys_facade()
         io_facade = self.facades["io"] = _io_facade()
         io_facade.open = self._forbid("io.open()")
         self.builtins["__import__"] = self._import
-        self.builtins.update(entropy.guarded_builtins(lambda reason: self.stop(protocol.ENTROPY, reason)))
+        self.builtins.update(entropy.guarded_builtins(self._entropy))
+        self.builtins["getattr"] = interpreter.guarded_getattr(self._entropy)
         for name in ("open", "input", "breakpoint"):
             self.builtins[name] = self._forbid(f"{name}()")
         for name in ("exit", "quit", "help", "copyright", "credits", "license"):
             self.builtins.pop(name, None)
+
+    def _sys_facade(self) -> types.ModuleType:
+        class Sys(_Sys):
+            """With the guards of this program."""
+
+        interpreter.guard_sys(Sys, self.limits, self._entropy)
+        facade: Any = Sys("sys")
+        facade.argv = ["program"]
+        for name in _SYS_NAMES:
+            setattr(facade, name, getattr(sys, name))
+        return facade
 
     def _forbid(self, name: str):
         def forbidden(*_: object, **__: object) -> None:
@@ -69,8 +90,10 @@ class Guard:
         return forbidden
 
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
-        if name in modules.HELPERS and name in sys.modules:
+        if name in modules.HELPERS | modules.FULL_HELPERS and name in sys.modules:
             return sys.modules[name]
+        if name in modules.FULL_HELPERS and not self.full:
+            self.stop(protocol.TIER, name)
         if level or not isinstance(name, str) or not modules.is_allowed(name):
             self.stop(protocol.POLICY, f"import of {str(name)[:80]!r} is not allowed")
         root = name.partition(".")[0]
@@ -108,31 +131,11 @@ _SYS_NAMES = [
     "float_info",
     "float_repr_style",
     "getdefaultencoding",
-    "getrecursionlimit",
-    "hash_info",
-    "implementation",
-    "int_info",
     "intern",
     "maxsize",
     "maxunicode",
     "platform",
-    "set_int_max_str_digits",
-    "get_int_max_str_digits",
-    "setrecursionlimit",
-    "version",
-    "version_info",
-    "hexversion",
-    "copyright",
 ]
-
-
-def _sys_facade() -> types.ModuleType:
-    facade: Any = _Sys("sys")
-    facade.argv = ["program"]
-    for name in _SYS_NAMES:
-        if hasattr(sys, name):
-            setattr(facade, name, getattr(sys, name))
-    return facade
 
 
 def _io_facade() -> Any:

@@ -279,11 +279,18 @@ def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Calla
 def _forget_surroundings() -> None:
     """Nothing of the trainer's environment, and no way to look for modules."""
     os.environ.clear()
+    _set_time_zone()
     sys.path.clear()
     sys.path_hooks.clear()
     sys.path_importer_cache.clear()
     sys.argv[:] = ["program"]
     os.dup2(1, 2)  # both are /dev/null from here on; until here, errors are for the trainer
+
+
+def _set_time_zone() -> None:
+    """The same on every host, or `time.localtime(0)` would tell them apart."""
+    os.environ["TZ"] = "UTC0"
+    time.tzset()
 
 
 def _warm_up(guard: soft.Guard) -> None:
@@ -323,6 +330,7 @@ def main() -> None:
 
 def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Layers]:
     layers = confine.Layers()
+    _set_time_zone()
     with contextlib.suppress(OSError):  # a hint for speed; a container may forbid all of them
         os.sched_setaffinity(0, options["cores"])
     if options["bubblewrap"]:

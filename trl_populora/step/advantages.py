@@ -26,6 +26,20 @@ BASELINES = ("group", "member")  # what may be subtracted from a reward, see [`c
 # What TRL's `_compute_loss` divides the sum over rows by: the number of rows, or the number of completion tokens.
 LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo": "tokens"}
 
+# Options of TRL that couple members, the one value that does not, and why the others do.
+COUPLE_MEMBERS = (
+    ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
+    ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
+    ("use_adaptive_entropy", False, "the entropy bonus is averaged over all members' tokens"),
+    ("multi_objective_aggregation", "sum_then_normalize", "it whitens over all members"),
+    ("use_transformers_continuous_batching", False, "it reorders rows, and each row has its own adapter"),
+    ("use_transformers_paged", False, "it reorders rows, and each row has its own adapter"),
+    ("optim_target_modules", None, "such optimizers group parameters by module instead of by member"),
+    ("sync_ref_model", False, "the reference is the frozen base"),
+    ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
+    ("off_policy_mask_threshold", None, "it thresholds on the sign of normalised advantages of one policy"),
+)
+
 
 def rewards_of(records: Sequence[Mapping[str, Any]], functions: Sequence[Callable[..., list]]) -> torch.Tensor:
     """
@@ -79,6 +93,7 @@ def score_step(
     baselines: Mapping[str, str],
     scale_rewards: str,
     loss_type: str,
+    scale_teachers: Callable[..., torch.Tensor] | None = None,
 ) -> Scored:
     """
     From a step with its rewards to what its rows are worth, over all ranks.
@@ -88,15 +103,23 @@ def score_step(
         population ([`Population`]): Whose members played.
         reward_weights (`torch.Tensor`): One per reward function.
         num_tokens_R (`torch.Tensor`): Completion tokens of each row that count in the loss.
-        baselines, scale_rewards: As in [`step_advantages`].
+        baselines (`Mapping[str, str]`): As in [`step_advantages`].
+        scale_rewards (`str`): `"group"` divides advantages by the standard deviation over the rows of their baseline.
         loss_type (`str`): As in [`member_factors`].
+        scale_teachers (`Callable`, *optional*): Scales the proposals' instead:
+            [`~trl_populora.step.deviations.RunningDeviations.scale`], which learns from every call.
     """
     device = num_tokens_R.device
     members_R = torch.tensor([population[record["member"]].index for record in played.records], device=device)
     rewards_R = (played.rewards * reward_weights.to(device)).nansum(dim=1)
+    scaled = dict.fromkeys(baselines, scale_rewards == "group") | ({"teacher": False} if scale_teachers else {})
+    advantages_R = step_advantages(played.records, rewards_R, members_R, baselines, scaled)
+    if scale_teachers is not None:
+        proposals_R = torch.tensor([record["role"] == "teacher" for record in played.records], device=device)
+        advantages_R = scale_teachers(advantages_R, members_R, proposals_R)
     return Scored(
         rewards_R,
-        step_advantages(played.records, rewards_R, members_R, baselines, scale_rewards),
+        advantages_R,
         members_R,
         member_factors(members_R, num_tokens_R, loss_type),
         flat_fraction(played.records, rewards_R),
@@ -108,7 +131,7 @@ def step_advantages(
     rewards_R: torch.Tensor,
     members_R: torch.Tensor,
     baselines: Mapping[str, str],
-    scale_rewards: str,
+    scaled: Mapping[str, bool],
 ) -> torch.Tensor:
     """
     Advantages of all rows of a step, each role under its own baseline.
@@ -118,7 +141,7 @@ def step_advantages(
         rewards_R (`torch.Tensor`): Their rewards.
         members_R (`torch.Tensor`): Their member indices.
         baselines (`Mapping[str, str]`): `baseline` of [`compute_advantages`] per role.
-        scale_rewards (`str`): `"group"` divides by the standard deviation over the rows of the role's baseline.
+        scaled (`Mapping[str, bool]`): `scaled` of it, likewise.
 
     Returns:
         `torch.Tensor`: Advantages of shape `[R]`.
@@ -128,8 +151,7 @@ def step_advantages(
     for role, baseline in baselines.items():
         others_R = torch.tensor([record["role"] != role for record in records], device=rewards_R.device)
         own_R = rewards_R.masked_fill(others_R, float("nan"))
-        scaled = scale_rewards == "group"
-        advantages_R += compute_advantages(own_R, members_R, kinds_R, groups_R, baseline, scaled)
+        advantages_R += compute_advantages(own_R, members_R, kinds_R, groups_R, baseline, scaled[role])
     return advantages_R
 
 

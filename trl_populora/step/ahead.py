@@ -78,7 +78,7 @@ class PlayAhead:
         """
         Begins the game that follows `done` optimizer steps, unless the run is over by then or newborn members play it.
         """
-        if not self.args.play_ahead or done >= max_steps or event_follows(done, self.args.evolve_every, max_steps):
+        if not self.args.play_ahead or done >= max_steps or event_follows(done, self.args.evolve_every):
             return
         self._done, self._sampled_from, self._stop = done, dict(self.versions()), threading.Event()
         player = replace(self.game.player, generate=_until(self._stop, self.game.player.generate))

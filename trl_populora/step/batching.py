@@ -225,23 +225,24 @@ def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
 def met(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[str, float]]:
     """
     The micro-batches of [`reorder`] with as many rows as on the other ranks, because TRL gathers a value per row, and
-    with how many rows of all ranks are computed as `live`; and metrics, means over the ranks. Collective.
+    with how many rows of all ranks are computed as `live` and how many completion tokens these have as `tokens`; and
+    metrics, means over the ranks. Collective.
 
     Args:
         batches (`Sequence[dict]`): This rank's.
         rows (`int`): How many rows it has in this step.
     """
     device = batches[0]["member"].device
-    sizes = [(len(batch["member"]), live_rows([batch])) for batch in batches]
+    sizes = [(len(b["member"]), live_rows([b]), int(b["completion_mask"].sum())) for b in batches]
     everywhere = gather(torch.tensor(sizes, device=device)[None])
-    most, live = everywhere[..., 0].amax(0), everywhere[..., 1].sum(0)
+    most, (live, tokens) = everywhere[..., 0].amax(0), everywhere[..., 1:].sum(0).unbind(1)
     shares = {
         "batch/padding": padding_fraction(batches),
         "batch/live_rows": live_rows(batches) / rows,
         "batch/shared_tokens": shared_fraction(batches),
     }
     means = reduce(torch.tensor([*shares.values()], device=device), "mean").tolist()
-    even = [filled(batch, int(most[i])) | {"live": live[i]} for i, batch in enumerate(batches)]
+    even = [filled(b, int(most[i])) | {"live": live[i], "tokens": tokens[i]} for i, b in enumerate(batches)]
     return even, dict(zip(shares, means, strict=True))
 
 

@@ -48,10 +48,11 @@ def attempt(
     describe: str = "",
 ) -> dict[str, list[list[Tried]]]:
     """
-    Lets members attempt tasks, sampled as in training; the ranks share the batches. Collective.
+    Lets members attempt tasks, sampled as in training; the ranks share the rows in equal parts. Collective.
 
-    With a `seed` every batch has its own, so the outcome depends neither on the number of ranks nor on what was
-    sampled before, and what is sampled afterwards does not depend on the outcome.
+    With a `seed` the outcome depends neither on the number of ranks nor on what was sampled before, and what is
+    sampled afterwards does not depend on the outcome: every batch has a seed of its own or, without `batch`, every
+    task. vLLM keeps to it but for rounding, which may turn a token where other rows are computed beside it.
 
     Args:
         referee ([`Referee`]): Poses the tasks and grades.
@@ -59,7 +60,8 @@ def attempt(
         members (`Sequence[str]`): Names of members, or `base`.
         tasks (`Sequence[Task]`): What to solve.
         attempts (`int`): Attempts of each member at each task.
-        batch (`int` or `None`): Rows that a rank generates at once; its whole share when `None`.
+        batch (`int` or `None`): Most rows that a rank generates at once. `None` for vLLM, which schedules rows by
+            itself: all that the rank has.
         seed (`int`, *optional*): Of the samples; the training's own generators are used when `None`.
         describe (`str`, *optional*): Name of the progress bar; no bar without one.
 
@@ -70,29 +72,41 @@ def attempt(
     # Prompts of like length share a batch, which spares padding; the sort is stable, so the order is always the same.
     ordered = sorted(range(len(tasks)), key=lambda index: len(prompts[tasks[index]][-1]["content"]))
     rows = [(member, index) for member in members for index in ordered for _ in range(attempts)]
-    batch = batch or -(-len(rows) // player.world)
-    batches = [rows[start : start + batch] for start in range(0, len(rows), batch)]
-    rounds = -(-len(batches) // player.world)
-    mine: list[tuple[str, int, Tried]] = []
-    quiet = not describe or player.rank > 0
-    for turn in tqdm(range(rounds), desc=describe, unit="batch", leave=False, disable=quiet):
-        number = turn * player.world + player.rank
-        # A rank without a batch left generates along, as sharded models need, and throws the rows away.
-        part = batches[min(number, len(batches) - 1)]
+    if batch is None:
+        share = attempts * -(-len(members) * len(tasks) // player.world)
+        numbers = [index for _, index in rows]
+    else:
+        share = _equal_part(len(rows), batch)
+        numbers = [place // share for place in range(len(rows))]
+    found: dict[int, Tried] = {}
+    first, quiet = player.rank * share, not describe or player.rank > 0
+    starts = range(first, first + len(rows), share * player.world)
+    for start in tqdm(starts, desc=describe, unit="batch", leave=False, disable=quiet):
+        # Where rows run out the last one is asked again and thrown away: all ranks have to ask as many.
+        places = [min(place, len(rows) - 1) for place in range(start, start + share)]
         completions = player.generate(
-            [prompts[tasks[index]] for _, index in part],
-            [member for member, _ in part],
-            seed=None if seed is None else seed + number,
+            [prompts[tasks[rows[place][1]]] for place in places],
+            [rows[place][0] for place in places],
+            seeds=None if seed is None else [seed + numbers[place] for place in places],
         )
-        if number < len(batches):
-            owners, texts = [tasks[index] for _, index in part], [completion.text for completion in completions]
-            for (member, index), text, grade in zip(part, texts, referee.grade(owners, texts), strict=True):
-                mine.append((member, index, Tried(grade.right, has_thinking(text))))
+        mine = range(start, min(start + share, len(rows)))
+        texts = [completion.text for completion in completions[: len(mine)]]
+        grades = referee.grade([tasks[rows[place][1]] for place in mine], texts)
+        found |= {
+            place: Tried(grade.right, has_thinking(text))
+            for place, text, grade in zip(mine, texts, grades, strict=True)
+        }
+    outcomes = {place: outcome for part in player.gather(found) for place, outcome in part.items()}
     tried: dict[str, list[list[Tried]]] = {member: [[] for _ in tasks] for member in members}
-    for part in player.gather(mine):
-        for member, index, outcome in part:
-            tried[member][index].append(outcome)
+    for place, (member, index) in enumerate(rows):
+        tried[member][index].append(outcomes[place])
     return tried
+
+
+def _equal_part(rows: int, most: int) -> int:
+    """Size of as few parts of like size as hold at most so many rows each."""
+    parts = max(1, -(-rows // most))
+    return max(1, -(-rows // parts))
 
 
 def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]) -> dict[str, float]:
@@ -136,6 +150,7 @@ class HeldOut:
         seed (`int`): Of the samples, the same in every evaluation: two evaluations differ by the weights alone.
         base (`dict[str, dict[str, float]]`, *optional*): Scores of the base per table, measured once.
         rates (`dict[str, float]`, *optional*): Last solve rate on the first table by `name@version`.
+        step (`int`, *optional*): Optimizer steps behind the members when `rates` were measured.
     """
 
     tables: dict[str, list[Task]]
@@ -144,6 +159,7 @@ class HeldOut:
     seed: int
     base: dict[str, dict[str, float]] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
+    step: int | None = None
 
     def __post_init__(self):
         self._questions = {_question(task) for tasks in self.tables.values() for task in tasks}
@@ -226,7 +242,8 @@ class HeldOut:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; of the tasks, which are the config's, a digest by table."""
-        return {"base": self.base, "rates": self.rates, "tasks": {name: _digest(t) for name, t in self.tables.items()}}
+        tasks = {name: _digest(table) for name, table in self.tables.items()}
+        return {"base": self.base, "rates": self.rates, "step": self.step, "tasks": tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, as far as the tasks are still the same."""
@@ -239,6 +256,7 @@ class HeldOut:
             )
         self.base = {name: figures for name, figures in state["base"].items() if name in same}
         self.rates = dict(state["rates"]) if next(iter(self.tables)) in same else {}
+        self.step = state.get("step")
 
 
 def _digest(tasks: Sequence[Task]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trl_populora.step.player import Completion, Messages
+from trl_populora.step.rules import Answer, Outcome
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
 
@@ -13,8 +15,9 @@ from trl_populora.tasks.fences import has_thinking
 @dataclass
 class Row:
     """
-    One training row. The fields up to `chance` are the columns that reward functions and records see; `dropped` counts
-    references that a proposal prompt had no room for; `reject_detail` is `reject_reason` in a sentence.
+    One training row. The fields up to `pay` are the columns that reward functions and records see; what the rules make
+    of it is `pay`, and of a proposal `share`, the student's. `dropped` counts references that a proposal prompt had no
+    room for; `reject_detail` is `reject_reason` in a sentence.
     """
 
     role: str
@@ -28,6 +31,12 @@ class Row:
     correct: bool = False
     well_formed: bool = False
     chance: float = 0.0
+    rarity: float = 0.0
+    progress: float = 0.0
+    rival: float = float("nan")
+    pay: float = 0.0
+    share: float = float("nan")
+    attempts: int = 0
     archived: bool = False
     dropped: int = 0
     reject_detail: str = ""
@@ -47,13 +56,31 @@ class Row:
         "correct",
         "well_formed",
         "chance",
+        "rarity",
+        "progress",
+        "rival",
+        "pay",
     )
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of a proposal, what its price may depend on."""
+        names = ("kind", "valid", "solve_rate", "attempts", "chance", "rarity", "progress")
+        rival = None if math.isnan(self.rival) else self.rival
+        return Outcome(reason=self.reject_reason, rival=rival, **{name: getattr(self, name) for name in names})
+
+    @property
+    def answer(self) -> Answer:
+        """Of an attempt, likewise."""
+        return Answer(self.kind, self.correct, self.well_formed)
 
     def record(self) -> dict[str, Any]:
         """What the other ranks need to know of it."""
-        return {
-            name: getattr(self, name) for name in (*self.COLUMNS, "archived", "dropped", "reject_detail", "group")
-        } | {"thinking": has_thinking(self.completion.text)}
+        further = ("share", "archived", "dropped", "reject_detail", "group")
+        return {name: getattr(self, name) for name in (*self.COLUMNS, *further)} | {
+            "thinking": has_thinking(self.completion.text),
+            "solved": self.role == "teacher" and self.outcome.solved,
+        }
 
 
 @dataclass

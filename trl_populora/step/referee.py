@@ -15,7 +15,7 @@ from statistics import fmean
 from trl_populora.sandbox import Job, Runner, Verdict
 from trl_populora.step.player import Messages
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Attempt, Proposal, Refusal, Reject, Task, TaskKind, checked
+from trl_populora.tasks.base import Attempt, Proposal, Refusal, Reject, Task, TaskKind, checked, estimate
 from trl_populora.tasks.control import THINK_TAGS, screen
 from trl_populora.tasks.templates import show_before
 
@@ -226,14 +226,15 @@ class Referee:
         guesses = [
             (number, task, attempt)
             for number, task in enumerate(tasks)
-            for attempt in checked(task.kind, "guesses", self.kinds[task.kind].guesses(task), (list,))
+            for attempt in checked(task.kind, "guesses", estimate(self.kinds[task.kind], "guesses", [], task), (list,))
         ]
-        trials = [self.kinds[task.kind].trial(task, attempt) for _, task, attempt in guesses]
+        trials = [estimate(self.kinds[task.kind], "trial", None, task, attempt) for _, task, attempt in guesses]
         verdicts = self._run(job and replace(job, headroom=GUESS_HEADROOM) for job in trials)
         right: list[list[bool]] = [[] for _ in tasks]
         for (number, task, attempt), verdict in zip(guesses, verdicts, strict=True):
-            right[number].append(self._grade(task, attempt, verdict).right)
-        told = [checked(t.kind, "chance", self.kinds[t.kind].chance(t), (float, int)) for t in tasks]
+            hit = attempt.well_formed and estimate(self.kinds[task.kind], "correct", False, task, attempt, verdict)
+            right[number].append(checked(task.kind, "correct", hit, (bool,)))
+        told = [checked(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks]
         return [max(one, fmean(tried) if tried else 0.0) for one, tried in zip(told, right, strict=True)]
 
     def _run(self, jobs: Iterable[Job | None]) -> list[Verdict | None]:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trl_populora.population.matchmaking import Match, Matchmaker, student_share
+from trl_populora.population.matchmaking import Match, Matchmaker
 from trl_populora.population.members import Population
 from trl_populora.step.played import Played, Row
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
-from trl_populora.step.rewards import guessed
+from trl_populora.step.rules import Rules, count_guessed
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Refusal, Reject, Task, measured
 from trl_populora.tasks.complexity import PROGRAM_MEASURES
+from trl_populora.tasks.features import CANDIDATES, Features, draw_evenly, name_features
 
 
 @dataclass
@@ -38,6 +39,11 @@ class Game:
         proposals (`int`): Proposals per teacher over all ranks.
         attempts (`int`): Attempts per task, G.
         references (`int`): Archived tasks shown to a proposing teacher, K.
+        students_per_task (`int`): Who attempts a proposal: its match's student, or with 2 another one for half of the
+            attempts.
+        replays (`int`): Archived tasks per match that its student attempts beside the proposals, over all ranks.
+        rules ([`Rules`]): What a proposal and an attempt are worth.
+        features ([`Features`]): What the last tasks use; carries over from step to step, too.
         seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
         iterations (`int`): Optimizer steps from one play to the next.
     """
@@ -52,6 +58,10 @@ class Game:
     references: int
     seed: int
     iterations: int = 1
+    students_per_task: int = 1
+    replays: int = 0
+    rules: Rules = Rules()
+    features: Features = field(default_factory=Features)
 
 
 def play_step(game: Game, done: int) -> Played:
@@ -66,7 +76,7 @@ def play_step(game: Game, done: int) -> Played:
         done (`int`): Optimizer steps before this one, which is step `done + 1` wherever steps are written down.
 
     Returns:
-        `Played`: With `teachers * P * (1 + G)` rows of this rank.
+        `Played`: With `teachers * (P + (P + replays) * G)` rows of this rank, all shares of it taken.
     """
     rng = random.Random(f"{game.seed}/{done}/{game.player.rank}")
     seconds: dict[str, float] = {}
@@ -75,21 +85,23 @@ def play_step(game: Game, done: int) -> Played:
     with _timed(seconds, "propose"):
         proposals, references = _propose(game, matches, done, rng)
     with _timed(seconds, "verify"):
-        fillers = _fillers(game, proposals, rng)
+        fillers, replayed = _fillers(game, proposals, rng), _replays(game, matches, rng)
         known = game.archive.programs
         outcomes, fresh = _verify(game, proposals, references, done + 1, rng)
+        words = _count_features(game, fresh)
     with _timed(seconds, "solve"):
         tasks = [o if isinstance(o, Task) else filler for o, filler in zip(outcomes, fillers, strict=True)]
-        attempts = _solve(game, matches, proposals, tasks)
+        attempts = _solve(game, matches, proposals, tasks, replayed)
     with _timed(seconds, "verify"):
-        _grade(game, proposals, tasks, attempts)
+        _grade(game, proposals, [*tasks, *(task for _, task in replayed)], attempts)
+        _price(game, proposals, attempts, words)
     rows = attempts + proposals
     records = [record for part in game.player.gather([row.record() for row in rows]) for record in part]
     game.matchmaker.update(game.population, _shares(matches, records))
     complexities = _note_results(game, fresh, records)
     played = Played(rows, records, fresh, seconds)
     played.metrics = step_metrics(game, played, complexities, game.archive.programs - known)
-    for noun in (game.matchmaker, game.population, game.archive):
+    for noun in (game.matchmaker, game.population, game.archive, game.features):
         played.metrics |= noun.metrics()
     return played
 
@@ -163,29 +175,75 @@ def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
     return [(game.archive.sample([row.kind], 1, rng) or game.archive.sample(names, 1, rng))[0] for row in rows]
 
 
-def _solve(game: Game, matches: Sequence[Match], proposals: Sequence[Row], tasks: Sequence[Task]) -> list[Row]:
-    """Phase 4: the matched student attempts each task G times."""
-    student = {match.index: match.student for match in matches}
+def _replays(game: Game, matches: Sequence[Match], rng: random.Random) -> list[tuple[Match, Task]]:
+    """
+    Archived tasks that students attempt beside the proposals, drawn evenly over features: what teachers propose no
+    longer is not forgotten. Each with the match that it belongs to.
+    """
+    owners = [match for match in matches for _ in range(game.replays // game.player.world)]
+    if not owners:
+        return []
+    drawn = game.archive.sample(list(game.referee.kinds), CANDIDATES, rng)
+    named = [(task, name_features(game.referee.kinds[task.kind], task)) for task in drawn]
+    return list(zip(owners, draw_evenly(named, len(owners), rng), strict=True))
+
+
+def _count_features(game: Game, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
+    """The features of this step's tasks by `task_id`, all of which are counted before the rarity of any is told."""
+    words = {task.task_id: name_features(game.referee.kinds[task.kind], task) for task in tasks}
+    for task in tasks:
+        game.features.add(words[task.task_id])
+    return words
+
+
+def _solve(
+    game: Game,
+    matches: Sequence[Match],
+    proposals: Sequence[Row],
+    tasks: Sequence[Task],
+    replayed: Sequence[tuple[Match, Task]],
+) -> list[Row]:
+    """
+    Phase 4: the matched student attempts each task G times, those of the proposals first. Where two students attempt
+    each valid proposal, the second half of the attempts is the rival's, a group of its own.
+    """
+    students, rivals = {match.index: match.student for match in matches}, _rivals(game, matches)
+    slots = [(p.match, task, not p.valid) for p, task in zip(proposals, tasks, strict=True)]
+    slots += [(match.index, task, True) for match, task in replayed]
     rows: list[Row] = []
-    for slot, (proposal, task) in enumerate(zip(proposals, tasks, strict=True)):
-        prompt = game.referee.solving_prompt(task)
-        name = student[proposal.match]
+    for slot, (match, task, archived) in enumerate(slots):
+        prompt, own = game.referee.solving_prompt(task), students[match]
+        members = [own] * game.attempts
+        if rivals and not archived:
+            members[game.attempts // 2 :] = [rivals[match]] * (game.attempts // 2)
         rows += [
             Row(
                 "student",
-                name,
+                member,
                 task.kind,
-                proposal.match,
+                match,
                 task.task_id,
                 valid=True,
-                archived=not proposal.valid,
+                archived=archived,
                 prompt=prompt,
-                group=f"rank {game.player.rank} task {slot}",
+                group=f"rank {game.player.rank} task {slot}{'' if member == own else ' rival'}",
             )
-            for _ in range(game.attempts)
+            for member in members
         ]
     _complete(game, rows)
     return rows
+
+
+def _rivals(game: Game, matches: Sequence[Match]) -> dict[int, str]:
+    """Per match the student of the next one that has another, so that rows stay even; nobody where one is enough."""
+    if game.students_per_task < 2:
+        return {}
+    everybody = [student.name for student in game.population.students]
+    found = {}
+    for place, match in enumerate(matches):
+        after = [other.student for other in (*matches[place:], *matches[:place])] + everybody
+        found[match.index] = next(name for name in after if name != match.student)
+    return found
 
 
 def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Sequence[Row]) -> None:
@@ -198,15 +256,30 @@ def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Se
         row.reject_detail = read.detail
     valid = [slot for slot, proposal in enumerate(proposals) if proposal.valid]
     chances = dict(zip(valid, game.referee.chances([tasks[slot] for slot in valid]), strict=True))
-    for slot, proposal in enumerate(proposals):
+    for slot in range(len(tasks)):
         tries = slice(slot * game.attempts, (slot + 1) * game.attempts)
         group = rows[tries]
         rho = sum(row.correct for row in group) / game.attempts
         for row in group:
             row.solve_rate = rho
-        if proposal.valid:
-            luck = guessed(grade.said for grade in graded[tries] if grade.said and not grade.right) / game.attempts
+        if slot in chances:
+            mistakes = (grade.said for grade in graded[tries] if grade.said and not grade.right)
+            luck, proposal = count_guessed(mistakes) / game.attempts, proposals[slot]
+            proposal.rival = _mean([row.correct for row in group if row.member != group[0].member])
             proposal.solve_rate, proposal.chance = rho, max(luck, chances[slot])
+
+
+def _price(
+    game: Game, proposals: Sequence[Row], attempts: Sequence[Row], words: Mapping[str, tuple[str, ...]]
+) -> None:
+    """What this rank's proposals and attempts are worth; the rules are asked once for each."""
+    for row in proposals:
+        if row.valid:
+            used, row.attempts = words[row.task_id], game.attempts
+            row.rarity, row.progress = game.features.rarity(used), game.features.progress(used)
+        row.pay, row.share = game.rules.teacher_reward(row.outcome), game.rules.student_share(row.outcome)
+    for row in attempts:
+        row.pay = game.rules.student_reward(row.answer)
 
 
 def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
@@ -216,6 +289,8 @@ def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str,
     for task, complexity in zip(tasks, complexities, strict=True):
         result = results[task.task_id]
         game.archive.note(task, match=result["match"], solve_rate=result["solve_rate"], **complexity)
+    fared = [results[task.task_id] for task in tasks]
+    game.features.note([result["solve_rate"] if result["solved"] else 0.0 for result in fared])
     return complexities
 
 
@@ -224,8 +299,7 @@ def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict
     shares: dict[int, list[float]] = {match.index: [] for match in matches}
     for record in records:
         if record["role"] == "teacher":
-            share = student_share(record["valid"], record["solve_rate"], record["chance"])
-            shares[record["match"]].append(share)
+            shares[record["match"]].append(record["share"])
     return {match: shares[match.index] for match in matches}
 
 
@@ -250,13 +324,15 @@ def step_metrics(
     metrics = {
         "propose/valid_rate": _mean([r["valid"] for r in proposals]),
         "propose/novel_rate": new_programs / written if written else float("nan"),
+        "propose/rarity": _mean([r["rarity"] for r in valid]),
+        "propose/progress": _mean([r["progress"] for r in valid]),
         "propose/dropped_references": float(sum(r["dropped"] for r in proposals)),
         "solve/rate": _mean([r["correct"] for r in fresh]),
         "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
         "solve/thinking_rate": _mean([r["thinking"] for r in attempts]),
         "solve/well_formed": _mean([r["well_formed"] for r in attempts]),
         "solve/frac_none": _mean([r["solve_rate"] == 0 for r in valid]),
-        "solve/frac_chance": _mean([0 < r["solve_rate"] <= r["chance"] for r in valid]),
+        "solve/frac_chance": _mean([r["solve_rate"] > 0 and not r["solved"] for r in valid]),
         "solve/frac_all": _mean([r["solve_rate"] == 1 for r in valid]),
     }
     for kind in kinds:

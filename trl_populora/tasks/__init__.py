@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from typing import Any
 
 from .archive import TaskArchive, load_seed_tasks
@@ -12,6 +10,7 @@ from .code_f import CodeF
 from .code_i import CodeI
 from .code_o import CodeO
 from .make import make_task
+from .own import find_own
 
 
 __all__ = [
@@ -36,6 +35,23 @@ __all__ = [
 TASK_KINDS = {"code_o": CodeO, "code_i": CodeI, "code_f": CodeF}
 
 
+def check_names(names: Any) -> None:
+    """
+    Checks what the setting `task_kinds` holds.
+
+    Raises:
+        `TypeError`: If it is no list of names; an object could not be saved with the settings.
+        `ValueError`: If it is empty.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"`task_kinds` must be a list of names, got {names!r}: for example `['code_o']`, or "
+            "`['package.module:Class']` for a kind of your own. An object could not be saved with the settings."
+        )
+    if not names:
+        raise ValueError("`task_kinds` is empty; name at least one, for example `['code_o']`.")
+
+
 def resolve_kind(name: str | TaskKind) -> TaskKind:
     """
     Finds a kind of task.
@@ -53,7 +69,7 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
         kind = TASK_KINDS[name]()
     elif isinstance(name, str) and ":" in name:
         try:
-            kind = _class_at(name, choices)()
+            kind = find_own(name, "task kind", choices)()
         except TypeError as error:
             raise ValueError(f"Task kind {name!r} cannot be made: {error}.") from error
     else:
@@ -68,13 +84,3 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
                 f"Task kind {name!r} has the text {getattr(kind, field)!r} as `{field}`; it is a tuple of names."
             )
     return kind
-
-
-def _class_at(path: str, choices: str) -> Callable[[], Any]:
-    module_name, _, attribute = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        missing = isinstance(error, ImportError)
-        way_out = " A module that is not installed needs its folder in `PYTHONPATH`." if missing else ""
-        raise ValueError(f"Unknown task kind {path!r} ({error}); it must be {choices}.{way_out}") from error

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SCHEMA_VERSION = 3
-_VERSION_KEY = b"populora_archive"
+_VERSION_KEY, _STEP_KEY = b"populora_archive", b"populora_step"
 
 # Rows written and read at a time: bounds the memory of an archive of a million tasks.
 _CHUNK = 20_000
@@ -51,14 +51,35 @@ def schema(measures: Sequence[str] = ()) -> pa.Schema:
     )
 
 
-def save_archive(archive: TaskArchive, path: str | Path) -> None:
-    """Writes the archive to a parquet file, which appears whole or not at all."""
+def save_archive(archive: TaskArchive, path: str | Path, step: int | None = None) -> None:
+    """
+    Writes the archive to a parquet file, which appears whole or not at all and says after how many optimizer steps.
+    """
     import pyarrow.parquet as pq
 
     entries, columns = iter(archive.entries()), schema(archive.measures)
+    if step is not None:
+        columns = columns.with_metadata({**columns.metadata, _STEP_KEY: str(step)})
     with written_whole(path) as unfinished, pq.ParquetWriter(unfinished, columns, compression="zstd") as writer:
         while chunk := list(islice(entries, _CHUNK)):
             writer.write_batch(_batch(chunk, archive.measures))
+
+
+def archive_step(path: str | Path) -> int | None:
+    """
+    The optimizer step at which an archive was saved; `None` if it does not say, as those of early runs.
+
+    Raises:
+        `ValueError`: If the file is missing or broken.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        mark = (pq.read_schema(path).metadata or {}).get(_STEP_KEY)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+    return None if mark is None else int(mark)
 
 
 def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any]) -> None:

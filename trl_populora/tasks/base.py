@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trl_populora.sandbox.jobs import Job, Verdict
 
+
+logger = logging.getLogger(__name__)
 
 STYLES = ("turns", "chat", "compact")
 READINGS = ("tolerant", "strict")
@@ -284,7 +287,7 @@ class TaskKind(ABC):
     def chance(self, task: Task) -> float:
         """
         The share of attempts that guessing would get right, from 0 to 1. A task that is solved no more often counts as
-        unsolved: it earns its teacher nothing.
+        unsolved: it earns its teacher nothing. Where this raises, it is 0; see [`estimate`].
         """
         return 0.0
 
@@ -302,9 +305,38 @@ class TaskKind(ABC):
         """
         return {}
 
+    def features(self, task: Task) -> tuple[str, ...]:
+        """
+        Words for what a task uses, of a vocabulary that proposals cannot extend; none by default. They tell what is
+        rare, what is being learned and what is replayed ([`~trl_populora.tasks.features.Features`]).
+        """
+        return ()
+
+
+def estimate(kind: TaskKind, method: str, unknown: Any, *arguments: Any) -> Any:
+    """
+    What a kind's `method` says, or `unknown` if it raises: an estimate that fails is no reason to end a run. The log
+    tells of it once, with the traceback.
+    """
+    try:
+        return getattr(kind, method)(*arguments)
+    except Exception as error:
+        _tell_once(kind.name, method, type(error).__name__)
+        return unknown
+
+
+@lru_cache
+def _tell_once(kind: str, method: str, error: str) -> None:
+    logger.warning(
+        "task kind %r: `%s` raised %s. For such tasks it counts as if it knew nothing; `populora check-kind` tries "
+        "a kind before a run.",
+        *(kind, method, error),
+        exc_info=True,
+    )
+
 
 # What a measure cannot be called: columns of the archive, and what `curriculum/` means already.
-_RESERVED = {*_COLUMNS, "key", "match", "solve_rate", "coverage", "entropy"}
+_RESERVED = {*_COLUMNS, "key", "match", "solve_rate", "coverage", "entropy", "features"}
 
 
 def measured(kind: TaskKind, task: Task) -> dict[str, float]:
@@ -315,7 +347,7 @@ def measured(kind: TaskKind, task: Task) -> dict[str, float]:
         `TypeError`: If it is no dict of numbers; names kind and method.
         `ValueError`: If a measure's name is taken.
     """
-    measures = checked(kind.name, "complexity", kind.complexity(task), (dict,))
+    measures = checked(kind.name, "complexity", estimate(kind, "complexity", {}, task), (dict,))
     for name, value in measures.items():
         if not isinstance(name, str) or not isinstance(value, Real):
             raise TypeError(

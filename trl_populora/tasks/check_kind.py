@@ -204,6 +204,7 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Runner, write: Ca
     for style, prompt in prompts.items():
         write(f"--- a teacher is shown, in the style {style}\n{prompt}\n")
 
+    given = len(own)
     _run_given(check, own)
     material = [*prompts.values(), *(text for task in own for text in _fields(task))]
     texts = [*HOSTILE, *_changed(material, rng)]
@@ -214,8 +215,14 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Runner, write: Ca
         for style in STYLES if task is shown[0] else ():
             write(f"--- a student is asked, in the style {style}\n{asked[style]}\n")
     _try_attempts(check, texts, shown)
-    found = ", ".join(f"{count} {what}" for what, count in check.counts.items())
-    write(f"--- {len(own)} tasks; of {len(texts)} texts: {found}\n")
+    count = check.counts
+    write(
+        f"--- {given} tasks given; {len(texts)} texts as proposals: {count['proposals']} well-formed, of the first "
+        f"{min(RUNS, count['proposals'])} {count['tasks']} became tasks\n"
+        f"--- {len(texts) * len(shown)} texts as answers to {len(shown)} of the {len(own)} tasks: "
+        f"{count['well-formed attempts']} well-formed, of the first {min(RUNS, count['well-formed attempts'])} "
+        f"{count['right attempts']} right\n"
+    )
     if not shown:
         write("no task could be attempted: give some with `--tasks`\n")
     return check

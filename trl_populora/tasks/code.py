@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,12 +12,10 @@ from trl_populora.sandbox.jobs import Job, Status, Verdict
 
 from . import complexity, templates
 from .base import Attempt, Proposal, Refusal, Reject, Task, TaskKind
+from .features import read_features
 from .fences import FormatError, read_blocks
 from .programs import ProgramError, check_program
 from .reading import find_answer
-
-
-_CALL = re.compile(r"f\((.*)\)", re.DOTALL)
 
 
 class CodeKind(TaskKind):
@@ -79,8 +76,6 @@ class CodeKind(TaskKind):
 
     def read_arguments(self, text: str, max_chars: int) -> str:
         """Canonical text of an argument list, dicts in the order written; literals only."""
-        if self.reading == "tolerant" and (call := _CALL.fullmatch(text.strip())):
-            text = call[1]
         return self._read(literals.read_arguments, text, max_chars, ordered=True)
 
     def read_value(self, text: str, max_chars: int) -> str:
@@ -112,6 +107,9 @@ class CodeKind(TaskKind):
 
     def complexity(self, task: Task) -> dict[str, float]:
         return complexity.measure(task.program)
+
+    def features(self, task: Task) -> tuple[str, ...]:
+        return read_features(task.program)
 
     def malformed(self, error: FormatError | ProgramError) -> Attempt:
         return Attempt(False, "", reason_of(error).value, str(error))

@@ -18,7 +18,7 @@ from .programs import ProgramError, contains_program
 
 class CodeF(CodeKind):
     """
-    Right when the student's program agrees on every hidden pair.
+    Right when the student's program agrees on every pair, on those that it was shown as on those that were hidden.
 
     The teacher is given a known program and writes inputs and a message. The inputs are shuffled before they are split
     into a visible and a hidden half, so the teacher cannot choose what is hidden.
@@ -151,10 +151,10 @@ class CodeF(CodeKind):
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         if not attempt.well_formed:
             return None
-        return Job(attempt.answer, task.inputs[task.visible :], gold=self._gold(task))
+        return Job(attempt.answer, task.inputs, gold=Gold(task.outputs))
 
     def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
-        """What it gives for the hidden inputs, up to the first that is wrong: two texts may be one guess."""
+        """What it gives for the inputs, up to the first that is wrong: two texts may be one guess."""
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
         return " ".join(map(self.alike, verdict.outputs))
@@ -162,13 +162,10 @@ class CodeF(CodeKind):
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:
             return False
-        gold = self._gold(task)
+        gold = Gold(task.outputs)
         return len(verdict.outputs) == len(gold.outputs) and all(
             gold.accepts(index, returned) for index, returned in enumerate(verdict.outputs)
         )
-
-    def _gold(self, task: Task) -> Gold:
-        return Gold(task.outputs[task.visible :])
 
     def _known_program(self, references: Sequence[Task]) -> str:
         if not references:

@@ -7,9 +7,9 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from trl_populora.evaluation.benchmarks.contenders import BASE, asked_as_trained, find_contenders, revision_flags
+from trl_populora.evaluation.benchmarks.contenders import BASE, asked_as_trained, find_contenders
 from trl_populora.evaluation.benchmarks.jobs import make_pairs, run
-from trl_populora.evaluation.benchmarks.server import connect, served
+from trl_populora.evaluation.benchmarks.server import connect, further_flags, served
 from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.evaluation.benchmarks.table import make_table, save, show
 
@@ -48,15 +48,15 @@ def evaluate(settings: EvaluateArguments, out: Path, say: Callable[[str], None])
                 server, name = connect(settings.server, contenders)
             else:
                 say(f"Starting a vLLM server with {base} and {len(contenders) - 1} adapters ...")
-                flags = f"{revision_flags(settings.run, settings.base)} {settings.server_args}"
-                server = stack.enter_context(served(base, contenders, flags, root / "server.log"))
+                server = stack.enter_context(served(base, contenders, further_flags(settings), root / "server.log"))
                 name = BASE
+            server.check_room(settings.max_tokens)
             say(f"{len(contenders)} contenders answer {len(settings.benchmarks)} benchmarks at {server.url}.")
             failed = run(settings, waiting, server, name, root, along, say)
     table = make_table(pairs)
-    chosen = ("samples", "temperature", "max_tokens", "limit", "hub")
+    chosen = ("samples", "temperature", "max_tokens", "limit", "hub", "server", "server_args")
     save(table, out, {"run": settings.run, "base_model": base} | {each: getattr(settings, each) for each in chosen})
-    show(table, f"{settings.run} on {base}: score in percent")
+    show(table, f"{settings.run} on {base}")
     if failed:
         raise RuntimeError(
             f"{len(failed)} of {len(pairs)} could not be done; the same command tries these again.\n"

@@ -14,7 +14,7 @@ from trl_populora.assets import resolve_model_path
 from trl_populora.hub.model_card import VLLM_RANKS
 from trl_populora.hub.publishing import fetch
 from trl_populora.population.members import read_population
-from trl_populora.runs.saved_population import best_adapter
+from trl_populora.runs.saved_population import best_adapter, check_one_moment
 
 
 BASE = "base"
@@ -81,6 +81,7 @@ def find_contenders(
         for member in saved["members"]
         if not members or member["name"] in members
     }
+    check_one_moment(root, saved, list(by_adapter))
     found = [*by_adapter.values(), Contender(BASE, "base")]
     for other in compare or ():
         found.append(Contender(Path(other).resolve().name, "compared", _adapter_of(other)))
@@ -121,8 +122,11 @@ def revision_flags(run: str, base: str | None) -> str:
 def _adapter_of(source: str) -> Path:
     """The best student of a run or of a pushed population, which lies at its root, or an adapter as it is."""
     root = fetch(source, wanted=["population.json", "adapter_*"])
-    if (root / "population.json").exists() and not (root / "adapter_config.json").exists():  # not saved to its end
+    if not (root / "population.json").exists():
+        return root
+    if not (root / "adapter_config.json").exists():  # a checkpoint
         return best_adapter(root)
+    check_one_moment(root, read_population(root), ["."])
     return root
 
 

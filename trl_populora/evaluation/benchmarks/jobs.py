@@ -1,8 +1,8 @@
 """Every contender in a process of its own, all at once, against one server; what is finished stays finished.
 
-The directory of a (contender, benchmark) pair carries a digest of the adapter, the data and the settings, so a pair
-is done again exactly when one of them changed. EvalScope keeps answers there as they come, so that a pair which was
-interrupted goes on where it stopped.
+The directory of a (contender, benchmark) pair carries a digest of the adapter, the base, the server, the data and the
+settings, so a pair is done again exactly when one of them changed. EvalScope keeps answers there as they come, so that
+a pair which was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from trl_populora.evaluation.benchmarks.contenders import BASE, Contender
 from trl_populora.evaluation.benchmarks.processes import end, start
-from trl_populora.evaluation.benchmarks.server import Server
+from trl_populora.evaluation.benchmarks.server import Server, further_flags
 from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.evaluation.benchmarks.suite import BENCHMARKS
 from trl_populora.files import write_json
@@ -56,25 +56,30 @@ def make_pairs(
     arguments = settings.dataset_arguments()
     how: list[Any] = [settings.limit, settings.samples, settings.temperature, settings.max_tokens, settings.hub]
     how += [along] if along else []
+    how += [each for each in (settings.server or further_flags(settings), _state(Path(base))) if each]
     for contender in contenders:
         who = contender.digest(base)
         for name in settings.benchmarks:
-            what = json.dumps([who, name, arguments[name], _local_state(arguments[name]), how], sort_keys=True)
+            what = json.dumps([who, name, arguments[name], _data(arguments[name]), how], sort_keys=True)
             folder = f"{contender.name}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
             pairs.append(Pair(contender, name, arguments[name], root / name / folder))
     return pairs
 
 
-def _local_state(arguments: dict[str, Any]) -> list:
-    """Names, sizes and times of local data."""
-    local = Path(arguments["local_path"]) if "local_path" in arguments else None
-    files = sorted(path for path in local.rglob("*") if path.is_file()) if local else []
+def _data(arguments: dict[str, Any]) -> list:
+    """State of a benchmark's local data, if it has any."""
+    return _state(Path(arguments["local_path"])) if "local_path" in arguments else []
+
+
+def _state(directory: Path) -> list:
+    """Names, sizes and times of local files; a name of the Hub has none."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file()) if directory.is_dir() else []
     return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def _own_cache(pairs: Sequence[Pair], root: Path) -> dict[str, str]:
     """`datasets` knows local data by its path alone and would go on reading a version that has been changed since."""
-    local = [state for pair in pairs if (state := _local_state(pair.arguments))]
+    local = [state for pair in pairs if (state := _data(pair.arguments))]
     if not local:
         return {}
     return {"HF_DATASETS_CACHE": str(root / "data" / hashlib.sha256(json.dumps(local).encode()).hexdigest()[:12])}
@@ -139,7 +144,7 @@ def _job(
     settings: EvaluateArguments, pairs: Sequence[Pair], url: str, model: str, along: dict[str, Any]
 ) -> dict[str, Any]:
     """What `worker.py` reads."""
-    shared = ("hub", "limit", "samples", "temperature", "max_tokens", "concurrency")
+    shared = ("hub", "limit", "max_tokens", "concurrency")
     return {
         "model": model,
         "url": url,
@@ -149,6 +154,7 @@ def _job(
                 "evalscope": BENCHMARKS[pair.benchmark].evalscope,
                 "arguments": pair.arguments,
                 "directory": str(pair.directory.resolve()),
+                **settings.sampling(pair.benchmark),
             }
             for pair in pairs
         },

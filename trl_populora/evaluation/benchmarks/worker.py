@@ -8,9 +8,11 @@ the grading of eight members shares no interpreter lock this way.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import traceback
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from evalscope import TaskConfig, run_task
@@ -31,7 +33,7 @@ def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
         dataset_args={benchmark["evalscope"]: benchmark["arguments"]},
         dataset_hub=job["hub"],
         generation_config={
-            "temperature": job["temperature"],
+            "temperature": benchmark["temperature"],
             "max_tokens": job["max_tokens"],
             "top_p": 1.0,
             # A server's defaults may come from the base's `generation_config.json`, a penalty on repetition among
@@ -39,7 +41,7 @@ def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
             "extra_body": {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0} | job["along"],
             "timeout": 3600,
         },
-        repeats=job["samples"],
+        repeats=benchmark["samples"],
         limit=job["limit"],
         eval_batch_size=job["concurrency"],
         judge={"strategy": "rule"},
@@ -54,7 +56,7 @@ def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
 
 def run(job: dict[str, Any], name: str, directory: Path) -> dict[str, Any]:
     """
-    One benchmark; score between 0 and 1 and the number of questions.
+    One benchmark; its score between 0 and 1, the number of questions, and the mean score of each question's answers.
 
     Raises:
         `RuntimeError`: If answers are missing, because a score over the others would pass for the whole.
@@ -66,7 +68,24 @@ def run(job: dict[str, Any], name: str, directory: Path) -> dict[str, Any]:
     summary = report.execution_summary
     if report.score is None or summary.incomplete:
         raise RuntimeError(f"only {summary.succeeded} of {summary.requested} answers were graded")
-    return {"score": report.score, "questions": summary.requested // job["samples"]}
+    questions = summary.requested // job["pairs"][name]["samples"]
+    return {"score": report.score, "questions": questions, "by_question": by_question(directory, report.score)}
+
+
+def by_question(directory: Path, score: float) -> list[float]:
+    """
+    The mean score of each question's answers, questions in order; empty where the benchmark's own score is not the
+    mean of these.
+    """
+    found: dict[tuple[str, int], list[float]] = {}
+    for path in sorted(directory.glob("reviews/*/*.jsonl")):
+        for line in path.read_text().splitlines():
+            sample = json.loads(line)["sample_score"]
+            value = sample["score"]["value"]
+            main = value.get(sample["score"].get("main_score_name") or next(iter(value)))
+            found.setdefault((path.name, int(sample["group_id"])), []).append(float(main))
+    means = [fmean(found[question]) for question in sorted(found)]
+    return means if means and math.isclose(fmean(means), score, abs_tol=1e-3) else []
 
 
 def advice(error: Exception) -> str:

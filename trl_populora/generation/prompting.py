@@ -24,33 +24,45 @@ SHOTS = 3
 
 
 def choose_style(args: PopuLoRAConfig, model: str | PreTrainedModel) -> str:
-    """The configured prompt style, else `"compact"` for a base made by `recipes/make_tiny_base.py`, or `"turns"`."""
-    return args.prompt_style or str(_config_of(model, args).get("populora_prompt_style", "turns"))
+    """
+    The configured prompt style, else `"compact"` for a base made by `recipes/make_tiny_base.py`, or `"turns"`.
+
+    Raises:
+        `ValueError`: If there is no such model; says what is there instead.
+    """
+    config = _config_of(model, args)
+    return args.prompt_style or str(config.get("populora_prompt_style", "turns"))
 
 
 def _config_of(model: str | PreTrainedModel, args: PopuLoRAConfig) -> dict[str, Any]:
-    """
-    Raises:
-        `ValueError`: If there is no model by this name; says what is there instead.
-    """
     if not isinstance(model, str):
         return model.config.to_dict()
     path, revision = resolve_model_path(model), (args.model_init_kwargs or {}).get("revision") or "main"
-    files = [Path(path)] if path.endswith(".gguf") else sorted(Path(path).glob("*.gguf"))
-    if files and not Path(path, "config.json").is_file():
+    here = Path(path).is_dir()
+    try:
+        if here and not Path(path, "config.json").is_file():
+            raise OSError("it has no config.json")
+        return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
+    except OSError as error:
+        found = "a directory, but no model" if here else "no directory here, and the Hub has no such model in reach"
+        raise ValueError(
+            f"`model={model!r}` is {found} ({str(error).splitlines()[0]:.200}). Give a directory that "
+            "`save_pretrained` wrote, or a Hub id."
+        ) from error
+
+
+def refuse_gguf(model: str) -> None:
+    """
+    Raises:
+        `ValueError`: If a GGUF file, or a directory of nothing else, is given as base; says what to make of it.
+    """
+    files = [Path(model)] if model.endswith(".gguf") else sorted(Path(model).glob("*.gguf"))
+    if files and not Path(model, "config.json").is_file():
         raise ValueError(
             f"`model={model!r}` is a GGUF file, which serves and does not train. Make an ordinary directory of it: "
             f"`AutoModelForCausalLM.from_pretrained({str(files[0].parent)!r}, gguf_file={files[0].name!r})` reads it, "
             "`recipes/get_smollm2.py` does the rest for one."
         )
-    try:
-        return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
-    except OSError as error:
-        found = "a directory without config.json" if Path(path).is_dir() else "no directory here"
-        raise ValueError(
-            f"`model={model!r}` is {found}, and the Hub has no such model that can be reached "
-            f"({str(error).splitlines()[0]:.200}). Give a directory that `save_pretrained` wrote, or a Hub id."
-        ) from error
 
 
 def choose_shots(args: PopuLoRAConfig, base: PreTrainedModel) -> int:

@@ -1,0 +1,275 @@
+"""How tasks are put to a base: styles, solved tasks before a student's own, and what a base cannot take."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from tests.code_tasks import DOUBLE
+from tests.models import CHATML, make_tokenizer, save_base
+from trl_populora.assets import tiny_base_path
+from trl_populora.generation.prompting import choose_shots, choose_style
+from trl_populora.generation.texts import decode_texts
+from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.sandbox import Sandbox
+from trl_populora.sandbox.values import encode
+from trl_populora.step.referee import Referee
+from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Refusal, Task, TaskArchive, TaskKind
+
+
+TURNS = {"prompt_style": "turns", "max_completion_length": 200}
+OPENS_THINKING = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")
+NO_ASSISTANT = (
+    "{% for message in messages if message['role'] == 'assistant' %}{{ raise_exception('no assistant') }}{% endfor %}"
+    + CHATML
+)
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=1, allow_weak=True) as box:
+        yield box
+
+
+def make_referee(sandbox, style="turns", shots=0, **settings):
+    return Referee({name: kind() for name, kind in TASK_KINDS.items()}, sandbox, style, shots=shots, **settings)
+
+
+def roles(prompt):
+    return "".join(turn["role"][0] for turn in prompt)
+
+
+def test_references_are_turns_in_the_format_that_is_read(sandbox, seed_tasks):
+    referee = make_referee(sandbox)
+    for kind in (referee.kinds["code_o"], referee.kinds["code_i"]):
+        drawn = [task for task in seed_tasks if task.kind == kind.name][:2]
+        prompt, kept = referee.proposal_prompt(kind, drawn)
+        assert (roles(prompt), kept) == ("uauau", drawn)
+        assert len({turn["content"] for turn in prompt if turn["role"] == "user"}) == 1
+        for turn, task in zip(prompt[1::2], drawn, strict=True):
+            proposal = kind.parse_proposal(turn["content"], [])
+            assert (proposal.program, proposal.inputs) == (task.program, task.inputs)
+
+
+def test_code_f_is_shown_proposals_of_its_own_kind_about_other_programs(sandbox, seed_tasks):
+    referee, archive, rng = make_referee(sandbox), TaskArchive(), random.Random(0)
+    kind = referee.kinds["code_f"] = CodeF(inputs_per_task=4)
+    for task in seed_tasks:
+        archive.add(task)
+    about, *examples = referee.draw_references(kind, archive, 2, rng)
+    assert about.kind != "code_f"
+    assert [task.kind for task in examples] == ["code_f"] * 2
+    prompt, kept = referee.proposal_prompt(kind, [about, *examples])
+    assert roles(prompt) == "uauau"
+    for task, turn in zip((*examples, about), prompt[::2], strict=True):
+        assert task.program in turn["content"]
+    text = prompt[1]["content"]
+    assert kind.parse_proposal(text, kept).program == about.program, "it is about the first"
+    kind.inputs_per_task = 5  # examples with another number of inputs would speak against the prompt
+    assert roles(referee.proposal_prompt(kind, kept)[0]) == "u"
+
+
+def test_the_reference_that_a_proposal_is_about_stays_where_there_is_little_room(sandbox, seed_tasks):
+    referee = make_referee(sandbox)
+    referee.room = lambda prompt: 1000 - sum(len(turn["content"]) for turn in prompt)
+    kind = referee.kinds["code_f"] = CodeF(inputs_per_task=4)
+    codes, functions = ([t for t in seed_tasks if (t.kind == "code_f") == wanted] for wanted in (False, True))
+    prompt, kept = referee.proposal_prompt(kind, [codes[0], *functions])
+    assert kept[0] == codes[0]
+    assert len(kept) < 1 + len(functions)
+    assert codes[0].program in prompt[-1]["content"]
+
+
+class Inline(CodeO):
+    """A kind whose references stand within its prompt, whatever the style, as those written before `turns`."""
+
+    write_proposal = TaskKind.write_proposal
+
+
+def test_a_kind_without_written_proposals_is_given_its_references(sandbox, seed_tasks):
+    prompt, _ = make_referee(sandbox).proposal_prompt(Inline(), seed_tasks[:1])
+    assert roles(prompt) == "u"
+    assert seed_tasks[0].program in prompt[0]["content"]
+
+
+def test_students_are_shown_solved_tasks_of_their_kind_first(sandbox, seed_tasks):
+    referee = make_referee(sandbox, shots=2)
+    for task in seed_tasks[:3]:
+        prompt = referee.solving_prompt(task)
+        assert roles(prompt) == "uauau"
+        assert task.program in prompt[-1]["content"] or task.kind == "code_f"
+    shot = CodeO.shots[0]
+    assert shot.answer not in [turn["content"] for turn in referee.solving_prompt(shot.task)], "not its own solution"
+
+
+@pytest.mark.parametrize("name", TASK_KINDS)
+def test_what_students_are_shown_is_right(sandbox, name):
+    """In both readings; and a task of its own for each, which a proposal could have been."""
+    for reading in ("strict", "tolerant"):
+        kind = TASK_KINDS[name]()
+        kind.reading = reading
+        referee = Referee({name: kind}, sandbox, "turns")
+        shots = kind.shots
+        assert len(shots) >= 2
+        assert all(grade.right for grade in referee.grade([s.task for s in shots], [s.answer for s in shots]))
+        verdicts = sandbox.run([kind.check(s.task) for s in shots])
+        assert [verdict.outputs for verdict in verdicts] == [s.task.outputs for s in shots]
+
+
+@pytest.fixture(scope="module")
+def roomy_base(tmp_path_factory):
+    """A byte is a token of it, so that prompts with solved tasks are long."""
+    tokenizer = make_tokenizer()
+    sizes = {"head_dim": 16, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+    return save_base(tmp_path_factory.mktemp("roomy_base"), Qwen3ForCausalLM, tokenizer, 32, **sizes)
+
+
+def test_the_base_decides_about_style_and_solved_tasks(make_args, roomy_base):
+    args = make_args(prompt_style=None)
+    chosen = {name: choose_style(args, name) for name in (roomy_base, "tiny", tiny_base_path())}
+    assert list(chosen.values()) == ["turns", "compact", "compact"]
+    trainer = PopuLoRATrainer(roomy_base, args=make_args(**TURNS))
+    assert (trainer.args.shots, trainer.game.referee.shots) == (3, 3)
+    trainer.close()
+    assert choose_shots(make_args(prompt_style="turns", shots=1), trainer.model) == 1
+    assert choose_shots(make_args(shots=2), trainer.model) == 0, "compact prompts have one turn"
+
+
+def test_a_large_base_is_shown_none(make_args):
+    with torch.device("meta"):
+        base = Qwen3ForCausalLM(Qwen3Config(hidden_size=2048, num_hidden_layers=28, intermediate_size=8192))
+    assert choose_shots(make_args(prompt_style="turns"), base) == 0
+
+
+def test_texts_of_a_users_own_stand_in_the_place_of_ours(make_args, roomy_base, seed_tasks):
+    texts = {"code_o/propose": "One on dates, {value_chars} characters.", "code_o/solve": "And the output?"}
+    for style in ("turns", "chat"):
+        args = make_args(**TURNS | {"prompt_style": style, "prompt_texts": texts, "shots": 0})
+        trainer = PopuLoRATrainer(roomy_base, args=args)
+        referee, task = trainer.game.referee, seed_tasks[0]
+        assert (
+            referee.proposal_prompt(referee.kinds["code_o"], [])[0][-1]["content"] == "One on dates, 400 characters."
+        )
+        asked = referee.solving_prompt(task)[-1]["content"]
+        assert asked.startswith("And the output?\n\n```python\n")
+        assert "And the output?" not in referee.solving_prompt(seed_tasks[1])[-1]["content"]
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("texts", "error", "message"),
+    [
+        ({"code_x/solve": "?"}, ValueError, "has the key 'code_x/solve'; the keys are code_o/propose"),
+        ({"code_o/solve": 3}, TypeError, r"`prompt_texts\['code_o/solve'\]` must be a text, got 3"),
+        ({"code_o/solve": "a {dict}"}, ValueError, "has braces that name nothing .'dict'.. Known are {count}"),
+        ({"code_o/solve": "a {"}, ValueError, "a brace itself is written twice"),
+        (["code_o/solve"], TypeError, "`prompt_texts` must be a dict of texts by name"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused(make_args, texts, error, message):
+    with pytest.raises(error, match=message):
+        make_args(prompt_texts=texts)
+
+
+def test_a_thought_that_the_template_opens_is_none_until_it_is_closed():
+    tokenizer = make_tokenizer()
+    task = Task("code_o", DOUBLE, (encode((1,)),), (encode(2),))
+    for template, formed in ((CHATML, [True, True]), (OPENS_THINKING, [False, True])):
+        tokenizer.chat_template = template
+        turn = [{"role": "user", "content": "?"}]
+        prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=True)
+        said = ["is it\n```output\n2\n```", "let me see\n</think>\n```output\n2\n```"]
+        ids = [tokenizer.encode(text) for text in said]
+        texts = decode_texts(tokenizer, [prompt["input_ids"]] * 2, ids)
+        for reading in ("strict", "tolerant"):
+            kind = CodeO()
+            kind.reading = reading
+            assert [kind.parse_attempt(text, task).well_formed for text in texts] == formed
+
+
+@pytest.fixture
+def saved(roomy_base, tmp_path):
+    """Saves the random base with another chat template."""
+    import shutil
+
+    def save(template):
+        path = tmp_path / "base"
+        shutil.copytree(roomy_base, path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(path)
+        if template is None:
+            (path / "chat_template.jinja").unlink()
+        return str(path)
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "message"),
+    [
+        (None, {}, "has no chat template, and tasks are posed as conversations in every `prompt_style`"),
+        (
+            NO_ASSISTANT,
+            {},
+            "refuses a conversation of user, assistant.*no assistant.*`prompt_style='chat'`",
+        ),
+        (
+            CHATML,
+            {"max_completion_length": 24},
+            "`max_completion_length=24` is too short for answers of code_[oif]",
+        ),
+    ],
+)
+def test_a_base_that_cannot_be_asked_so_is_refused_in_a_line(make_args, saved, lora, template, settings, message):
+    args = make_args(**TURNS | settings)
+    with pytest.raises(ValueError, match=message):
+        PopuLoRATrainer(saved(template), args=args, peft_config=lora)
+
+
+def test_a_template_without_assistant_turns_is_asked_in_a_single_one(make_args, saved, lora):
+    args = make_args(prompt_style="chat", shots=0, max_completion_length=8)
+    PopuLoRATrainer(saved(NO_ASSISTANT), args=args, peft_config=lora).close()
+
+
+def test_a_solved_task_that_is_held_out_is_refused(make_args, roomy_base, lora, seed_dataset):
+    held_out = Dataset.from_list([CodeI.shots[0].task.to_record()])
+    with pytest.raises(ValueError, match="`eval_dataset` holds a task that students of code_i are shown solved"):
+        PopuLoRATrainer(
+            roomy_base, args=make_args(**TURNS), train_dataset=seed_dataset, eval_dataset=held_out, peft_config=lora
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        ("model.gguf", ["model.gguf"], "is a GGUF file, which serves and does not train.*gguf_file='model.gguf'"),
+        ("", ["model.gguf"], "is a GGUF file"),
+        ("nowhere/at-all", [], "is no directory here, and the Hub has no such model in reach"),
+        ("", ["notes.txt"], "is a directory, but no model .it has no config.json"),
+    ],
+)
+def test_what_is_no_model_is_named(make_args, tmp_path, name, files, message):
+    root = tmp_path / "given"
+    root.mkdir()
+    for file in files:
+        Path(root, file).write_text("")
+    model = name if "/" in name else str(root / name)
+    with pytest.raises(ValueError, match=message):
+        PopuLoRATrainer(model, args=make_args(prompt_style=None))
+    with pytest.raises(ValueError, match=message):
+        PopuLoRATrainer(model, args=make_args(prompt_style="turns"))
+
+
+def test_a_reject_of_a_kind_in_a_word_is_taken_for_one_in_a_sentence(sandbox):
+    from tests.countdown import Countdown
+
+    referee = Referee({"countdown": Countdown()}, sandbox, "turns")
+    (outcome,) = referee.judge(["countdown"], ["three"], [[]], random.Random(0))
+    assert isinstance(outcome, Refusal)
+    assert outcome.reason.value == "format"

@@ -1,0 +1,88 @@
+"""What is saved together carries one step, and nobody takes adapters of one moment under the metadata of another."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+
+from tests.populora_run import make_trainer
+from trl_populora.adapters.weights import saved_step
+from trl_populora.evaluation.benchmarks.contenders import find_contenders
+from trl_populora.evaluation.cross_play import assemble
+from trl_populora.hub.export import export_member
+from trl_populora.hub.publishing import push_archive, push_run
+from trl_populora.population.members import read_population
+from trl_populora.tasks.archive_table import archive_step
+
+
+class Cut(TrainerCallback):
+    """Ends the process, as it were, once a step is logged."""
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def extended(base, tmp_path_factory):
+    """A run of two steps, saved, that went on and was cut after the third."""
+    path = tmp_path_factory.mktemp("extended") / "run"
+    trainer = make_trainer(base, str(path), {"max_steps": 2, "save_steps": 2})
+    trainer.train()
+    trainer.save_model()
+    trainer = make_trainer(base, str(path), {"max_steps": 4, "save_steps": 4})
+    trainer.add_callback(Cut())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(resume_from_checkpoint=True)
+    return path
+
+
+def warm_start(run: Path, out: Path, base: str) -> None:
+    make_trainer(base, str(out), {"warm_start": str(run)}).close()
+
+
+def cross_play(run: Path, out: Path, base: str) -> None:
+    with assemble([str(run)], sandbox_allow_weak=True):
+        pass
+
+
+READERS = {
+    "push": lambda run, out, base: push_run(run, "me/moments"),
+    "push the archive": lambda run, out, base: push_archive(run, "me/tasks"),
+    "export": lambda run, out, base: export_member(str(run), out / "member"),
+    "crossplay": cross_play,
+    "evaluate": lambda run, out, base: find_contenders(str(run), None, None, None),
+    "compare": lambda run, out, base: find_contenders(str(run / "checkpoint-2"), None, [str(run)], None),
+    "warm_start": warm_start,
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+class TestReaders:
+    def test_adapters_of_another_step_than_their_metadata_are_refused(self, extended, base, tmp_path, read, hub):
+        assert read_population(extended)["step"] == 3
+        told = r"run is of two moments: population.json tells of step 3, .* was saved after step 2.*use a checkpoint"
+        with pytest.raises(ValueError, match=told):
+            read(extended, tmp_path, base)
+
+    def test_a_checkpoint_of_such_a_run_and_a_run_that_does_not_say_are_taken(
+        self, extended, base, tmp_path, read, hub, two_plots
+    ):
+        early = tmp_path / "early"
+        shutil.copytree(extended, early, ignore=shutil.ignore_patterns("plots"))
+        shutil.copytree(extended / "checkpoint-2", early / "checkpoint-2", dirs_exist_ok=True)
+        for path in [*early.glob("members/*/*.safetensors"), early / "adapter_model.safetensors"]:
+            save_file(load_file(path), path, {"format": "pt"})
+        table = pq.read_table(early / "archive.parquet")
+        marks = {key: value for key, value in table.schema.metadata.items() if key != b"populora_step"}
+        pq.write_table(table.replace_schema_metadata(marks), early / "archive.parquet")
+        assert (saved_step(early / "members" / "student_0"), archive_step(early / "archive.parquet")) == (None, None)
+        for run in (extended / "checkpoint-2", early):
+            (tmp_path / run.name).mkdir(exist_ok=True)
+            if run == early or read is not READERS["compare"]:
+                read(run, tmp_path / run.name, base)

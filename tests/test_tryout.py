@@ -1,0 +1,111 @@
+"""`populora try`: what a base makes of each form, what follows from it, and what is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from trl_populora import __main__ as program
+from trl_populora.evaluation.tryout import Form, Outcome, Question, TryArguments, Tryout, try_model
+from trl_populora.evaluation.tryout_page import show
+from trl_populora.step.player import Completion
+
+
+TURNS, SHOTS, CHAT = Form("turns"), Form("turns", 3), Form("chat")
+GOOD, READ, NOTHING = Outcome(True, True), Outcome(True, False, "wrong"), Outcome(False, False, "format", "no block")
+END = 7
+
+
+def tryout(outcomes: dict[tuple[str, Form], list[Outcome]], tokens: int = 40, end: int = END) -> Tryout:
+    """With these outcomes of code_o; every completion has as many tokens and ends so."""
+    rows = [(Question(form, role, "code_o", [], []), o) for (role, form), each in outcomes.items() for o in each]
+    completion = Completion([1], [1] * (tokens - 1) + [end], "```\nx\x1b[2J\n```")
+    return Tryout([q for q, _ in rows], [completion] * len(rows), [o for _, o in rows], {END}, 10.0, {})
+
+
+def test_the_form_with_most_that_counts_is_chosen():
+    found = tryout(
+        {
+            ("teacher", TURNS): [GOOD, READ, NOTHING, NOTHING],
+            ("student", TURNS): [READ, NOTHING, NOTHING, NOTHING],
+            ("student", SHOTS): [GOOD, READ, READ, NOTHING],
+            ("teacher", CHAT): [NOTHING] * 4,
+            ("student", CHAT): [GOOD] * 4,
+        }
+    )
+    assert found.choose() == SHOTS
+    assert found.mixed(SHOTS) == 1
+    assert found.obstacles() == []
+    assert found.advise_length() == 64, "half as many again as 40, up to the next 32"
+    assert found.tokens_per_second == 20 * 40 / 10
+
+
+def test_shorter_prompts_are_chosen_where_nothing_tells_forms_apart():
+    same = {("teacher", TURNS): [GOOD] * 4, ("student", SHOTS): [READ] * 4, ("student", TURNS): [READ] * 4}
+    assert tryout(same).choose() == TURNS
+
+
+@pytest.mark.parametrize(
+    ("proposals", "answers", "obstacles"),
+    [
+        ([READ] * 4, [GOOD, READ, READ, READ], ["no proposal is a valid task"]),
+        ([GOOD] * 4, [NOTHING] * 4, ["no answer can be read", "no answer is right"]),
+        ([GOOD] * 4, [READ] * 4, ["no answer is right"]),
+        ([GOOD] * 4, [GOOD] * 4, ["every answer is right"]),
+        ([GOOD] * 4, [GOOD, READ] * 2, []),
+    ],
+)
+def test_what_stands_in_the_way_is_named(proposals, answers, obstacles):
+    found = tryout({("teacher", TURNS): proposals, ("student", TURNS): answers})
+    assert found.obstacles() == obstacles
+    said = "\n".join(show(found, TryArguments("a/base")))
+    assert ("Nothing can be learned yet" in said) == bool(obstacles)
+    assert ("prompt_style: turns" in said) != bool(obstacles)
+
+
+def test_failures_are_shown_with_their_reason_and_command_no_terminal():
+    found = tryout({("teacher", TURNS): [NOTHING, NOTHING, GOOD], ("student", TURNS): [GOOD, READ, READ, READ]})
+    lines = list(show(found, TryArguments("a/base")))
+    assert "--- teacher, code_o, format (2 times): no block" in lines
+    assert "--- student, code_o, wrong (3 times)" in lines
+    assert "\x1b" not in "".join(lines)
+    assert any("67 % [21, 94]" in line or " 33 % [6, 79]" in line for line in lines), "Wilson's interval"
+
+
+def test_a_cut_completion_is_none_that_a_length_follows_from():
+    found = tryout({("teacher", TURNS): [GOOD], ("student", TURNS): [GOOD, READ, READ, READ]}, end=1)
+    assert all(found.cut)
+    assert found.advise_length() == 64
+    assert any("100 %" in line and "were cut" in line for line in show(found, TryArguments("a/base")))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 6}, "`samples` must be a multiple of 4, got 6"),
+        ({"vllm": True, "adapter": "x"}, "leave `vllm` out"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TryArguments("tiny", **options)
+
+
+@pytest.mark.slow
+def test_the_tiny_base_is_asked_in_its_own_words(capsys):
+    options = TryArguments("tiny", task_kinds=["code_o", "code_i"], max_completion_length=100)
+    found = try_model(options)
+    form = found.choose()
+    assert form == Form("compact")
+    assert sum(outcome.good for outcome in found.of("teacher", form)) >= 12
+    assert sum(outcome.readable for outcome in found.of("student", form)) >= 12
+    assert found.obstacles() == []
+
+
+def test_a_base_that_says_nothing_ends_with_one(random_base, capsys):
+    with pytest.raises(SystemExit) as stop:
+        program.main(["try", random_base, "--samples", "4", "--task_kinds", "code_o", "--max_completion_length", "8"])
+    assert stop.value.code == 1
+    said = capsys.readouterr().out
+    assert "Nothing can be learned yet with" in said
+    assert "recipes/cold_start.py" in said
+    assert "not tried: The prompt of a code_o task is" in said, "solved tasks do not fit into its context"

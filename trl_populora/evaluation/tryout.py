@@ -1,0 +1,337 @@
+"""`populora try`: what a base makes of each prompt style, before hours of training.
+
+The base proposes and solves as members would at the first step: sampled as in training, verified by the sandbox.
+Nothing is trained, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import torch
+from accelerate.utils import set_seed
+from peft import PeftModel
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trl_populora import preparation
+from trl_populora.adapters.routing import BASE_NAME, Router
+from trl_populora.assets import resolve_model_path
+from trl_populora.generation.plain import plain_player, sampling_config, tokenize
+from trl_populora.generation.prompting import SHOTS, choose_style, refuse_by_name
+from trl_populora.generation.texts import decode_texts
+from trl_populora.given_tasks import load_archive
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.step.player import Completion, Messages, Player
+from trl_populora.step.referee import Referee
+from trl_populora.step.room import prompt_room, trained_context
+from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArchive
+from trl_populora.tasks.control import control_texts
+
+
+ATTEMPTS = 4  # at each task, so that groups can be counted whose attempts differ
+REFERENCES = 4  # archived tasks that a proposing teacher is shown
+BATCH = 48  # rows that transformers generates at once
+ROUNDING = 32  # of the completion length that is advised, in tokens
+
+
+@dataclass
+class TryArguments:
+    """
+    What `populora try` needs.
+
+    Args:
+        model (`str`): Hub id or directory of a base, or `tiny`.
+        adapter (`str`, *optional*): A LoRA adapter on it, for example of a cold start. Not with `vllm`.
+        task_kinds (`list[str]`, *optional*): Kinds to try; the three built in by default.
+        samples (`int`, *optional*, defaults to `8`): Proposals and attempts per kind in each form, a multiple of 4.
+        max_completion_length (`int`, *optional*, defaults to `160`): Tokens; a longer completion is cut.
+        inputs_per_function (`int`, *optional*, defaults to `4`): Inputs that a code_f proposal must give.
+        temperature (`float`, *optional*, defaults to `1.0`): Of the samples, as of a run's.
+        vllm (`bool`, *optional*, defaults to `False`): Generate with vLLM, in this process.
+        dtype (`str`, *optional*): Of the weights; float32 for the embedded base, bfloat16 for others.
+        seed (`int`, *optional*, defaults to `0`): Of references, tasks and samples.
+    """
+
+    model: str = field(metadata={"help": "Hub id or directory of a base, or 'tiny'."})
+    adapter: str | None = field(default=None, metadata={"help": "A LoRA adapter on it, for example of a cold start."})
+    task_kinds: list[str] = field(
+        default_factory=lambda: ["code_o", "code_i", "code_f"], metadata={"help": "Kinds of task to try."}
+    )
+    samples: int = field(default=8, metadata={"help": "Proposals and attempts per kind in each form."})
+    max_completion_length: int = field(default=160, metadata={"help": "Tokens per completion."})
+    inputs_per_function: int = field(default=4, metadata={"help": "Inputs that a code_f proposal must give."})
+    temperature: float = field(default=1.0, metadata={"help": "Of the samples."})
+    vllm: bool = field(default=False, metadata={"help": "Generate with vLLM, in this process."})
+    dtype: str | None = field(default=None, metadata={"help": "Of the weights."})
+    seed: int = field(default=0, metadata={"help": "Of references, tasks and samples."})
+
+    def __post_init__(self):
+        if self.samples < ATTEMPTS or self.samples % ATTEMPTS:
+            raise ValueError(f"`samples` must be a multiple of {ATTEMPTS}, got {self.samples}.")
+        if self.vllm and self.adapter:
+            raise ValueError("`adapter` is tried with transformers; leave `vllm` out.")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How tasks are put: a prompt style, and the number of solved tasks before a student's own."""
+
+    style: str
+    shots: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.style} + {self.shots} shots" if self.shots else self.style
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt; `about` are a teacher's references, or the student's task."""
+
+    form: Form
+    role: str
+    kind: str
+    prompt: Messages
+    about: list[Task]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a completion: whether it could be read, whether it is a valid task or right, and else why not."""
+
+    readable: bool
+    good: bool
+    reason: str = ""
+    detail: str = ""
+
+
+@dataclass
+class Tryout:
+    """
+    What was asked, said and found, in the same order.
+
+    Args:
+        questions (`list[Question]`), completions (`list[Completion]`), outcomes (`list[Outcome]`): Row by row.
+        ends (`set[int]`): Tokens that end a completion; one without was cut.
+        seconds (`float`): All of the generation.
+        left_out (`dict[Form, str]`): Forms that could not be asked, and why.
+    """
+
+    questions: list[Question]
+    completions: list[Completion]
+    outcomes: list[Outcome]
+    ends: set[int]
+    seconds: float
+    left_out: dict[Form, str]
+
+    def of(self, role: str, form: Form, kind: str = "") -> list[Outcome]:
+        """Outcomes of one role in one form, of one kind or of all. Teachers are not shown solved tasks."""
+        form = form if role == "student" else Form(form.style)
+        rows = zip(self.questions, self.outcomes, strict=True)
+        return [o for q, o in rows if (q.role, q.form) == (role, form) and kind in ("", q.kind)]
+
+    def mixed(self, form: Form) -> float:
+        """Share of the groups of attempts in which some are right and some are not: those teach students."""
+        right = [outcome.good for outcome in self.of("student", form)]
+        groups = [right[start : start + ATTEMPTS] for start in range(0, len(right), ATTEMPTS)]
+        return fmean(0 < sum(group) < len(group) for group in groups)
+
+    def choose(self) -> Form:
+        """The form in which most can be read, valid and right; the shortest prompts where that is equal."""
+
+        def worth(form: Form) -> float:
+            sides = self.of("teacher", form), self.of("student", form)
+            return sum(fmean(o.readable + o.good for o in outcomes) for outcomes in sides)
+
+        forms = dict.fromkeys(question.form for question in self.questions)
+        return max(forms, key=lambda form: (worth(form), -form.shots))
+
+    def obstacles(self) -> list[str]:
+        """Why nothing can be learned in the chosen form; empty if something can."""
+        form = self.choose()
+        solving = self.of("student", form)
+        right = fmean(outcome.good for outcome in solving)
+        found = {
+            "no proposal is a valid task": not any(outcome.good for outcome in self.of("teacher", form)),
+            "no answer can be read": not any(outcome.readable for outcome in solving),
+            "no answer is right": right == 0,
+            "every answer is right": right == 1,
+        }
+        return [what for what, holds in found.items() if holds]
+
+    @property
+    def cut(self) -> list[bool]:
+        """Which completions were cut at the longest length."""
+        return [not self.ends.intersection(completion.completion_ids[-1:]) for completion in self.completions]
+
+    def advise_length(self) -> int:
+        """Tokens that all but one in twenty finished completions of the chosen form need, and half as many again."""
+        style = self.choose().style
+        rows = zip(self.questions, self.completions, self.cut, strict=True)
+        lengths = sorted(len(c.completion_ids) for q, c, cut in rows if q.form.style == style and not cut)
+        needed = lengths[math.ceil(0.95 * len(lengths)) - 1] if lengths else max(map(len, self._ids()))
+        return math.ceil(1.5 * needed / ROUNDING) * ROUNDING
+
+    def _ids(self) -> Iterator[list[int]]:
+        return (completion.completion_ids for completion in self.completions)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self._ids())) / self.seconds
+
+
+def try_model(options: TryArguments) -> Tryout:
+    """
+    Lets a base propose and solve in every form.
+
+    Raises:
+        `ValueError`: If the base or a kind cannot be used.
+    """
+    args = _settings_for(options)
+    set_seed(options.seed)
+    base = preparation.load_base(options.model, args)
+    tokenizer = preparation.load_tokenizer(base, None, args)
+    if options.adapter:
+        base = PeftModel.from_pretrained(base, options.adapter).merge_and_unload()
+    room = prompt_room(
+        trained_context(base),
+        options.max_completion_length,
+        refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer),
+    )
+    ends = sampling_config(base.generation_config, tokenizer, args).eos_token_id
+    with closing(preparation.make_sandbox(args)) as sandbox:
+        sides = {}
+        for style in STYLES:
+            args.prompt_style = style
+            kinds = preparation.make_kinds(args)
+            referee = Referee(kinds, sandbox, style, control_texts(tokenizer), room=room)
+            sides[style] = referee, load_archive(None, kinds, args)
+        questions, left_out = _pose_all(sides, options)
+        start = time.perf_counter()
+        player = _vllm_player(options, tokenizer, args, ends) if options.vllm else _player(base, tokenizer, args)
+        completions = _answer(player, questions)
+        seconds = time.perf_counter() - start
+        outcomes: dict[int, Outcome] = {}
+        for style, side in sides.items():
+            rows = [number for number, question in enumerate(questions) if question.form.style == style]
+            texts = [completions[number].text for number in rows]
+            outcomes |= zip(rows, _judge(*side, [questions[number] for number in rows], texts), strict=True)
+    return Tryout(questions, completions, [outcomes[n] for n in range(len(questions))], set(ends), seconds, left_out)
+
+
+def _settings_for(options: TryArguments) -> PopuLoRAConfig:
+    on_cpu = not torch.accelerator.is_available()
+    args = PopuLoRAConfig(
+        "unused",
+        task_kinds=options.task_kinds,
+        teacher_baseline="group",  # no advantages are taken
+        inputs_per_function=options.inputs_per_function,
+        max_completion_length=options.max_completion_length,
+        temperature=options.temperature,
+        report_to=[],
+        use_cpu=on_cpu,
+        bf16=not on_cpu,
+        seed=options.seed,
+    )
+    dtype = "float32" if choose_style(args, options.model) == "compact" else "bfloat16"
+    args.model_init_kwargs = {"dtype": options.dtype or dtype}
+    return args
+
+
+def _pose_all(
+    sides: Mapping[str, tuple[Referee, TaskArchive]], options: TryArguments
+) -> tuple[list[Question], dict[Form, str]]:
+    """The questions of all forms, and the forms that have none, with the reason."""
+    questions, left_out = [], {}
+    for form in [Form("turns", SHOTS), *map(Form, STYLES), Form("chat", SHOTS)]:
+        try:
+            questions += list(_pose(*sides[form.style], form, options))
+        except ValueError as error:  # no room in the context, or the chat template refuses it
+            left_out[form] = str(error)
+    if not questions:
+        raise ValueError(f"No prompt style can be tried. {next(iter(left_out.values()))}")
+    return questions, left_out
+
+
+def _pose(referee: Referee, archive: TaskArchive, form: Form, options: TryArguments) -> Iterator[Question]:
+    """The questions of one form; each has the same references and tasks, as far as the archives are the same."""
+    referee.shots = form.shots
+    for kind in referee.kinds.values():
+        rng = random.Random(f"{options.seed}/{kind.name}")
+        tasks = archive.sample([kind.name], options.samples // ATTEMPTS, rng)
+        for task in tasks if kind.shots or not form.shots else ():
+            prompt = referee.solving_prompt(task)
+            for _ in range(ATTEMPTS):
+                yield Question(form, "student", kind.name, prompt, [task])
+        for _ in range(0 if form.shots else options.samples):  # students alone are shown solved tasks
+            drawn = referee.draw_references(kind, archive, REFERENCES, rng)
+            prompt, shown = referee.proposal_prompt(kind, drawn)
+            yield Question(form, "teacher", kind.name, prompt, shown)
+
+
+def _player(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: PopuLoRAConfig) -> Player:
+    return plain_player(base, tokenizer, Router(), [], args)
+
+
+def _vllm_player(
+    options: TryArguments, tokenizer: PreTrainedTokenizerBase, args: PopuLoRAConfig, ends: Sequence[int]
+) -> Player:
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(resolve_model_path(options.model), dtype=args.model_init_kwargs["dtype"], seed=options.seed)
+    sampling = SamplingParams(
+        temperature=args.temperature, max_tokens=args.max_completion_length, stop_token_ids=list(ends)
+    )
+
+    def generate(prompts: list[Messages], names: Sequence[str], seed: int | None = None) -> list[Completion]:
+        ids = tokenize(tokenizer, prompts, args)
+        outputs = engine.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
+        written = [list(output.outputs[0].token_ids) for output in outputs]
+        return [Completion(*row) for row in zip(ids, written, decode_texts(tokenizer, ids, written), strict=True)]
+
+    return Player(generate)
+
+
+def _answer(player: Player, questions: Sequence[Question]) -> list[Completion]:
+    """Completions in the order of the questions, generated from short prompts to long ones."""
+    order = sorted(range(len(questions)), key=lambda n: sum(len(turn["content"]) for turn in questions[n].prompt))
+    answers: dict[int, Completion] = {}
+    with tqdm(total=len(order), desc="generate", unit="row") as bar:
+        for start in range(0, len(order), BATCH):
+            part = order[start : start + BATCH]
+            prompts = [questions[number].prompt for number in part]
+            answers |= zip(part, player.generate(prompts, [BASE_NAME] * len(part)), strict=True)
+            bar.update(len(part))
+    return [answers[number] for number in range(len(questions))]
+
+
+def _judge(
+    referee: Referee, archive: TaskArchive, questions: Sequence[Question], texts: Sequence[str]
+) -> Iterator[Outcome]:
+    """What came of the answers in one style, in order."""
+    asked = list(zip(questions, texts, strict=True))
+    proposed = [(q, text) for q, text in asked if q.role == "teacher"]
+    solved = [(q, text) for q, text in asked if q.role == "student"]
+    references = [q.about for q, _ in proposed]
+    judged = iter(referee.judge([q.kind for q, _ in proposed], [t for _, t in proposed], references, random.Random(0)))
+    graded = iter(referee.grade([q.about[0] for q, _ in solved], [t for _, t in solved]))
+    for question, text in asked:
+        if question.role == "student":
+            grade = next(graded)
+            reason = grade.attempt.reason or ("" if grade.right else "wrong")
+            yield Outcome(grade.attempt.well_formed, grade.right, reason, grade.attempt.detail)
+            continue
+        outcome = next(judged)
+        if isinstance(outcome, Task) and not archive.add(outcome):
+            outcome = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
+        readable = isinstance(referee.kinds[question.kind].parse_proposal(text, question.about), Proposal)
+        if isinstance(outcome, Task):
+            yield Outcome(readable, True)
+        else:
+            yield Outcome(readable, False, outcome.reason.value, outcome.detail)
