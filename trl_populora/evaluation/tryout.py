@@ -205,9 +205,11 @@ def try_model(options: TryArguments) -> Tryout:
         refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer),
     )
     ends = sampling_config(base.generation_config, tokenizer, args).eos_token_id
+    # Nobody knows the compact style who was not trained on it.
+    styles = [style for style in STYLES if style != "compact" or args.prompt_style == "compact"]
     with closing(preparation.make_sandbox(args)) as sandbox:
         sides = {}
-        for style in STYLES:
+        for style in styles:
             args.prompt_style = style
             kinds = preparation.make_kinds(args)
             referee = Referee(kinds, sandbox, style, control_texts(tokenizer), room=room)
@@ -239,7 +241,8 @@ def _settings_for(options: TryArguments) -> PopuLoRAConfig:
         bf16=not on_cpu,
         seed=options.seed,
     )
-    dtype = "float32" if choose_style(args, options.model) == "compact" else "bfloat16"
+    args.prompt_style = choose_style(args, options.model)
+    dtype = "float32" if args.prompt_style == "compact" else "bfloat16"
     args.model_init_kwargs = {"dtype": options.dtype or dtype}
     return args
 
@@ -249,7 +252,7 @@ def _pose_all(
 ) -> tuple[list[Question], dict[Form, str]]:
     """The questions of all forms, and the forms that have none, with the reason."""
     questions, left_out = [], {}
-    for form in [Form("turns", SHOTS), *map(Form, STYLES), Form("chat", SHOTS)]:
+    for form in [Form("turns", SHOTS), *map(Form, sides)]:
         try:
             questions += list(_pose(*sides[form.style], form, options))
         except ValueError as error:  # no room in the context, or the chat template refuses it
