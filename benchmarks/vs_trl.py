@@ -55,6 +55,7 @@ from trl_populora.step import rollout  # noqa: E402
 from trl_populora.step.advantages import rewards_of  # noqa: E402
 from trl_populora.step.played import Played, Row  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
+from trl_populora.step.rules import Rules  # noqa: E402
 
 
 PAIRS = 4  # teachers, and students
@@ -239,7 +240,7 @@ def long_rows(live: float, seed: int) -> list[Row]:
         length = round(rng.lognormvariate(0, 1.0) * LONG.median)
         return tokens(min(LONG.longest, max(LONG.shortest, length)))
 
-    rows = []
+    rows, rules = [], Rules()
     tasks = PAIRS * LONG.proposals
     for task in range(tasks):
         teaches = task < round(live * tasks)
@@ -247,7 +248,7 @@ def long_rows(live: float, seed: int) -> list[Row]:
         for attempt in range(LONG.attempts):
             row = Row("student", f"student_{task % PAIRS}", "code_o", task % PAIRS, well_formed=True)
             row.correct, row.group = teaches and attempt % 2 == 0, f"task {task}"
-            row.completion = Completion(prompt, completion(), "")
+            row.completion, row.pay = Completion(prompt, completion(), ""), rules.student_reward(row.answer)
             rows.append(row)
     for task in range(tasks):
         row = Row(
@@ -255,7 +256,7 @@ def long_rows(live: float, seed: int) -> list[Row]:
         )
         # The first half of them are each teacher's first proposals: those who teach have two unequal rewards.
         row.solve_rate = 0.5 if task < PAIRS and task < round(live * PAIRS) else 0.25
-        row.completion = Completion(tokens(LONG.prompt), completion(), "")
+        row.completion, row.pay = Completion(tokens(LONG.prompt), completion(), ""), rules.teacher_reward(row.outcome)
         rows.append(row)
     return rows
 

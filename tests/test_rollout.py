@@ -15,7 +15,7 @@ from trl_populora.sandbox.values import decode
 from trl_populora.step.played import Row, in_a_line
 from trl_populora.step.player import Completion
 from trl_populora.step.rewards import student_reward, teacher_reward
-from trl_populora.step.rollout import _rivals, play_step
+from trl_populora.step.rollout import _find_rivals, play_step
 from trl_populora.step.rules import Rules, price_proposals
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.base import measured
@@ -397,7 +397,7 @@ def test_a_rival_is_another_student_and_rows_stay_even(sandbox, seed_tasks, teac
     game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[0], lambda c, i: "", **sizes)
     for _ in range(6):
         matches = game.matchmaker.pair(game.population)
-        rivals = _rivals(game, matches)
+        rivals = _find_rivals(game, matches)
         assert all(rivals[match.index] != match.student for match in matches)
         counts = Counter([*rivals.values(), *(match.student for match in matches)])
         assert max(counts.values()) - min(counts.values()) <= 1

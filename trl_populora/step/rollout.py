@@ -85,7 +85,7 @@ def play_step(game: Game, done: int) -> Played:
     with _timed(seconds, "propose"):
         proposals, references = _propose(game, matches, done, rng)
     with _timed(seconds, "verify"):
-        fillers, replayed = _fillers(game, proposals, rng), _replays(game, matches, rng)
+        fillers, replayed = _fillers(game, proposals, rng), _draw_replays(game, matches, rng)
         known = game.archive.programs
         outcomes, fresh = _verify(game, proposals, references, done + 1, rng)
         words = _count_features(game, fresh)
@@ -175,7 +175,7 @@ def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
     return [(game.archive.sample([row.kind], 1, rng) or game.archive.sample(names, 1, rng))[0] for row in rows]
 
 
-def _replays(game: Game, matches: Sequence[Match], rng: random.Random) -> list[tuple[Match, Task]]:
+def _draw_replays(game: Game, matches: Sequence[Match], rng: random.Random) -> list[tuple[Match, Task]]:
     """
     Archived tasks that students attempt beside the proposals, drawn evenly over features: what teachers propose no
     longer is not forgotten. Each with the match that it belongs to.
@@ -207,7 +207,7 @@ def _solve(
     Phase 4: the matched student attempts each task G times, those of the proposals first. Where two students attempt
     each valid proposal, the second half of the attempts is the rival's, a group of its own.
     """
-    students, rivals = {match.index: match.student for match in matches}, _rivals(game, matches)
+    students, rivals = {match.index: match.student for match in matches}, _find_rivals(game, matches)
     slots = [(p.match, task, not p.valid) for p, task in zip(proposals, tasks, strict=True)]
     slots += [(match.index, task, True) for match, task in replayed]
     rows: list[Row] = []
@@ -234,7 +234,7 @@ def _solve(
     return rows
 
 
-def _rivals(game: Game, matches: Sequence[Match]) -> dict[int, str]:
+def _find_rivals(game: Game, matches: Sequence[Match]) -> dict[int, str]:
     """Per match the student of the next one that has another, so that rows stay even; nobody where one is enough."""
     if game.students_per_task < 2:
         return {}
