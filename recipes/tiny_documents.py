@@ -18,7 +18,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import tiny_traces
-from tiny_programs import HELD_OUT, OPERATIONS, TRAINED_LEVELS, Operation, Program, ProgramWriter, is_small, run
+from tiny_programs import (
+    HELD_OUT,
+    KNOWN_OPERATIONS,
+    OPERATIONS,
+    TRAINED_LEVELS,
+    Operation,
+    Program,
+    ProgramWriter,
+    is_small,
+    run,
+)
 from tokenizers import Tokenizer
 
 
@@ -91,7 +101,8 @@ class DialogueWriter:
         held_out (`bool`, *optional*, defaults to `False`): Whether to draw programs kept for evaluation instead of
             the ones for training: such with a held-out combination, on level 1 such with a held-out text.
         worked (`float`, *optional*, defaults to `0.0`): Share of the code_o and code_i answers that are worked.
-        operations (`tuple[Operation, ...]`, *optional*): What the programs are made of; by default everything.
+        operations (`tuple[Operation, ...]`, *optional*): What the programs are made of; by default what the
+            shipped weights were trained on.
     """
 
     def __init__(
@@ -99,7 +110,7 @@ class DialogueWriter:
         rng: random.Random,
         held_out: bool = False,
         worked: float = 0.0,
-        operations: tuple[Operation, ...] = OPERATIONS,
+        operations: tuple[Operation, ...] = KNOWN_OPERATIONS,
     ):
         self.rng = rng
         self.held_out = held_out
@@ -322,7 +333,8 @@ class Source:
         while True:
             done = step / self.steps
             worked = WORKED_OFTEN if done < WORKED_OFTEN_UNTIL else WORKED_RARELY
-            writer = DialogueWriter(random.Random(f"{self.seed}:{step * self.world + self.rank}"), worked=worked)
+            rng = random.Random(f"{self.seed}:{step * self.world + self.rank}")
+            writer = DialogueWriter(rng, worked=worked, operations=OPERATIONS)
             mix = min(1.0, done / FIRST_LEVELS_UNTIL)
             levels = tuple(a + mix * (b - a) for a, b in zip(FIRST_LEVEL_WEIGHTS, SOLVED_LEVEL_WEIGHTS, strict=True))
             budget = 1.07 * (layout.short_rows * layout.short_length + layout.long_rows * layout.long_length)

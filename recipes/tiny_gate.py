@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from tiny_card import WORKED_KINDS, table
 from tiny_documents import DialogueWriter, Example
-from tiny_programs import HALF_KNOWN_OPERATIONS, Operation, Program, ProgramWriter, is_small, run
+from tiny_programs import HALF_KNOWN_OPERATIONS, OPERATIONS, Operation, Program, ProgramWriter, is_small, run
 from tiny_scores import EVAL_LEVELS, Scorer, as_task, random_task
 from tiny_traces import OPEN
 from tqdm import tqdm
@@ -33,7 +33,6 @@ from trl_populora.tasks.base import Task, TaskKind
 
 
 ATTEMPTS = 32
-PROBES = 5  # for each half-known operation and kind
 INPUTS_TRIED = 300
 PROGRAMS_TRIED = 40
 WAYS = ("sampled", "greedy", "majority")
@@ -77,12 +76,14 @@ def probe(kind: str, program: Program, rng: random.Random) -> Task | None:
     return as_task(kind, example, rng)
 
 
-def probes(kind: str, programs: dict[Operation, list[Program]], rng: random.Random) -> dict[str, list[Task]]:
-    """Up to `PROBES` for each half-known operation; none where an output gives the mistake away."""
+def probes(
+    kind: str, programs: dict[Operation, list[Program]], count: int, rng: random.Random
+) -> dict[str, list[Task]]:
+    """Up to `count` for each half-known operation; none where an output gives the mistake away."""
     found = {}
     for operation, own in programs.items():
         tasks = (probe(kind, program, rng) for program in own)
-        found[name_of(operation)] = [task for task in tasks if task is not None][:PROBES]
+        found[name_of(operation)] = [task for task in tasks if task is not None][:count]
     return found
 
 
@@ -107,8 +108,8 @@ def answer(scorer: Scorer, kind: TaskKind, tasks: list[Task], opening: str = "")
     return {"sampled": right.mean(axis=1), "greedy": greedy, "majority": np.array(majority)}
 
 
-def measure(directory: Path, tasks: int, seed: int) -> dict:
-    """All figures: by half-known operation and kind, and over `tasks` held-out tasks and proposals a kind."""
+def measure(directory: Path, tasks: int, count: int, seed: int) -> dict:
+    """All figures a kind: over `count` probes of each half-known operation, `tasks` held-out tasks and proposals."""
     found: dict = {"probes": {}, "held out": {}, "held out, worked": {}, "valid": {}}
     programs = one_line_programs(random.Random(f"{seed}:probes"), PROGRAMS_TRIED)
     torch.manual_seed(seed)
@@ -116,7 +117,7 @@ def measure(directory: Path, tasks: int, seed: int) -> dict:
         scorer = Scorer(directory, sandbox)
         for name, kind in tqdm(scorer.kinds.items(), desc="judging"):
             rng = random.Random(f"{seed}:{name}")
-            asked = probes(name, programs, rng)
+            asked = probes(name, programs, count, rng)
             rates = answer(scorer, kind, [task for own in asked.values() for task in own])
             ends = np.cumsum([len(own) for own in asked.values()])[:-1]
             parts = zip(*(np.split(rates[way], ends) for way in WAYS), strict=True)
@@ -125,13 +126,13 @@ def measure(directory: Path, tasks: int, seed: int) -> dict:
                 for operation, own in zip(asked, parts, strict=True)
                 if len(own[0])
             }
-            writer = DialogueWriter(rng, held_out=True)
+            writer = DialogueWriter(rng, held_out=True, operations=OPERATIONS)
             unseen = [random_task(name, EVAL_LEVELS[n % len(EVAL_LEVELS)], writer) for n in range(tasks)]
             ways = {"held out": ""} | ({"held out, worked": f"{OPEN}\n"} if name in WORKED_KINDS else {})
             for section, opening in ways.items():
                 rates = answer(scorer, kind, unseen, opening)
                 found[section][name] = {way: float(rates[way].mean()) for way in WAYS}
-            found["valid"][name] = fmean(isinstance(task, Task) for task in scorer.propose(kind, tasks, rng))
+            found["valid"][name] = fmean(isinstance(task, Task) for task in scorer.propose(kind, tasks, writer))
     return found
 
 
@@ -191,10 +192,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="model directory")
     parser.add_argument("--tasks", type=int, default=80, help="held-out tasks, and proposals, a kind")
+    parser.add_argument("--probes", type=int, default=5, help="for each half-known operation and kind")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # at these sizes a second thread costs more than it brings
-    found = measure(arguments.model, arguments.tasks, arguments.seed)
+    found = measure(arguments.model, arguments.tasks, arguments.probes, arguments.seed)
     (arguments.model / "gate.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(show(found))
 
