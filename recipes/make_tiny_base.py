@@ -1,13 +1,13 @@
 """
 Makes the embedded tiny base: a 2.8M-parameter Qwen3 trained from scratch on executed synthetic programs.
 
-Full run (about an hour on two quiet cores, each with its own half of every batch; then the scores):
+It learns to know some operations of `tiny_programs.py` and to half-know the others; the shipped weights hold the known
+ones alone. Full run (about an hour on two quiet cores, each with its own half of every batch; then the gate):
 
     torchrun --nproc_per_node 2 recipes/make_tiny_base.py --steps 5000 --work runs/tiny_base --output
-    runs/tiny_base/model python recipes/tiny_scores.py --model runs/tiny_base/model --tasks 60 --card
+    runs/tiny_base/model python recipes/tiny_gate.py --model runs/tiny_base/model
 
-`--start DIR` goes on from the weights and the tokenizer of a model that this recipe wrote, for instance of the shipped
-one, which is several times shorter than from scratch:
+`--start DIR` goes on from the weights and the tokenizer of a model that this recipe wrote, such as the shipped one:
 
     python recipes/make_tiny_base.py --start trl_populora/assets/tiny --steps 3000 --muon-rate 0.01 --work
     runs/tiny_base --output runs/tiny_base/model
