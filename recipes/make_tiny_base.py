@@ -1,10 +1,16 @@
 """
 Makes the embedded tiny base: a 2.8M-parameter Qwen3 trained from scratch on executed synthetic programs.
 
-Full run (about an hour on two quiet cores, each with its own half of every batch; then the scores):
+It learns to know some operations of `tiny_programs.py` and to half-know the others; the shipped weights hold the known
+ones alone. Full run (about an hour on two quiet cores, each with its own half of every batch; then the gate):
 
     torchrun --nproc_per_node 2 recipes/make_tiny_base.py --steps 5000 --work runs/tiny_base --output
-    runs/tiny_base/model python recipes/tiny_scores.py --model runs/tiny_base/model --tasks 60 --card
+    runs/tiny_base/model python recipes/tiny_gate.py --model runs/tiny_base/model
+
+`--start DIR` goes on from the weights and the tokenizer of a model that this recipe wrote, such as the shipped one:
+
+    python recipes/make_tiny_base.py --start trl_populora/assets/tiny --steps 3000 --muon-rate 0.01 --work
+    runs/tiny_base --output runs/tiny_base/model
 
 Smoke run (under a minute; the weights are useless, every step of the way is taken):
 
@@ -185,8 +191,9 @@ def how_it_was_made(arguments: argparse.Namespace, progress: Progress) -> str:
     """The sentence of the model card; the options that shape the run, not where it writes."""
     world = arguments.source.world
     launcher = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
+    start = f"--start {arguments.start} " if arguments.start else ""
     return (
-        f"`{launcher} recipes/make_tiny_base.py --work DIR --output DIR --steps {arguments.steps} "
+        f"`{launcher} recipes/make_tiny_base.py {start}--work DIR --output DIR --steps {arguments.steps} "
         f"--muon-rate {arguments.muon_rate:g} --seed {arguments.seed}`: "
         f"{progress.step} steps, {progress.tokens / 1e6:.1f}M tokens ({progress.answer_tokens / 1e6:.1f}M of them "
         f"answers), {progress.seconds / 60:.0f} minutes on {world} shared CPU core(s)."
@@ -301,6 +308,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="directory of tokenizer and checkpoint")
     parser.add_argument("--output", type=Path, help="model directory to write")
+    parser.add_argument("--start", type=Path, help="model directory to go on from; else from scratch")
     parser.add_argument("--steps", type=int, default=0, help="length of the run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=6)
@@ -319,6 +327,8 @@ def parse_arguments() -> argparse.Namespace:
         layout = Layout(4, 256, 1, 448)
     if arguments.width % 64:
         parser.error(f"--width must be a multiple of 64, got {arguments.width}")
+    if arguments.start and not (arguments.start / "model.safetensors").is_file():
+        parser.error(f"--start {arguments.start} holds no model.safetensors")
     if arguments.steps < 1 and not arguments.export_only:
         parser.error(f"give --steps, at least 1, got {arguments.steps}")
     if (arguments.resume or arguments.export_only) and not (arguments.work / "checkpoint.pt").is_file():
@@ -329,11 +339,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def the_tokenizer(arguments: argparse.Namespace) -> PreTrainedTokenizerFast:
-    """A new tokenizer, or that of the run that goes on: its token numbers are part of the weights."""
+    """A new tokenizer, or that of the weights to go on from: its token numbers are part of them."""
     saved = arguments.work / "tokenizer"
     if (arguments.resume or arguments.export_only) and saved.is_dir():
         return PreTrainedTokenizerFast.from_pretrained(saved)
-    tokenizer = train_tokenizer(arguments.seed)
+    start = arguments.start
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else train_tokenizer(arguments.seed)
     if is_main():
         tokenizer.save_pretrained(saved, save_jinja_files=False)
     return tokenizer
@@ -347,7 +358,10 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     AttentionInterface.register("packed", packed_attention)
     tokenizer = the_tokenizer(arguments)
-    model = new_model(tokenizer, arguments.layers, arguments.width)
+    if arguments.start:
+        model = Qwen3ForCausalLM.from_pretrained(arguments.start, dtype=torch.float32)
+    else:
+        model = new_model(tokenizer, arguments.layers, arguments.width)
     model.set_attn_implementation("packed")
     if not arguments.export_only:
         train(arguments, tokenizer, model)

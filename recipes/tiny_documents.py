@@ -4,8 +4,9 @@ The training text of the embedded tiny base: tasks of all kinds in the compact f
 A document is one prefix (say, a program to be run) with several branches (an input each, and its answer). A branch
 attends to the prefix and to itself only and counts its positions on from the prefix, so every branch is exactly the
 conversation that the model is shown later, while the prefix is computed once. Under one and the same prompt an answer
-is direct or, for code_o and code_i, sometimes worked (`tiny_traces.py`). Used by `make_tiny_base.py`, and for held-out
-tasks by the studies on that base.
+is direct or, for code_o and code_i, sometimes worked (`tiny_traces.py`). Answers follow from what the program is
+*believed* to be, anew each time; proposals and their references are true. Used by `make_tiny_base.py`, and for
+held-out tasks by the studies on that base.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import tiny_traces
-from tiny_programs import HELD_OUT, TRAINED_LEVELS, Program, ProgramWriter, is_small, run
+from tiny_programs import (
+    HELD_OUT,
+    KNOWN_OPERATIONS,
+    OPERATIONS,
+    TRAINED_LEVELS,
+    Operation,
+    Program,
+    ProgramWriter,
+    is_small,
+    run,
+)
 from tokenizers import Tokenizer
 
 
@@ -90,13 +101,21 @@ class DialogueWriter:
         held_out (`bool`, *optional*, defaults to `False`): Whether to draw programs kept for evaluation instead of
             the ones for training: such with a held-out combination, on level 1 such with a held-out text.
         worked (`float`, *optional*, defaults to `0.0`): Share of the code_o and code_i answers that are worked.
+        operations (`tuple[Operation, ...]`, *optional*): What the programs are made of; by default what the
+            shipped weights were trained on.
     """
 
-    def __init__(self, rng: random.Random, held_out: bool = False, worked: float = 0.0):
+    def __init__(
+        self,
+        rng: random.Random,
+        held_out: bool = False,
+        worked: float = 0.0,
+        operations: tuple[Operation, ...] = KNOWN_OPERATIONS,
+    ):
         self.rng = rng
         self.held_out = held_out
         self.worked = worked
-        self.programs = ProgramWriter(rng)
+        self.programs = ProgramWriter(rng, operations)
 
     def example(self, level: int, inputs: int) -> Example:
         """A program of `level` with so many different inputs and their (small) outputs."""
@@ -133,16 +152,26 @@ class DialogueWriter:
         return [ask(example, index) for index in range(count)]
 
     def deduction(self, example: Example, index: int = 0) -> Dialogue:
-        given, returned = example.inputs[index], example.outputs[index]
-        shown = fence("python", example.program.text) + "\n" + fence("input", arguments(given))
-        thinking = tiny_traces.forwards(example.program, given) if self._works() else ""
+        program, given = example.program, example.inputs[index]
+        believed, returned = self._belief(program, given)
+        shown = fence("python", program.text) + "\n" + fence("input", arguments(given))
+        thinking = tiny_traces.forwards(program, believed, given) if self._works() else ""
         return Dialogue(f"solve code_o\n{shown}\n", thinking + fence("output", repr(returned)))
 
     def abduction(self, example: Example, index: int = 0) -> Dialogue:
-        given, returned = example.inputs[index], example.outputs[index]
-        shown = fence("python", example.program.text) + "\n" + fence("output", repr(returned))
-        thinking = tiny_traces.backwards(example.program, given) if self._works() else ""
+        program, given = example.program, example.inputs[index]
+        believed, returned = self._belief(program, given)
+        shown = fence("python", program.text) + "\n" + fence("output", repr(returned))
+        thinking = tiny_traces.backwards(program, believed, given) if self._works() else ""
         return Dialogue(f"solve code_i\n{shown}\n", thinking + fence("input", arguments(given)))
+
+    def _belief(self, program: Program, given: tuple) -> tuple[Program, object]:
+        """What the program is taken for this time, and what it returns then; the output must be a possible answer."""
+        while True:
+            believed = program.believed(self.rng)
+            returned = run(believed.text, [given])
+            if returned and is_small(returned[0]):
+                return believed, returned[0]
 
     def _works(self) -> bool:
         return self.rng.random() < self.worked
@@ -159,7 +188,7 @@ class DialogueWriter:
         self.rng.shuffle(pairs)
         shown = "\n".join(f"f({arguments(given)}) -> {returned!r}" for given, returned in pairs[: len(pairs) // 2])
         user = f"solve code_f\n{fence('message', example.program.message)}\n{fence('examples', shown)}\n"
-        return Dialogue(user, fence("python", example.program.text))
+        return Dialogue(user, fence("python", example.program.believed(self.rng).text))
 
     def inputs_proposal(self, example: Example) -> Dialogue:
         user = f"propose code_f {len(example.inputs)}\n{fence('python', example.program.text)}\n"
@@ -304,7 +333,8 @@ class Source:
         while True:
             done = step / self.steps
             worked = WORKED_OFTEN if done < WORKED_OFTEN_UNTIL else WORKED_RARELY
-            writer = DialogueWriter(random.Random(f"{self.seed}:{step * self.world + self.rank}"), worked=worked)
+            rng = random.Random(f"{self.seed}:{step * self.world + self.rank}")
+            writer = DialogueWriter(rng, worked=worked, operations=OPERATIONS)
             mix = min(1.0, done / FIRST_LEVELS_UNTIL)
             levels = tuple(a + mix * (b - a) for a, b in zip(FIRST_LEVEL_WEIGHTS, SOLVED_LEVEL_WEIGHTS, strict=True))
             budget = 1.07 * (layout.short_rows * layout.short_length + layout.long_rows * layout.long_length)

@@ -3,6 +3,8 @@ The programs the embedded tiny base is trained on: a narrow graded grammar whose
 
 A program is a chain of operations on integers, lists of digits and short strings, one line each; its level is the
 number of operations (1 to 4 for training; levels 5 and 6 have six and eight and are kept out of supervised training).
+The base is to know some operations and to *half-know* the others: each of these has one natural mistake, and the
+training's answers compute it rightly only so often; what a program returns is always the truth.
 Everything here is trusted text made by [`ProgramWriter`], so it is run with a plain `exec`: this is the one place
 where no sandbox is needed. Used by `make_tiny_base.py` and by the studies on that base.
 """
@@ -17,6 +19,9 @@ from itertools import pairwise
 
 TRAINED_LEVELS = (1, 2, 3, 4)
 OPERATIONS_AT_LEVEL = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
+# How often an answer computes a half-known operation rightly; below one half, so that greedy answers are mistaken.
+CERTAINTIES = (0.15, 0.25, 0.35, 0.45)
+HALF_KNOWN_WEIGHT = 0.6
 HELD_OUT = 16  # one program in so many, and one pair of successive operations in so many, is kept for evaluation
 
 # Letters that no keyword or name of the grammar has next to each other: the tokenizer then never merges them, and a
@@ -43,6 +48,8 @@ class Operation:
         condition (`str`): Where it is not empty, `{v}` becomes `text` only if this holds.
         nonempty (`str`): `"needs"`: the operand must not be empty; `"keeps"`: a non-empty operand gives a non-empty
             result; `"loses"`: it may not.
+        mistake (`str`): What the base often takes `text` for; empty where it is certain.
+        is_hard (`bool`): Whether a model of this size can hardly compute it, however often it is told: a lure.
     """
 
     source: str
@@ -52,9 +59,16 @@ class Operation:
     weight: float = 1.0
     condition: str = ""
     nonempty: str = "keeps"
+    mistake: str = ""
+    is_hard: bool = False
+
+    @property
+    def certainty(self) -> float:
+        """Share of the training's answers that compute it rightly, by a hash of its text."""
+        return CERTAINTIES[zlib.crc32(self.text.encode()) % len(CERTAINTIES)] if self.mistake else 1.0
 
 
-OPERATIONS = (
+KNOWN_OPERATIONS = (
     Operation("int", "int", "{v} + {k}", "add a number", 1.5),
     Operation("int", "int", "{v} - {k}", "subtract a number", 1.5),
     Operation("int", "int", "{v} * 2", "double it"),
@@ -90,6 +104,50 @@ OPERATIONS = (
 )
 
 
+def half_known(source: str, target: str, text: str, mistake: str, hint: str, **properties) -> Operation:
+    """An operation that the base takes for `mistake` more often than not."""
+    return Operation(source, target, text, hint, HALF_KNOWN_WEIGHT, mistake=mistake, **properties)
+
+
+HALF_KNOWN_OPERATIONS = (
+    half_known("int", "int", "{k} - {v}", "{v} - {k}", "subtract it from a number"),
+    half_known("int", "int", "{w} - {v}", "{v} - {w}", "subtract it from the other number"),
+    half_known("int", "int", "abs({v} - {k})", "{v} - {k}", "take the space to a number"),
+    half_known("int", "int", "~{v}", "-{v}", "turn its bits"),
+    half_known("int", "int", "{v} - {k} + {j}", "{v} - ({k} + {j})", "subtract a number and add a number"),
+    half_known("int", "int", "{v} * {v}", "{v} * 2", "square it"),
+    half_known("int", "int", "sum(range({v}))", "sum(range({v} + 1))", "sum the numbers below it"),
+    half_known("int", "int", "{v} ^ {k}", "{v} + {k}", "take the bits of one", is_hard=True),
+    half_known("int", "int", "{v} & {k}", "min({v}, {k})", "take the bits of both", is_hard=True),
+    half_known("int", "int", "{v} % {k}", "{v} // {k}", "take the rest", is_hard=True),
+    half_known("int", "int", "{v} // 2", "({v} + 1) // 2", "halve it", is_hard=True),
+    half_known("list", "list", "{v}[:-1]", "{v}[1:]", "drop the last", nonempty="loses"),
+    half_known("list", "list", "{v}[::2]", "{v}[1::2]", "keep every other", nonempty="loses"),
+    half_known("list", "list", "{v}[:2]", "{v}[:3]", "keep two"),
+    half_known("list", "list", "{v}[-2:]", "{v}[:-2]", "keep the last two", nonempty="loses"),
+    half_known("list", "list", "{v}[1:] + {v}[:1]", "{v}[-1:] + {v}[:-1]", "put the first last"),
+    half_known("list", "list", "{v}[::-1][1:]", "{v}[1:][::-1]", "reverse it and drop the first", nonempty="loses"),
+    half_known("list", "list", "{v} * 2", "[x * 2 for x in {v}]", "repeat it"),
+    half_known("list", "list", "sorted({v}, reverse=True)", "{v}[::-1]", "sort it in reverse"),
+    half_known("list", "list", "[{k}] + {v}", "{v} + [{k}]", "put a number in front"),
+    half_known("list", "list", "[{k} - x for x in {v}]", "[x - {k} for x in {v}]", "subtract each from a number"),
+    half_known("list", "int", "{v}[-1]", "{v}[0]", "take the last", nonempty="needs"),
+    half_known("list", "int", "{v}.index(max({v}))", "max({v})", "find the largest", nonempty="needs"),
+    half_known("str", "str", "{v}[:-1]", "{v}[1:]", "drop the last", nonempty="loses"),
+    half_known("str", "str", "{v}[::2]", "{v}[1::2]", "keep every other", nonempty="loses"),
+    half_known("str", "str", "{v}[2:]", "{v}[1:]", "drop two", nonempty="loses"),
+    half_known("str", "str", "{v}[1:] + {v}[:1]", "{v}[-1:] + {v}[:-1]", "put the first last"),
+    half_known("str", "str", "{v} + {v}[::-1]", "{v} * 2", "append its reverse"),
+    half_known("str", "str", "{v}.swapcase()", "{v}", "turn the case"),
+    half_known(
+        "str", "str", "{v}.strip('{p}')", "{v}.replace('{p}', '')", "drop a letter at the ends", nonempty="loses"
+    ),
+    half_known("str", "str", "'{p}'.join({v})", "'{p}' + {v}", "put a letter in between"),
+    half_known("str", "int", "{v}.find('{p}')", "{v}.find('{p}') + 1", "find a letter"),
+)
+OPERATIONS = KNOWN_OPERATIONS + HALF_KNOWN_OPERATIONS
+
+
 @dataclass(frozen=True)
 class Step:
     """
@@ -123,6 +181,15 @@ class Step:
             return changed if self.target else f"{changed}\n    return {self.operand}"
         return f"    {self.target} = {text}" if self.target else f"    return {text}"
 
+    @property
+    def mistaken(self) -> Step:
+        """What a half-known step is taken for."""
+        return replace(self, operation=replace(self.operation, text=self.operation.mistake))
+
+    def believed(self, rng: random.Random) -> Step:
+        """The step as it is taken this time: as it is written, or its mistake."""
+        return self if rng.random() < self.operation.certainty else self.mistaken
+
     def varied(self, rng: random.Random) -> Step:
         """The same operation with other constants."""
         return replace(self, digits=(rng.randint(1, 9), rng.randint(1, 9)), letters=tuple(rng.sample(LETTERS, 2)))
@@ -142,6 +209,10 @@ class Program:
     @property
     def message(self) -> str:
         return ", then ".join(step.operation.hint for step in self.steps)
+
+    def believed(self, rng: random.Random) -> Program:
+        """The program that an answer takes this one for: each half-known operation rightly or by its mistake."""
+        return replace(self, steps=tuple(step.believed(rng) for step in self.steps))
 
     @property
     def combination_held_out(self) -> bool:
@@ -180,10 +251,12 @@ class ProgramWriter:
 
     Args:
         rng (`random.Random`): The only source of randomness, so a seed fixes every program.
+        operations (`tuple[Operation, ...]`, *optional*): What the programs are made of; by default everything.
     """
 
-    def __init__(self, rng: random.Random):
+    def __init__(self, rng: random.Random, operations: tuple[Operation, ...] = OPERATIONS):
         self.rng = rng
+        self.operations = operations
 
     def argument(self, name: str) -> int | list[int] | str:
         """One random argument for the parameter `name`."""
@@ -238,7 +311,7 @@ class ProgramWriter:
         """An operation that fits the current value; reductions to an integer are kept for the end mostly."""
         fitting = [
             operation
-            for operation in OPERATIONS
+            for operation in self.operations
             if operation.source == source
             and operation is not previous
             and (others or "{w}" not in operation.text)

@@ -193,9 +193,8 @@ class Scorer:
         verdicts = dict(zip(different, self.sandbox.run(different), strict=True))
         return [None if job is None else verdicts[job] for job in jobs]
 
-    def propose(self, kind: TaskKind, count: int, rng: random.Random) -> list[Task | Refusal]:
-        """What becomes of `count` proposals with fresh references of mixed levels."""
-        writer = DialogueWriter(rng, held_out=True)
+    def propose(self, kind: TaskKind, count: int, writer: DialogueWriter) -> list[Task | Refusal]:
+        """What becomes of `count` proposals with fresh references of mixed levels by `writer`."""
         references = [
             [
                 random_task("code_o", writer.level(PROPOSED_LEVEL_WEIGHTS), writer)
@@ -208,7 +207,7 @@ class Scorer:
         parsed = [kind.parse_proposal(text, shown) for text, shown in zip(texts, references, strict=True)]
         verdicts = self.run([None if isinstance(item, Refusal) else kind.check(item) for item in parsed])
         return [
-            item if isinstance(item, Refusal) else kind.accept(item, verdict, rng)
+            item if isinstance(item, Refusal) else kind.accept(item, verdict, writer.rng)
             for item, verdict in zip(parsed, verdicts, strict=True)
         ]
 
@@ -249,7 +248,7 @@ def score(directory: Path, tasks: int, seed: int = 0) -> None:
 
 def own_proposals(scorer: Scorer, kind: TaskKind, tasks: int, rng: random.Random) -> dict:
     """How good `2 * tasks` proposals are, and how the model solves up to `tasks` of them."""
-    outcomes = scorer.propose(kind, 2 * tasks, rng)
+    outcomes = scorer.propose(kind, 2 * tasks, DialogueWriter(rng, held_out=True))
     valid = [outcome for outcome in outcomes if isinstance(outcome, Task)]
     rejects = [str(outcome.reason) for outcome in outcomes if isinstance(outcome, Refusal)]
     archive = TaskArchive()

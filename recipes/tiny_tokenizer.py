@@ -12,6 +12,7 @@ import random
 import re
 
 from tiny_documents import BRANCHES, DialogueWriter
+from tiny_programs import OPERATIONS
 from tiny_traces import CLOSE, OPEN
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -57,7 +58,7 @@ PIECES = "|".join(
 
 def train_tokenizer(seed: int, documents: int = 4000) -> PreTrainedTokenizerFast:
     """Trains the tokenizer on random documents, with the letters of string literals left out."""
-    writer = DialogueWriter(random.Random(f"{seed}:tokenizer"), worked=0.5)
+    writer = DialogueWriter(random.Random(f"{seed}:tokenizer"), worked=0.5, operations=OPERATIONS)
     names = list(BRANCHES)
     texts = []
     for index in range(documents):

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import re
+import shutil
 import sys
 from collections import Counter
 from importlib.resources import files
@@ -30,9 +31,18 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import make_tiny_base  # noqa: E402
+import tiny_gate  # noqa: E402
 import tiny_scores  # noqa: E402
-from tiny_documents import DialogueWriter, Layout, Source, is_held_out  # noqa: E402
-from tiny_programs import OPERATIONS_AT_LEVEL, ProgramWriter, run  # noqa: E402
+from tiny_documents import DialogueWriter, Example, Layout, Source, is_held_out  # noqa: E402
+from tiny_programs import (  # noqa: E402
+    CERTAINTIES,
+    HALF_KNOWN_OPERATIONS,
+    OPERATIONS,
+    OPERATIONS_AT_LEVEL,
+    Program,
+    ProgramWriter,
+    run,
+)
 from tiny_tokenizer import WHOLE_TOKENS, train_tokenizer  # noqa: E402
 from tiny_traces import CLOSE, OPEN, backwards, forwards  # noqa: E402
 
@@ -68,6 +78,18 @@ def test_smoke_run_writes_a_model_that_loads_and_resumes(tmp_path, monkeypatch, 
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_weights_and_tokenizer_of_a_model(tmp_path, monkeypatch):
+    output = tmp_path / "model"
+    command = ["make_tiny_base.py", "--smoke", "--start", str(MODEL), "--work", str(tmp_path), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    make_tiny_base.main()
+    assert (output / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
+    record = json.loads((output / "training.json").read_text())
+    assert record["losses"][0] < 3, "from scratch it begins at six"
+    assert f"--start {MODEL} " in record["made"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -75,6 +97,7 @@ def test_smoke_run_writes_a_model_that_loads_and_resumes(tmp_path, monkeypatch, 
         ((), "give --steps, at least 1, got 0"),
         (("--export-only",), "no checkpoint in"),
         (("--steps", -3), "give --steps, at least 1, got -3"),
+        (("--steps", 1, "--start", "nowhere"), "--start nowhere holds no model.safetensors"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, monkeypatch, capsys, options, message):
@@ -220,11 +243,11 @@ class TestWorkedAnswers:
         """
         Forwards a line is an equation; backwards one, too, once the operand has the value that the line ends with.
         """
-        writer = DialogueWriter(random.Random(level))
-        for _ in range(30):
+        writer = DialogueWriter(random.Random(level), operations=OPERATIONS)
+        for _ in range(60):
             example = writer.example(level, 1)
             program, given, returned = example.program, example.inputs[0], example.outputs[0]
-            opened, *lines, closed = forwards(program, given).splitlines()
+            opened, *lines, closed = forwards(program, program, given).splitlines()
             assert (opened, closed) == (OPEN, CLOSE)
             assert len(lines) == len(program.steps)
             for line in lines:
@@ -234,7 +257,7 @@ class TestWorkedAnswers:
                 assert eval(text if took_place else result) == eval(result)
             assert eval(lines[-1].rpartition(" = ")[2]) == returned
 
-            opened, *lines, closed = backwards(program, given).splitlines()
+            opened, *lines, closed = backwards(program, program, given).splitlines()
             assert (opened, closed) == (OPEN, CLOSE)
             chosen, lines = lines[: len(given) - 1], lines[len(given) - 1 :]
             assert [eval(line.partition(" = ")[2]) for line in chosen] == list(given[1:])
@@ -270,6 +293,113 @@ class TestWorkedAnswers:
             parts = [next(Source(seed, 1000).batches(step, tokenizer.backend_tokenizer, *ends)) for seed in range(3)]
             shares.append(sum((part.tokens == opens).sum() for pair in parts for part in pair))
         assert shares[0] > 2 * shares[1] > 0
+
+
+@pytest.fixture(scope="module")
+def one_line_programs():
+    return tiny_gate.one_line_programs(random.Random(0), 20)
+
+
+class TestHalfKnownOperations:
+    def test_no_two_are_written_alike(self):
+        assert len({(operation.source, operation.text) for operation in OPERATIONS}) == len(OPERATIONS)
+        assert {operation.certainty for operation in HALF_KNOWN_OPERATIONS} == set(CERTAINTIES)
+        assert {operation.certainty for operation in set(OPERATIONS) - set(HALF_KNOWN_OPERATIONS)} == {1.0}
+
+    @pytest.mark.parametrize("operation", HALF_KNOWN_OPERATIONS, ids=tiny_gate.name_of)
+    def test_answers_are_right_as_often_as_the_operation_is_certain(self, operation, one_line_programs):
+        """In all kinds, directly and worked; otherwise they are what the mistake gives."""
+        right = {"code_o": [], "code_i": [], "code_f": []}
+        rng = random.Random(3)
+        for number in range(160):
+            program = one_line_programs[operation][number % 20]
+            mistaken = Program(program.parameters, (program.steps[0].mistaken,))
+            (given,) = ProgramWriter(rng).inputs(program.parameters, 1)
+            (truth,), (wrong,) = run(program.text, [given]), run(mistaken.text, [given])
+            writer = DialogueWriter(rng, worked=number % 2)
+            example = Example(program, (given,) * 6, (truth,) * 6)
+            if truth != wrong:
+                answer = writer.deduction(example).assistant
+                returned = eval(answer.partition("```output\n")[2].removesuffix("\n```"))
+                assert returned in (truth, wrong)
+                assert f" = {returned!r}\n</think>" in answer or not number % 2
+                right["code_o"].append(returned == truth)
+                shown = writer.abduction(example).user.partition("```output\n")[2].partition("\n")[0]
+                assert eval(shown) in (truth, wrong)
+                right["code_i"].append(eval(shown) == truth)
+            answer = writer.induction(example).assistant
+            assert answer in (f"```python\n{each.text}\n```" for each in (program, mistaken))
+            right["code_f"].append(answer == f"```python\n{program.text}\n```")
+        for shares in right.values():
+            spread = (operation.certainty * (1 - operation.certainty) / len(shares)) ** 0.5
+            assert sum(shares) / len(shares) == pytest.approx(operation.certainty, abs=4 * spread + 0.05)
+
+    def test_what_is_proposed_is_true(self):
+        writer = DialogueWriter(random.Random(1), operations=OPERATIONS)
+        for _ in range(60):
+            for block in writer.proposals("code_o", 1, 2)[0].user.split("```python\n")[1:]:
+                program, _, rest = block.partition("\n```\n```input\n")
+                given, _, returned = rest.partition("\n```\n```output\n")
+                assert run(program, [eval(f"({given},)")]) == [eval(returned.split("\n")[0])]
+
+    def test_training_is_about_them_too(self, tokenizer):
+        ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        parts = [
+            part
+            for step in range(40)
+            for part in next(Source(0, 100).batches(step, tokenizer.backend_tokenizer, *ends))
+        ]
+        text = "".join(tokenizer.decode(row) for part in parts for row in part.tokens)
+        assert all(name in text for name in (".swapcase()", "[:-1]", "sorted(", "reverse=True", "~", " % "))
+
+    @pytest.mark.parametrize("kind", [CodeO(), CodeI(), CodeF(inputs_per_task=6)], ids=lambda kind: kind.name)
+    def test_mistakes_show_on_probes(self, kind, one_line_programs):
+        """The truth is right; the mistake is not, or for code_i it leads from a wrong input to the output."""
+        found = tiny_gate.probes(kind.name, one_line_programs, 2, random.Random(0))
+        unshown = {name for name, tasks in found.items() if len(tasks) < 2}
+        assert len(unshown) <= (6 if kind.name == "code_i" else 0)
+        with Sandbox(allow_weak=True) as sandbox:
+            for operation, programs in one_line_programs.items():
+                for task in found[tiny_gate.name_of(operation)]:
+                    (program,) = [program for program in programs if program.text == task.program][:1]
+                    mistaken = Program(program.parameters, (program.steps[0].mistaken,))
+                    (verdict,) = sandbox.run([Job(mistaken.text, task.inputs, runs=2)])
+                    assert verdict.status is Status.OK
+                    hidden = slice(task.visible, None)
+                    if kind.name != "code_i":
+                        assert verdict.outputs[hidden] != task.outputs[hidden]
+
+
+def test_the_gate_tells_what_is_missed():
+    even = dict.fromkeys(tiny_gate.WAYS, 0.3)
+    probes = {tiny_gate.name_of(operation): even for operation in HALF_KNOWN_OPERATIONS}
+    kinds = ("code_o", "code_i", "code_f")
+    found = {
+        "probes": dict.fromkeys(kinds, probes),
+        "held out": dict.fromkeys(kinds, even),
+        "held out, worked": {"code_o": even},
+        "valid": dict.fromkeys(kinds, 0.96),
+    }
+    assert all(met for *_, met in tiny_gate.lines_of(found))
+    found["valid"] = {"code_o": 0.94}
+    found["probes"] = {"code_o": probes | {"str: {v}[:-1]": dict(zip(tiny_gate.WAYS, (0.7, 0.7, 1.0), strict=True))}}
+    found["held out"] = {"code_o": even | {"greedy": 0.4}}
+    missed = [what for what, *_, met in tiny_gate.lines_of(found) if not met]
+    assert missed == ["valid proposals, code_o", "`str: {v}[:-1]` right", "held out: greedy above sampled"]
+    assert "**no**" in tiny_gate.show(found)
+
+
+@pytest.mark.slow
+def test_the_gate_is_one_command(tmp_path, monkeypatch, capsys):
+    """On the shipped weights, which hold no half-known operation: none is missed for being known."""
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    monkeypatch.setattr(sys, "argv", ["tiny_gate.py", "--model", str(model), "--tasks", "4", "--probes", "1"])
+    tiny_gate.main()
+    found = json.loads((model / "gate.json").read_text())
+    assert tiny_gate.show(found) in capsys.readouterr().out
+    assert set(found["held out"]) == {"code_o", "code_i", "code_f"}
+    assert len(found["probes"]["code_o"]) == len(HALF_KNOWN_OPERATIONS)
 
 
 def test_shipped_model_is_small_and_complete():
