@@ -24,7 +24,8 @@ from typing import Any
 
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import CodeI, CodeO, Task, TaskArchive
-from trl_populora.tasks.base import Proposal, Reject
+from trl_populora.tasks.base import Proposal, Refusal, Reject
+from trl_populora.tasks.code import refuse
 from trl_populora.tasks.programs import ProgramError
 
 
@@ -41,7 +42,7 @@ def read_rows(source: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def proposals_of(row: dict[str, Any]) -> Iterator[Proposal | Reject]:
+def proposals_of(row: dict[str, Any]) -> Iterator[Proposal | Refusal]:
     """A program with its input, or the first of several, as a proposal of each kind; or why it is none."""
     given = row["input"] if "input" in row else row["inputs"][0]
     for kind in KINDS:
@@ -49,7 +50,7 @@ def proposals_of(row: dict[str, Any]) -> Iterator[Proposal | Reject]:
             arguments = kind.read_arguments(given, kind.max_value_chars)
             yield Proposal(kind.name, kind.read_program(row["snippet"]), (arguments,))
         except ProgramError as error:
-            yield error.reason
+            yield refuse(error)
 
 
 def make_tasks(rows: Iterable[dict[str, Any]], sandbox: Sandbox) -> tuple[list[Task], Counter[str]]:
@@ -70,9 +71,9 @@ def make_tasks(rows: Iterable[dict[str, Any]], sandbox: Sandbox) -> tuple[list[T
         kinds[each.kind].accept(each, verdict, random.Random(0))
         for each, verdict in zip(proposals, verdicts, strict=True)
     ]
-    for each in [*(each for each in read if isinstance(each, Reject)), *found]:
-        if isinstance(each, Reject):
-            left_out[str(each)] += 1
+    for each in [*(each for each in read if isinstance(each, Refusal)), *found]:
+        if isinstance(each, Refusal):
+            left_out[str(each.reason)] += 1
         elif not archive.add(each):
             left_out[str(Reject.DUPLICATE)] += 1
     ordered = [[task for task in archive if task.kind == kind] for kind in kinds]

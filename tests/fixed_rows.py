@@ -38,6 +38,7 @@ POPULATION = SETTINGS | {
     "proposals_per_teacher": PROPOSALS,
     "attempts_per_task": ATTEMPTS,
     "task_kinds": ["code_o"],
+    "prompt_style": "compact",
     "per_device_train_batch_size": 12,
     "save_rollouts": False,
     "sandbox_workers": 1,

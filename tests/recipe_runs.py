@@ -38,6 +38,7 @@ SMALL = {
     "generation_kwargs": "{}",
     "save_steps": 2,
     "eval_attempts": 1,
+    "shots": 0,  # their answers are longer than a smoke run's completions
     "warm_start": "",  # what a recipe starts from is made by another command
 }
 

@@ -107,6 +107,19 @@ def test_students_are_shown_solved_tasks_of_their_kind_first(sandbox, seed_tasks
     assert shot.answer not in [turn["content"] for turn in referee.solving_prompt(shot.task)], "not its own solution"
 
 
+def test_solved_tasks_give_way_where_there_is_little_room(sandbox, seed_tasks):
+    referee, task = make_referee(sandbox, shots=3), seed_tasks[0]
+    sizes = []
+    for room in (10_000, 1500, 1000, 500, 10):
+        referee.room = lambda prompt, room=room: room - sum(len(turn["content"]) for turn in prompt)
+        prompt = referee._posed(task)
+        sizes.append(len(prompt))
+        assert task.program in prompt[-1]["content"]
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-1]) == (7, 1)
+    assert referee.is_too_long(task), "alone it does not fit either"
+
+
 @pytest.mark.parametrize("name", TASK_KINDS)
 def test_what_students_are_shown_is_right(sandbox, name):
     """In both readings; and a task of its own for each, which a proposal could have been."""

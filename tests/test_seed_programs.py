@@ -121,8 +121,8 @@ def test_the_style_of_the_prompts_decides_what_a_run_starts_from(make_args, styl
     assert set(load_archive(None, make_kinds(args), args)) == set(load_seed_tasks(path))
 
 
-@pytest.mark.parametrize("style", ["chat", "compact"])
+@pytest.mark.parametrize("style", ["turns", "compact"])
 def test_a_trainer_without_tasks_starts_from_those_of_its_style(make_args, random_base, lora, style):
-    args = make_args(prompt_style=style, max_completion_length=8)
+    args = make_args(prompt_style=style, shots=0, max_completion_length=8)
     trainer = PopuLoRATrainer(random_base, args=args, peft_config=lora)
     assert set() < set(trainer.game.archive) <= set(built_in_tasks(style))

@@ -108,4 +108,5 @@ def test_a_base_that_says_nothing_ends_with_one(random_base, capsys):
     said = capsys.readouterr().out
     assert "Nothing can be learned yet with" in said
     assert "recipes/cold_start.py" in said
-    assert "not tried: The prompt of a code_o task is" in said, "solved tasks do not fit into its context"
+    assert "turns + 3 shots  not tried: The context has no room for solved tasks." in said
+    assert "chat             not tried: The shortest proposal prompt of code_o is" in said

@@ -155,7 +155,7 @@ def test_publishing_one_member_changes_its_outputs_and_no_others(served, greedy)
 def test_seeded_rows_with_more_prompt_tokens_than_the_engine_reads_at_once(served, monkeypatch):
     """vLLM's CPU engine ended here: it takes back a half-read prompt's sample, which torch's generator refuses."""
     served.publish_all(30)
-    monkeypatch.setattr(served.generation, "seed", 3)
+    monkeypatch.setattr(served.generation, "seeds", [3] * 40)
     rng = random.Random(1)
     prompts = [[rng.randrange(256) for _ in range(230)] for _ in range(40)]
     rows = [i % MEMBERS for i in range(40)]
@@ -302,7 +302,7 @@ def test_members_of_a_pushed_population_answer_as_in_their_run(served, hub, seed
     for adapter in pushed:
         llm.llm_engine.add_lora(LoRARequest(adapter.name, adapter.id, adapter.path))
     rows = [*range(len(names))] * 4
-    prompts, llm.routes = some_prompts(len(rows)), [pushed[row] for row in rows]
+    prompts, llm.routes, llm.seeds = some_prompts(len(rows)), [pushed[row] for row in rows], None
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(asked, SamplingParams(max_tokens=16, logprobs=0), use_tqdm=False)
     for adapter in pushed:

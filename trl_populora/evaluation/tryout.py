@@ -143,14 +143,17 @@ class Tryout:
         return fmean(0 < sum(group) < len(group) for group in groups)
 
     def choose(self) -> Form:
-        """The form in which most can be read, valid and right; the shortest prompts where that is equal."""
+        """
+        The form in which both roles do best: most can be read, is valid and right. A form that one role cannot use is
+        worth nothing; where forms are equal, the one with the shortest prompts is chosen.
+        """
 
-        def worth(form: Form) -> float:
+        def worth(form: Form) -> tuple[float, float, int]:
             sides = self.of("teacher", form), self.of("student", form)
-            return sum(fmean(o.readable + o.good for o in outcomes) for outcomes in sides)
+            proposing, solving = (fmean(o.readable + o.good for o in outcomes) for outcomes in sides)
+            return proposing * solving, proposing + solving, -form.shots
 
-        forms = dict.fromkeys(question.form for question in self.questions)
-        return max(forms, key=lambda form: (worth(form), -form.shots))
+        return max(dict.fromkeys(question.form for question in self.questions), key=worth)
 
     def obstacles(self) -> list[str]:
         """Why nothing can be learned in the chosen form; empty if something can."""
@@ -270,6 +273,8 @@ def _pose(referee: Referee, archive: TaskArchive, form: Form, options: TryArgume
         tasks = archive.sample([kind.name], options.samples // ATTEMPTS, rng)
         for task in tasks if kind.shots or not form.shots else ():
             prompt = referee.solving_prompt(task)
+            if form.shots and len(prompt) == 1:
+                raise ValueError("The context has no room for solved tasks.")
             for _ in range(ATTEMPTS):
                 yield Question(form, "student", kind.name, prompt, [task])
         for _ in range(0 if form.shots else options.samples):  # students alone are shown solved tasks

@@ -51,6 +51,8 @@ class Run:
         """
         found = {key.removeprefix("curriculum/") for key in self.latest if key.startswith("curriculum/")}
         rest = found - {"coverage", "entropy", *PROGRAM_MEASURES}
+        if not self.latest.get("curriculum/features"):  # the kinds name none
+            rest -= {"features"}
         return [name for name in PROGRAM_MEASURES if name in found] + sorted(rest)
 
     def members(self, role: str) -> list[str]:

@@ -137,13 +137,19 @@ class Referee:
         return show_before([ask(subject) for subject in (*subjects, about)], [text for _, text in written])
 
     def _posed(self, task: Task) -> Messages:
+        """The prompt with as many solved tasks before as there is room for."""
         kind = self.kinds[task.kind]
+
+        def pose(posed: Task) -> Messages:
+            return checked(task.kind, "solving_prompt", kind.solving_prompt(posed, self.style), (list,))
+
         shots = [shot for shot in kind.shots[: self.shots] if shot.task.program != task.program]
-        asked = [
-            checked(task.kind, "solving_prompt", kind.solving_prompt(each, self.style), (list,))
-            for each in (*(shot.task for shot in shots), task)
-        ]
-        return show_before(asked, [shot.answer for shot in shots])
+        asked = [*(pose(shot.task) for shot in shots), pose(task)]
+        for left_out in range(len(shots) + 1):
+            prompt = show_before(asked[left_out:], [shot.answer for shot in shots[left_out:]])
+            if self.room(prompt) >= 0:
+                break
+        return prompt
 
     def leave_out_long(self, archive: TaskArchive) -> None:
         """Takes tasks that do not fit out of an archive: given ones, or those of a run with shorter completions."""
