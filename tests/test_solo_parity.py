@@ -58,6 +58,7 @@ def joint_trainer(base: str, output_dir, lora, rows_of=rows_of_step, **options) 
         "proposals_per_teacher": PROPOSALS,
         "attempts_per_task": ATTEMPTS,
         "task_kinds": ["code_o"],
+        "prompt_style": "compact",
         "per_device_train_batch_size": 12,
         "evolve_every": 0,
         "save_rollouts": False,

@@ -273,8 +273,8 @@ def _pose(referee: Referee, archive: TaskArchive, form: Form, options: TryArgume
         tasks = archive.sample([kind.name], options.samples // ATTEMPTS, rng)
         for task in tasks if kind.shots or not form.shots else ():
             prompt = referee.solving_prompt(task)
-            if form.shots and len(prompt) == 1:
-                raise ValueError("The context has no room for solved tasks.")
+            if len(prompt) < 2 * min(form.shots, len(kind.shots)) - 1:  # a task is not shown its own solution
+                raise ValueError("The context has no room for the solved tasks.")
             for _ in range(ATTEMPTS):
                 yield Question(form, "student", kind.name, prompt, [task])
         for _ in range(0 if form.shots else options.samples):  # students alone are shown solved tasks

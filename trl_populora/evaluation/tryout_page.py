@@ -17,7 +17,7 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     """The lines, in order."""
     form = found.choose()
     forms = list(dict.fromkeys(question.form for question in found.questions))
-    width = max(len(str(each)) for each in forms)
+    width = max(len(str(each)) for each in [*forms, *found.left_out])
     yield f"{'form':<{width}}  kind      {'proposals':^33}  {'answers':^33}"
     yield f"{'':<{width}}            {'readable':<16} {'valid':<16}  {'readable':<16} right"
     for each in forms:
