@@ -111,7 +111,7 @@ def read(recipe: str, options: argparse.Namespace, output_dir: str) -> tuple[Pop
     if options.completion:
         settings["max_completion_length"] = options.completion
     if options.dry_run:
-        settings |= ON_A_CPU | {"max_completion_length": 8}
+        settings |= ON_A_CPU | {"max_completion_length": 8, "shots": 0}
     overrides = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig))
     _, args, model = parser.parse_args_and_config(["--config", recipe, *overrides])

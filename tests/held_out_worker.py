@@ -60,7 +60,7 @@ def vllm(directory: str) -> list[dict]:
         trainer = PopuLoRATrainer("tiny", args=args, eval_dataset=Dataset.from_list(tasks), peft_config=lora)
         worse = read_member(trainer.model, "student_1")
         generator = torch.Generator().manual_seed(0)
-        worse = {key: value + 0.02 * torch.randn(value.shape, generator=generator) for key, value in worse.items()}
+        worse = {key: value + 0.2 * torch.randn(value.shape, generator=generator) for key, value in worse.items()}
         write_member(trainer.model, "student_1", worse)
         for _ in range(1 + use_vllm):
             before = torch.get_rng_state()

@@ -277,11 +277,11 @@ def test_programs_of_one_form_give_the_same_outputs():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_ten_thousand_pairs_of_one_form_give_the_same_outputs():
-    both, found = differing(list(pairs(10_000, seed=1)))
+def test_more_pairs_of_one_form_give_the_same_outputs():
+    """As many as take half a minute; `python -m tests.form_pairs 10000` tries ten thousand."""
+    both, found = differing(list(pairs(2000, seed=1)))
     assert found == []
-    assert both >= 4000
+    assert both >= 800
 
 
 def test_renamings_and_dead_code_are_found_in_all_seed_tasks():
