@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import set_seed
 from peft import PeftModel
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from trl_populora import preparation
 from trl_populora.adapters.routing import BASE_NAME, Router
@@ -219,7 +219,10 @@ def try_model(options: TryArguments) -> Tryout:
             sides[style] = referee, load_archive(None, kinds, args)
         questions, left_out = _pose_all(sides, options)
         start = time.perf_counter()
-        player = _vllm_player(options, tokenizer, args, ends) if options.vllm else _player(base, tokenizer, args)
+        if options.vllm:
+            player = _vllm_player(options, tokenizer, args, ends)
+        else:
+            player = plain_player(base, tokenizer, Router(), [], args)
         completions = _answer(player, questions)
         seconds = time.perf_counter() - start
         outcomes: dict[int, Outcome] = {}
@@ -260,6 +263,8 @@ def _pose_all(
             questions += list(_pose(*sides[form.style], form, options))
         except ValueError as error:  # no room in the context, or the chat template refuses it
             left_out[form] = str(error)
+    # Where teachers cannot be asked, students need not.
+    questions = [question for question in questions if Form(question.form.style) not in left_out]
     if not questions:
         raise ValueError(f"No prompt style can be tried. {next(iter(left_out.values()))}")
     return questions, left_out
@@ -281,10 +286,6 @@ def _pose(referee: Referee, archive: TaskArchive, form: Form, options: TryArgume
             drawn = referee.draw_references(kind, archive, REFERENCES, rng)
             prompt, shown = referee.proposal_prompt(kind, drawn)
             yield Question(form, "teacher", kind.name, prompt, shown)
-
-
-def _player(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: PopuLoRAConfig) -> Player:
-    return plain_player(base, tokenizer, Router(), [], args)
 
 
 def _vllm_player(
