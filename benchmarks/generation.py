@@ -1,10 +1,12 @@
 """Attempts at tasks on the tiny base: in rounds (`trl_populora.generation.decoding`) against one call of `generate`.
 
     python benchmarks/generation.py [--repeats 5] [--tasks 16] [--worked]
+    python benchmarks/generation.py --model models/SmolLM2-135M-Instruct --repeats 2     # real seed tasks, bf16
 
 Four students, 8 attempts at each task, at most 200 tokens, as in the quick start. Both sides sample from the same
 members; they alternate, and the ratio is the median over the repeats, of CPU seconds. `--worked` asks for answers that
-think first, as at the end of a quick start: longer ones, of which fewer end early. The last line is one JSON object.
+think first, as at the end of a quick start: longer ones, of which fewer end early. `generate` has transformers' own
+attention (`trl_populora.generation.attention` is switched off for it). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 
@@ -26,7 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  
 
 from trl_populora.adapters.layers import add_members  # noqa: E402
 from trl_populora.adapters.routing import Router  # noqa: E402
-from trl_populora.assets import tiny_base_path  # noqa: E402
+from trl_populora.assets import real_seed_tasks, tiny_base_path  # noqa: E402
+from trl_populora.generation import decoding  # noqa: E402
+from trl_populora.generation.attention import group_queries  # noqa: E402
 from trl_populora.generation.decoding import complete, complete_whole  # noqa: E402
 from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
 from trl_populora.tasks.code_o import CodeO  # noqa: E402
@@ -40,20 +45,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=16)
     parser.add_argument("--worked", action="store_true")
+    parser.add_argument("--model", help="directory of another base, which is asked in turns")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
+    path, style = (arguments.model, "turns") if arguments.model else (tiny_base_path(), "compact")
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     router = Router()
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-    base = AutoModelForCausalLM.from_pretrained(tiny_base_path(), dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype="auto" if arguments.model else torch.float32)
     model = add_members(base, [f"student_{i}" for i in range(STUDENTS)], config, router, seed=0).eval()
     sampling = GenerationConfig(
         max_new_tokens=200, do_sample=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
     )
     kind = CodeO()
-    tasks = [task for task in load_seed_tasks() if task.kind == kind.name][: arguments.tasks]
+    known = load_seed_tasks(real_seed_tasks()) if arguments.model else load_seed_tasks()
+    tasks = [task for task in known if task.kind == kind.name][: arguments.tasks]
     prompts = [
-        tokenizer.apply_chat_template(kind.solving_prompt(task, "compact"), add_generation_prompt=True, tokenize=False)
+        tokenizer.apply_chat_template(kind.solving_prompt(task, style), add_generation_prompt=True, tokenize=False)
         + ("<think>\n" if arguments.worked else "")
         for task in tasks
     ]
@@ -65,6 +73,7 @@ def main() -> None:
     for repeat in range(arguments.repeats + 1):
         for name, generate in (("whole", complete_whole), ("in rounds", complete)):
             torch.manual_seed(repeat)
+            decoding.group_queries = nullcontext if name == "whole" else group_queries
             start = time.process_time()
             found = generate(model, rows, members, router.rows_of, sampling)
             if repeat:  # the first is a warm-up

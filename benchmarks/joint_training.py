@@ -256,11 +256,15 @@ class Levers:
             "prompt_mask": torch.ones(rows, self.prompt, dtype=torch.long),
             "completion_ids": torch.randint(vocabulary, (rows, max(lengths)), generator=generator),
             "completion_mask": (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long(),
-            "advantages": (task < round(live * self.tasks)).float(),
             "member": task % self.members,
-            "prompt": task,
         }
-        return batching.reorder([batch], 0, blanks=True, sharing=sharing, size=self.attempts // 2)
+        alive = [number < round(live * self.tasks) for number in task.tolist()]
+        asked = [self.prompt * each for each in alive]
+        answered = [length * each for length, each in zip(lengths, alive, strict=True)]
+        members = batch["member"].tolist()
+        half = self.attempts // 2
+        plan = batching.plan_micro_batches(members, task.tolist(), asked, answered, 0, half, sharing)
+        return batching.cut(batch, plan)
 
 
 def score(model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> tuple:
@@ -296,7 +300,7 @@ def measure_levers(preset: Preset, levers: Levers, live: float, device: torch.de
             tokens[name] = sum(layout.grid for layout in layouts)
             start = now(device)
             for batch, layout in zip(batches, layouts, strict=True):
-                ids, mask, length = batching.joined({key: value.to(device) for key, value in batch.items()})
+                ids, mask, length = batching.join({key: value.to(device) for key, value in batch.items()})
                 router.set(batch["member"][layout.heads])
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                     logps, _, _ = layout.log_probs(score, model, ids, mask, length, how)

@@ -46,7 +46,7 @@ from trl_populora.population.factors import Factors, compare, modules_of  # noqa
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS  # noqa: E402
 from trl_populora.tasks import resolve_kind  # noqa: E402
 from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
-from trl_populora.tasks.templates import fenced, input_block, output_block  # noqa: E402
+from trl_populora.tasks.templates import fence, input_block, output_block  # noqa: E402
 
 
 try:
@@ -115,7 +115,7 @@ def train_adapter(kind_name: str, steps: int) -> Factors:
     for task in load_seed_tasks():
         if task.kind == kind_name:
             prompt = kind.solving_prompt(task, "compact")
-            answer = fenced(output_block(task.outputs[0]) if kind_name == "code_o" else input_block(task.inputs[0]))
+            answer = fence(output_block(task.outputs[0]) if kind_name == "code_o" else input_block(task.inputs[0]))
             turns = [*prompt, {"role": "assistant", "content": answer}]
             texts.append(tokenizer.apply_chat_template(turns, tokenize=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

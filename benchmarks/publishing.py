@@ -32,7 +32,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from trl_populora.adapters.layers import add_members  # noqa: E402
 from trl_populora.adapters.routing import Router  # noqa: E402
 from trl_populora.adapters.weights import member_parameters, save_member  # noqa: E402
-from trl_populora.generation.publishing import SHARED_MEMORY, AdapterShelf  # noqa: E402
+from trl_populora.generation.shelf import SHARED_MEMORY, AdapterShelf  # noqa: E402
 from trl_populora.generation.vllm import PopulationGeneration  # noqa: E402
 
 
@@ -74,7 +74,7 @@ class ByFiles:
 
         model, names = self.generation.model, self.generation.members
         engine = self.generation.llm.llm_engine
-        self.generation._detector.changed(model, names)
+        self.generation._detector.detect_changes(model, names)
         for name in names:
             self.count += 1
             path = self.shelf.put(

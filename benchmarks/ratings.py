@@ -28,7 +28,7 @@ import math
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trl_populora.population.evolution import Breeding, newborn_rating, plan_births  # noqa: E402
 from trl_populora.population.matchmaking import BETA, Match, Matchmaker  # noqa: E402
-from trl_populora.population.members import PRIOR_SIGMA, ROLES, Population  # noqa: E402
+from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population  # noqa: E402
 from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
 from trl_populora.step.rules import Outcome, student_share  # noqa: E402
 
@@ -72,7 +72,12 @@ CELLS = {"12x8": Cell(12, 8, 1.0), "tiny": Cell(6, 3, 2.0)}
 class FormerMatchmaker(Matchmaker):
     """Rates one match after the other by the mixture of the posteriors of a win and of a loss, moment-matched."""
 
-    TAU, DRAW_PROBABILITY = PRIOR_SIGMA / 100, 0.1
+    TAU, DRAW_PROBABILITY, FLOOR = PRIOR_SIGMA / 100, 0.1, 0.01
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        weight = self.weight
+        self.weight = lambda student, teacher: weight(student, teacher) + self.FLOOR
 
     def update(self, population: Population, outcomes: Mapping[Match, Sequence[float]]) -> None:
         for match, shares in outcomes.items():  # `pair` gives them in order
@@ -105,15 +110,14 @@ class Rule:
 
     matchmaker: type[Matchmaker]
     kappa: float
-    floor: float
-    reset: str
+    newborn: Callable[[Sequence[Member]], tuple[float, float]]  # rating of a child
     doubts: int  # sigmas that fitness takes off mu
 
 
 DEFAULTS = {name: field.default for name, field in PopuLoRAConfig.__dataclass_fields__.items()}
 RULES = {
-    "before": Rule(FormerMatchmaker, 1.0, 0.01, "prior", 3),
-    "package": Rule(Matchmaker, DEFAULTS["pfsp_kappa"], DEFAULTS["pfsp_floor"], DEFAULTS["rating_reset"], 0),
+    "before": Rule(FormerMatchmaker, 1.0, lambda parents: (PRIOR_MU, PRIOR_SIGMA), 3),
+    "package": Rule(Matchmaker, DEFAULTS["pfsp_kappa"], newborn_rating, 0),
 }
 
 
@@ -123,7 +127,7 @@ class World:
     def __init__(self, cell: Cell, rule: Rule, seed: int):
         self.cell, self.rule, self.seed, self.rng = cell, rule, seed, np.random.default_rng(seed)
         self.population = Population(MEMBERS, MEMBERS)
-        self.matchmaker = rule.matchmaker("pfsp", rule.kappa, rule.floor, seed)
+        self.matchmaker = rule.matchmaker("pfsp", rule.kappa, seed)
         self.skill = dict(zip(self.population.names, self.rng.normal(0, START, 2 * MEMBERS), strict=True))
         self.figures: dict[str, list[float]] = defaultdict(list)
 
@@ -156,13 +160,13 @@ class World:
         judged = copy.deepcopy(self.population)
         for member in judged:
             member.mu -= self.rule.doubts * member.sigma
-        breeding = Breeding(burn_in=DEFAULTS["evolve_burn_in"])
+        breeding = Breeding()
         for birth in plan_births(judged, breeding, random.Random(f"{self.seed} {step}")):
             rank = int((self.skills(birth.role) < self.skill[birth.slot]).sum())
             self.figures["worst_culled"].append(float(rank == 0))
             self.figures["worse_half_culled"].append(float(rank < MEMBERS / 2))
             parents = [self.population[name] for name in birth.parents]
-            mu, sigma = newborn_rating(parents, self.rule.reset)
+            mu, sigma = self.rule.newborn(parents)
             self.skill[birth.slot] = fmean(self.skill[name] for name in birth.parents) + self.rng.normal(0, BIRTH)
             self.population.replace(birth.slot, step=step, operator=birth.operator, mu=mu, sigma=sigma)
 

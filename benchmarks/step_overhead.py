@@ -119,10 +119,7 @@ class FixedLengthTrainer(PopuLoRATrainer):
         return self.processing_class.decode(ids[:end], skip_special_tokens=True)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        score = super()._get_per_token_logps_and_entropies
-        if self._layout is not None:  # inside the loss
-            return score(*args, **kwargs)
-        return self._timed("log-probs", score, *args, **kwargs)
+        return self._timed("log-probs", super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
 
 def never_sampled(config) -> int:
@@ -158,16 +155,23 @@ class Recorder(TrainerCallback):
 
 
 def make_trainer(
-    options: argparse.Namespace, clock, single: bool, directory: str
+    options: argparse.Namespace,
+    clock,
+    directory: str,
+    pairs: int,
+    proposals: int,
+    single: bool = False,
+    attempts: int = ATTEMPTS,
 ) -> tuple[FixedLengthTrainer, Recorder]:
+    """So many teachers and students, each teacher with so many proposals; or the single agent with that many."""
     on_gpu = torch.cuda.is_available()
     args = PopuLoRAConfig(
-        f"{directory}/{'one' if single else 'eight'}",
-        teachers=PAIRS,
-        students=PAIRS,
+        directory,
+        teachers=pairs,
+        students=pairs,
         single_agent=single,
-        proposals_per_teacher=options.proposals * (PAIRS if single else 1),
-        attempts_per_task=ATTEMPTS,
+        proposals_per_teacher=proposals,
+        attempts_per_task=attempts,
         references_per_proposal=2,
         inputs_per_function=6,
         per_device_train_batch_size=options.batch,
@@ -228,7 +232,10 @@ def main() -> None:
     for module in (rollout, populora_trainer, evolution):  # whose own timers name the phases
         module.time = SimpleNamespace(perf_counter=clock)
     with tempfile.TemporaryDirectory() as directory:
-        sides = {name: make_trainer(options, clock, name == "1", directory) for name in ("8", "1")}
+        sides = {
+            "8": make_trainer(options, clock, f"{directory}/eight", PAIRS, options.proposals),
+            "1": make_trainer(options, clock, f"{directory}/one", 1, PAIRS * options.proposals, single=True),
+        }
         for _ in range(options.rounds):
             for trainer, _ in sides.values():
                 trainer.train()

@@ -3,6 +3,7 @@
     python benchmarks/vs_trl.py                # the embedded base, then 7B-like proportions on a small width
     python benchmarks/vs_trl.py --only step    # or `--only long`
     python benchmarks/vs_trl.py --gpu --width 1024
+    python benchmarks/vs_trl.py --only step --model runs/merged --rounds 1 --steps 1    # a pretrained base, in bf16
     python benchmarks/vs_trl.py --small --rounds 1 --steps 1 --width 128    # walks through; its figures mean nothing
 
 *Whole steps.* Our trainer plays and trains as in the quick start, with twice the members and half the proposals, so
@@ -10,7 +11,9 @@ that a step has the same 144 rows. After each of its steps TRL's own `GRPOTraine
 the same rank, generates for the very prompts of that step in one batch, throws away what it sampled, and trains on our
 step's rows with our rewards: both train on the same tokens. What the sandbox and the rest of the game cost is ours
 alone. The learning rate is 1e-7 on both sides, so that all adapters go on sampling like the base and as long
-completions on either side; `live_rows` is the base's share, at the start of a run.
+completions on either side; `live_rows` is the base's share, at the start of a run. `--model` takes a directory of a
+base that plays without further training, as `populora export` merges one; both sides compute in its type, and
+`peak_memory_ratio` is of what the process holds beyond what it held before a side's steps.
 
 *The update alone at 7B-like proportions.* A random Qwen3 of `--width`, prompts of 700 tokens, completions of 50 to
 2048 with a long tail (lognormal, median 250), groups of 8 attempts; a share `--live` of the groups and proposals, as
@@ -25,11 +28,14 @@ other work. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import random
 import statistics
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +46,7 @@ from typing import Any
 # The script runs from a checkout that is not installed, too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
@@ -52,7 +59,6 @@ from trl_populora.assets import resolve_model_path  # noqa: E402
 from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
 from trl_populora.populora_trainer import PopuLoRATrainer  # noqa: E402
 from trl_populora.step import rollout  # noqa: E402
-from trl_populora.step.advantages import rewards_of  # noqa: E402
 from trl_populora.step.played import Played, Row  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
 from trl_populora.step.rules import Rules  # noqa: E402
@@ -90,6 +96,40 @@ class Recorder(TrainerCallback):
             self.steps.append(phases | {"update": total - sum(phases.values()), "total": total})
 
 
+class Memory:
+    """
+    GiB that the process holds at most inside the block, beyond what it held before; the most of all blocks. On a CPU
+    it looks every 50 ms, and what the blocks before have freed is given back first.
+    """
+
+    def __init__(self):
+        self.peak = 0.0
+        self.process = psutil.Process()
+
+    def held(self) -> int:
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated()
+        return self.process.memory_info().rss
+
+    def look(self) -> None:
+        while not self.ended.wait(0.05):
+            self.peak = max(self.peak, (self.held() - self.before) / 2**30)
+
+    def __enter__(self):
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        self.before, self.ended = self.held(), threading.Event()
+        self.thread = threading.Thread(target=self.look, daemon=True)
+        self.thread.start()
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.thread.join()
+
+
 class Ours:
     """A population, whose steps are kept for TRL."""
 
@@ -107,6 +147,7 @@ class Ours:
         )
         self.trainer = PopuLoRATrainer(base, args=args, peft_config=lora())
         self.played: list[Step] = []
+        self.memory = Memory()
         self.live: list[float] = []
         play = self.trainer.rollout_func
         self.trainer.rollout_func = lambda prompts, trainer: self.kept(play(prompts, trainer))
@@ -115,8 +156,7 @@ class Ours:
 
     def kept(self, columns: dict[str, list]) -> dict[str, list]:
         played = self.trainer.played
-        rewards = rewards_of([row.record() for row in played.rows], self.trainer.reward_funcs).nansum(1)
-        self.played.append(Step(played.rows, rewards.tolist()))
+        self.played.append(Step(played.rows, played.own_worth.rewards.tolist()))
         return columns
 
     def phases(self) -> dict[str, float]:
@@ -158,6 +198,7 @@ class Theirs:
         self.trainer.rollout_func = self.replay
         self.clock, self.generating, self.steps, self.generates = clock, 0.0, [], True
         self.sampled: list[int] = []
+        self.memory = Memory()
         self.recorder = Recorder(clock, lambda: {"generate": self.generating, "rest": 0.0})
         self.trainer.add_callback(self.recorder)
 
@@ -201,32 +242,38 @@ def lora() -> LoraConfig:
     return LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dict, dict, float]:
-    """Median seconds by phase of ours and of TRL's, and the share of live rows."""
+def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dict, dict, float, float]:
+    """Median seconds by phase of ours and of TRL's, the share of live rows, and the ratio of peak memory."""
     settings = {"attempts_per_task": 8, "per_device_train_batch_size": 16, "max_completion_length": 200}
+    dtype, path = (options.model and "bfloat16") or "float32", resolve_model_path(options.model or "tiny")
+    if options.model:
+        settings["per_device_train_batch_size"] = 8
     if options.small:
         settings = {"attempts_per_task": 2, "per_device_train_batch_size": 16, "max_completion_length": 16}
     rows = PAIRS * 4 * (1 + settings["attempts_per_task"])
     game = {"proposals_per_teacher": 4, "references_per_proposal": 2, "inputs_per_function": 6}
-    game["model_init_kwargs"] = {"dtype": "float32"}
-    ours = Ours("tiny", clock, options.steps, directory, **settings, **game)
-    path = resolve_model_path("tiny")
-    base, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(path),
-    )
-    theirs = Theirs(base, tokenizer, clock, rows, options.steps, directory, **settings)
+    game["model_init_kwargs"] = {"dtype": dtype}
+    if options.model:
+        game |= {"task_kinds": ["code_o", "code_i"], "shots": 0, "prompt_style": "turns"}
+    ours = Ours(options.model or "tiny", clock, options.steps, directory, **settings, **game)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    theirs = Theirs(base, AutoTokenizer.from_pretrained(path), clock, rows, options.steps, directory, **settings)
     theirs.trainer.eos_token_ids = ours.trainer.eos_token_ids
     theirs.trainer.generation_config.update(eos_token_id=ours.trainer.eos_token_ids)
     written = []
     for _ in range(options.rounds):
-        ours.train()
+        with ours.memory:
+            ours.train()
         written += [sum(len(row.completion.completion_ids) for row in step.rows) for step in ours.played]
-        theirs.train(ours.played)
+        with theirs.memory:
+            theirs.train(ours.played)
     ours.trainer.close()
-    print(f"tiny, rank {RANK}, {rows} rows a step, {len(ours.recorder.steps)} steps; sampled tokens: ", end="")
+    print(f"{options.model or 'tiny'}, rank {RANK}, {rows} rows a step, {len(ours.recorder.steps)} steps; ", end="")
+    print("sampled tokens: ", end="")
     print(f"{statistics.mean(written):.0f} in a step of ours, {statistics.mean(theirs.sampled):.0f} in one of TRL's")
-    return medians(ours.recorder), medians(theirs.recorder), statistics.mean(ours.live)
+    print(f"peak beyond what was held before: {ours.memory.peak:.2f} and {theirs.memory.peak:.2f} GiB")
+    memory = ours.memory.peak / theirs.memory.peak
+    return medians(ours.recorder), medians(theirs.recorder), statistics.mean(ours.live), memory
 
 
 def long_rows(live: float, seed: int) -> list[Row]:
@@ -293,14 +340,8 @@ def long_update(options: argparse.Namespace, clock, directory: str, share: float
     def play(prompts: list, trainer) -> dict[str, list]:
         rows = long_rows(share, trainer.state.global_step)
         trainer.played = Played(rows, [row.record() for row in rows])
-        return ours.kept(
-            trainer.played.columns
-            | {
-                "prompt_ids": [row.completion.prompt_ids for row in rows],
-                "completion_ids": [row.completion.completion_ids for row in rows],
-                "logprobs": None,
-            }
-        )
+        trainer._score(trainer.played)
+        return ours.kept(trainer.played.tokens)
 
     ours.trainer.rollout_func = play
     rows = PAIRS * LONG.proposals * (1 + LONG.attempts)
@@ -349,12 +390,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="of the random base, a multiple of 128")
     parser.add_argument("--live", type=float, default=0.54, help="share of live rows in the second part")
     parser.add_argument("--small", action="store_true", help="few and short rows")
+    parser.add_argument("--model", help="directory of a base for the first part, in place of the embedded one")
     parser.add_argument("--gpu", action="store_true", help="both sides in bf16 on a GPU")
     options = parser.parse_args()
     if options.small:
         vars(LONG).update(prompt=20, median=8, shortest=4, longest=16, attempts=2)
     if options.gpu:
         COMMON.update(use_cpu=False, bf16=True)
+    if options.model:
+        COMMON.update(bf16=True)
     clock = CLOCKS[options.clock]()
     for module in (rollout, populora_trainer):  # whose own timers name the phases
         module.time = SimpleNamespace(perf_counter=clock)
@@ -363,8 +407,9 @@ def main() -> None:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         if options.only != "long":
-            ours, theirs, live = whole_steps(options, clock, f"{directory}/step")
+            ours, theirs, live, memory = whole_steps(options, clock, f"{directory}/step")
             print_table(ours, theirs, live)
+            figures["peak_memory_ratio"] = memory
             figures["step_ratio_vs_trl"] = ours["total"] / theirs["total"]
             figures["update_ratio_vs_trl"] = ours["update"] / theirs["update"]
             figures["live_rows"] = live

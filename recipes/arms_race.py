@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "no_evolution": {"evolve_every": "0"},
     "uniform": {"matchmaking": "uniform"},
     "base_teachers": {"teacher_learning_rate": "0"},
-    "seed_tasks": {"task_kinds": "check_learning:FixedO check_learning:FixedI check_learning:FixedF"},
+    "seed_tasks": {"teachers": "0", "proposals_per_teacher": "9"},  # as many rows as `4t4s`
     "base_students": {"learning_rate": "0", "teacher_learning_rate": RATE},
     COIN: {},  # students are paid by a coin
     REJECTION: {"single_agent": "true", "learning_rate": "0", "evolve_every": "0", **UNEVALUATED},
@@ -105,7 +105,7 @@ def transfer(run: Path) -> dict[str, float]:
 def play(paths: list[Path], output: Path) -> list[list[str]]:
     """Cross-play of the members of all runs, as a picture, a file and a table."""
     with assemble([str(path) for path in paths], seed=0) as contest:
-        payoff = contest.play(proposals=9, attempts=3, seed=0).renamed(contest.names)
+        payoff = contest.play(proposals=9, attempts=3, seed=0).rename(contest.names)
     (output / "members.json").write_text(json.dumps(asdict(payoff)) + "\n")
     payoff = pages.by_run(payoff)
     write_payoff(payoff, output)

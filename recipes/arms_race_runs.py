@@ -160,7 +160,7 @@ def read_history(directory: Path) -> list[dict[str, float]]:
     history = [entry for entry in load_history(directory) if PLAYED in entry]
     proposed = [row["role"] for row in read_rows(directory) if row["step"] == history[0]["step"]].count("teacher")
     for before, entry in zip([None, *history], history, strict=False):
-        valid = entry["propose/valid_rate"] * proposed
+        valid = (entry["propose/valid_rate"] or 0.0) * proposed
         gained = entry["curriculum/coverage"] - before["curriculum/coverage"] if before else math.nan
         entry["new_structures"] = gained / valid if valid else math.nan
         sigma = mean(value for key, value in entry.items() if key.startswith("member/") and key.endswith("/sigma"))

@@ -3,6 +3,7 @@
     python recipes/budget.py recipes/Qwen2.5-0.5B-Instruct/config_2t2s.yaml --gpu RTX-4090
     python recipes/budget.py recipes/Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml --gpu A100-80GB --processes 8
     python recipes/budget.py recipes/Qwen2.5-Coder-7B/config_4t4s_24gb.yaml --gpu RTX-4090
+    python recipes/budget.py recipes/Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml --processes 8 --nodes 4 --members 32
 
 Prints what one GPU of the training node holds at its fullest moment, for prompts as they are at the start of a run and
 for the longest that the limits of the task kinds allow, then the room left for vLLM's cache, and the seconds of a
@@ -10,6 +11,9 @@ step. Without vLLM the fullest moment is the update's or the generation's: what 
 exact but for the norms of some, and so are the bytes of a base in 4 bits (tests compare them with transformers, PEFT
 and bitsandbytes). Bytes that activations need were counted with saved-tensor hooks on one routed decoder layer under
 bf16 autocast. What is merely assumed is a constant with a name. `benchmarks/gpu.py` compares all of it with a GPU.
+
+`--nodes` adds what nodes send each other and what their other cores do (`budget_nodes.py`), `--members` changes the
+size of the recipe's population, half teachers and half students.
 
 What it leaves out: fragmentation beyond `RESERVE`, other engines than vLLM, pipeline and tensor parallelism.
 """
@@ -21,6 +25,7 @@ import math
 from dataclasses import dataclass, fields
 
 import torch
+from budget_nodes import Nodes, print_nodes
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from trl import ModelConfig, TrlParser
 
@@ -140,8 +145,8 @@ class Shape:
     @property
     def layer_bytes_per_token(self) -> int:
         """
-        One decoder layer while it is recomputed and differentiated: saved tensors are 8 bytes per intermediate and 25
-        per hidden unit, and as much again is allowed for gradients in flight.
+        One decoder layer while it is recomputed and differentiated: saved tensors are 8 bytes per intermediate and 20
+        per hidden unit, or 25 where rows have to be put in order; as much again is allowed for gradients in flight.
         """
         return 2 * (8 * self.intermediate_size + 25 * self.hidden_size)
 
@@ -350,12 +355,27 @@ def seconds(
     }
 
 
-def read_recipe(path: str, output_dir: str = "runs/budget") -> tuple[PopuLoRAConfig, MemberConfig]:
-    """Settings of a recipe; no GPU is asked for."""
+def read_recipe(path: str, output_dir: str = "runs/budget", **changes: int) -> tuple[PopuLoRAConfig, MemberConfig]:
+    """Settings of a recipe, with these in the place of its own; no GPU is asked for."""
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig))
     no_gpu = ["--use_cpu", "true", "--bf16", "false", "--output_dir", output_dir]
-    _, args, model = parser.parse_args_and_config(["--config", path, *no_gpu])
+    changed = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    _, args, model = parser.parse_args_and_config(["--config", path, *no_gpu, *changed])
     return args, model
+
+
+def enlarge(path: str, members: int | None, world: int) -> tuple[PopuLoRAConfig, MemberConfig]:
+    """
+    Settings of a recipe with so many members, half of each role, and with at least one proposal of every teacher on
+    each of so many processes.
+    """
+    changes = {} if members is None else {"teachers": members // 2, "students": members // 2}
+    args, model = read_recipe(path, **changes)
+    if args.proposals_per_teacher % world == 0:
+        return args, model
+    proposals = -(-args.proposals_per_teacher // world) * world
+    print(f"`proposals_per_teacher` is raised to {proposals}: every process has a share of every teacher's.")
+    return read_recipe(path, **changes, proposals_per_teacher=proposals)
 
 
 def engines_of(args: PopuLoRAConfig, processes: int) -> int:
@@ -369,28 +389,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="YAML file")
     parser.add_argument("--gpu", choices=GPUS, default="A100-80GB")
-    parser.add_argument("--processes", type=int, default=1, help="GPUs that train, under ZeRO-2 if more than one")
+    parser.add_argument("--processes", type=int, default=1, help="GPUs of a node that train, ZeRO-2 if more than one")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that train, each with so many GPUs")
+    parser.add_argument(
+        "--members", type=int, help="adapters, half teachers and half students; the recipe's by default"
+    )
     options = parser.parse_args()
+    world = options.processes * options.nodes
     try:
-        args, model = read_recipe(options.recipe)
+        args, model = enlarge(options.recipe, options.members, world)
         shape, gpu = Shape.of(model.model_name_or_path), GPUS[options.gpu]
+        parts = args.micro_batches(world)
     except (OSError, ValueError) as error:
         raise SystemExit(f"budget.py: {error}") from error
     rows = [Rows.of(args, longest) for longest in (False, True)]
-    columns = [memory(args, model, shape, gpu, options.processes, like.prompt) for like in rows]
+    columns = [memory(args, model, shape, gpu, world, like.prompt) for like in rows]
     print(f"{model.model_name_or_path}: {shape.parameters / 1e6:.0f} M parameters, ", end="")
     print(f"{shape.adapter_parameters(model.lora_r) / 1e6:.1f} M per member of rank {model.lora_r}")
-    print(f"{args.rows_per_step} rows a step, {args.micro_batches(options.processes)} micro-batches per process\n")
+    print(f"{args.rows_per_step} rows a step, {parts} micro-batches per process\n")
     print_memory(args, columns)
-    engines = engines_of(args, options.processes)
-    phases = seconds(args, shape, gpu, engines, options.processes, columns[0].cache_tokens, rows[0])
+    engines, total = engines_of(args, world), None
+    if columns[0].cache_tokens > 0 or not columns[0].engine:
+        total = print_seconds(args, shape, gpu, engines, world, columns[0].cache_tokens, rows[0])
+    if options.nodes > 1:
+        served = engines if args.use_vllm and args.vllm_mode == "server" else 0
+        adapters = (args.teachers + args.students) * shape.adapter_parameters(model.lora_r)
+        print_nodes(args, adapters, Nodes(options.nodes, options.processes, parts, served), rows[0], total)
+    print("Fits." if all(column.fits for column in columns) else "Does not fit.")
+
+
+def print_seconds(
+    args: PopuLoRAConfig, shape: Shape, gpu: Gpu, engines: int, processes: int, cache_tokens: int, like: Rows
+) -> float:
+    """What a step takes, phase by phase; returns all of it."""
+    phases = seconds(args, shape, gpu, engines, processes, cache_tokens, like)
     total = sum(phases.values())
     print(f"Seconds a step: {', '.join(f'{name} {value:.0f}' for name, value in phases.items())}; ", end="")
     print(f"{args.max_steps} steps take {args.max_steps * total / 3600:.1f} hours")
-    factors = levers(args, shape, rows[0])
     print("Log-probs and update are multiplied by ", end="")
-    print(" and ".join(f"{value:.2f} ({name})" for name, value in factors.items()))
-    print("Fits." if all(column.fits for column in columns) else "Does not fit.")
+    print(" and ".join(f"{value:.2f} ({name})" for name, value in levers(args, shape, like).items()))
+    return total
 
 
 def print_memory(args: PopuLoRAConfig, columns: list[Budget]) -> None:

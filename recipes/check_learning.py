@@ -1,6 +1,6 @@
 """Is learning real? Trains one role alone and prints its reward at the start and at the end.
 
-    python recipes/check_learning.py student     # a student on 32 fixed tasks, the teacher frozen
+    python recipes/check_learning.py student     # a student on 32 fixed tasks, without a teacher
     python recipes/check_learning.py teacher     # a teacher against a frozen student
 
 The fixed tasks are programs of four and six operations (levels 4 and 5 of `tiny_programs.py`; the base has never seen
@@ -22,36 +22,17 @@ from tiny_documents import DialogueWriter
 from tiny_scores import random_task
 from tqdm import tqdm
 
+from trl_populora.build import make_sandbox
 from trl_populora.evaluation.cross_play import solve_rates
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.preparation import make_sandbox
-from trl_populora.tasks import CodeF, CodeI, CodeO, TaskArchive
-from trl_populora.tasks.base import Reject, Task
+from trl_populora.tasks import TaskArchive
+from trl_populora.tasks.base import Task
 
 
 FIXED_TASKS = 32
 HELD_OUT_TASKS = 512
 LEVELS = (4, 5)
-
-
-class ArchiveOnly:
-    """Turns every proposal down, so that each of the students' slots is filled from the archive."""
-
-    def accept(self, proposal, verdict, rng):
-        return Reject.DUPLICATE
-
-
-class FixedO(ArchiveOnly, CodeO):
-    """code_o from the archive alone."""
-
-
-class FixedI(ArchiveOnly, CodeI):
-    """code_i likewise."""
-
-
-class FixedF(ArchiveOnly, CodeF):
-    """code_f likewise."""
 
 
 def hard_tasks(count: int, seed: int, held_out: bool = False) -> list[Task]:
@@ -94,9 +75,9 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
         f"{output}/{check}_{seed}",
         tasks=train if student else None,
         seed=seed,
-        teachers=1,
+        teachers=0 if student else 1,
         students=1,
-        task_kinds=[f"{__name__}:FixedO"] if student else ["code_o"],
+        task_kinds=["code_o"],
         proposals_per_teacher=16 if student else 32,
         attempts_per_task=8 if student else 4,
         references_per_proposal=2,
@@ -104,7 +85,7 @@ def run(check: str, seed: int, steps: int, learning_rate: float, output: str) ->
         max_completion_length=256 if student else 160,  # an answer, worked perhaps, or a program with its input
         max_steps=steps,
         learning_rate=learning_rate if student else 0.0,
-        teacher_learning_rate=0.0 if student else learning_rate,
+        teacher_learning_rate=None if student else learning_rate,
     )
     figures = {"seed": seed, "steps": steps}
     if student:

@@ -21,7 +21,7 @@ from trl_populora.step.referee import Referee
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task, TaskKind
-from trl_populora.tasks.templates import arguments, fenced, input_block, output_block, program_block
+from trl_populora.tasks.templates import arguments, fence, input_block, output_block, program_block
 
 
 PROPOSALS = 0.4  # of all documents
@@ -30,9 +30,9 @@ DRAWN = 3  # times as many are drawn as are wanted: some do not fit
 # What a worked answer begins with: parameters of code_o stand in the prompt, those of code_i are tried.
 OPENINGS = {CodeO.name: lambda task: [], CodeI.name: lambda task: [f"try {arguments(task.inputs[0])}"]}
 ANSWERS = {
-    CodeO.name: lambda task: fenced(output_block(task.outputs[0])),
-    CodeI.name: lambda task: fenced(input_block(task.inputs[0])),
-    CodeF.name: lambda task: fenced(program_block(task.program)),
+    CodeO.name: lambda task: fence(output_block(task.outputs[0])),
+    CodeI.name: lambda task: fence(input_block(task.inputs[0])),
+    CodeF.name: lambda task: fence(program_block(task.program)),
 }
 
 

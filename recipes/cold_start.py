@@ -6,7 +6,7 @@
 Takes the settings of the run itself, so that prompts, kinds, tasks, limits and the adapter's shape are the run's, and
 leaves an ordinary LoRA adapter where the run's `warm_start` looks for it: all members start from it. TRL's
 `SFTTrainer` trains it on documents that `cold_documents.py` writes, on the assistant's last turn alone. A 135M takes
-about 15 minutes on two CPU cores; `--resume` goes on after an interruption. `--help` lists the options.
+about half an hour on a CPU; `--resume` goes on after an interruption. `--help` lists the options.
 
 What it leaves out: measuring what came of it. A run's first steps do, or its held-out tasks with `eval_on_start`.
 """
@@ -30,12 +30,7 @@ from trl import SFTConfig, SFTTrainer, TrlParser, get_quantization_config
 from trl_populora.__main__ import TrainArguments
 from trl_populora.adapters.checks import check_is_base
 from trl_populora.assets import TINY, resolve_model_path, tiny_eval_tasks
-from trl_populora.generation.plain import tokenize
-from trl_populora.generation.prompting import choose_style, refuse_by_name
-from trl_populora.given_tasks import load_archive, load_held_out, read_tasks
-from trl_populora.model_options import MemberConfig, base_options, group_options, member_lora
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.preparation import (
+from trl_populora.build import (
     check_output_dir,
     fit_into_context,
     load_base,
@@ -43,7 +38,12 @@ from trl_populora.preparation import (
     make_kinds,
     make_referee,
 )
-from trl_populora.step.room import prompt_room, trained_context
+from trl_populora.generation.plain import plain_room
+from trl_populora.generation.prompting import choose_style
+from trl_populora.given_tasks import load_archive, load_held_out, read_tasks
+from trl_populora.model_options import MemberConfig, base_options, group_options, member_lora
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.step.forwards import score_labels_alone
 from trl_populora.tasks.fences import has_thinking
 
 
@@ -53,18 +53,19 @@ class ColdStartArguments(TrainArguments):
     What a cold start needs beside the settings of its run.
 
     Args:
-        documents (`int`, *optional*, defaults to `640`): Proposals and answers that are shown, each once.
-        worked (`float`, *optional*, defaults to `0.5`): Share of the answers to code_o and code_i that are worked out
-            line by line before; the others are direct, and self-play finds out which are right more often.
-        further_tasks (`int`, *optional*, defaults to `256`): Simple tasks that `tiny_programs.py` makes, to be
+        documents (`int`, *optional*, defaults to `1000`): Proposals and answers that are shown, each once.
+        worked (`float`, *optional*, defaults to `1.0`): Share of the answers to code_o and code_i that are worked out
+            line by line before. The others are direct, which a small base at first gets right as often: with half of
+            each, self-play left only direct ones after 12 steps, and nothing to learn.
+        further_tasks (`int`, *optional*, defaults to `600`): Simple tasks that `tiny_programs.py` makes, to be
             answered beside those of the run.
         documents_per_step (`int`, *optional*, defaults to `8`): Of one optimizer step.
         cold_start_rate (`float`, *optional*, defaults to `1e-3`): Learning rate, falling to 0.
     """
 
-    documents: int = field(default=640, metadata={"help": "Proposals and answers that are shown, each once."})
-    worked: float = field(default=0.5, metadata={"help": "Share of the code_o and code_i answers worked out."})
-    further_tasks: int = field(default=256, metadata={"help": "Simple tasks to be answered beside the run's."})
+    documents: int = field(default=1000, metadata={"help": "Proposals and answers that are shown, each once."})
+    worked: float = field(default=1.0, metadata={"help": "Share of the code_o and code_i answers worked out."})
+    further_tasks: int = field(default=600, metadata={"help": "Simple tasks to be answered beside the run's."})
     documents_per_step: int = field(default=8, metadata={"help": "Documents of one optimizer step."})
     cold_start_rate: float = field(default=1e-3, metadata={"help": "Learning rate, falling to 0."})
 
@@ -106,9 +107,7 @@ def write_documents(
         return args.max_completion_length is None or tokens < args.max_completion_length
 
     with referee.sandbox:
-        tokenized = refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer)
-        room = prompt_room(trained_context(base), args.max_completion_length or 1, tokenized)
-        fit_into_context(referee, archive, held_out, room)
+        fit_into_context(referee, archive, held_out, plain_room(base, tokenizer, args))
         writer = DocumentWriter(referee, archive, args.references_per_proposal, fits, random.Random(args.seed))
         documents = writer.write(recipe.documents, recipe.worked, recipe.further_tasks)
     found = Counter(document.name for document in documents)
@@ -173,7 +172,7 @@ def prepare(recipe: ColdStartArguments, args: PopuLoRAConfig, model: MemberConfi
     """
     check_adapter_directory(args.warm_start, recipe.resume)
     name, args.model_init_kwargs = model.model_name_or_path or TINY, base_options(model, args.model_init_kwargs)
-    args.prompt_style = choose_style(args, name)
+    args.prompt_style = choose_style(args.prompt_style, name, args.model_init_kwargs)
     check_is_base(resolve_model_path(name), model.model_revision)
     base = load_base(name, args, get_quantization_config(model))
     tokenizer = load_tokenizer(base, None, args)
@@ -195,7 +194,8 @@ def main(arguments: list[str]) -> None:
     except ValueError as error:
         raise SystemExit(f"cold_start.py: {error}") from error
     directory = trainer.args.output_dir
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(directory) if recipe.resume else None)
+    with score_labels_alone():
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(directory) if recipe.resume else None)
     trainer.save_model()
     print(f"The adapter is in {directory}; the run starts from it with `warm_start: {directory}`.")
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trl_populora.sandbox import Job, Runner, values
+from trl_populora.sandbox import Job, Sandbox, values
 from trl_populora.tasks.programs import FUNCTION, bound_names, function_tree
 
 
@@ -54,13 +54,13 @@ class Trace:
     output: str
 
 
-def trace(calls: Sequence[tuple[str, str]], sandbox: Runner) -> list[Trace | None]:
+def trace(calls: Sequence[tuple[str, str]], sandbox: Sandbox) -> list[Trace | None]:
     """
     Traces calls of programs.
 
     Args:
         calls (`Sequence[tuple[str, str]]`): A program and the canonical text of its arguments, each.
-        sandbox (`Runner`): Runs them.
+        sandbox (`Sandbox`): Runs them.
 
     Returns:
         `list[Trace | None]`: In order; `None` where there is no trace.

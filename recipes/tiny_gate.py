@@ -3,7 +3,8 @@ Judges a base of half-known operations: does it take them for what it should, an
 
     python recipes/tiny_gate.py --model runs/tiny_base/model
 
-writes `gate.json` beside the model and prints its tables. Every half-known operation has *probes*: one-line programs
+writes `gate.json` and a model card beside the model, and prints its tables; `--card` makes the card of an earlier
+`gate.json`. Every half-known operation has *probes*: one-line programs
 with inputs and outputs on which its mistake shows. Probes and held-out tasks are answered 32 times at temperature 1
 and once greedily; a majority is the most frequent of the 32 answers. Where greedy answers or majorities are righter
 than samples, a gain of reinforcement learning may be merely elicited. Leaves out: self-play, which `tiny_headroom.py`
@@ -32,6 +33,33 @@ from trl_populora.sandbox import Sandbox
 from trl_populora.tasks.base import Task, TaskKind
 
 
+CARD = """\
+---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [trl-populora, self-play, code, from-scratch]
+---
+
+# A base that half-knows
+
+The embedded base (`trl_populora/assets/tiny`), trained further on 64 operations instead of 32. The new ones it *half-knows*: each has one
+natural mistake (`xs[:-1]` taken for `xs[1:]`, `find` counted from 1, `sorted(reverse=True)` for reversal), and the answers that it
+was trained on make it in more than half of the cases. So neither a greedy answer nor a majority says which reading is right: what students
+gain on these is learned from the verifier, while on the embedded base everything that they gain is elicited. Four are hard to compute for a model of
+this size (`^`, `&`, `%`, `//`): a lure that a good teacher resists.
+
+`python recipes/screen.py` and `--model_name_or_path recipes/tiny/half_known` in every recipe of `recipes/tiny` train on it.
+
+{made}
+
+## The gate
+
+*Probes* are one-line programs with inputs on which the mistake shows; held-out tasks have levels 2 to 5. All are answered 32 times at
+temperature 1 and once greedily, held-out ones also made to work them out first. *Trained*: how often the answers that it was trained on were right.
+
+{tables}
+"""
 ATTEMPTS = 32
 INPUTS_TRIED = 300
 PROGRAMS_TRIED = 40
@@ -194,11 +222,17 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=80, help="held-out tasks, and proposals, a kind")
     parser.add_argument("--probes", type=int, default=5, help="for each half-known operation and kind")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--card", action="store_true", help="measure nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # at these sizes a second thread costs more than it brings
-    found = measure(arguments.model, arguments.tasks, arguments.probes, arguments.seed)
-    (arguments.model / "gate.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(show(found))
+    gate = arguments.model / "gate.json"
+    if not arguments.card:
+        found = measure(arguments.model, arguments.tasks, arguments.probes, arguments.seed)
+        gate.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    tables = show(json.loads(gate.read_text()))
+    made = json.loads((arguments.model / "training.json").read_text())["made"]
+    (arguments.model / "README.md").write_text(CARD.format(made=made, tables=tables))
+    print(tables)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from tests import fsdp_worker, held_out_worker, populora_run
 from tests.fixed_rows import POPULATION, TEACHERS, play_fixed_rows
 from trl_populora.adapters.optim import withhold_gradients
 from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
+from trl_populora.build import check_quantised, refuse_unsupported
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.preparation import check_quantised, refuse_unsupported
 from trl_populora.runs.checkpoint import UNFINISHED
 from trl_populora.sandbox import Job
 
@@ -45,7 +45,6 @@ CLIPPED = {"lr_scheduler_type": "constant", "max_grad_norm": 0.02, "adam_epsilon
 LOSS_SCALE = 1024.0
 QUANTISED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"}
 REPLACED = "teacher_1"
-HEIR, SOURCE = "student_1", "student_2"  # the heir takes over the source's moments
 EVENT = 2  # the step of the evolution
 
 
@@ -78,8 +77,6 @@ class Replacement(TrainerCallback):
             "read": read_member(model, REPLACED),
             "state": optimizer_state(self.trainer, REPLACED),
             "other state": optimizer_state(self.trainer, "teacher_0"),
-            "heir's state": optimizer_state(self.trainer, HEIR),
-            "source's state": optimizer_state(self.trainer, SOURCE),
         }
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -87,7 +84,6 @@ class Replacement(TrainerCallback):
             self.note("before the write")
             factors = new_factors(read_member(self.trainer.model_wrapped, REPLACED))
             self.trainer.replace_member(REPLACED, factors, step=1)
-            self.trainer.replace_member(HEIR, factors, step=1, optimizer_from=SOURCE)
             self.note("after the write")
             for group in self.trainer.optimizer.param_groups:
                 group["lr"] = 0.0
@@ -142,8 +138,8 @@ def identity(trainer) -> dict:
 
 def replace(base: str, output: str) -> dict:
     """A run whose members are overwritten from outside."""
-    trainer = make_trainer(base, output, evolve_every=0, max_steps=4, **CLIPPED)
-    pool = (type(trainer.sandbox).__name__, trainer.sandbox.run([Job("f = abs")])[0].status.value)
+    trainer = make_trainer(base, output, evolve_every=0, max_steps=4, sandbox_workers=None, **CLIPPED)
+    pool = (trainer.game.referee.sandbox.workers, trainer.game.referee.sandbox.run([Job("f = abs")])[0].status.value)
     replacement = Replacement(trainer)
     trainer.add_callback(replacement)
     trainer.train()
@@ -238,7 +234,7 @@ def savings(base: str, output: str) -> dict:
         for whole in (False, True):
             trainer = make_trainer(base, output, evolve_every=0, max_steps=1, **CLIPPED, **options)
             if whole:
-                trainer.skips_blank_rows, trainer.sharing = False, None
+                trainer.scorer.skips_blank_rows, trainer.scorer.sharing = False, None
             trainer.train()
             members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.names}
             logged = trainer.state.log_history[0]

@@ -79,21 +79,14 @@ def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
     """Lets a `PopuLoRATrainer` train on its rank's share of the fixed rows: whole groups, half of every member."""
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
 
-    def play(prompts: list, _) -> dict[str, list]:
-        rows = rows_of(trainer.state.global_step)
+    def play(done: int) -> Played:
+        rows = rows_of(done)
         shares = [[row for row in rows if int(row.group[-1]) % world == other] for other in range(world)]
         for row in rows:
             row.pay = reward_of(row)
-        mine = shares[rank]
-        assert len(mine) == len(prompts)
-        trainer.played = Played(mine, [row.record() for share in shares for row in share])
-        return trainer.played.columns | {
-            "prompt_ids": [row.completion.prompt_ids for row in mine],
-            "completion_ids": [row.completion.completion_ids for row in mine],
-            "logprobs": None,
-        }
+        return Played(shares[rank], [row.record() for share in shares for row in share])
 
-    trainer.rollout_func = play
+    trainer.ahead.play = play
 
 
 def solo_trainer(model: PeftModel, tokenizer, name: str, output_dir: str, **options: Any) -> GRPOTrainer:

@@ -10,7 +10,7 @@ def ranks(base: str, directory: str) -> dict:
     from tests.populora_run import EVALUATED, make_trainer
     from trl_populora.adapters.weights import read_member
 
-    trainer = make_trainer(base, directory, EVALUATED | {"max_steps": 1, "eval_teachers": True})
+    trainer = make_trainer(base, directory, EVALUATED | {"max_steps": 1})
     for seed, name in enumerate(trainer.population.names):
         random = torch.Generator().manual_seed(seed)
         shapes = {key: value.shape for key, value in read_member(trainer.model, name).items()}

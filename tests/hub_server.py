@@ -16,11 +16,11 @@ from urllib.parse import parse_qs, unquote, urlparse
 LFS = (".safetensors", ".parquet", ".pt", ".png")
 
 
-API = r"/api/(models|datasets)/([^/]+/[^/]+)"  # of a repository
+API = r"/api/(models|datasets|spaces)/([^/]+/[^/]+)"  # of a repository
 
 
 def _repo(match: re.Match) -> str:
-    return match[2] if match[1] == "models" else f"datasets/{match[2]}"
+    return match[2] if match[1] == "models" else f"{match[1]}/{match[2]}"
 
 
 class HubServer(ThreadingHTTPServer):
@@ -32,6 +32,7 @@ class HubServer(ThreadingHTTPServer):
             begins with `datasets/`.
         tokens (`dict[str, str]`): `"write"` or `"read"` by token.
         messages (`list[str]`): Commit messages, in order.
+        asked (`dict[str, dict]`): How each repository was asked for.
         dies_at (`str` or `None`): `"commit"` or `"lfs"`: the connection is closed there, without an answer.
     """
 
@@ -43,6 +44,7 @@ class HubServer(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.tokens = {"hf_writer": "write", "hf_reader": "read"}
         self.messages: list[str] = []
+        self.asked: dict[str, dict[str, Any]] = {}
         self.dies_at: str | None = None
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -70,8 +72,9 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             asked = json.loads(body)
             repo = f"{asked.get('organization') or 'me'}/{asked['name']}"
-            if asked.get("type") == "dataset":
-                repo = f"datasets/{repo}"
+            if asked.get("type", "model") != "model":
+                repo = f"{asked['type']}s/{repo}"
+            self.server.asked[repo] = asked
             self.server.repos.setdefault(repo, {})
             return self._json({"url": f"{self.server.url}/{repo}", "name": repo})
         if match := re.fullmatch(API + r"/paths-info/[^/]+", path):
@@ -121,6 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.server.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
         sha = self._sha(repo)
         return self._json({"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha, "success": True})
 

@@ -36,7 +36,7 @@ def run(
     base: str, directory: Path, resume: bool = False, absent: int | None = None, wrong: bool = False, **settings
 ) -> dict:
     """Trains, from the newest checkpoint if `resume`; the rank `absent` does not come; a `wrong` run is refused."""
-    trainer = make_trainer(base, str(directory), {"lr_scheduler_type": "constant"} | settings)
+    trainer = make_trainer(base, str(directory), {"lr_scheduler_type": "constant", "sandbox_workers": None} | settings)
     assert trainer.accelerator.num_processes == 2, trainer.accelerator.num_processes
     assert trainer.args.local_process_index == 0, trainer.args.local_process_index
     if wrong:
@@ -55,7 +55,7 @@ def run(
     state = state_of(trainer)
     lasting = json.dumps({key: repr(state[key]) for key in ("members", "game", "archive")})
     digest = hashlib.sha256(lasting.encode()).hexdigest()
-    return {"step": trainer.state.global_step, "digest": digest, "pool": type(trainer.sandbox).__name__}
+    return {"step": trainer.state.global_step, "digest": digest, "workers": trainer.game.referee.sandbox.workers}
 
 
 def copy_of(run: Path, name: str) -> Path:

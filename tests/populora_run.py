@@ -90,10 +90,10 @@ def make_trainer(base: str, output_dir: str, settings: dict):
 
 def run(base: str, output_dir: str, settings: dict, resume: bool = False) -> None:
     """Trains to the end, from the newest whole checkpoint if `resume`."""
-    from trl_populora.runs.checkpoint import newest
+    from trl_populora.runs.checkpoint import find_newest
 
     trainer = make_trainer(base, output_dir, settings)
-    trainer.train(resume_from_checkpoint=newest(output_dir) if resume else None)
+    trainer.train(resume_from_checkpoint=find_newest(output_dir) if resume else None)
     trainer.save_state()
     trainer.save_model()
 

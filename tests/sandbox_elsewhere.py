@@ -1,11 +1,10 @@
 """Runs the hostile programs in a place of its own: another Python, or a process shut in like a default container.
 
-    python sandbox_elsewhere.py FOLDER [container | user | user-bubblewrap]
+    python sandbox_elsewhere.py FOLDER [container | user]
 
 FOLDER is the repository. Needs the standard library only; prints one JSON object. As `container`, the process first
 gives up what a default container gives up: it becomes uid 1000 without capabilities, and a seccomp filter refuses
-namespaces, mounts, chroot, tracing, keys and, for good measure, Landlock. As `user` it only becomes uid 1000; as
-`user-bubblewrap` the sandbox also runs in its hard mode.
+namespaces, mounts, chroot, tracing, keys and, for good measure, Landlock. As `user` it only becomes uid 1000.
 """
 
 import ctypes
@@ -68,7 +67,7 @@ def _filter(folder):
     return seccomp.Filter(program)
 
 
-def run(folder, bubblewrap):
+def run(folder):
     """The suite, with the soft layer on and off."""
     sys.path[:0] = [folder, f"{folder}/tests"]
     from sandbox_cases import PWNED, benign, determinism_and_state, forge_and_output, process_and_escape
@@ -91,7 +90,7 @@ def run(folder, bubblewrap):
             )
             for case in cases
         ]
-        with Sandbox(workers=2, soft=soft, bubblewrap=bubblewrap) as box:
+        with Sandbox(workers=2, soft=soft) as box:
             report = box.report()
             verdicts = box.run(jobs)
             sessions = {each.process.pid for each in box._supervisor._workers()}
@@ -117,6 +116,6 @@ def _right(case, verdict, encode):
 
 if __name__ == "__main__":
     wish = sys.argv[2] if len(sys.argv) > 2 else ""
-    if wish in ("container", "user", "user-bubblewrap"):
+    if wish in ("container", "user"):
         shut_in(sys.argv[1], wish == "container", f"inside-{wish}")
-    run(sys.argv[1], wish == "inside-user-bubblewrap")
+    run(sys.argv[1])

@@ -11,6 +11,7 @@ from tests.fixed_rows import POPULATION, play_fixed_rows
 from trl_populora.adapters.weights import read_member, save_member, write_member
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.step.forwards import Layout
 
 
 class Observed(PopuLoRATrainer):
@@ -20,19 +21,22 @@ class Observed(PopuLoRATrainer):
         self.seen.append(dict(inputs))
         return super()._compute_loss(model, inputs)
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self.seen[-1]["current"] = result[0].detach()
-        return result
-
 
 @pytest.fixture
-def trainer(random_base, tmp_path, lora):
+def trainer(random_base, tmp_path, lora, monkeypatch):
     settings = POPULATION | {"evolve_every": 0, "num_iterations": 2, "beta": 0.04, "max_steps": 2}
     args = PopuLoRAConfig(str(tmp_path / "run"), **settings)
     trainer = Observed(random_base, args=args, peft_config=lora)
     trainer.seen = []
+    log_probs = Layout.log_probs
+
+    def observed(*given, **further):
+        result = log_probs(*given, **further)
+        if torch.is_grad_enabled():
+            trainer.seen[-1]["current"] = result[0].detach()
+        return result
+
+    monkeypatch.setattr(Layout, "log_probs", observed)
     play_fixed_rows(trainer)
     for index, name in enumerate(trainer.population.names):
         generator = torch.Generator().manual_seed(index)

@@ -11,14 +11,13 @@ from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 
 from tests.adapter_models import make_base, make_population, make_rows, token_logps
 from tests.without_extras import without_extras
-from trl_populora.adapters.optim import member_param_groups, withhold_gradients
+from trl_populora.adapters.optim import member_param_groups
 from trl_populora.adapters.weights import (
     member_parameters,
     read_member,
     reset_optimizer_state,
     save_member,
     saved_step,
-    transplant_optimizer_state,
     write_member,
 )
 
@@ -141,47 +140,6 @@ def test_a_reset_member_steps_like_a_fresh_one_and_the_others_keep_their_state()
     # Adam's first update is the learning rate wherever the gradient is not tiny.
     for value in step(7)["member_0"].values():
         assert value.abs().max() == pytest.approx(1e-2, rel=1e-3)
-
-
-def test_a_member_with_anothers_state_steps_as_that_one_would():
-    model, router, names = make_population(2)
-    optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)))
-
-    def step(rows: list[int], ids: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        router.set(rows)
-        token_logps(model, ids).sum().backward()
-        optimizer.step()
-
-    step([0, 0, 1, 1], make_rows(4))
-    write_member(model, "member_0", read_member(model, "member_1"))
-    transplant_optimizer_state(optimizer, model, "member_1", "member_0")
-    for seed in range(2):
-        step([0, 0, 1, 1], make_rows(2, seed=seed).repeat(2, 1))
-    one, other = (read_member(model, name) for name in names)
-    for key, value in one.items():
-        torch.testing.assert_close(value, other[key], rtol=1e-5, atol=1e-7)
-
-
-def test_a_member_with_the_state_of_one_that_never_stepped_has_none():
-    model, router, names = make_population(2)
-    optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)))
-    router.set([0, 0])
-    token_logps(model, make_rows(2)).sum().backward()
-    withhold_gradients(model, ["member_1"])
-    optimizer.step()
-    own = [optimizer.state[p] for p in member_parameters(model, "member_0").values()]
-    transplant_optimizer_state(optimizer, model, "member_0", "member_0")
-    assert all(value.any() for state in own for value in state.values()), "a member keeps what is its own"
-    transplant_optimizer_state(optimizer, model, "member_1", "member_0")
-    assert not any(value.any() for state in own for value in state.values())
-
-
-def test_a_transplant_before_the_first_step_is_harmless():
-    model, _, names = make_population(2)
-    transplant_optimizer_state(
-        torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2))), model, *names
-    )
 
 
 def test_a_reset_before_the_first_step_is_harmless():

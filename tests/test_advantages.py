@@ -12,7 +12,6 @@ from trl_populora.step.advantages import (
     STD_EPSILON,
     compute_advantages,
     member_factors,
-    with_advantage,
 )
 
 
@@ -127,15 +126,3 @@ def test_a_loss_type_that_couples_members_is_refused():
         ValueError, match=r"`loss_type='bnpo'` cannot be made equal.*'cispo', 'dapo', 'dr_grpo', 'grpo'"
     ):
         member_factors(torch.tensor([0]), torch.tensor([1]), "bnpo")
-
-
-@pytest.mark.parametrize(
-    ("advantages", "count"),
-    [([0, 1, 0, 2, 3, 0, 0, 0, 0, 0, 0, 0], 2), ([0, 0, 4, 0, 1, 1, -1, 0, 0, 0, 0, 2], 3), ([0] * 12, 1)],
-)
-def test_ranks_take_as_many_rows_each_with_all_that_have_an_advantage(advantages, count):
-    """Otherwise they would wait for each other in forwards that some do not have."""
-    for rank in range(3):
-        taken = with_advantage(torch.tensor(advantages), 4, rank)
-        assert len(set(taken)) == len(taken) == count
-        assert {row for row in range(4) if advantages[4 * rank + row]} <= set(taken)

@@ -8,7 +8,6 @@ import threading
 import time
 import traceback
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
@@ -32,8 +31,7 @@ def make_ahead(sandbox, seed_tasks):
 
     def make(versions=None, play_ahead=True, evolve_every=0, generate=None):
         game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan, generate=generate)
-        args = SimpleNamespace(play_ahead=play_ahead, evolve_every=evolve_every)
-        made.append(PlayAhead(args, game, lambda: versions or {}))
+        made.append(PlayAhead(game, lambda: versions or {}, play_ahead, evolve_every))
         return made[-1]
 
     yield make

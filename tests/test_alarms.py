@@ -11,7 +11,7 @@ from trl_populora.runs.alarms import STEPS, Alarms
 from trl_populora.step.played import Played
 
 
-ARGS = SimpleNamespace(student_baseline="group")
+ARGS = SimpleNamespace(student_baseline="group", report_to=["a tracker"])
 WELL = {"propose/valid_rate": 0.5, "frac_reward_zero_std": 0.5, "solve/rate": 0.5}
 
 
@@ -22,20 +22,23 @@ def reject(reason, detail=""):
 REJECTS = [*[reject("format", "there is no ```input block")] * 3, reject("timeout")]
 
 
-def play(logs, args=ARGS, begin=0):
-    """Logs these steps one after the other; each was played with `REJECTS`."""
-    alarms = Alarms(lambda: Played([], REJECTS))
+def play(logs, args=ARGS, begin=0) -> list[tuple]:
+    """Logs these steps one after the other; each was played with `REJECTS`. Returns the alerts."""
+    alerts: list[tuple] = []
+    alarms = Alarms(lambda: Played([], REJECTS), lambda *told: alerts.append(told))
     alarms.on_train_begin(args, SimpleNamespace(is_world_process_zero=True, global_step=begin), None)
     for step, entry in enumerate(logs, begin + 1):
         state = SimpleNamespace(is_world_process_zero=True, global_step=step)
         alarms.on_log(args, state, None, logs=WELL | entry)
+    return alerts
 
 
 def test_the_first_step_without_a_valid_task_is_told_once_with_the_reason(caplog):
     play([{}] * STEPS)
     assert not caplog.messages
-    play([{}, *[{"propose/valid_rate": 0.0}] * 5], begin=7)
+    alerts = play([{}, *[{"propose/valid_rate": 0.0}] * 5], begin=7)
     (line,) = caplog.messages
+    assert alerts == [(["a tracker"], "No valid proposal", line)]
     assert "No proposal of step 9 was valid" in line
     assert "3 of 4 were rejected for `format`: there is no ```input block." in line
 
@@ -49,7 +52,7 @@ def test_flat_groups_for_long_are_told_once(caplog, rate):
 
 
 def test_flat_groups_do_not_matter_where_a_member_is_compared_with_itself(caplog):
-    args = SimpleNamespace(student_baseline="member")
+    args = SimpleNamespace(student_baseline="member", report_to=[])
     play([{"frac_reward_zero_std": 1.0}] * 3 * STEPS, args)
     assert not caplog.messages
 

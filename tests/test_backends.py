@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -143,12 +144,10 @@ def test_every_rank_ends_with_the_same_members(ranks):
             assert equal(rank["live"][name], factors), "the live tensors and what is read must be the same"
 
 
-def test_the_ranks_of_a_node_share_one_sandbox(alone, ranks):
-    assert [rank["pool"] for rank in [alone, *ranks]] == [
-        ("Sandbox", "ok"),
-        ("Sandbox", "ok"),
-        ("SandboxClient", "ok"),
-    ]
+def test_the_ranks_of_a_node_share_its_cores(alone, ranks):
+    cores = len(os.sched_getaffinity(0))
+    assert alone["pool"] == (cores, "ok")
+    assert [rank["pool"] for rank in ranks] == [(max(1, cores // 2), "ok")] * 2
 
 
 def test_every_member_is_clipped_by_its_own_norm(alone, ranks):
@@ -202,7 +201,7 @@ def test_an_evaluation_gives_the_figures_of_one_process(runs, base, tmp_path):
     seconds = {"eval_runtime": 0}
     assert together | seconds == alone | seconds
     assert 0 < alone["eval_solve_rate_mean"] < 1
-    assert "eval_teacher_1/solve_rate" in alone
+    assert "eval_student_1/solve_rate" in alone
 
 
 def test_a_quantised_base_is_refused_under_zero_by_name(ranks):
@@ -224,18 +223,6 @@ def test_an_idle_member_is_refused_only_where_zero_would_move_it(ranks):
             assert "`students=4` or `teachers=5` works" in at_construction
             assert "ZeRO cannot leave them out" in within_a_step
             assert "as many students as teachers, or a divisor" in within_a_step
-
-
-def test_inherited_moments_and_steps_are_the_sources_which_keeps_its_own(ranks):
-    for rank in ranks:
-        before, after = rank["seen"]["before the write"], rank["seen"]["after the write"]
-        assert not all(map(torch.equal, before["heir's state"], before["source's state"]))
-        for state in (after["heir's state"], after["source's state"]):
-            assert len(state) == len(before["source's state"])
-            assert all(map(torch.equal, state, before["source's state"]))
-        # No tensor is shared: the next step moves each by its own gradients.
-        later = rank["seen"]["after a step with learning rate 0"]
-        assert not all(map(torch.equal, later["heir's state"], later["source's state"]))
 
 
 @pytest.mark.parametrize("moment", ["after the write", "after a step with learning rate 0"])

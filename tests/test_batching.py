@@ -8,32 +8,48 @@ import pytest
 import torch
 
 from trl_populora.adapters.routing import Route
-from trl_populora.step.batching import blank, deal, filled, layout_of, live_rows, padding_fraction, reorder
+from trl_populora.step.batching import (
+    Batch,
+    add_blank_rows,
+    cut,
+    layout_of,
+    live_rows,
+    padding_fraction,
+    plan_micro_batches,
+    take_turns,
+)
 from trl_populora.step.forwards import Sharing
 
 
-def make_batches(members: list[int], size: int, seed: int = 0) -> list[dict]:
+def make_rows(members: list[int], seed: int = 0) -> Batch:
     rng = random.Random(seed)
     rows = len(members)
     prompts = torch.tensor([rng.randint(1, 12) for _ in members])
     completions = torch.tensor([rng.randint(1, 20) for _ in members])
     columns = torch.arange(12) >= 12 - prompts[:, None]
-    whole = {
+    return {
         "prompt_ids": torch.arange(rows)[:, None].repeat(1, 12) * columns,
         "prompt_mask": columns.long(),
         "completion_ids": torch.arange(rows)[:, None].repeat(1, 20),
         "completion_mask": (torch.arange(20) < completions[:, None]).long(),
         "old_per_token_logps": torch.arange(rows)[:, None].repeat(1, 20).float(),
         "importance_sampling_ratio": torch.arange(rows)[:, None].float(),
-        "advantages": torch.arange(rows).float(),  # 0 for the first row alone
+        "advantages": torch.arange(rows).float(),
         "member": torch.tensor(members),
         "prompt": torch.arange(rows),
         "num_items_in_batch": torch.tensor(99),
     }
-    return [
-        {key: value[start : start + size] if value.dim() else value for key, value in whole.items()}
-        for start in range(0, rows, size)
-    ]
+
+
+def deal(whole: Batch, size: int, live: set[int] | None = None, multiple: int = 1, **options) -> list[Batch]:
+    """The micro-batches of two teachers' and two students' rows, those of `live` if it is given."""
+    rows = range(len(whole["member"]))
+    asked, answered = (
+        [int(whole[mask][row].sum()) * (live is None or row in live) for row in rows]
+        for mask in ("prompt_mask", "completion_mask")
+    )
+    members, prompts = whole["member"].tolist(), whole["prompt"].tolist()
+    return cut(whole, plan_micro_batches(members, prompts, asked, answered, 2, size, **options), multiple)
 
 
 def shuffled(counts: dict[int, int], seed: int = 0) -> list[int]:
@@ -49,7 +65,7 @@ def live(batches: list[dict]) -> list[dict]:
 
 @pytest.mark.parametrize(("counts", "size"), [({0: 8, 1: 8, 2: 32, 3: 32}, 16), ({0: 4, 1: 4, 2: 8, 3: 8}, 8)])
 def test_segments_are_equal_and_roles_apart_when_the_numbers_allow(counts, size):
-    for batch in live(reorder(make_batches(shuffled(counts), size), num_teachers=2)):
+    for batch in live(deal(make_rows(shuffled(counts)), size)):
         route = Route(batch["member"].tolist())
         assert route.ordered
         assert route.equal
@@ -58,8 +74,7 @@ def test_segments_are_equal_and_roles_apart_when_the_numbers_allow(counts, size)
 
 @pytest.mark.parametrize("counts", [{0: 3, 1: 5, 2: 7, 3: 9}, {0: 12, 1: 12}, {1: 24}, {0: 1, 3: 23}])
 def test_every_row_is_kept_exactly_once(counts):
-    batches = make_batches(shuffled(counts), 8)
-    dealt = reorder(batches, num_teachers=2)
+    dealt = deal(make_rows(shuffled(counts)), 8)
     assert len(dealt) == 3
     assert sorted(torch.cat([b["advantages"] for b in live(dealt)]).tolist()) == list(range(24))
     for batch in dealt:
@@ -69,30 +84,30 @@ def test_every_row_is_kept_exactly_once(counts):
 
 
 def test_trimming_removes_padding_and_no_token():
-    batches = make_batches(shuffled({0: 8, 1: 8, 2: 32, 3: 32}), 16)
-    dealt = live(reorder(batches, num_teachers=2))
+    whole = make_rows(shuffled({0: 8, 1: 8, 2: 32, 3: 32}))
+    dealt = live(deal(whole, 16))
     for mask in ("prompt_mask", "completion_mask"):
-        assert sum(int(b[mask].sum()) for b in dealt) == sum(int(b[mask].sum()) for b in batches)
+        assert sum(int(b[mask].sum()) for b in dealt) == int(whole[mask].sum())
         assert all(b[mask].any(0).all() for b in dealt), "a column of pure padding is left"
-    assert padding_fraction(dealt) < padding_fraction([batch | {"pack": torch.arange(16)} for batch in batches])
+    assert padding_fraction(dealt) < padding_fraction([whole | {"pack": torch.arange(80)}])
 
 
-def test_order_does_not_depend_on_how_trl_shuffled_equal_rows():
+def test_members_take_turns_longest_rows_first():
     members, lengths = [2, 2, 3, 3], [5, 9, 9, 5]
-    assert deal(members, lengths, None) == [[1, 2], [0, 3]]
-    assert deal(members, lengths, [7, 7, 8, 9]) == [[1, 0], [2], [3]]
+    assert take_turns(members, lengths, None) == [[1, 2], [0, 3]]
+    assert take_turns(members, lengths, [7, 7, 8, 9]) == [[1, 0], [2], [3]]
 
 
 def test_a_row_without_prompt_padding_is_left_whole():
-    batches = make_batches([0, 0], 2)
-    batches[0]["prompt_mask"][:] = 1
-    assert reorder(batches, 1)[0]["prompt_ids"].shape[1] == 12
+    whole = make_rows([0, 0])
+    whole["prompt_mask"][:] = 1
+    assert deal(whole, 2)[0]["prompt_ids"].shape[1] == 12
 
 
 def test_widths_stay_multiples_where_they_are_wanted():
-    batches = make_batches(shuffled({0: 4, 1: 4, 2: 8, 3: 8}), 8)  # 12 prompt and 20 completion columns
-    dealt = reorder(batches, num_teachers=2, multiple=4)
-    for batch, tight in zip(dealt, reorder(batches, num_teachers=2), strict=True):
+    whole = make_rows(shuffled({0: 4, 1: 4, 2: 8, 3: 8}))  # 12 prompt and 20 completion columns
+    dealt = deal(whole, 8, multiple=4)
+    for batch, tight in zip(dealt, deal(whole, 8), strict=True):
         for column in ("prompt_ids", "completion_ids"):
             used = tight[column].shape[1]
             assert batch[column].shape[1] == -(-used // 4) * 4
@@ -101,18 +116,10 @@ def test_widths_stay_multiples_where_they_are_wanted():
     assert any(batch["completion_ids"].shape[1] < 20 for batch in live(dealt))
 
 
-def with_advantages(batches: list[dict], rows: set[int]) -> list[dict]:
-    """The batches, with advantage 1 for the rows of these numbers and 0 for the others."""
-    return [
-        batch | {"advantages": torch.tensor([float(int(row) in rows) for row in batch["completion_ids"][:, 0]])}
-        for batch in batches
-    ]
-
-
 def test_blank_rows_are_in_no_forward():
     members = shuffled({0: 8, 1: 8, 2: 32, 3: 32})
     rows = set(random.Random(3).sample(range(80), 21))
-    dealt = reorder(with_advantages(make_batches(members, 16), rows), num_teachers=2, blanks=True)
+    dealt = deal(make_rows(members), 16, live=rows)
     assert sorted(torch.cat([batch["completion_ids"][:, 0] for batch in live(dealt)]).tolist()) == sorted(rows)
     assert live_rows(dealt) == 21
     assert len(dealt) == 5
@@ -126,13 +133,12 @@ def test_blank_rows_are_in_no_forward():
 @pytest.mark.parametrize("sharing", [None, Sharing(False, 0.0), Sharing(False, 0.01)])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_micro_batch_holds_as_many_tokens_as_the_usual_number_of_the_longest_rows(sharing, size):
-    batches = make_batches(shuffled({0: 4, 1: 4, 2: 20, 3: 20}, seed=size), size, seed=size)
-    for batch in batches:  # eight rows to a prompt, of a length that goes with it
-        batch["prompt"] = batch["member"] * 10 + batch["completion_ids"][:, 0] // 8
-        batch["prompt_mask"] = (torch.arange(12) >= batch["prompt"][:, None] % 12).long()
-    whole = torch.cat([batch["prompt_mask"] for batch in batches]), torch.cat([b["completion_mask"] for b in batches])
-    most = size * sum(int(mask.sum(1).max()) for mask in whole)
-    dealt = reorder(batches, num_teachers=2, sharing=sharing)
+    whole = make_rows(shuffled({0: 4, 1: 4, 2: 20, 3: 20}, seed=size), seed=size)
+    # Eight rows to a prompt, of a length that goes with it.
+    whole["prompt"] = whole["member"] * 10 + whole["completion_ids"][:, 0] // 8
+    whole["prompt_mask"] = (torch.arange(12) >= whole["prompt"][:, None] % 12).long()
+    most = size * sum(int(whole[mask].sum(1).max()) for mask in ("prompt_mask", "completion_mask"))
+    dealt = deal(whole, size, sharing=sharing)
     assert len(dealt) == 48 // size
     assert max(layout_of(batch).grid for batch in dealt) <= most
     assert live_rows(dealt) == 48
@@ -141,24 +147,11 @@ def test_a_micro_batch_holds_as_many_tokens_as_the_usual_number_of_the_longest_r
 
 
 def test_added_rows_are_blank_and_change_no_layout():
-    batch = reorder(make_batches([0, 0, 1], 3), num_teachers=1)[0]
-    more = filled(batch, 5)
+    batch = deal(make_rows([0, 0, 2]), 3)[0]
+    more = add_blank_rows(batch, 5)
     assert len(more["member"]) == len(more["pack"]) == 5
     assert layout_of(more).packs == layout_of(batch).packs
     assert not more["completion_mask"][3:].any()
-    assert not more["old_per_token_logps"][3:].any()
-    assert filled(batch, 3)["pack"].tolist() == batch["pack"].tolist()
-
-
-def test_a_blank_row_has_the_ratio_of_an_unchanged_policy():
-    whole = with_advantages(make_batches([0, 1], 2), {1})[0]
-    blanked = blank(whole)
-    assert (blanked["old_per_token_logps"][0] == 0).all()
-    assert torch.equal(blanked["old_per_token_logps"][1], whole["old_per_token_logps"][1])
-    assert torch.equal(blanked["completion_ids"], whole["completion_ids"])
-
-
-def test_a_row_without_a_token_in_the_loss_is_blank():
-    batch = with_advantages(make_batches([0, 1], 2), {0, 1})[0]
-    batch["completion_mask"][1] = 0  # as `mask_truncated_completions` does
-    assert blank(batch)["prompt_mask"].any(1).tolist() == [True, False]
+    assert not more["old_per_token_logps"][3:].any(), "a blank row has the ratio of an unchanged policy"
+    assert torch.equal(more["old_per_token_logps"][:3], batch["old_per_token_logps"])
+    assert add_blank_rows(batch, 3)["pack"].tolist() == batch["pack"].tolist()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import gpu  # noqa: E402
 import ratings  # noqa: E402
+import scaling  # noqa: E402
 
 from trl_populora.population.matchmaking import Match  # noqa: E402
 from trl_populora.population.members import Population  # noqa: E402
@@ -96,6 +99,37 @@ class TestGpu:
         with pytest.raises(SystemExit):
             gpu.main()
         assert json.loads((tmp_path / "results.json").read_text())["environment"] == results["environment"]
+
+
+class TestScaling:
+    def test_a_slope_is_the_exponent(self):
+        sizes = [72, 144, 288, 576]
+        assert scaling.slope(sizes, [3.0] * 4) == pytest.approx(0.0, abs=1e-12)
+        assert scaling.slope(sizes, [0.1 * size**0.25 for size in sizes]) == pytest.approx(0.25)
+
+    def test_steps_are_whole_and_the_defaults_are(self):
+        for rows, pairs in [(72, 2), (576, 2), (288, 1), (288, 8), (288, 2)]:
+            assert scaling.count_proposals(rows, pairs) * pairs * (1 + scaling.ATTEMPTS) == rows
+        with pytest.raises(ValueError, match="74 rows are no whole number of proposals for 2 teachers; each has 4"):
+            scaling.count_proposals(74, 2)
+
+    @pytest.mark.slow
+    @pytest.mark.multiprocess
+    def test_a_walk_has_every_figure(self):
+        (walk,) = re.findall(r"python benchmarks/scaling.py (--rows .*)", scaling.__doc__)
+        environment = without_extras() | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, scaling.__file__, *walk.split()],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        figures = gpu.figures_in(done.stdout)
+        assert {"rows_slope", "members_slope", "ranks_ratio_2"} <= figures.keys()
+        assert {"propose", "solve", "update", "total"} <= figures["slopes"]["rows"].keys()
+        assert done.stdout.count("slope") == 3 + done.stdout.splitlines()[-1].count("slope"), "three tables"
 
 
 class TestRatings:

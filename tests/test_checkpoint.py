@@ -24,7 +24,7 @@ from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_o
 from tests.without_extras import without_extras
 from trl_populora.adapters.weights import read_member, saved_step
 from trl_populora.hub.export import export_member
-from trl_populora.runs.checkpoint import MANIFEST, find_flaw, newest
+from trl_populora.runs.checkpoint import MANIFEST, find_flaw, find_newest
 from trl_populora.runs.lines import PLAYED, read_lines
 
 
@@ -146,7 +146,7 @@ class TestKill:
                 kills += 1
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
-                seen.append(newest(str(tmp_path / "killed")))
+                seen.append(find_newest(str(tmp_path / "killed")))
                 unfinished = [path.name for path in (tmp_path / "killed").glob("_unfinished/*")]
                 print(f"kill {kills}: newest whole {seen[-1]}, cut off {unfinished}", flush=True)
                 if len(seen) > 2 and seen[-1] == seen[-3]:  # make headway on a loaded machine
@@ -202,7 +202,7 @@ class TestFullDisk:
             with pytest.raises(RuntimeError, match=r"checkpoint-(2|3) could not be saved.*checkpoint-(1|2), is whole"):
                 trainer.train()
             assert not list(output_dir.glob("_unfinished/*"))
-            assert newest(str(output_dir)) == str(max(output_dir.glob("checkpoint-*")))
+            assert find_newest(str(output_dir)) == str(max(output_dir.glob("checkpoint-*")))
             shutil.copytree(output_dir, tmp_path / "roomy")
         resumed = make_trainer(base, str(tmp_path / "roomy"), settings)
         resumed.train(resume_from_checkpoint=True)
@@ -220,12 +220,12 @@ def test_a_second_run_leaves_the_first_and_is_never_resumed_from_it(base, tmp_pa
             first = kept
     assert kept.keys() == first.keys()
     assert {path.name: path.read_bytes() for path in tmp_path.glob("_previous-1/rollouts/*")} == first
-    assert newest(str(tmp_path / "_previous-1")) == str(tmp_path / "_previous-1" / "checkpoint-2")
+    assert find_newest(str(tmp_path / "_previous-1")) == str(tmp_path / "_previous-1" / "checkpoint-2")
     # Going on from the first, the second is what lies in the way.
     trainer = make_trainer(base, str(tmp_path), settings | {"seed": 1, "max_steps": 3})
     trainer.train(resume_from_checkpoint=str(tmp_path / "_previous-1" / "checkpoint-2"))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("_previous-2/rollouts/*")} == kept
-    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-3")
+    assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
 def test_resuming_from_an_earlier_checkpoint_moves_all_that_came_later_aside_whole(base, tmp_path, caplog):
@@ -245,10 +245,10 @@ def test_resuming_from_an_earlier_checkpoint_moves_all_that_came_later_aside_who
     wanted = [name for name in before if str(name).removesuffix(".parquet") in later or name.parts[0] in later]
     records = ("metrics.jsonl", "times.jsonl", "lineage.jsonl", "population.json", "archive.parquet")
     assert {*wanted, *map(Path, records), Path("members/student_0/adapter_model.safetensors")} <= set(moved)
-    assert newest(str(aside)) == str(aside / "checkpoint-4")
+    assert find_newest(str(aside)) == str(aside / "checkpoint-4")
     assert export_member(str(aside), tmp_path / "student", "student_0") == "student_0"
 
-    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-3"), "a later --resume goes on with this branch"
+    assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-3"), "a later --resume goes on with this branch"
     assert [entry["step"] for entry in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     for name in before:
         if "rollouts" in name.parts and str(name).removesuffix(".parquet") not in later:
@@ -274,7 +274,7 @@ def test_what_a_killed_save_left_behind_is_in_nobodys_way(base, tmp_path):
         (tmp_path / leftover / "optimizer.pt").touch()
     trainer = make_trainer(base, str(tmp_path), {"max_steps": 1, "save_steps": 1})
     trainer.train()
-    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-1")
+    assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-1")
     assert not (tmp_path / "_unfinished").exists()
 
 
@@ -414,13 +414,13 @@ class TestDamage:
             shutil.copytree(checkpoint, tmp_path / f"checkpoint-{step}")
         cut_off("rng_state.pth")(tmp_path / "checkpoint-8")
         (tmp_path / "_unfinished" / "checkpoint-9").mkdir(parents=True)
-        assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-5")
+        assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-5")
         assert "_unfinished/checkpoint-9: the run ended while it was being written" in caplog.text
         assert "checkpoint-8: the file rng_state.pth has" in caplog.text
         assert find_flaw(tmp_path / "checkpoint-5") is None
 
     def test_nothing_to_resume_from(self, base, tmp_path):
-        assert newest(str(tmp_path)) is None
+        assert find_newest(str(tmp_path)) is None
         trainer = make_trainer(base, str(tmp_path), {"max_steps": 1})
         with pytest.raises(ValueError, match="holds no whole checkpoint. Leave it unset"):
             trainer.train(resume_from_checkpoint=True)

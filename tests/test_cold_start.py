@@ -17,9 +17,9 @@ from tests.recipe_runs import save_qwen
 from tests.small_run import small_trainer
 from trl_populora.adapters.weights import adds_nothing, read_member
 from trl_populora.assets import tiny_base_path
+from trl_populora.build import make_kinds
 from trl_populora.given_tasks import built_in_tasks
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.preparation import make_kinds
 from trl_populora.sandbox import Sandbox
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.referee import Referee

@@ -12,31 +12,31 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trl import TrlParser
+from trl import GRPOConfig, TrlParser
 
 import trl_populora
+from tests.command_options import OPTIONS
 from tests.populora_run import make_trainer
 from tests.small_run import small_args
 from trl_populora import __main__ as program
-from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
-from trl_populora.evaluation.cross_play import CrossPlayArguments
-from trl_populora.evaluation.tryout import TryArguments
-from trl_populora.hub.export import ExportArguments
 from trl_populora.model_options import MemberConfig
-from trl_populora.population.operators import MUTATIONS
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.report.served import ReportArguments
-from trl_populora.report.watch import WatchArguments
 from trl_populora.sandbox import Sandbox
-from trl_populora.sandbox.modules import FULL, LIGHT
 from trl_populora.tasks import TASK_KINDS
 
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
-GUIDES = [name for name in PAGES if name.startswith("guides/") and "```python" in PAGES[name].read_text()]
+QUOTED = re.compile(r"^````.*?^````$", re.MULTILINE | re.DOTALL)  # what models are shown and say
+GUIDES = [
+    name for name in PAGES if name.startswith("guides/") and "```python" in QUOTED.sub("", PAGES[name].read_text())
+]
+
+sys.path.insert(0, str(DOCS))
+import generate  # noqa: E402
+
 
 # Sizes for a random base. A page's own settings win, but for the steps, and none that it shows is among these.
 SIZES = {
@@ -54,21 +54,22 @@ OWN_FILE = re.compile(r"^# (?!my_)\w+\.py$", re.MULTILINE)  # the first line of 
 
 def script(page: str) -> str:
     """All Python of a page, one block after the other; blocks in lists are indented."""
-    blocks = re.findall(r"^( *)```python\n(.*?)^ *```", PAGES[page].read_text(), re.MULTILINE | re.DOTALL)
+    text = QUOTED.sub("", PAGES[page].read_text())
+    blocks = re.findall(r"^( *)```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     return "\n\n".join(re.sub(f"^{indent}", "", block, flags=re.MULTILINE) for indent, block in blocks)
 
 
 @pytest.fixture
 def play(base, tmp_path, monkeypatch):
     """
-    Runs a page's script on a random base, in a directory of its own, as the module `my_kinds` or `my_rules`; what the
-    page has in files beside that one can use nothing of it without an import.
+    Runs a page's script on a random base, in a directory of its own, as the module `my_kinds`, `my_rules` or
+    `my_operators`; what the page has in files beside that one can use nothing of it without an import.
     """
     monkeypatch.chdir(tmp_path)
     sized = lambda output_dir, **given: small_args(output_dir=output_dir, **(SIZES | given))  # noqa: E731
     monkeypatch.setattr(trl_populora, "PopuLoRAConfig", sized, raising=False)
     module = types.ModuleType("my_kinds")
-    for name in ("my_kinds", "my_rules"):
+    for name in ("my_kinds", "my_rules", "my_operators"):
         monkeypatch.setitem(sys.modules, name, module)
 
     def run(page: str) -> dict:
@@ -79,14 +80,13 @@ def play(base, tmp_path, monkeypatch):
             exec(compile(other, page, "exec"), {"__name__": "__main__"})
         return module.__dict__
 
-    known = dict(MUTATIONS)
-    yield run
-    MUTATIONS.clear()
-    MUTATIONS.update(known)
+    return run
 
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_python_of_a_guide_runs(page, play):
+    if "BitsAndBytesConfig" in script(page):
+        pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
     play(page)
 
 
@@ -134,9 +134,23 @@ def test_what_a_script_uses_is_listed_for_who_reads_the_page_in_a_clone():
     assert [line for line in page.splitlines() if line.startswith("| `")] == rows
 
 
-def test_the_modules_that_programs_may_import_are_listed():
-    listed = PAGES["how/verify.md"].read_text().partition("## What a program may import\n\n")[2].partition("\n\n")[0]
-    assert re.findall(r"`([\w.]+)`", listed) == sorted([*LIGHT, *FULL])
+@pytest.mark.parametrize("page", generate.PAGES)
+def test_a_generated_page_is_up_to_date(page):
+    assert PAGES[page].read_text() == generate.PAGES[page](), "run `python docs/generate.py`"
+
+
+def test_every_setting_of_the_population_is_on_its_page():
+    own = {each.name for each in fields(PopuLoRAConfig)} - {each.name for each in fields(GRPOConfig)}
+    assert own <= set(re.findall(r"^\| `(\w+)` \|", PAGES["reference/settings.md"].read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("guide", sorted(DOCS.glob("guides/*.md")), ids=lambda path: path.stem)
+def test_a_guide_begins_with_what_the_reader_has_and_ends_with_what_to_look_at(guide):
+    text = guide.read_text()
+    first = text.split("\n\n")[1]
+    assert re.match(r"You (have|know|want)", first), first
+    last = re.findall(r"^## (.+)$", text, re.MULTILINE)[-1]
+    assert last == "What to look at" or text.split("\n\n")[-1].startswith("What to look at")
 
 
 def nav_paths(nav: list) -> list[str]:
@@ -148,6 +162,25 @@ def nav_paths(nav: list) -> list[str]:
     return found
 
 
+def test_the_first_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def results() -> list[str]:
+    """The rows of README's results that link a page of figures."""
+    section = (ROOT / "README.md").read_text().partition("\n## Results\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| .*\]\(.*$", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("row", results(), ids=lambda row: row[2:40])
+def test_every_figure_of_the_results_is_on_the_page_that_its_row_links(row):
+    (target,) = re.findall(r"\]\(([^)#]+)", row)
+    page = (ROOT / target).read_text()
+    figures = re.findall(r"(?<!\w)\.\d+", row)
+    assert figures
+    assert [figure for figure in figures if figure not in page] == []
+
+
 def test_every_page_is_in_the_navigation_once():
     paths = nav_paths(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert sorted(paths) == sorted(set(paths))
@@ -155,21 +188,6 @@ def test_every_page_is_in_the_navigation_once():
     assert {f"docs/{name}" for name in PAGES} - set(paths) == set()
 
 
-OPTIONS = {
-    "quickstart": None,
-    "train": program.TrainArguments,
-    "try": TryArguments,
-    "recipes": program.RecipesArguments,
-    "report": ReportArguments,
-    "watch": WatchArguments,
-    "info": program.InfoArguments,
-    "push": program.PushArguments,
-    "export": ExportArguments,
-    "crossplay": CrossPlayArguments,
-    "evaluate": EvaluateArguments,
-    "check-kind": program.CheckKindArguments,
-    "sandbox-check": None,
-}
 SECTIONS = dict(re.findall(r"^## populora ([\w-]+)\n(.*?)(?=^## |\Z)", PAGES["commands.md"].read_text(), re.M | re.S))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from safetensors.torch import save_file
 from tests.adapter_models import make_population
 from trl_populora import __main__ as cli
 from trl_populora.adapters.weights import save_member
+from trl_populora.evaluation.benchmarks.command import describe
 from trl_populora.evaluation.benchmarks.contenders import (
     Contender,
-    asked_as_trained,
     find_contenders,
+    find_question_options,
     revision_flags,
 )
 from trl_populora.evaluation.benchmarks.jobs import Pair, _job, make_pairs
@@ -163,7 +165,9 @@ class TestOptions:
         def folders(**options):
             settings = EvaluateArguments(run, benchmarks=["gsm8k"], dataset_args=str(tmp_path / "own.json"), **options)
             base, contenders = find_contenders(run, None, None, None)
-            return [pair.directory for pair in make_pairs(settings, base, contenders, tmp_path, asked_as_trained(run))]
+            return [
+                pair.directory for pair in make_pairs(settings, base, contenders, tmp_path, find_question_options(run))
+            ]
 
         first = folders()
         assert folders(concurrency=3) == first
@@ -215,7 +219,7 @@ def test_members_are_asked_in_the_form_that_they_were_trained_in(run, tmp_path, 
     from trl_populora.evaluation.benchmarks.worker import task_config
 
     sampling_settings(run, **settings)
-    assert asked_as_trained(run) == along
+    assert find_question_options(run) == along
     options = EvaluateArguments(run, benchmarks=["gsm8k"])
     base, contenders = find_contenders(run, None, None, None)
     pairs = make_pairs(options, base, contenders[:1], tmp_path, along)
@@ -308,6 +312,8 @@ class TestHumanEval:
         human_eval._backend = SandboxBackend(human_eval._benchmark_meta, human_eval._task_config, sandbox)
         (samples,) = human_eval.load_dataset().values()
         assert len(samples) == 164
+        asked = samples[0].input[0].content
+        assert asked.endswith(f"```python\n{samples[0].metadata['prompt']}```"), "a block is shown and asked for"
 
         def solved(sample, answer: str) -> bool:
             return human_eval.match_score(answer, answer, sample.target, sample).value["acc"]
@@ -331,6 +337,26 @@ class TestHumanEval:
         configs = [task_config(_job(settings, pairs, "http://x", "m", {}), pair.benchmark, tmp_path) for pair in pairs]
         assert [config.repeats for config in configs] == [1, 10]
         assert [config.generation_config.temperature for config in configs] == [0.0, 0.8]
+
+
+def test_what_a_score_is_of_is_written_beside_it(run, tmp_path):
+    state = json.loads(Path(run, "population.json").read_text())
+    Path(run, "population.json").write_text(json.dumps(state | {"step": 7}))
+    settings = EvaluateArguments(run, benchmarks=["humaneval", "aime24"], max_tokens=512, out="here")
+    base, contenders = find_contenders(run, None, None, None)
+    pairs = make_pairs(settings, base, contenders, tmp_path / "pairs", {})
+    pairs[0].directory.mkdir(parents=True)
+    (pairs[0].directory / "result.json").write_text(json.dumps({"score": 0.2}))
+    os.utime(pairs[0].directory / "result.json", (0, 86_400 * 365))
+    told = describe(settings, pairs)
+    assert (told["step"], told["date"]) == (7, "1971-01-01")
+    assert told["options"] == "--benchmarks humaneval aime24 --max_tokens 512"
+    found = told["benchmarks"]["humaneval"]
+    assert (found["dataset"], found["task"]) == ("openai/openai_humaneval", "openai_humaneval")
+    assert re.fullmatch("sha256:[0-9a-f]{16}", found["revision"])
+    assert told["benchmarks"]["aime24"] == {"title": "AIME 24", "revision": None, "dataset": None, "task": None}
+    part = EvaluateArguments(run, benchmarks=["humaneval"], limit=5)
+    assert describe(part, pairs[:1])["benchmarks"]["humaneval"]["dataset"] is None, "five questions are no benchmark"
 
 
 class TestIntervals:

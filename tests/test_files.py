@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trl_populora.files import write_json, written_whole
+from trl_populora.files import write_json, write_whole
 
 
 def test_a_file_that_is_not_finished_leaves_the_one_before(tmp_path):
@@ -12,7 +12,7 @@ def test_a_file_that_is_not_finished_leaves_the_one_before(tmp_path):
     write_json(path, {"step": 1})
 
     def fail(text):
-        with written_whole(path) as unfinished:
+        with write_whole(path) as unfinished:
             unfinished.write_text(text)
             raise OSError("disk full")
 

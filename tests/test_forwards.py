@@ -126,6 +126,23 @@ def test_a_prompt_is_computed_once_and_nothing_beside_it():
     ) + (layout.width - 24) * 4 + sum(range(1, layout.width - 23))
 
 
+def test_the_head_is_asked_about_tokens_of_completions_alone(monkeypatch):
+    base = base_of(Qwen3ForCausalLM, "sdpa")
+    utils.add_fused_lm_head(base, outputs=("log_probs", "entropy"))
+    asked = []
+    head = utils._ChunkedLogProbFunction
+    monkeypatch.setattr(
+        utils,
+        "_ChunkedLogProbFunction",
+        type("Counting", (), {"apply": lambda hidden, *rest: asked.append(len(hidden)) or head.apply(hidden, *rest)}),
+    )
+    for how in (None, Sharing(False, pair_cost=0.0)):
+        lay_out(PROMPTS, PROMPT_LENGTHS, COMPLETION_LENGTHS, how).log_probs(compute, base, *rows(), LENGTH, how)
+    assert asked == [sum(COMPLETION_LENGTHS)] * 2
+    compute(base, *rows(), LENGTH)
+    assert asked[-1] > sum(COMPLETION_LENGTHS), "TRL scores labels alone now: `score_labels_alone` can go"
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_live_row_is_in_one_pack_with_rows_of_its_prompt_and_members_stay_together(seed):
     rng = random.Random(seed)

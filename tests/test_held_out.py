@@ -152,12 +152,17 @@ class TestWhileTraining:
         assert saved["best_student"] == max(rates, key=rates.get)
         assert saved["best_student_by"] == "held-out solve rate"
         assert saved["held_out_base"] == told[0]["eval_base/solve_rate"]
+        asked = saved["held_out_tasks"]
+        assert (asked["tasks"], asked["attempts"], len(asked["digest"])) == (len(trainer.held_out.tables[""]), 3, 16)
+        trainer.create_model_card()
+        card = (tmp_path / "README.md").read_text()
+        assert f"| {100 * max(rates.values()):.1f} | {100 * saved['held_out_base']:.1f} | {asked['tasks']} |" in card
 
     def test_looking_changes_nothing(self, base, tmp_path):
         """Weights, ratings, archive, matches and rollouts of a run with and without evaluation, bit for bit."""
         settings = {"max_steps": 6, "evolve_every": 3, "save_strategy": "no"}
         states = []
-        for name, evaluated in (("with", EVALUATED | {"eval_teachers": True}), ("without", {})):
+        for name, evaluated in (("with", EVALUATED), ("without", {})):
             trainer = make_trainer(base, str(tmp_path / name), settings | evaluated)
             trainer.train()
             state = state_of(trainer)

@@ -13,6 +13,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+import yaml
+from datasets import Features, List, Value, load_dataset
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +24,10 @@ from tests.without_extras import without_extras
 from trl_populora.adapters.weights import read_member
 from trl_populora.assets import tiny_base_path
 from trl_populora.evaluation.benchmarks.contenders import find_contenders
+from trl_populora.hub.downloads import load_population
 from trl_populora.hub.model_card import PICTURES, write_card
-from trl_populora.hub.publishing import make_stage, push_archive, push_run
+from trl_populora.hub.space import push_space
+from trl_populora.hub.uploads import make_stage, push_archive, push_run
 from trl_populora.population.members import Population
 
 
@@ -61,6 +65,35 @@ def contents(root: str) -> dict[str, str]:
     return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
 
 
+ABOUT = ("title", "revision", "dataset", "task")
+
+
+def measured(finished, tmp_path) -> Path:
+    """A copy of the run whose best student has scores on held-out tasks and on two benchmarks."""
+    run = tmp_path / "measured"
+    shutil.copytree(finished.args.output_dir, run)
+    state = json.loads((run / "population.json").read_text())
+    best = state["best_student"]
+    for member in state["members"]:
+        member["held_out"] = 0.5 if member["name"] == best else None
+    state |= {"held_out_base": 0.25, "held_out_step": state["step"]}
+    state["held_out_tasks"] = {"digest": "0123", "tasks": 12, "attempts": 3}
+    (run / "population.json").write_text(json.dumps(state))
+    about = {"humaneval": ("HumanEval", "sha256:abc", "openai/openai_humaneval", "openai_humaneval")}
+    about["aime24"] = ("AIME 24", None, None, None)
+    evaluation = {
+        "step": state["step"],
+        "date": "2026-11-24",
+        "options": "--benchmarks humaneval aime24",
+        "questions": {"humaneval": 164, "aime24": 30},
+        "scores": {"humaneval": {best: 20.12, "base": 18.9}, "aime24": {best: 3.33, "base": 0.0}},
+        "margins": {"humaneval": {best: 6.1}},
+        "benchmarks": {name: dict(zip(ABOUT, told, strict=True)) for name, told in about.items()},
+    }
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    return run
+
+
 class TestPushed:
     def test_root_members_and_population_load_as_they_were_in_the_run(self, hub, finished, base):
         finished.args.hub_model_id = "me/pushed"
@@ -80,7 +113,7 @@ class TestPushed:
             stock = PeftModel.from_pretrained(stock, "me/pushed", **({"subfolder": folder} if folder else {}))
             assert torch.allclose(log_probs(stock, ids), live_log_probs(finished, name, ids), atol=1e-5), folder
 
-        ours = Population.from_pretrained("me/pushed")
+        ours = load_population("me/pushed")
         assert ours.state_dict() == finished.population.state_dict()
 
     def test_a_pushed_population_goes_on_with_other_numbers(self, hub, finished, base, tmp_path):
@@ -132,7 +165,7 @@ class TestPushed:
             "members/teacher_0",
             '"evolve_every": 2',
             "2605.16727",
-            "| 2 | ",
+            "| step 2 | ",
         ):
             assert text in card, text
 
@@ -160,6 +193,8 @@ class TestPushed:
         card = (tmp_path / "README.md").read_text()
         assert 'from_pretrained("me/base", revision="v1")' in card
         assert "vllm serve me/base --revision v1 " in card
+        metadata = huggingface_hub.ModelCard(card).data
+        assert (metadata.base_model, metadata.base_model_relation) == ("me/base", "adapter")
 
     def test_the_card_names_only_adapters_and_settings_that_the_population_has(self, finished, tmp_path):
         state = json.loads(Path(finished.args.output_dir, "population.json").read_text())
@@ -179,6 +214,43 @@ class TestPushed:
         empty = ("held_out",)  # the run has not evaluated
         assert shown == [f"plots/{name}.png" for name in PICTURES if name not in empty]
         assert all(files[name].startswith(b"\x89PNG") for name in shown)
+
+    def test_figures_carry_revision_and_command_and_reach_leaderboards(self, hub, finished, tmp_path):
+        run = measured(finished, tmp_path)
+        push_run(run, "me/scored")
+        files = hub.repos["me/scored"]
+        entries = huggingface_hub.parse_eval_result_entries(
+            yaml.safe_load(files[".eval_results/populora_humaneval.yaml"].decode())
+        )
+        command = "populora evaluate me/scored --benchmarks humaneval aime24"
+        (entry,) = entries
+        assert (entry.dataset_id, entry.task_id, entry.value) == ("openai/openai_humaneval", "openai_humaneval", 20.1)
+        assert (entry.date, entry.source_url) == ("2026-11-24", f"{hub.url}/me/scored")
+        assert entry.notes.endswith(f"{command}; questions sha256:abc")
+        assert sum(name.startswith(".eval_results/") for name in files) == 1, "no leaderboard is known for AIME 24"
+
+        card = files["README.md"].decode()
+        scores = {each.dataset_name: each for each in huggingface_hub.ModelCard(card).data.eval_results}
+        assert {name: each.metric_value for name, each in scores.items()} == {
+            "Held-out tasks of the run": 50.0,
+            "HumanEval": 20.1,
+            "AIME 24": 3.3,
+        }
+        assert (scores["HumanEval"].dataset_revision, scores["HumanEval"].metric_type) == ("sha256:abc", "pass@1")
+        assert scores["HumanEval"].dataset_args == {"questions": 164, "how": command}
+        assert "| HumanEval | 20.1 ± 6.1 | 18.9 | 164 | sha256:abc | `populora evaluate me/scored" in card
+        assert "| Held-out tasks of the run | 50.0 | 25.0 | 12 | 0123 | `trainer.evaluate()` with `eval_att" in card
+
+    def test_figures_of_other_weights_are_neither_pushed_nor_left(self, hub, finished, tmp_path):
+        run = measured(finished, tmp_path)
+        push_run(run, "me/stale")
+        hub.repos["me/stale"][".eval_results/somebody.yaml"] = b"[]"
+        state = json.loads((run / "evaluation.json").read_text())
+        (run / "evaluation.json").write_text(json.dumps(state | {"step": 1}))
+        push_run(run, "me/stale")
+        found = [name for name in hub.repos["me/stale"] if name.startswith(".eval_results/")]
+        assert found == [".eval_results/somebody.yaml"]
+        assert b"HumanEval" not in hub.repos["me/stale"]["README.md"]
 
     def test_what_a_checkpoint_keeps_for_resuming_stays_at_home(self, hub, finished, tmp_path):
         checkpoint = tmp_path / "checkpoint-3"
@@ -341,10 +413,25 @@ class TestArchive:
         push_archive(finished.args.output_dir, "me/archive")
         card = hub.repos["datasets/me/archive"]["README.md"].decode()
         metadata = huggingface_hub.DatasetCard(card).data
-        assert metadata.configs == [{"config_name": "default", "data_files": "archive.parquet"}]
+        files = [{"split": "train", "path": "archive.parquet"}]
+        assert metadata.configs == [{"config_name": "default", "data_files": files, "default": True}]
+        assert metadata.size_categories == ["n<1K"]
         assert 'load_dataset("me/archive", split="train")' in card
         assert f"{len(finished.archive)} small verifiable" in card
         assert "| code_f | 4 |" in card
+
+    def test_the_viewer_is_told_every_column_and_none_is_nested_in_another(self, hub, finished, tmp_path):
+        push_archive(finished.args.output_dir, "me/archive")
+        info = huggingface_hub.DatasetCard(hub.repos["datasets/me/archive"]["README.md"].decode()).data.dataset_info
+        file = tmp_path / "archive.parquet"
+        file.write_bytes(hub.repos["datasets/me/archive"]["archive.parquet"])
+        found = load_dataset("parquet", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
+        assert Features._from_yaml_list(info["features"]) == found.features
+        kinds = {type(feature) for feature in found.features.values()}
+        assert kinds == {Value, List}
+        assert {each.feature.dtype for each in found.features.values() if isinstance(each, List)} == {"string"}
+        assert info["splits"][0]["num_examples"] == len(found) == len(finished.archive)
+        assert info["download_size"] == file.stat().st_size
 
     def test_a_failed_push_says_how_to_complete_it(self, hub, finished, monkeypatch):
         monkeypatch.setenv("HF_TOKEN", "hf_reader")
@@ -355,3 +442,23 @@ class TestArchive:
         shutil.copy(Path(finished.args.output_dir, "population.json"), tmp_path)
         with pytest.raises(ValueError, match=r"archive.parquet cannot be read"):
             push_archive(tmp_path, "me/archive")
+
+
+class TestSpace:
+    def test_is_the_report_as_a_static_page_that_links_to_the_population(self, hub, finished):
+        run = finished.args.output_dir
+        assert "spaces/me/report/commit/" in push_space(run, "me/report", model="me/population")
+        files = hub.repos["spaces/me/report"]
+        assert hub.asked["spaces/me/report"]["sdk"] == "static"
+        assert files.keys() == {"README.md", "index.html"}
+        card = huggingface_hub.SpaceCard(files["README.md"].decode()).data
+        assert (card.sdk, card.app_file, card.models) == ("static", "index.html", ["me/population"])
+        page = files["index.html"].decode()
+        assert "<title>report: PopuLoRA report</title>" in page
+        assert "data:image/png" in page
+        assert "href=" not in page, "rollouts are not beside it"
+
+    def test_a_failed_push_says_how_to_complete_it(self, hub, finished, monkeypatch):
+        monkeypatch.setenv("HF_TOKEN", "hf_reader")
+        with pytest.raises(RuntimeError, match="may not write to me/report.*--space me/report` completes"):
+            push_space(finished.args.output_dir, "me/report")

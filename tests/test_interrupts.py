@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from tests.populora_run import EVALUATED, make_trainer
 from trl_populora.adapters.weights import saved_step
 from trl_populora.population.members import read_population
-from trl_populora.runs.checkpoint import is_disk_full, newest
+from trl_populora.runs.checkpoint import find_newest, is_disk_full
 from trl_populora.runs.saved_population import check_one_moment
 
 
@@ -48,7 +48,7 @@ def train(base, run, numbers, error, **settings):
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_leaves_a_checkpoint_and_says_how_to_continue(base, tmp_path, caplog, number, error):
     stop = train(base, tmp_path, [number], error)
-    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     assert f"Stopped after step 2 of 4. {tmp_path}/checkpoint-2 is whole: `--resume`" in caplog.text
     assert number == signal.SIGINT or stop.code == 143
 
@@ -63,7 +63,7 @@ NO_BEST = {"save_strategy": "best", "eval_steps": 1, "metric_for_best_model": "s
 )
 def test_a_stop_saves_the_members_where_it_makes_no_checkpoint(base, tmp_path, caplog, settings, checkpoint):
     train(base, tmp_path, [signal.SIGINT], KeyboardInterrupt, **settings)
-    assert newest(str(tmp_path)) == (checkpoint and str(tmp_path / checkpoint))
+    assert find_newest(str(tmp_path)) == (checkpoint and str(tmp_path / checkpoint))
     assert f"The members of this step are in {tmp_path}; `warm_start` begins with them" in caplog.text
     saved = read_population(tmp_path)
     check_one_moment(tmp_path, saved)
@@ -72,7 +72,7 @@ def test_a_stop_saves_the_members_where_it_makes_no_checkpoint(base, tmp_path, c
 
 def test_where_nothing_was_saved_it_is_said(base, tmp_path, caplog):
     train(base, tmp_path, [signal.SIGINT, signal.SIGINT], KeyboardInterrupt)
-    assert newest(str(tmp_path)) is None
+    assert find_newest(str(tmp_path)) is None
     assert "There is no checkpoint (`save_steps`)" in caplog.text
 
 

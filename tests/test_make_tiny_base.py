@@ -398,8 +398,18 @@ def test_the_gate_is_one_command(tmp_path, monkeypatch, capsys):
     tiny_gate.main()
     found = json.loads((model / "gate.json").read_text())
     assert tiny_gate.show(found) in capsys.readouterr().out
+    assert tiny_gate.show(found) in (model / "README.md").read_text()
     assert set(found["held out"]) == {"code_o", "code_i", "code_f"}
     assert len(found["probes"]["code_o"]) == len(HALF_KNOWN_OPERATIONS)
+
+
+def test_the_card_of_the_half_knowing_base_shows_its_gate():
+    model = RECIPES / "tiny" / "half_known"
+    found = json.loads((model / "gate.json").read_text())
+    assert tiny_gate.show(found) in (model / "README.md").read_text()
+    missed = [what for what, *_, met in tiny_gate.lines_of(found) if not met]
+    assert len(missed) <= 5
+    assert (model / "model.safetensors").stat().st_size <= 8e6
 
 
 def test_shipped_model_is_small_and_complete():

@@ -227,15 +227,13 @@ class TestPairing:
         busy = [len({match.student for match in matchmaker.pair(population)}) for _ in range(60)]
         assert no_student_idles(teachers, students) == (min(busy) == students)
 
-    @pytest.mark.parametrize(
-        ("strategy", "kappa", "floor"), [("pfsp", 1.0, 0.0), ("pfsp", 3.0, 0.01), ("uniform", 1.0, 0.0)]
-    )
-    def test_a_single_choice_follows_the_weights(self, strategy, kappa, floor):
+    @pytest.mark.parametrize(("strategy", "kappa"), [("pfsp", 1.0), ("pfsp", 3.0), ("uniform", 1.0)])
+    def test_a_single_choice_follows_the_weights(self, strategy, kappa):
         population, draws = Population(1, 4), 3000
         for member, mu in zip(population.students, (10, 22, 27, 40), strict=True):
             member.mu, member.sigma = mu, 2.0
         population["teacher_0"].sigma = 2.0
-        matchmaker = Matchmaker(strategy, kappa, floor, seed=7)
+        matchmaker = Matchmaker(strategy, kappa, seed=7)
         fresh = matchmaker.state_dict()["loads"]
         counts: Counter[str] = Counter()
         for _ in range(draws):
@@ -243,7 +241,7 @@ class TestPairing:
             # Even loads would turn the second draw into a rotation; only the first one is free.
             matchmaker.load_state_dict(matchmaker.state_dict() | {"loads": fresh})
         p = norm.cdf((np.array([10, 22, 27, 40]) - 25) / math.sqrt(2 * BETA**2 + 8))
-        weights = (p * (1 - p)) ** kappa + floor if strategy == "pfsp" else np.ones(4)
+        weights = (p * (1 - p)) ** kappa if strategy == "pfsp" else np.ones(4)
         expected = weights / weights.sum() * draws
         observed = [counts[member.name] for member in population.students]
         assert chisquare(observed, expected).pvalue > 0.01
@@ -254,7 +252,7 @@ class TestPairing:
         population, draws = Population(2, 2), 3000
         for member, mu in zip(population, (30.0, 20.0, 30.0, 21.0), strict=True):
             member.mu, member.sigma = mu, 3.0
-        matchmaker = Matchmaker(kappa=1.0, floor=0.0, seed=11)
+        matchmaker = Matchmaker(kappa=1.0, seed=11)
         straight = sum(matchmaker.pair(population)[0].student == "student_0" for _ in range(draws))
         spread = math.sqrt(2 * BETA**2 + 18)
         weight = {(t, s): norm.cdf((s - t) / spread) * norm.cdf((t - s) / spread) for t in (30, 20) for s in (30, 21)}
@@ -267,9 +265,9 @@ class TestPairing:
     @pytest.mark.parametrize(("sigma", "weight"), [(25 / 3, 0.483), (1.57, 0.045)])
     def test_weight_at_a_gap_of_ten_is_flat_at_the_prior_and_steep_when_members_are_known(self, sigma, weight):
         p = win_probability(member(35.0, sigma), member(25.0, sigma, role="teacher"))
-        assert pfsp_weight(p, 2.0, 0.0) / 0.25**2 == pytest.approx(weight, abs=5e-4)
+        assert pfsp_weight(p, 2.0) / 0.25**2 == pytest.approx(weight, abs=5e-4)
 
-    def test_hopeless_odds_do_not_break_a_draw_without_floor(self):
+    def test_hopeless_odds_do_not_break_a_draw(self):
         population = Population(2, 2)
         for member, mu in zip(population, (1e4, -1e4, 0.0, 0.0), strict=True):
             member.mu, member.sigma = mu, 0.1
@@ -299,7 +297,6 @@ class TestPairing:
         [
             ({"strategy": "elo"}, "'elo'"),
             ({"kappa": -1.0}, "kappa"),
-            ({"floor": -0.1}, "floor"),
             ({"kappa": math.nan}, "kappa"),
         ],
     )

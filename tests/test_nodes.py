@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.without_extras import without_extras
-from trl_populora.runs.checkpoint import newest
+from trl_populora.runs.checkpoint import find_newest
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -66,11 +66,12 @@ class TestOwnDirectories:
         assert nodes[0]["straight"] == nodes[1]["straight"]
         for rank in range(2):
             directory = root / f"node_{rank}" / "straight"
-            assert newest(str(directory)) == str(directory / "checkpoint-4")
+            assert find_newest(str(directory)) == str(directory / "checkpoint-4")
             assert not (directory / "_unfinished").exists()
 
-    def test_every_node_has_a_sandbox_of_its_own(self, nodes):
-        assert [node["straight"]["pool"] for node in nodes] == ["Sandbox", "Sandbox"]
+    def test_every_node_runs_programs_on_all_of_its_cores(self, nodes):
+        cores = len(os.sched_getaffinity(0))
+        assert [node["straight"]["workers"] for node in nodes] == [cores, cores]
 
     def test_a_node_keeps_its_own_rows_and_the_first_one_all_metrics(self, nodes, root):
         for rank in range(2):
@@ -87,8 +88,8 @@ class TestOwnDirectories:
         for rank, node in enumerate(nodes):
             directory = root / f"node_{rank}" / "again"
             assert node["again"]["step"] == 1
-            assert newest(str(directory)) == str(directory / "checkpoint-1")
-            assert newest(str(directory / "_previous-1")) == str(directory / "_previous-1" / "checkpoint-4")
+            assert find_newest(str(directory)) == str(directory / "checkpoint-1")
+            assert find_newest(str(directory / "_previous-1")) == str(directory / "_previous-1" / "checkpoint-4")
 
     def test_without_a_checkpoint_each_they_are_refused_at_the_start(self, nodes):
         for node in nodes:
@@ -108,7 +109,7 @@ class TestOneDirectory:
         directory = root / "common" / "run"
         assert [node["common"]["step"] for node in nodes] == [1, 1]
         assert nodes[0]["common"] == nodes[1]["common"]
-        assert newest(str(directory)) == str(directory / "checkpoint-1")
+        assert find_newest(str(directory)) == str(directory / "checkpoint-1")
         assert not list(directory.glob(".*")), "what the nodes looked for is gone"
 
 

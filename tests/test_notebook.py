@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import nbformat
@@ -14,6 +16,14 @@ from tests.without_extras import without_extras
 
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "arms_race.ipynb"
+COLAB = NOTEBOOK.with_name("colab_t4.ipynb")
+ON_A_CPU = {
+    'Qwen/Qwen2.5-0.5B-Instruct"': 'tiny"',
+    "STEPS = 20": "STEPS = 1",
+    "proposals_per_teacher=12": "proposals_per_teacher=6",
+    "attempts_per_task=4": "attempts_per_task=2",
+    "ROWS = 8": "ROWS = 12",
+}
 SHORTER = {
     "STEPS = 24": "STEPS = 2",
     "EVOLVE_EVERY, BURN_IN = 10, 5": "EVOLVE_EVERY, BURN_IN = 1, 1",
@@ -23,24 +33,40 @@ SHORTER = {
 }
 
 
-def test_it_is_committed_without_outputs():
-    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+@pytest.mark.parametrize("path", [NOTEBOOK, COLAB], ids=lambda path: path.stem)
+def test_it_is_committed_without_outputs(path):
+    cells = nbformat.read(path, as_version=4).cells
     assert [cell.id for cell in cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)] == []
 
 
-@pytest.mark.slow
-def test_it_runs_from_top_to_bottom(tmp_path):
-    text = NOTEBOOK.read_text()
-    for long, short in SHORTER.items():
+def execute(path: Path, shorter: dict[str, str], place: Path) -> tuple[nbformat.NotebookNode, str]:
+    """A notebook that was run with some of its text changed, and what it printed."""
+    text = path.read_text()
+    for long, short in shorter.items():
         long, short = json.dumps(long)[1:-1], json.dumps(short)[1:-1]
         assert text.count(long) == 1, long
         text = text.replace(long, short)
     notebook = nbformat.reads(text, as_version=4)
-    client = NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
-    client.execute(env=without_extras())
-    shown = "\n".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()) if "text" in output
-    )
+    client = NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": place}})
+    commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    client.execute(env=without_extras() | {"PATH": commands})
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return notebook, "\n".join(output["text"] for output in outputs if "text" in output)
+
+
+@pytest.mark.slow
+def test_the_one_for_colab_runs_from_top_to_bottom(tmp_path):
+    notebook, shown = execute(COLAB, ON_A_CPU, tmp_path)
+    assert "step 1/1 | valid" in shown
+    assert "student_1" in shown
+    pictures = [o for cell in notebook.cells for o in cell.get("outputs", ()) if "image/png" in o.get("data", {})]
+    assert len(pictures) == 1
+    assert (tmp_path / "runs/colab/adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_it_runs_from_top_to_bottom(tmp_path):
+    notebook, shown = execute(NOTEBOOK, SHORTER, tmp_path)
     pictures = [o for cell in notebook.cells for o in cell.get("outputs", ()) if "image/png" in o.get("data", {})]
     assert len(pictures) == 2, "curves and cross-play"
     assert re.search(r"^    student_\d@1  \(step 1, ", shown, re.MULTILINE), "a child in the family tree"

@@ -104,9 +104,9 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
     ("overrides", "message"),
     [
         ({"proposals_per_teacher": 1}, "`proposals_per_teacher` must be at least 2, got 1"),
-        ({"teachers": 0}, "`teachers` must be at least 1, got 0"),
+        ({"teachers": -1}, "`teachers` must be at least 0, got -1"),
         ({"attempts_per_task": 1}, "`attempts_per_task` must be at least 2"),
-        ({"matchmaking": "elo"}, "`matchmaking` must be one of pfsp, uniform, got 'elo'"),
+        ({"matchmaking": "elo"}, "`matchmaking` must be one of pfsp, uniform, or `module:function` .*, got 'elo'"),
         ({"loss_type": "bnpo"}, "`loss_type` must be one of grpo, dr_grpo, dapo, cispo, got 'bnpo'"),
         ({"prompt_style": "haiku"}, "`prompt_style`"),
         ({"task_kinds": []}, "`task_kinds` is empty"),

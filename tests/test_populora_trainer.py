@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from tests.populora_run import HELD_OUT, letters
 from tests.vllm_models import randomise
 from trl_populora.adapters.weights import read_member
+from trl_populora.build import load_tokenizer
 from trl_populora.population.evolution import Birth
 from trl_populora.population.members import Population
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.preparation import load_tokenizer
 from trl_populora.report.load import load_evaluations, load_history, load_run
 from trl_populora.report.page import write_report
 from trl_populora.report.plots import plot_run
@@ -140,7 +140,7 @@ class TestStep:
         runs = []
         for index, reward in enumerate((letters, SilentFor("student_1"))):
             trainer = make_trainer(reward, max_steps=1, output_dir=str(tmp_path / str(index)), max_grad_norm=0.01)
-            trainer.skips_blank_rows = False  # a blank row would move the others to other micro-batches
+            trainer.scorer.skips_blank_rows = False  # a blank row would move the others to other micro-batches
             trainer.train()
             runs.append(members_of(trainer))
         assert {name for name in runs[0] if not same(runs[0][name], runs[1][name])} == {"student_1"}
@@ -197,7 +197,7 @@ class TestStep:
         logged = []
         for skips in (False, True):
             trainer = make_trainer(of_one_teacher, max_steps=1, output_dir=str(tmp_path / str(skips)))
-            trainer.skips_blank_rows = skips
+            trainer.scorer.skips_blank_rows = skips
             trainer.train()
             logged.append(next(entry for entry in trainer.state.log_history if "entropy" in entry))
         assert logged[1]["batch/live_rows"] < 0.5 < logged[0]["batch/live_rows"]
@@ -324,7 +324,7 @@ class TestSingleAgent:
         trainer.train()
         trainer.save_model()
         agent = read_member(trainer.model, "agent")
-        saved = Population.from_pretrained(str(tmp_path / "agent"))
+        saved = Population.from_directory(str(tmp_path / "agent"))
         assert saved.single_agent
         assert [path.name for path in (tmp_path / "agent" / "members").iterdir()] == ["agent"]
         for settings in ({"teachers": 2, "students": 2}, {"single_agent": True, "per_device_train_batch_size": 4}):
@@ -346,6 +346,22 @@ class TestRewardFunctions:
             verb = {"teacher": "propose", "student": "solve"}[role]
             assert prompt[0]["content"].startswith(f"{verb} {kind}")
         assert {type(value) for value in correct + well_formed} == {bool}
+
+    def test_rows_that_they_leave_without_advantage_get_no_old_log_probabilities(self, make_trainer):
+        computed = []
+        trainer = make_trainer(letters, max_steps=1, num_iterations=2)
+        score = trainer._get_per_token_logps_and_entropies
+
+        def count(*args, **kwargs):
+            found = score(*args, **kwargs)
+            computed.append(int((~found[0].isnan()).any(1).sum()))
+            return found
+
+        trainer._get_per_token_logps_and_entropies = count
+        trainer.train()
+        live = int((trainer.played.own_worth.advantages != 0).sum())
+        assert computed == [live]
+        assert 0 < live < len(trainer.played.rows)
 
     def test_weights_of_the_users_functions_stand_after_the_built_in_ones(self, make_trainer):
         trainer = make_trainer(letters, reward_weights=[0.25])

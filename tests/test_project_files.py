@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+import tomllib
 import yaml
 from packaging.specifiers import SpecifierSet
 
 import trl_populora
+from trl_populora.__main__ import COMMANDS
 
 
 ROOT = Path(__file__).parent.parent
@@ -64,3 +69,36 @@ def test_links_within_the_project_lead_somewhere(page):
             headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
             slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
             assert anchor in slugs, f"{target}#{anchor}"
+
+
+def test_the_container_runs_a_command_that_exists_on_the_oldest_python():
+    text = (ROOT / "Dockerfile").read_text()
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', PYPROJECT)[1]
+    assert f"\nFROM python:{oldest}-" in text
+    assert json.loads(re.search(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[1]) == ["populora"]
+    command, option, _ = json.loads(re.search(r"^CMD (.*)$", text, re.MULTILINE)[1])
+    assert command in COMMANDS
+    assert option == "--output_dir"
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert not {"trl_populora", "recipes", "accelerate_configs", "pyproject.toml", "README.md"} & set(ignored)
+
+
+@pytest.mark.slow
+def test_the_container_is_built_and_confines_programs():
+    if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
+        pytest.skip("no Docker")
+    subprocess.run(["docker", "build", "-t", "populora-test", "."], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(["docker", "run", "--rm", "populora-test", "sandbox-check"], check=True, capture_output=True)
+
+
+def test_the_script_of_one_file_asks_for_what_there_is():
+    text = (ROOT / "recipes" / "start.py").read_text()
+    head = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", text, re.MULTILINE)[1]
+    asked = tomllib.loads(re.sub(r"^# ?", "", head, flags=re.MULTILINE))
+    project = tomllib.loads(PYPROJECT)["project"]
+    assert asked["requires-python"] == project["requires-python"]
+    (package,) = asked["dependencies"]
+    name, extra = re.fullmatch(r"([\w-]+)\[(\w+)\]", package).groups()
+    assert name == project["name"]
+    assert extra in project["optional-dependencies"]
+    assert (ROOT / "recipes" / asked["tool"]["uv"]["sources"][name]["path"] / "pyproject.toml").exists()

@@ -112,7 +112,7 @@ def test_solved_tasks_give_way_where_there_is_little_room(sandbox, seed_tasks):
     sizes = []
     for room in (10_000, 1500, 1000, 500, 10):
         referee.room = lambda prompt, room=room: room - sum(len(turn["content"]) for turn in prompt)
-        prompt = referee._posed(task)
+        prompt = referee._pose(task)
         sizes.append(len(prompt))
         assert task.program in prompt[-1]["content"]
     assert sizes == sorted(sizes, reverse=True)
@@ -143,20 +143,19 @@ def roomy_base(tmp_path_factory):
 
 
 def test_the_base_decides_about_style_and_solved_tasks(make_args, roomy_base):
-    args = make_args(prompt_style=None)
-    chosen = {name: choose_style(args, name) for name in (roomy_base, "tiny", tiny_base_path())}
+    chosen = {name: choose_style(None, name) for name in (roomy_base, "tiny", tiny_base_path())}
     assert list(chosen.values()) == ["turns", "compact", "compact"]
     trainer = PopuLoRATrainer(roomy_base, args=make_args(**TURNS))
     assert (trainer.args.shots, trainer.game.referee.shots) == (3, 3)
     trainer.close()
-    assert choose_shots(make_args(prompt_style="turns", shots=1), trainer.model) == 1
-    assert choose_shots(make_args(shots=2), trainer.model) == 0, "compact prompts have one turn"
+    assert choose_shots(1, "turns", trainer.model) == 1
+    assert choose_shots(2, "compact", trainer.model) == 0, "compact prompts have one turn"
 
 
-def test_a_large_base_is_shown_none(make_args):
+def test_a_large_base_is_shown_none():
     with torch.device("meta"):
         base = Qwen3ForCausalLM(Qwen3Config(hidden_size=2048, num_hidden_layers=28, intermediate_size=8192))
-    assert choose_shots(make_args(prompt_style="turns"), base) == 0
+    assert choose_shots(None, "turns", base) == 0
 
 
 def test_texts_of_a_users_own_stand_in_the_place_of_ours(make_args, roomy_base, seed_tasks):

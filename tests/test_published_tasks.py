@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from trl_populora.build import make_kinds
 from trl_populora.given_tasks import load_held_out, read_tasks
-from trl_populora.preparation import make_kinds
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import decode
 

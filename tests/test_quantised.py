@@ -13,9 +13,9 @@ from tests.small_run import small_trainer
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
 from trl_populora.adapters.weights import save_member
+from trl_populora.build import check_quantised
 from trl_populora.evaluation.cross_play import assemble
-from trl_populora.hub.publishing import push_run
-from trl_populora.preparation import check_quantised
+from trl_populora.hub.uploads import push_run
 
 
 pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")

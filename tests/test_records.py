@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trl_populora.population.members import Population
-from trl_populora.runs.checkpoint import newest
+from trl_populora.runs.checkpoint import find_newest
 from trl_populora.runs.records import Records, read_lines, set_aside, sort_of, take_back, write_rollouts
 from trl_populora.step.played import Row
 
@@ -43,7 +43,7 @@ def begin(root, step, main=True):
 def test_a_run_from_the_start_moves_an_earlier_one_aside_whole(used, caplog):
     begin(used, step=0)
     assert files(used) == {*FOREIGN, *(f"_previous-1/{name}" for name in OLD)}
-    assert newest(str(used)) is None, "a later --resume would continue the earlier run"
+    assert find_newest(str(used)) is None, "a later --resume would continue the earlier run"
     (line,) = caplog.messages
     assert f"{used} held an earlier run, which is in {used}/_previous-1 now" in line
 

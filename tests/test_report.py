@@ -112,6 +112,7 @@ class TestPage:
         assert "kept no rollouts" in page_of(run)
         assert [plot.name for plot in PLOTS if not plot.can_be_drawn(load_run(run))] == [
             "thinking",
+            "mastery",
             "matches",
         ]
 

@@ -18,7 +18,7 @@ from trl_populora.step.rewards import student_reward, teacher_reward
 from trl_populora.step.rollout import _find_rivals, play_step
 from trl_populora.step.rules import Rules, price_proposals
 from trl_populora.tasks import CodeF, CodeI, CodeO
-from trl_populora.tasks.base import measured
+from trl_populora.tasks.base import measure_complexity
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def test_the_job_of_a_kind_is_run_as_it_is_and_its_measures_are_always_logged(sa
         ("solving_prompt", None),
         ("parse_attempt", None),
         ("trial", "job"),
-        ("said", 3),
+        ("identify_mistake", 3),
         ("correct", 0.5),
         ("correct", None),
         ("chance", None),
@@ -325,7 +325,7 @@ def test_a_measure_that_cannot_be_written_down_is_named(seed_tasks, measures, er
             return measures
 
     with pytest.raises((TypeError, ValueError), match=error):
-        measured(Odd(), seed_tasks[0])
+        measure_complexity(Odd(), seed_tasks[0])
 
 
 @pytest.mark.parametrize("iterations", [1, 3])

@@ -47,7 +47,7 @@ CLIPPED, EVOLVED, VLLM = (
 def run(base, tmp_path_factory):
     """Two steps with what adds keys and files, evaluations before and after, and one by hand on two tables."""
     path = tmp_path_factory.mktemp("run")
-    settings = {"max_steps": 2, "evolve_every": 1, "beta": 0.04, "eval_teachers": True}
+    settings = {"max_steps": 2, "evolve_every": 1, "beta": 0.04}
     trainer = make_trainer(base, str(path), EVALUATED | KINDS | settings)
     trainer.train()
     trainer.save_state()

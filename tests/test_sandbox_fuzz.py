@@ -4,8 +4,6 @@ python -m tests.test_sandbox_fuzz 600       goes on for ten minutes and prints h
 """
 
 import contextlib
-import io
-import json
 import sys
 import time
 
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 from trl_populora.sandbox import Limits, Status, protocol
 from trl_populora.sandbox.judge import Observation, judge_run, take_so_far
 from trl_populora.sandbox.literals import LiteralError, read_arguments, read_literal
-from trl_populora.sandbox.sharing import _read
 from trl_populora.sandbox.values import decode, encode, to_literal
 
 from .plain_data import HOSTILE_ANSWERS, plain
@@ -161,17 +158,6 @@ def test_the_reader_of_answers_reads_or_refuses(text):
 def test_canonical_text_is_the_only_text_read(text):
     with harmless(), contextlib.suppress(ValueError):
         assert encode(decode(text)) == text
-
-
-messages = st.lists(st.integers() | st.text(max_size=10) | st.lists(st.floats(), max_size=3), max_size=7)
-
-
-@FUZZ
-@given(mutated(messages.map(lambda message: json.dumps(message).encode())) | st.just(b"[" * 100_000), st.booleans())
-def test_a_shared_pool_reads_any_message(body, framed):
-    with harmless():
-        message = _read(io.BytesIO(protocol.LENGTH.pack(len(body)) + body if framed else body))
-    assert message is None or isinstance(message, list)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from trl_populora.sandbox import Job, Limits, Sandbox
-from trl_populora.sandbox.protocol import LENGTH
-from trl_populora.sandbox.sharing import _pack_job, _unpack_job
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks import CodeI, CodeO, Proposal
 
@@ -35,12 +32,6 @@ def test_a_task_is_admitted_only_well_inside_the_limit(kind):
             (checked,) = box.run([asked])
             (tried,) = box.run([Job(program, ONE)])
         assert (checked.status, tried.status) == (status, "ok"), checked
-
-
-def test_a_shared_sandbox_is_told_the_headroom():
-    job = Job(SLOW, ONE, headroom=4.0)
-    message = json.loads(_pack_job(7, job, Limits())[LENGTH.size :])
-    assert _unpack_job(message) == (7, job, Limits())
 
 
 def test_headroom_below_one_is_refused():

@@ -61,5 +61,5 @@ def test_no_verdict_changes_under_load():
         verdicts = box.run(jobs)
     failed = [verdict for verdict in verdicts if not verdict.ok]
     assert not failed, f"{len(failed)} of {len(jobs)} verdicts changed, the first: {failed[0]}"
-    # They took .16 to .5 s when they were made up; a shared core was seen to be 1.7 times as fast a moment later.
-    assert 0.08 < min(v.cpu_seconds for v in verdicts) < max(v.cpu_seconds for v in verdicts) < 0.9
+    # They took .16 to .5 s when they were made up; a shared core was seen to be twice as fast a moment later.
+    assert 0.04 < min(v.cpu_seconds for v in verdicts) < max(v.cpu_seconds for v in verdicts) < 0.9

@@ -15,7 +15,7 @@ from trl_populora.adapters.weights import saved_step
 from trl_populora.evaluation.benchmarks.contenders import find_contenders
 from trl_populora.evaluation.cross_play import assemble
 from trl_populora.hub.export import export_member
-from trl_populora.hub.publishing import push_archive, push_run
+from trl_populora.hub.uploads import push_archive, push_run
 from trl_populora.population.members import read_population
 from trl_populora.tasks.archive_table import archive_step
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from trl_populora.assets import real_seed_tasks, tiny_eval_tasks
+from trl_populora.build import make_kinds
 from trl_populora.given_tasks import built_in_tasks, load_archive
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.preparation import make_kinds
 from trl_populora.sandbox import Job, Sandbox
 from trl_populora.sandbox.values import decode, key
 from trl_populora.tasks import TASK_KINDS, CodeF, TaskArchive, load_seed_tasks, resolve_kind

@@ -4,22 +4,15 @@ From a setting to what it changes, for those that no other test sets; those of e
 
 from __future__ import annotations
 
-import json
-import shutil
-import threading
 from collections import Counter, defaultdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import fmean
 
 import pyarrow.parquet as pq
 import pytest
-from accelerate import Accelerator
-from transformers import AutoTokenizer
 
 from tests.populora_run import Letters, letters
-from tests.vllm_models import make_population
-from trl_populora import preparation
+from trl_populora import build
 from trl_populora.given_tasks import load_archive
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.step.rules import Answer, Outcome
@@ -29,7 +22,7 @@ from trl_populora.tasks import TaskKind
 def test_archive_size(make_args, seed_dataset):
     for size, kept in ((2, 2), (16384, 4)):
         args = make_args(archive_size=size)
-        archive = load_archive(seed_dataset, preparation.make_kinds(args), args)
+        archive = load_archive(seed_dataset, build.make_kinds(args), args)
         assert set(Counter(task.kind for task in archive).values()) == {kept}
 
 
@@ -52,7 +45,7 @@ ANSWERS = [Answer("code_o", *flags) for flags in ((True, True), (False, True), (
     ],
 )
 def test_rewards(make_args, settings, rewards):
-    rules = preparation.make_rules(make_args(**settings), {})
+    rules = build.make_rules(make_args(**settings), {})
     assert [*map(rules.teacher_reward, OUTCOMES), *map(rules.student_reward, ANSWERS)] == rewards
 
 
@@ -126,56 +119,3 @@ def test_teacher_baseline(random_base, make_args, seed_dataset, lora, baseline):
     expected = [row["reward"] - fmean(rewards[group_of(row)]) for row in proposals]
     assert [row["advantage"] for row in proposals] == pytest.approx(expected, abs=1e-6)
     assert any(expected)
-
-
-def test_sandbox_bubblewrap(make_args):
-    if shutil.which("bwrap") is None:
-        with pytest.raises(RuntimeError, match="`bubblewrap=True` needs the program `bwrap`"):
-            preparation.make_sandbox(make_args(sandbox_bubblewrap=True))
-    else:
-        with preparation.make_sandbox(make_args(sandbox_bubblewrap=True, sandbox_allow_weak=True)) as sandbox:
-            assert sandbox.report()["layers"]["bubblewrap"] == ""
-    with preparation.make_sandbox(make_args(sandbox_allow_weak=True)) as sandbox:
-        assert "bubblewrap" not in sandbox.report()["layers"]
-
-
-@pytest.mark.vllm
-def test_vllm_request_timeout(make_args, random_base, tmp_path):
-    """A server that says it is up, and then says nothing."""
-    from trl_populora.generation.client import VLLMServerError
-    from trl_populora.generation.vllm import population_generation
-
-    done = threading.Event()
-
-    class Stuck(BaseHTTPRequestHandler):
-        def do_GET(self):
-            config = {
-                "lora_config": {"max_loras": 2, "max_lora_rank": 8},
-                "model_config": {"logprobs_mode": "processed_logprobs"},
-            }
-            body = json.dumps({"vllm_config": config, "data": [{"id": "base"}]})
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def do_POST(self):
-            done.wait(60)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Stuck)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    model, names, router = make_population(random_base, 2)
-    args = make_args(vllm_mode="server", vllm_server_base_url=url, vllm_request_timeout=0.5)
-    tokenizer = AutoTokenizer.from_pretrained(random_base)
-    generation = population_generation(args, model, names, router, Accelerator(cpu=True), tokenizer, [0])
-    try:
-        with pytest.raises(VLLMServerError, match=f"{url} did not answer within 0.5 seconds"):
-            generation.sync_weights()
-    finally:
-        done.set()
-        generation.close()
-        server.shutdown()
-        server.server_close()

@@ -1,4 +1,4 @@
-"""Contract 3 against stock TRL: training the population jointly is training each member alone.
+"""Against stock TRL: training the population jointly is training each member alone.
 
 The reference is TRL's own `GRPOTrainer` with a stock PEFT adapter, fed one member's rows. Nothing of this package is
 in it: TRL computes its advantages, its normaliser, its KL term and its clipping.
@@ -107,7 +107,7 @@ def joint_run(base: str, output_dir, lora, names: list[str], all_rows: bool = Fa
     """Final factors per member, and the gradients of each step by member and key."""
     trainer = joint_trainer(base, output_dir, lora, **options)
     if all_rows:
-        trainer.skips_blank_rows, trainer.sharing = False, None
+        trainer.scorer.skips_blank_rows, trainer.scorer.sharing = False, None
     log = GradientLog({(n, key): p for n in names for key, p in member_parameters(trainer.model, n).items()})
     trainer.add_callback(log)
     trainer.train()
@@ -217,7 +217,7 @@ def test_blank_rows_and_shared_prompts_change_no_gradient(random_base, tmp_path,
 
 def test_only_live_rows_are_computed(random_base, tmp_path, lora):
     trainer = joint_trainer(random_base, tmp_path, lora, max_steps=1, per_device_train_batch_size=6)
-    trainer.sharing = None
+    trainer.scorer.sharing = None
     computed = []
     trainer.model.register_forward_pre_hook(
         lambda module, args, kwargs: computed.append(len(kwargs["input_ids"])), with_kwargs=True

@@ -15,7 +15,7 @@ from tests.written import write_answer, write_proposal
 from trl_populora.sandbox import Gold, Sandbox, Status, Verdict
 from trl_populora.sandbox.values import decode, encode, equal
 from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Proposal, Refusal, Reject, Task, resolve_kind
-from trl_populora.tasks.templates import fenced
+from trl_populora.tasks.templates import fence
 
 
 ADD = "def f(x, y):\n    return [x + y, 1.0]"
@@ -85,7 +85,7 @@ def test_chat_prompts_state_the_format_that_the_parsers_enforce(kind):
 
     def answer_to(prompt):
         stated = prompt[-1]["content"].partition("Answer format.")[2].partition("The program:")[0]
-        return fenced(*((name, contents[name]) for name in re.findall(r"^```(\w+)$", stated, re.MULTILINE)))
+        return fence(*((name, contents[name]) for name in re.findall(r"^```(\w+)$", stated, re.MULTILINE)))
 
     text = answer_to(kind.proposal_prompt([DOUBLE_TASK], "chat"))
     assert isinstance(kind.parse_proposal(text, [DOUBLE_TASK]), Proposal)
@@ -433,7 +433,7 @@ def test_the_same_mistake_in_another_notation_is_one(sandbox):
     def said(kind, task, text):
         attempt = kind.parse_attempt(text, task)
         job = kind.trial(task, attempt)
-        return kind.said(task, attempt, None if job is None else sandbox.run([job])[0])
+        return kind.identify_mistake(task, attempt, None if job is None else sandbox.run([job])[0])
 
     assert (
         len({said(CodeO(), ADD_TASK, block("output", text)) for text in ("[7, 0]", "[7.0, False]", "[7, -0.0]")}) == 1

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_populora.tasks.fences import FormatError, read_blocks, strip_thinking
-from trl_populora.tasks.templates import fenced
+from trl_populora.tasks.templates import fence
 
 
 NAMES = ("python", "input")
@@ -104,7 +104,7 @@ def test_what_is_fenced_reads_back(contents):
         if not any(line.lstrip().startswith(("```", "</think>")) for line in text.split("\n"))
     ]
     if len(clean) == 2:
-        assert read_blocks(fenced(("python", clean[0]), ("input", clean[1])), NAMES) == clean
+        assert read_blocks(fence(("python", clean[0]), ("input", clean[1])), NAMES) == clean
 
 
 @settings(deadline=None)
@@ -114,4 +114,4 @@ def test_any_text_is_either_read_or_refused_and_never_both(text):
         contents = read_blocks(text, NAMES)
     except FormatError:
         return
-    assert read_blocks(fenced(*zip(NAMES, contents, strict=True)), NAMES) == contents
+    assert read_blocks(fence(*zip(NAMES, contents, strict=True)), NAMES) == contents

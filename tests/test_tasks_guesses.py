@@ -12,7 +12,7 @@ from trl_populora.sandbox.values import decode, encode
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task
 from trl_populora.tasks.code_i import GUESSES
-from trl_populora.tasks.guesses import MAX_SIZE, blind
+from trl_populora.tasks.guesses import MAX_SIZE, guess_blindly
 
 
 VALUES = [
@@ -44,7 +44,7 @@ def form(value):
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_guess_has_the_form_of_the_value(value):
     rng = random.Random(0)
-    drawn = [blind(value, rng) for _ in range(50)]
+    drawn = [guess_blindly(value, rng) for _ in range(50)]
     assert {form(each) for each in drawn} == {form(value)}
     assert all(encode(each) for each in drawn), "plain data"
     fixed = value in (None, 1j) or value == []
@@ -59,7 +59,7 @@ def test_a_guess_of_nested_lists_is_made_in_no_time(depth, members):
         given = [given, *[0] * (members - 1)]
     start = time.thread_time()
     for seed in range(100):
-        assert len(encode((blind(given, random.Random(seed)),))) < 20 * MAX_SIZE
+        assert len(encode((guess_blindly(given, random.Random(seed)),))) < 20 * MAX_SIZE
     assert time.thread_time() - start < 1.0
     text = encode((given,))
     task = Task("code_i", "def f(a):\n    return a", (text,), (encode(given),))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +26,7 @@ from trl_populora.tasks import (
     load_seed_tasks,
     resolve_kind,
 )
+from trl_populora.tasks.base import KindSettings
 
 
 class NoKind:
@@ -221,9 +221,7 @@ class Careful(CodeO):
 
 
 def test_a_kind_takes_its_settings_itself_and_keeps_its_own():
-    settings = SimpleNamespace(
-        determinism_runs=3, inputs_per_function=6, reading=None, prompt_style="turns", prompt_texts=None
-    )
+    settings = KindSettings(determinism_runs=3, inputs_per_function=6, prompt_style="turns")
     kinds = [CodeO(), CodeF(), Careful(), Countdown()]
     for kind in kinds:
         kind.configure(settings)

@@ -15,7 +15,7 @@ from trl_populora.sandbox.values import encode
 from trl_populora.tasks import TASK_KINDS, CodeF, Proposal, Task
 from trl_populora.tasks.fences import FormatError, read_blocks
 from trl_populora.tasks.reading import ALIASES, find_answer
-from trl_populora.tasks.templates import fenced
+from trl_populora.tasks.templates import fence
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "model.md"
@@ -56,7 +56,7 @@ def test_any_text_is_read_or_refused_and_what_is_read_reads_back(names, text):
     assert len(contents) == len(names)
     if any(re.match(r"\s*(```|~~~|</think>)", line) for content in contents for line in content.split("\n")):
         return  # a longer fence holds shorter ones, which are fences where it is gone
-    assert find_answer(fenced(*zip(names, contents, strict=True)), names) == contents
+    assert find_answer(fence(*zip(names, contents, strict=True)), names) == contents
 
 
 @settings(deadline=None)

@@ -1,8 +1,9 @@
-"""Tables in the real W&B, offline, and the real trackio, on this disk."""
+"""Tables and alerts in the real W&B, offline, and the real trackio, on this disk."""
 
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import wandb
 from trackio import sqlite_storage
 
 from tests.populora_run import EVALUATED, make_trainer
+from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.trackers import BIRTH, MEMBER
 from trl_populora.runs.records import LINEAGE, read_lines
 
@@ -85,11 +87,59 @@ class TestTables:
             assert row["replaced"] == event["replaced"]["member"]
             assert row["parents"] == ", ".join(parent["member"] for parent in event["parents"])
 
+    def test_lineage_has_everybody_who_ever_lived(self, tracked, read):
+        events, rows = read_lines(tracked / "run" / LINEAGE), read(tracked)["lineage"][-1]
+        saved = json.loads((tracked / "run" / "population.json").read_text())["members"]
+        alive = {f"{member['name']}@{member['version']}": member["mu"] for member in saved}
+        replaced = {event["replaced"]["member"]: event["replaced"]["mu"] for event in events}
+        assert {row["member"]: row["mu"] for row in rows} == alive | replaced
+        assert {row["member"] for row in rows if row["replaced"] is not None} == replaced.keys()
+        generation = {row["member"]: row["generation"] for row in rows}
+        assert sorted(generation.values()) == [0] * 4 + [1] * len(events)
+        assert all(row["born"] == 2 and row["parents"] for row in rows if row["generation"])
+
     def test_completions_tell_member_role_and_kind_as_text(self, tracked, read):
         tables = read(tracked)["completions"]
         for row in (row for rows in tables for row in rows):
             assert {type(row[name]) for name in PLAYED} == {str, float}
             assert row["member"].startswith(row["role"])
+
+
+def alerts_in_wandb(path: Path) -> list[tuple[str, str, str]]:
+    """What an offline run would send: its log has blocks of 32 KiB, each record its checksum, length and type."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = path.glob("wandb/offline-run-*/run-*.wandb")
+    content, place, found, data = file.read_bytes(), 7, [], b""
+    while place < len(content):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+        length, kind = struct.unpack_from("<HB", content, place + 4)
+        data += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record, data = Record.FromString(data), b""
+            if record.WhichOneof("record_type") == "alert":
+                found.append((record.alert.title, record.alert.text, record.alert.level))
+    return found
+
+
+def test_alarms_are_alerts(random_base, make_args, lora, seed_dataset, tmp_path, monkeypatch, caplog):
+    """By a run whose base writes no task."""
+    wandb.teardown()  # it keeps the directory of an earlier run
+    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    for module in (trackio.utils, sqlite_storage):
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    args = make_args(max_steps=1, report_to=["wandb", "trackio"], project="barren", save_strategy="no")
+    PopuLoRATrainer(random_base, None, args, train_dataset=seed_dataset, peft_config=lora).train()
+    wandb.finish()
+    wandb.teardown()
+    (line,) = (message for message in caplog.messages if "No proposal of step 1 was valid" in message)
+    assert alerts_in_wandb(tmp_path) == [("No valid proposal", line, "WARN")]
+    (run,) = sqlite_storage.SQLiteStorage.get_runs("barren")
+    (told,) = sqlite_storage.SQLiteStorage.get_alerts("barren", run)
+    assert (told["title"], told["text"], told["level"]) == ("No valid proposal", line, "warn")
 
 
 def test_tables_stand_at_their_step_among_the_curves(tracked):

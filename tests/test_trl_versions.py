@@ -22,7 +22,7 @@ class WithoutRolloutFunc(PopuLoRATrainer):
     """The step on TRL's methods for generation: what to do once `rollout_func` is gone (`docs/trl_versions.md`)."""
 
     def __init__(self, *args, **kwargs):
-        self.asked_by_trl, self.columns = False, None
+        self.asked_by_trl, self.sampled = False, None
         super().__init__(*args, **kwargs)
         self.rollout_func = None
 
@@ -34,19 +34,14 @@ class WithoutRolloutFunc(PopuLoRATrainer):
         if not self.asked_by_trl:  # but by the game itself
             return super()._tokenize_prompts(prompts)
         self.asked_by_trl = False
-        self.columns = self._play(prompts, self)
-        return self.columns.pop("prompt_ids"), None, {}
+        self.sampled = self._play(prompts, self)
+        return self.sampled["prompt_ids"], None, {}
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self.columns is None:
+        if self.sampled is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return self.columns.pop("completion_ids"), self.columns.pop("logprobs")
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        columns, self.columns = self.columns, None
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        inputs = [given | row for given, row in zip(inputs, rows, strict=True)]
-        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        sampled, self.sampled = self.sampled, None
+        return sampled["completion_ids"], sampled["logprobs"]
 
 
 def test_a_step_on_trls_methods_for_generation_equals_one_on_rollout_func(base, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def test_the_form_with_most_that_counts_is_chosen():
         }
     )
     assert found.choose() == SHOTS
-    assert found.mixed(SHOTS) == 1
+    assert found.measure_mixed(SHOTS) == 1
     assert found.obstacles() == []
     assert found.advise_length() == 64, "half as many again as 40, up to the next 32"
     assert found.tokens_per_second == 20 * 40 / 10
@@ -83,6 +83,7 @@ def test_a_cut_completion_is_none_that_a_length_follows_from():
     [
         ({"samples": 6}, "`samples` must be a multiple of 4, got 6"),
         ({"vllm": True, "adapter": "x"}, "leave `vllm` out"),
+        ({"prompt_style": "verse"}, "must be one of turns, chat, compact, got 'verse'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
@@ -110,3 +111,12 @@ def test_a_base_that_says_nothing_ends_with_one(random_base, capsys):
     assert "recipes/cold_start.py" in said
     assert "turns + 3 shots  not tried: The context has no room for the solved tasks." in said
     assert "chat             not tried: The shortest proposal prompt of code_o is" in said
+
+
+def test_one_style_alone_is_tried_on_request(random_base):
+    options = TryArguments(
+        random_base, samples=4, task_kinds=["code_o"], max_completion_length=8, prompt_style="compact"
+    )
+    found = try_model(options)
+    assert {question.form for question in found.questions} == {Form("compact")}
+    assert not found.left_out

@@ -19,7 +19,8 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from trl_populora.generation.routes import Published, StaleAdapterError
-from trl_populora.hub.publishing import fetch, push_run
+from trl_populora.hub.downloads import fetch
+from trl_populora.hub.uploads import push_run
 
 from .populora_run import make_trainer
 from .vllm_models import (

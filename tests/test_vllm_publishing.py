@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from trl_populora.adapters.weights import member_parameters
-from trl_populora.generation.publishing import PREFIX, AdapterShelf, ChangeDetector, choose_parent, sweep
 from trl_populora.generation.routes import Published, distinct_asks
+from trl_populora.generation.shelf import PREFIX, AdapterShelf, ChangeDetector, choose_parent, sweep
 
 from .adapter_models import make_population
 from .without_extras import without_extras
@@ -33,10 +33,10 @@ def parameters_of(model, name: str) -> list[torch.nn.Parameter]:
 
 def test_everything_is_new_at_first_and_nothing_afterwards(model):
     detector = ChangeDetector()
-    assert detector.changed(model, NAMES) == [True, True, True]
-    assert detector.changed(model, NAMES) == [False, False, False]
+    assert detector.detect_changes(model, NAMES) == [True, True, True]
+    assert detector.detect_changes(model, NAMES) == [False, False, False]
     detector.forget()
-    assert detector.changed(model, NAMES) == [True, True, True]
+    assert detector.detect_changes(model, NAMES) == [True, True, True]
 
 
 @torch.no_grad()
@@ -70,19 +70,19 @@ def behind_autograd(parameter):
 @pytest.mark.parametrize("change", [one_ulp, opposite_ulps, sign, swap, behind_autograd])
 def test_any_change_of_a_member_is_seen_and_only_there(model, change):
     detector = ChangeDetector()
-    detector.changed(model, NAMES)
+    detector.detect_changes(model, NAMES)
     change(parameters_of(model, "member_1")[-1])
-    assert detector.changed(model, NAMES) == [False, True, False]
+    assert detector.detect_changes(model, NAMES) == [False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_changes_are_seen_in_every_precision(model, dtype):
     model.to(dtype)
     detector = ChangeDetector()
-    detector.changed(model, NAMES)
+    detector.detect_changes(model, NAMES)
     with torch.no_grad():
         parameters_of(model, "member_2")[0].view(-1)[0] += 0.5
-    assert detector.changed(model, NAMES) == [False, False, True]
+    assert detector.detect_changes(model, NAMES) == [False, False, True]
 
 
 def test_a_directory_appears_only_when_complete(tmp_path):
@@ -103,7 +103,7 @@ def test_a_directory_appears_only_when_complete(tmp_path):
 
 PROGRAM = """
 import os, sys
-from trl_populora.generation.publishing import AdapterShelf
+from trl_populora.generation.shelf import AdapterShelf
 if os.fork() == 0:
     AdapterShelf(sys.argv[1])
     1 / 0

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import threading
 import urllib.error
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.unfinished import as_it_was, ends
 from trl_populora import __main__ as cli
 from trl_populora.report.load import load_samples
 from trl_populora.report.served import PageServer, ReportArguments, report
@@ -28,22 +28,6 @@ def shown(run: Path, width: int = 100) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(frame(_Look(run), width))
     return out.getvalue()
-
-
-def as_it_was(finished: Path, run: Path, lines: int) -> None:
-    """The run when it had logged so many lines, the first of which is an evaluation."""
-    shutil.copytree(finished, run, dirs_exist_ok=True)
-    for name in ("metrics.jsonl", "times.jsonl"):
-        text = (finished / name).read_text().splitlines(keepends=True)
-        (run / name).write_text("".join(text[:lines]))
-
-
-def ends(finished: Path, run: Path) -> None:
-    """The rest of its lines, each file's in one piece and none shortened in between, as a run writes."""
-    for name in ("times.jsonl", "metrics.jsonl"):
-        rest = (finished / name).read_bytes()[(run / name).stat().st_size :]
-        with (run / name).open("ab", buffering=0) as file:
-            file.write(rest)
 
 
 class TestFrame:

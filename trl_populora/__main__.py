@@ -16,6 +16,7 @@ import typing
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -58,6 +59,7 @@ class PushArguments:
     run: str = field(metadata={"help": "Directory of a finished run."})
     repo: str | None = field(default=None, metadata={"help": "Repository on the Hub, user/name; made if absent."})
     archive_repo: str | None = field(default=None, metadata={"help": "Dataset repository for the run's task archive."})
+    space: str | None = field(default=None, metadata={"help": "Static Space that shows the run's report."})
     token: str | None = field(default=None, metadata={"help": "Write token; that of `hf auth login` by default."})
     private: bool = field(default=False, metadata={"help": "Make a new repository private."})
 
@@ -79,9 +81,9 @@ class CheckKindArguments:
 
 def quickstart(arguments: Sequence[str]) -> None:
     """Trains 2 teachers and 2 students on the embedded base: three minutes on two CPU cores."""
-    from trl_populora.assets import shipped
+    from trl_populora.assets import find_shipped
 
-    train(["--config", str(shipped("recipes") / "tiny" / "quickstart.yaml"), *arguments])
+    train(["--config", str(find_shipped("recipes") / "tiny" / "quickstart.yaml"), *arguments])
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -131,10 +133,10 @@ def run_training(recipe, args, model) -> None:
     from trl_populora.report.page import write_report
     from trl_populora.report.plots import plot_run
     from trl_populora.report.terminal import print_population
-    from trl_populora.runs.checkpoint import newest_of_all
+    from trl_populora.runs.checkpoint import find_newest_of_all
 
     trainer = build_trainer(recipe, args, model)
-    checkpoint = args.resume_from_checkpoint or (newest_of_all(args.output_dir) if recipe.resume else None)
+    checkpoint = args.resume_from_checkpoint or (find_newest_of_all(args.output_dir) if recipe.resume else None)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_state()
     trainer.save_model()
@@ -200,13 +202,18 @@ def watch(arguments: Sequence[str]) -> None:
 
 
 def push(arguments: Sequence[str]) -> None:
-    """Uploads a finished run to the Hub, its task archive as a dataset, or both."""
-    from trl_populora.hub.publishing import push_archive, push_run
+    """Uploads a run to the Hub, its archive as a dataset, its report as a Space."""
+    from trl_populora.hub.space import push_space
+    from trl_populora.hub.uploads import push_archive, push_run
 
     (options,) = _parse(PushArguments, "push", arguments)
-    if options.repo is None and options.archive_repo is None:
-        raise ValueError("nothing to push to; give `--repo user/name`, `--archive_repo user/tasks`, or both.")
-    for upload, repo in ((push_run, options.repo), (push_archive, options.archive_repo)):
+    push_page = partial(push_space, model=options.repo)
+    uploads = (push_run, options.repo), (push_archive, options.archive_repo), (push_page, options.space)
+    if not any(repo for _, repo in uploads):
+        raise ValueError(
+            "nothing to push to; give `--repo user/name`, `--archive_repo user/tasks`, `--space user/page`."
+        )
+    for upload, repo in uploads:
         if repo is not None:
             _say(f"Pushed to {upload(options.run, repo, options.token, options.private or None)}.")
 
@@ -216,7 +223,7 @@ def export(arguments: Sequence[str]) -> None:
     from trl_populora.hub.export import ExportArguments, export_member
 
     (options,) = _parse(ExportArguments, "export", arguments)
-    name = export_member(options.run, options.out, options.member, options.merge)
+    name = export_member(options.run, options.out, options.member, options.merge, options.merge_students)
     _say(f"{name} is in {options.out}.")
 
 
@@ -243,7 +250,7 @@ def crossplay(arguments: Sequence[str]) -> None:
         if options.tasks is not None:
             given = list(TaskArchive.from_dataset(task.to_record() for task in rows))  # without duplicates
             payoff.given = contest.score([*contest.teachers, *contest.students], given, options.attempts)
-    _say(f"Cross-play written to {write_payoff(payoff.renamed(contest.names), options.out)}.")
+    _say(f"Cross-play written to {write_payoff(payoff.rename(contest.names), options.out)}.")
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -259,9 +266,9 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def check_kind(arguments: Sequence[str]) -> None:
     """Tries a task kind of your own before a run does."""
+    from trl_populora.build import make_kinds
     from trl_populora.given_tasks import read_tasks
     from trl_populora.populora_config import PopuLoRAConfig
-    from trl_populora.preparation import make_kinds
     from trl_populora.sandbox import Sandbox
     from trl_populora.tasks import load_seed_tasks
     from trl_populora.tasks.archive import TaskArchive
@@ -363,7 +370,7 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
 def _local(run: str) -> str:
     if Path(run).is_dir():
         return run
-    from trl_populora.hub.publishing import fetch
+    from trl_populora.hub.downloads import fetch
 
     return str(fetch(run))
 

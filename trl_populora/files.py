@@ -13,7 +13,7 @@ FORMAT = 1  # of what this package writes as JSON and reads again
 
 
 @contextmanager
-def written_whole(path: str | Path) -> Iterator[Path]:
+def write_whole(path: str | Path) -> Iterator[Path]:
     """Gives a place to write to; what is there takes the place of `path` when the block ends without an error."""
     path = Path(path)
     unfinished = path.with_name(f"{path.name}.tmp")  # a name that uploads and readers pass over
@@ -36,7 +36,7 @@ def without_empty_directories(path: str | Path) -> Iterator[None]:
 
 def write_json(path: str | Path, value: Any, indent: int | None = 2) -> None:
     """Writes a JSON file, whole or not at all."""
-    with written_whole(path) as unfinished:
+    with write_whole(path) as unfinished:
         unfinished.write_text(json.dumps(value, indent=indent) + "\n")
 
 

@@ -76,10 +76,10 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
     archive = TaskArchive(args.archive_size)
     for task in tasks:  # an archive of another run names authors and steps of that run
         archive.add(replace(task, author=Task.author, step=Task.step))
-    check_archive(archive, kinds)
+    check_archive(archive, kinds, bool(args.teachers))
     shown = {name: kind.reference_kinds for name, kind in kinds.items() if kind.reference_kinds}
     bare = [name for name, references in shown.items() if not archive.sample(references, 1, random.Random(0))]
-    if bare and args.references_per_proposal:
+    if bare and args.references_per_proposal and args.teachers:
         logger.warning(
             "No task of %s to start from: teachers see no example of them at first, and may write nothing valid. Add "
             "seed tasks of these kinds, or leave them out of `task_kinds`.",
@@ -88,17 +88,17 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
     return archive
 
 
-def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind]) -> None:
+def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing: bool) -> None:
     """
     Raises:
-        `ValueError`: If students have no task to start with, or a kind no program to propose about.
+        `ValueError`: If students have no task to start with, or a kind that teachers propose no program to be about.
     """
     if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
         raise ValueError(
             f"`train_dataset` holds no task of the kinds {', '.join(kinds)}; students need at least one to start "
             "with. Add seed tasks of these kinds, or change `task_kinds`."
         )
-    for kind in kinds.values():
+    for kind in kinds.values() if proposing else ():
         if not kind.writes_program and not archive.sample(kind.reference_kinds, 1, random.Random(0)):
             raise ValueError(
                 f"`train_dataset` holds no task of the kinds {', '.join(kind.reference_kinds)}, and {kind.name} "
@@ -229,7 +229,7 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
             flaws.append(f"{where}: the program ends with `{verdict.status.value}`{told}: {task.program!r:.200}.")
             continue
         for given, returned, claimed in zip(task.inputs, verdict.outputs, task.outputs, strict=True):
-            if not code[task.kind].same(returned, claimed):
+            if not code[task.kind].is_same(returned, claimed):
                 flaws.append(
                     f"{where}: column `outputs` holds {claimed!r:.80}, the program returns {returned!r:.80} for "
                     f"{given!r:.80}."

@@ -55,7 +55,7 @@ GROUPS = {
     "Population": "teachers",
     "Tasks": "task_kinds",
     "Matchmaking": "matchmaking",
-    "Rewards and baselines": "teacher_reward_invalid",
+    "Rewards and baselines": "teacher_reward",
     "Sandbox": "sandbox_workers",
     "Evolution": "evolve_every",
     "Evaluation": "eval_attempts",

@@ -6,11 +6,9 @@ Shape key: R rows of this rank, W processes, M members, G attempts per task, T c
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,47 +22,38 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
-from trl_populora import given_tasks, preparation
+from trl_populora import build, given_tasks
 from trl_populora.adapters import optim, weights, zero
 from trl_populora.adapters.checks import is_quantised
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.files import without_empty_directories
-from trl_populora.generation import decoding, prompting
-from trl_populora.generation.sampling import evaluating, seeded
-from trl_populora.generation.stops import end_tokens, warn_of_unknown
+from trl_populora.generation import decoding, prompting, stops
+from trl_populora.generation.sampling import pause_training, seed_samples
 from trl_populora.generation.texts import decode_texts
-from trl_populora.hub import publishing
+from trl_populora.hub import uploads
 from trl_populora.hub.model_card import write_card
 from trl_populora.hub.warm_start import warm_start
 from trl_populora.population.evolution import EvolutionCallback, event_follows
-from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.report.live import LiveReport
-from trl_populora.report.trackers import TrackerTables
 from trl_populora.runs import checkpoint, nodes, records
-from trl_populora.runs.alarms import Alarms
 from trl_populora.runs.interrupts import StopAtSignals
 from trl_populora.runs.progress import PHASES_AHEAD, PhaseClock, use_step_line
 from trl_populora.runs.saved_population import Shape, describe
-from trl_populora.sandbox import Runner
 from trl_populora.step import batching
-from trl_populora.step.advantages import LOSS_NORMALISERS, Scored, rewards_of, score_step, with_advantage
+from trl_populora.step.advantages import LOSS_NORMALISERS
 from trl_populora.step.ahead import PlayAhead
-from trl_populora.step.deviations import RunningDeviations
-from trl_populora.step.forwards import Layout
 from trl_populora.step.loss_metrics import LossMetrics
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.retention import forgotten, known_solutions
+from trl_populora.step.retention import measure_forgetting
+from trl_populora.step.rollout import Game
 from trl_populora.step.room import prompt_room, trained_context
+from trl_populora.step.scoring import Scorer, Scoring
 
 
 logger = logging.getLogger(__name__)
-
-# Rank 32 is the paper's; alpha = 2r and all linear layers are PEFT's and TRL's usual advice for LoRA with RL.
-DEFAULT_LORA = {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}
 
 
 class PopuLoRATrainer(GRPOTrainer):
@@ -77,12 +66,11 @@ class PopuLoRATrainer(GRPOTrainer):
     What differs from [`~trl.GRPOTrainer`]:
 
     - `__init__`: builds the population, its game and its adapters; two reward functions stand before the user's.
-    - `rollout_func` (set here): plays phases 1 to 4 and returns one row per slot of the generation batch.
-    - `_calculate_rewards`: shows reward functions the prompts that were really asked, and keeps the rewards.
+    - `rollout_func` (set here), `_calculate_rewards`: one row per slot of the batch, and its rewards.
     - `_generate_and_score_completions`: adds each row's member, and replaces TRL's advantages by the population's.
-    - `_prepare_inputs`: deals the rows into micro-batches of member segments; rows without advantage become blank.
+    - `_prepare_inputs`: cuts the micro-batches that were planned with the advantages; TRL shuffles and splits.
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows;
-      blank rows are not computed, and attempts at one task share their prompt.
+      rows without advantage are not computed, and attempts at one task share their prompt.
     - `create_optimizer`, `_clip_grad_norm`, `_get_grad_norm`: one parameter group and one gradient norm per member.
     - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives one member's model.
     - `train`: `resume_from_checkpoint=True` takes the newest whole checkpoint; Ctrl-C and SIGTERM leave one.
@@ -97,24 +85,19 @@ class PopuLoRATrainer(GRPOTrainer):
         model (`str` or [`~transformers.PreTrainedModel`]):
             Base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
-            Further reward functions in TRL's signature, added to the two built in. They receive the columns `role`,
-            `member`, `kind`, `match`, `task_id`, `valid`, `reject_reason`, `solve_rate`, `correct`, `well_formed`,
-            `chance`, `rarity`, `progress`, `rival` and `pay`; return `None` for rows that do not concern you.
+            Further reward functions in TRL's signature, added to the two built in. They receive the columns of
+            [`~trl_populora.step.played.Row`] up to `pay`; return `None` for rows that do not concern you.
             `args.reward_weights`, if set, weighs these alone.
         args ([`PopuLoRAConfig`], *optional*): Settings of the run.
         train_dataset ([`~datasets.Dataset`], *optional*):
-            Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs` (see
-            [`~trl_populora.tasks.archive.TaskArchive`]). The package's own when `None`, which the style of the prompts
-            decides: ordinary Python, or for `"compact"` the language of the embedded base.
+            Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`; the package's own when `None`:
+            ordinary Python, or for `prompt_style="compact"` the language of the embedded base.
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
-            Held-out tasks in the same format, or several tables by name. Nobody trains on them; students attempt them
-            in [`evaluate`] and when `eval_strategy` says so.
+            Held-out tasks in the same format, or several tables by name, for [`evaluate`] and `eval_strategy`.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer with a chat template; loaded with the base when `None`.
-        reward_processing_classes (`list`, *optional*): Tokenizers of `reward_funcs` that are models, as in TRL.
-        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): Added to the usual ones.
-        optimizers (`tuple`, *optional*):
-            Optimizer and scheduler of your own, as in `Trainer`; the optimizer must cover every member.
+        reward_processing_classes, callbacks, optimizers (*optional*):
+            As in TRL; an optimizer of your own must cover every member.
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
             Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
         peft_config ([`~peft.LoraConfig`], *optional*):
@@ -135,15 +118,12 @@ class PopuLoRATrainer(GRPOTrainer):
     log_completions: bool
     control: TrainerControl
     eos_token_ids: list[int]
-    push_in_progress: Any
     hub_model_id: str
 
     # What one override leaves for another.
     evolution: EvolutionCallback | None = None
     _closed = False
-    _layout: Layout | None = None  # of the micro-batch in the loss
-    _unpulled: tuple[torch.Tensor, torch.Tensor] | None = None  # its reference, and its rows without a KL term
-    _pending_loss: tuple[float, int] | None = None  # of a resumed run, since its last log
+    _resumed: checkpoint.RankState | None = None  # until its loss is counted
     _best_step: int | None = None  # of the members that were loaded at the end
 
     def __init__(
@@ -163,62 +143,51 @@ class PopuLoRATrainer(GRPOTrainer):
         **unsupported: Any,
     ):
         args = PopuLoRAConfig("populora") if args is None else args
-        lora_config = peft_config or LoraConfig(**DEFAULT_LORA)
-        preparation.check_setup(args, unsupported, model, lora_config)
-        args.prompt_style = prompting.choose_style(args, model)
-        kinds = preparation.make_kinds(args)
-        rules = preparation.make_rules(args, kinds)
+        lora_config = peft_config or build.default_lora()
+        build.check_setup(args, unsupported, model, lora_config)
+        args.prompt_style = prompting.choose_style(args.prompt_style, model, args.model_init_kwargs)
+        kinds = build.make_kinds(args)
+        rules = build.make_rules(args, kinds)
         archive = given_tasks.load_archive(train_dataset, kinds, args)
         held_out = given_tasks.load_held_out(eval_dataset, kinds, archive, args)
 
         set_seed(args.seed)
-        base = preparation.load_base(model, args, quantization_config)
-        tokenizer = preparation.load_tokenizer(base, processing_class, args)
+        base = build.load_base(model, args, quantization_config)
+        tokenizer = build.load_tokenizer(base, processing_class, args)
         self.population = Population(args.teachers, args.students, args.single_agent)
-        self.router, self.uploads = Router(), publishing.Uploads(args)  # `Trainer` makes the repository
+        self.router, self.uploads = Router(), uploads.Uploads(args)  # `Trainer` makes the repository
         self.asked = Router()  # whom vLLM asks; `router` may be the update's while a game is played ahead
-        autocast = not preparation.is_zero3(args)
+        autocast = not build.is_zero3(args)
         members = add_members(
             base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
         )
         # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of
         # a loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
-        hidden = preparation.hidden(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
+        hidden = build.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
         completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
         with hidden, without_empty_directories(completions):  # a start that fails below leaves none
             super().__init__(
                 model=members,
-                reward_funcs=preparation.reward_functions(args, reward_funcs),
+                reward_funcs=build.reward_functions(args, reward_funcs),
                 args=args,
-                train_dataset=preparation.placeholder_dataset(args),
-                eval_dataset=None if held_out is None else preparation.placeholder_dataset(args),
+                train_dataset=build.placeholder_dataset(args),
+                eval_dataset=None if held_out is None else build.placeholder_dataset(args),
                 processing_class=tokenizer,
-                reward_processing_classes=preparation.reward_processors(reward_processing_classes),
+                reward_processing_classes=build.reward_processors(reward_processing_classes),
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
-        if is_quantised(base):
-            weights.keep_fp32(members)
-        self.beta = args.beta or args.teacher_beta or 0.0
-        self.skips_blank_rows = self.beta == 0  # a KL term reaches every row; entropy terms are refused
-        self.sharing = preparation.make_sharing(base, args, len(self.reward_funcs) > 2)
-        self._deal = partial(batching.reorder, num_teachers=args.teachers, multiple=args.pad_to_multiple_of or 1)
-        self._phases = PhaseClock(PHASES_AHEAD if args.play_ahead else ())
-        self._clipper = optim.MemberClipper(self.population.adapters, args.max_grad_norm)
-        self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
         self._choose_generation(base)
-        if self.is_deepspeed_enabled:
-            zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
+        self._choose_update(base)
 
         self.rollout_func, self.held_out, self.played = self._play, held_out, Played([], [])
         self.shape = Shape.of(members, model if isinstance(model, str) else base.config.name_or_path)
         self.staging = checkpoint.Staging(args, self.accelerator)
-        referee = preparation.make_referee(args, kinds, base, tokenizer, held_out)
+        referee = build.make_referee(args, kinds, base, tokenizer, held_out)
         processes = self.accelerator.process_index, self.accelerator.num_processes
         player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
-        self.game = preparation.make_game(args, self.population, archive, referee, player, rules)
-        self.deviations = RunningDeviations(self.population) if args.teacher_scale == "running" else None
-        self.ahead = PlayAhead(args, self.game, lambda: self.vllm_generation.versions)
+        self.game = build.make_game(args, self.population, archive, referee, player, rules)
+        self.ahead = PlayAhead(self.game, lambda: self.vllm_generation.versions, args.play_ahead, args.evolve_every)
         given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
         if args.warm_start:
@@ -226,21 +195,37 @@ class PopuLoRATrainer(GRPOTrainer):
         if args.use_vllm:
             self._start_vllm()
         context = self.vllm_generation.context_length() if self.use_vllm else trained_context(base)
-        tokenize = prompting.refuse_by_name(lambda prompt: self._tokenize_prompts([prompt])[0][0], tokenizer)
-        longest = args.max_completion_length
-        room = prompt_room(context, longest or 1, tokenize)
-        preparation.fit_into_context(referee, archive, held_out, room)
-        prompting.check_prompts(referee, archive, args.references_per_proposal, held_out, tokenizer, longest)
+        longest, tokenize = args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
+        references = args.references_per_proposal if args.teachers else None
+        room = prompt_room(context, longest, tokenize, tokenizer)
+        build.fit_into_context(referee, archive, held_out, room, bool(args.teachers))
+        prompting.check_prompts(referee, archive, references, held_out, tokenizer, longest)
         completions.mkdir(parents=True, exist_ok=True)
+
+    def _choose_update(self, base: PreTrainedModel) -> None:
+        """Which rows an update computes, and how members are clipped."""
+        args = self.args
+        if is_quantised(base):
+            weights.keep_fp32(self.model)
+        self.beta = args.beta or args.teacher_beta or 0.0
+        ends = [*self.eos_token_ids, self.processing_class.pad_token_id]
+        scoring = args.build(Scoring), self.population, self.reward_weights, ends, self.accelerator.process_index
+        # A KL term reaches every row; entropy terms are refused.
+        self.scorer = Scorer(*scoring, build.make_sharing(base, args), skips_blank_rows=self.beta == 0)
+        self._phases = PhaseClock(PHASES_AHEAD if args.play_ahead else ())
+        self._clipper = optim.MemberClipper(self.population.adapters, args.max_grad_norm)
+        self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
+        if self.is_deepspeed_enabled:
+            zero.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
     def _choose_generation(self, base: PreTrainedModel) -> None:
         """Where completions end, and whether ended rows may leave a batch."""
         known, given = self.eos_token_ids, self.args.generation_kwargs
-        self.eos_token_ids = end_tokens(self.processing_class, known, given, self.chat_template_kwargs)
+        self.eos_token_ids = stops.end_tokens(self.processing_class, known, given, self.chat_template_kwargs)
         self.generation_config.update(eos_token_id=self.eos_token_ids, stop_strings=None)
         if not self.args.use_vllm:
-            warn_of_unknown(given)
-            sharded = preparation.is_zero3(self.args) or self.is_fsdp_enabled
+            stops.warn_of_unknown(given)
+            sharded = build.is_zero3(self.args) or self.is_fsdp_enabled
             decoding.check_parts(self.args.generation_tokens, sharded)
             self._generates_whole = decoding.why_whole(base.config, self.generation_config, sharded)
 
@@ -256,7 +241,8 @@ class PopuLoRATrainer(GRPOTrainer):
         adapter = self.population.adapter
         if self.args.evolve_every:
             self.evolution = EvolutionCallback(
-                self.args,
+                self.args.breeding,
+                Path(self.args.output_dir, "lineage.jsonl"),
                 self.population,
                 read=lambda name: weights.read_member(self.model_wrapped, adapter(name)),
                 write=lambda name, factors: weights.write_member(self.model_wrapped, adapter(name), factors),
@@ -264,32 +250,21 @@ class PopuLoRATrainer(GRPOTrainer):
                 forgotten=self._forgotten,
                 log=self._log_values,
             )
+            self.add_callback(self.evolution)
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
-        shown = LiveReport(), TrackerTables(self.describe)
-        for callback in (self.evolution, records.Records(self.describe), Alarms(lambda: self.played), *shown):
-            if callback is not None:
-                self.add_callback(callback)
+        for callback in build.make_callbacks(self.describe, lambda: self.played):
+            self.add_callback(callback)
 
     @property
     def archive(self):
         """Tasks that were verified so far, newest kept."""
         return self.game.archive
 
-    @property
-    def matchmaker(self) -> Matchmaker:
-        """Pairs teachers with students and keeps the ratings."""
-        return self.game.matchmaker
-
-    @property
-    def sandbox(self) -> Runner:
-        """Runs every program that a model wrote; one pool per node. Set `game.referee.sandbox` to use another."""
-        return self.game.referee.sandbox
-
     def close(self) -> None:
         """Ends the sandbox's processes, unpublishes the adapters. Training ends so too; a second call does nothing."""
         self.ahead.close()
-        self.sandbox.close()
+        self.game.referee.sandbox.close()
         self._closed = True
         if self.use_vllm:
             self.vllm_generation.close()
@@ -303,14 +278,15 @@ class PopuLoRATrainer(GRPOTrainer):
             nodes.wait_for_all(self.args, self.accelerator)
             nodes.check_nodes(self.args, self.accelerator)
             found = checkpoint.to_resume(resume_from_checkpoint, self.args.output_dir)
-            with StopAtSignals(self.callback_handler, self.args, checkpoint.newest, self._save):
+            with StopAtSignals(self.callback_handler, self.args, checkpoint.find_newest, self._save):
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()
 
-    def _open(self) -> None:
+    def _open(self) -> Game:
         if self._closed:
-            self.game.referee.sandbox, self._closed = preparation.make_sandbox(self.args), False
+            self.game.referee.sandbox, self._closed = build.make_sandbox(self.args), False
+        return self.game
 
     def member(self, name: str) -> AbstractContextManager:
         """
@@ -343,20 +319,15 @@ class PopuLoRATrainer(GRPOTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """
-        Lets every student attempt every held-out task `eval_attempts` times, and teachers with `eval_teachers`.
-
-        Ratings, archive and the run's random numbers stay as they are. Collective.
+        Lets every student attempt every held-out task `eval_attempts` times. Changes nothing of the run. Collective.
 
         Args:
             eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*): Other tasks than the trainer's.
             ignore_keys (`list[str]`, *optional*): Without meaning here.
-            metric_key_prefix (`str`, *optional*, defaults to `"eval"`): Starts every key, with the table's name if
-                there are several.
+            metric_key_prefix (`str`, *optional*, defaults to `"eval"`): Starts every key.
 
         Returns:
-            `dict[str, float]`: `eval_solve_rate_mean`, `_best` and `_worst` over the students,
-            `eval_student_0/solve_rate` and `/thinking_rate`, `eval_code_o/solve_rate`, `eval_pass_at_4`, the base's as
-            `eval_base/solve_rate`, and `eval_runtime` in seconds. Trackers and `metrics.jsonl` write `eval/`.
+            `dict[str, float]`: The figures of [`~trl_populora.step.held_out.HeldOut.measure`].
 
         Raises:
             `ValueError`: If there are no tasks, or the given ones cannot be used.
@@ -365,19 +336,14 @@ class PopuLoRATrainer(GRPOTrainer):
         if self.is_deepspeed_enabled and self.model_wrapped is self.model:
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
         self.ahead.wait()
-        start, was_closed = time.perf_counter(), self._closed
-        self._open()
-        sides, progress = (self.game.referee, self.game.player), not self.args.disable_tqdm
+        was_closed, sides = self._closed, (self._open().referee, self.game.player)
         held_out = given_tasks.to_measure(eval_dataset, self.held_out, *sides, self.args)
-        members = [*self.population] if self.args.eval_teachers else self.population.students
-        untrained = {
-            m.name for m in members if weights.adds_nothing(self.model_wrapped, self.population.adapter(m.name))
-        }
+        students, adapter = self.population.students, self.population.adapter
+        untrained = {each.name for each in students if weights.adds_nothing(self.model_wrapped, adapter(each.name))}
+        shown = self._members_step, not self.args.disable_tqdm
         try:  # completions that are logged are the training's
-            with evaluating(self.model), preparation.hidden(self, log_completions=False):
-                metrics = held_out.measure(*sides, members, metric_key_prefix, progress, untrained)
-                held_out.step = self._members_step
-                metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
+            with pause_training(self.model), build.replace_attributes(self, log_completions=False):
+                metrics = held_out.measure(*sides, students, metric_key_prefix, *shown, untrained)
                 self.log(metrics)
         finally:
             if was_closed:
@@ -400,7 +366,8 @@ class PopuLoRATrainer(GRPOTrainer):
         self.played = played
         self._phases.add(played.seconds)
         self._log_values(played.metrics)
-        return played.columns | played.tokens
+        self._score(played)
+        return played.tokens
 
     def _generate_rows(
         self, prompts: list[Messages], members: Sequence[str], seeds: Sequence[int] | None = None
@@ -410,19 +377,12 @@ class PopuLoRATrainer(GRPOTrainer):
         rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
         if self.use_vllm:
             self.vllm_generation.seeds = seeds
-        with seeded(seeds):
-            completion_ids, logprobs = self._complete_in_parts(prompt_ids, rows)
+        most, longest = None if self.use_vllm else self.args.generation_tokens, self.args.max_completion_length
+        with seed_samples(seeds):
+            completion_ids, logprobs = decoding.complete_in_parts(self._complete, prompt_ids, rows, most, longest)
         texts = decode_texts(self.processing_class, prompt_ids, completion_ids)
         each_logprobs = [None] * len(texts) if logprobs is None else logprobs
         return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, each_logprobs, strict=True)]
-
-    def _complete_in_parts(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
-        if self.use_vllm or self.args.generation_tokens is None:
-            return self._complete(prompt_ids, members)
-        longest = max(map(len, prompt_ids), default=0) + (self.args.max_completion_length or 1)
-        rows = max(1, self.args.generation_tokens // longest)
-        parts = [slice(start, start + rows) for start in range(0, len(members), rows)]
-        return [ids for part in parts for ids in self._complete(prompt_ids[part], members[part])[0]], None
 
     def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
         if self.use_vllm or self._generates_whole:
@@ -440,107 +400,84 @@ class PopuLoRATrainer(GRPOTrainer):
 
     # Phase 5: rewards, advantages, micro-batches
 
+    def _score(self, played: Played) -> None:
+        played.rewards = super()._calculate_rewards(*played.for_reward_functions)
+        self.scorer.score(played)
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        # In place: TRL logs this very list, and reward functions should see what was asked, not the placeholder.
-        prompts[:] = [row.prompt for row in self.played.rows]
+        prompts[:] = [row.prompt for row in self.played.rows]  # in place: TRL logs this very list of placeholders
         for column in ("role", "member", "kind"):  # of `log_completions`' tables
             self._log_completion_extra(column, [getattr(row, column) for row in self.played.rows])
-        self.played.rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self.played.rewards
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        played = self.played
-        tokens = self.accelerator.gather(output["completion_mask"].sum(1))
-        scored = self._scored(played, tokens, self.deviations and self.deviations.scale)
+        played, mine = self.played, self.played.own_worth
         # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
-        self._metrics["train"]["frac_reward_zero_std"][-1] = scored.flat
-        self._logs["advantages"].extend(scored.advantages.tolist())  # a full deque: TRL's own advantages drop out
+        self._metrics["train"]["frac_reward_zero_std"][-1] = played.worth.flat
+        self._logs["advantages"].extend(played.worth.advantages.tolist())  # a full deque: TRL's own drop out
         for column in ("prompt", "completion"):  # as text: trackio shows messages as "[object Object]"
             texts = [messages[-1]["content"] if messages else "" for messages in self._logs[column]]
             self._logs[column].extend(texts)
-        start = self.accelerator.process_index * len(played.rows)
-        mine = scored.part(slice(start, start + len(played.rows)))
         if self.args.save_rollouts:
             step, worth = self.state.global_step + 1, (mine.rewards.tolist(), mine.advantages.tolist())
             records.write_rollouts(self.args.output_dir, step, self.game, played.rows, *worth)
-        columns = {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
-        return output | columns | {"prompt": torch.tensor(played.prompts, device=tokens.device)}
-
-    def _scored(self, played: Played, tokens: torch.Tensor, scale_teachers: Any = None) -> Scored:
-        """What all ranks' rows are worth; `tokens` of each count in the loss."""
-        args = self.args
-        baselines = {"teacher": args.teacher_baseline, "student": args.student_baseline}
-        how = baselines, args.scale_rewards, self.loss_type, scale_teachers
-        return score_step(played, self.population, self.reward_weights, tokens, *how)
+        return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
     def _prepare_inputs(self, generation_batch):
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        if self._buffered_inputs is before:
-            return inputs
-        dealt = self._deal(self._buffered_inputs, blanks=self.skips_blank_rows, sharing=self.sharing)
-        self._buffered_inputs, metrics = batching.met(dealt, len(self.played.rows))
-        self._log_values(metrics)
-        self.ahead.start(self.state.global_step + 1, self.state.max_steps)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        # Not TRL's, which shuffles the rows and cuts them into equal numbers.
+        steps = self.args.steps_per_generation
+        if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
+            rows = self._generate_and_score_completions(generation_batch)
+            batches = batching.cut(rows, self.played.plan, self.args.pad_to_multiple_of or 1)
+            self._buffered_inputs, metrics = batching.match_ranks(batches, len(self.played.rows))
+            self._log_values(metrics)
+            self.ahead.start(self.state.global_step + 1, self.state.max_steps)
+        return self._buffered_inputs[self._step % steps]
 
     # Phase 5: the joint update
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
+        # Of all rows, before the update. The loss has its own for a micro-batch.
         compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
-        if self._layout is not None:  # inside the loss, which has set the route
-            found = self._layout.log_probs(compute, model, input_ids, attention_mask, logits_to_keep, self.sharing)
-            if self._unpulled is not None:  # a row that is its own reference has no KL, nor a gradient of it
-                reference, rows = self._unpulled
-                reference[rows] = found[0].detach()[rows]
-            return found
 
         def forward(batch: batching.Batch) -> torch.Tensor:
             layout = batching.layout_of(batch)
             with self.router.rows_of(batch["member"][layout.heads]):
-                return layout.log_probs(compute, model, *batching.joined(batch), self.sharing)[0]
+                return layout.log_probs(compute, model, *batching.join(batch), self.scorer.sharing)[0]
 
-        wanted = self._rows_with_log_probs()
-        members = [self.population[row.member].index for row in self.played.rows]
-        batch = batching.parted(input_ids, attention_mask, logits_to_keep, member=members, prompt=self.played.prompts)
-        wanted_rows = {name: values[wanted] for name, values in batch.items()}
-        batches = self._deal([wanted_rows], sharing=self.sharing, size=batch_size)
+        members = self.played.own_worth.members
+        rows = batching.part(input_ids, attention_mask, logits_to_keep, members)
+        batches = batching.cut(rows, self.played.plan, self.args.pad_to_multiple_of or 1)
         return batching.by_micro_batch(forward, batches, len(input_ids), logits_to_keep), None, None
-
-    def _rows_with_log_probs(self) -> list[int]:
-        """Whose old log-probabilities are used: where the rewards are known by now, those with an advantage."""
-        played, rows = self.played, len(self.played.rows)
-        if not self.skips_blank_rows or len(self.reward_funcs) > 2:
-            return [*range(rows)]
-        known = replace(played, rewards=rewards_of(played.records, self.reward_funcs))
-        advantages = self._scored(known, torch.ones(len(played.records))).advantages
-        return with_advantage(advantages, rows, self.accelerator.process_index)
 
     def _compute_loss(self, model, inputs):
         layout = batching.layout_of(inputs)
         self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # outlives the backward
-        self._layout = layout
-        if self.args.teacher_beta:
-            self._unpulled = inputs["ref_per_token_logps"], inputs["member"] >= self.args.teachers
-        # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
-        rows = len(inputs["member"]) / self.args.per_device_train_batch_size
+        compute = super()._get_per_token_logps_and_entropies
+
+        def log_probs(model, ids, mask, length, **kwargs):
+            found = layout.log_probs(partial(compute, **kwargs), model, ids, mask, length, self.scorer.sharing)
+            if self.args.teacher_beta:  # a row that is its own reference has no KL, nor a gradient of it
+                students = inputs["member"] >= self.args.teachers
+                inputs["ref_per_token_logps"][students] = found[0].detach()[students]
+            return found
+
         told: defaultdict[str, list[float]] = defaultdict(list)
-        try:
-            with preparation.hidden(self, _metrics={"train": told}):
-                loss = super()._compute_loss(model, inputs)
-        finally:
-            self._layout = self._unpulled = None
+        with build.replace_attributes(self, _metrics={"train": told}, _get_per_token_logps_and_entropies=log_probs):
+            loss = super()._compute_loss(model, inputs)
         on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
         self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
+        # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
+        rows = len(inputs["member"]) / self.args.per_device_train_batch_size
         return loss * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.is_deepspeed_enabled:
             self._clipper.clip_inside(self.model_wrapped)
-        with self._phases.updating():
+        with self._phases.time_update():
             try:
                 loss = super().training_step(model, inputs, num_items_in_batch)
             finally:  # only now: gradient checkpointing runs the forward again during the backward
@@ -583,7 +520,6 @@ class PopuLoRATrainer(GRPOTrainer):
         operator: str = "written",
         mu: float = PRIOR_MU,
         sigma: float = PRIOR_SIGMA,
-        optimizer_from: str | None = None,
     ) -> None:
         """
         Replaces all of a member: weights, optimizer state, rating, age and version. Rows that were still to be trained
@@ -591,35 +527,30 @@ class PopuLoRATrainer(GRPOTrainer):
 
         Args:
             name (`str`): The slot.
-            factors (`Mapping[str, torch.Tensor]`): LoRA factors as [`~trl_populora.adapters.weights.read_member`]
-                returns them, the same on every rank.
-            step (`int`): Optimizer step of the replacement.
-            parents (`Sequence[str]`, *optional*): Identities of the parents.
-            operator (`str`, *optional*, defaults to `"written"`): What made the child.
-            mu, sigma (`float`, *optional*): TrueSkill rating to start from, the prior by default.
-            optimizer_from (`str`, *optional*): Member whose Adam moments the child inherits; zeros by default.
+            factors (`Mapping[str, torch.Tensor]`): As [`~trl_populora.adapters.weights.read_member`] returns them, the
+                same on every rank.
+            step, parents, operator, mu, sigma: What is told of the new one: the optimizer step, identities of the
+                parents, what made it, and its TrueSkill rating.
 
         Raises:
-            KeyError: If there is no such member.
-            ValueError: If keys or shapes of the factors differ from the member's.
+            `KeyError`: If there is no such member.
+            `ValueError`: If keys or shapes of the factors differ from the member's.
         """
         adapter = self.population.adapter(name)
         self.ahead.drop(f"{self.population[name].identity} is replaced")
-        source = None if optimizer_from is None else self.population.adapter(optimizer_from)
         weights.write_member(self.model_wrapped, adapter, factors)
         if self.optimizer is not None:
-            weights.transplant_optimizer_state(self.optimizer, self.model_wrapped, source, adapter)
+            weights.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
         self._buffered_inputs = None
         self._last_loaded_step = -1  # vLLM may have generated earlier in this step
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
     def _forgotten(self, child: str, parent: str) -> float:
         """Nats per token that a live member lost against another on what its role has just got right."""
-        pad, device = self.processing_class.pad_token_id, self.accelerator.device
-        solutions = known_solutions(self.played.rows, self.population[child].role, parent, self.args.retention_rows)
-        members = self.population[child].index, self.population[parent].index
-        with evaluating(self.model):  # dropout would be taken for forgetting
-            return forgotten(self._logps_of, *members, solutions, pad, self.args.per_device_train_batch_size, device)
+        members, args = (self.population[child], self.population[parent]), self.args
+        forward = self.processing_class.pad_token_id, args.per_device_train_batch_size, self.accelerator.device
+        with pause_training(self.model):  # dropout would be taken for forgetting
+            return measure_forgetting(self._logps_of, *members, self.played.rows, *forward)
 
     def _logps_of(self, member: int, ids: torch.Tensor, mask: torch.Tensor, length: int) -> torch.Tensor:
         with self.router.rows_of([member] * len(ids)):
@@ -628,8 +559,8 @@ class PopuLoRATrainer(GRPOTrainer):
     @property
     def _nouns(self) -> dict[str, Any]:
         """What lasts beside members and archive, by its name in `game.json`."""
-        nouns = {"population": self.population, "matchmaker": self.matchmaker, "held_out": self.held_out}
-        nouns |= {"features": self.game.features, "deviations": self.deviations}
+        nouns = {"population": self.population, "matchmaker": self.game.matchmaker, "held_out": self.held_out}
+        nouns |= {"features": self.game.features, "deviations": self.scorer.deviations}
         return {name: noun for name, noun in nouns.items() if noun is not None}
 
     def _get_output_dir(self, trial=None):
@@ -667,7 +598,7 @@ class PopuLoRATrainer(GRPOTrainer):
         directory, write = output_dir or self.args.output_dir, self.args.should_save
         checkpoint.save(directory, self.model_wrapped, self.game, self.processing_class, self.describe(), write)
         if write and self.staging.directory is None:
-            publishing.place_best_student(Path(directory))
+            uploads.place_best_student(Path(directory))
 
     def _load_best_model(self):
         best = Path(self.state.best_model_checkpoint)
@@ -697,15 +628,15 @@ class PopuLoRATrainer(GRPOTrainer):
         self._step, self._buffered_inputs = state.step, state.buffered
         self.played = Played([], []) if state.played is None else Played.from_state(state.played)
         self._metrics["train"].update(state.metrics)
-        self._pending_loss = state.loss, state.logged
+        self._resumed = state
         self.ahead.load_state_dict(state.ahead)
 
     def _load_rng_state(self, checkpoint):
         super()._load_rng_state(checkpoint)
-        if self._pending_loss is not None:
-            self._tr_loss += self._pending_loss[0]
-            self._globalstep_last_logged = self._pending_loss[1]
-            self._pending_loss = None
+        if self._resumed is not None:
+            self._tr_loss += self._resumed.loss
+            self._globalstep_last_logged = self._resumed.logged
+            self._resumed = None
 
     # The Hub
 
@@ -720,23 +651,17 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def push_to_hub(self, commit_message="End of training", **kwargs):
         if self.is_world_process_zero():
-            publishing.draw_for_card(Path(self.args.output_dir))
+            uploads.draw_for_card(Path(self.args.output_dir))
         with self.uploads.hub_errors():
             return super().push_to_hub(commit_message=commit_message, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder):
-        whole = self.staging.directory is None
-        if whole and self.is_world_process_zero() and self.uploads.is_due(self.push_in_progress):
+        if self.staging.directory is None and self.is_world_process_zero() and self.uploads.are_due:
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
-            self.push_in_progress = self.uploads.start(
-                Path(checkpoint_folder), self.hub_model_id, self.state.global_step, self.push_in_progress
-            )
+            self.uploads.start(Path(checkpoint_folder), self.hub_model_id, self.state.global_step)
 
     def _finish_current_push(self):
-        super()._finish_current_push()
-        pending = getattr(self, "push_in_progress", None)
-        self.uploads.finish(pending, self.hub_model_id, self.is_world_process_zero())
-        self.push_in_progress = None
+        self.uploads.finish(self.hub_model_id)
 
     def _log_values(self, values: Mapping[str, float]) -> None:
         """Adds to TRL's metrics of this step."""

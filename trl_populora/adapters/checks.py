@@ -42,7 +42,7 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
         revision (`str`, *optional*): Of the Hub id.
 
     Raises:
-        ValueError: If it has adapters, or names a saved population or adapter.
+        `ValueError`: If it has adapters, or names a saved population or adapter.
     """
     if not isinstance(model, str):
         if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
@@ -67,7 +67,7 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
 def check_member_names(names: Sequence[str]) -> None:
     """
     Raises:
-        ValueError: If a name is repeated, reserved or not usable in a file name.
+        `ValueError`: If a name is repeated, reserved or not usable in a file name.
     """
     if not names:
         raise ValueError("`names` must hold at least one member name, got none.")
@@ -88,8 +88,8 @@ def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
     Rank-stabilised scaling, rank and alpha patterns and layer selections are supported.
 
     Raises:
-        TypeError: If it is not a `LoraConfig`.
-        ValueError: If an option, a target or the base model's type cannot be routed by row.
+        `TypeError`: If it is not a `LoraConfig`.
+        `ValueError`: If an option, a target or the base model's type cannot be routed by row.
     """
     if type(lora_config) is not LoraConfig:
         raise TypeError(
@@ -111,7 +111,7 @@ def check_ordinary_adapter(config: PeftConfig) -> None:
     Checks that an adapter trained elsewhere is a plain LoRA: `B A` beside the base as it was published.
 
     Raises:
-        ValueError: If it is not.
+        `ValueError`: If it is not.
     """
     if type(config) is not LoraConfig:
         raise ValueError(f"it is a `{type(config).__name__}`, and members are LoRA adapters.")

@@ -80,7 +80,7 @@ def fold_into(
         given_config ([`~peft.LoraConfig`]): Its ranks and alphas.
 
     Raises:
-        ValueError: If the adapter has weights that the member has no place for, a larger rank, or the sizes of
+        `ValueError`: If the adapter has weights that the member has no place for, a larger rank, or the sizes of
             another base.
     """
     if unknown := sorted(given.keys() - own.keys()):

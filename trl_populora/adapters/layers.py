@@ -1,8 +1,7 @@
 """The routed LoRA layer: one base matmul for the whole batch, all members' low-rank parts beside it.
 
 Members are ordinary PEFT adapters of ordinary shape; what is special is only the forward. It multiplies by the frozen
-base weight once, stacks the members' `A` and `B`, and applies them to the rows of each member in two batched matmuls
-(contracts 2, 4 and 5).
+base weight once, stacks the members' `A` and `B`, and applies them to the rows of each member in two batched matmuls.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class RoutedLinear(nn.Module, LoraLayer):
             x (`torch.Tensor`): Inputs of shape `[R, ..., in_features]`, rows in the order of the route.
 
         Raises:
-            RuntimeError: If no route is set, or if ZeRO-3 has partitioned the adapters.
-            ValueError: If the batch and the route differ in length, the route names a member that does not exist, or
+            `RuntimeError`: If no route is set, or if ZeRO-3 has partitioned the adapters.
+            `ValueError`: If the batch and the route differ in length, the route names a member that does not exist, or
                 PEFT's `adapter_names` is used.
         """
         if "adapter_names" in kwargs:
@@ -81,12 +80,13 @@ class RoutedLinear(nn.Module, LoraLayer):
         return self._by_row(x, *args, **kwargs)
 
     def _by_row(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        route = self._checked_route(x)
+        route = self._check_route(x)
         result = self.base_layer(x, *args, **kwargs)
         if not route.present:
             return result
         dtype = result.dtype
-        inputs = x.to(self.lora_A[self.members[0]].weight.dtype)
+        # Autocast computes in its own type whatever the inputs have: a copy of them would be kept for the backward.
+        inputs = x if torch.is_autocast_enabled(x.device.type) else x.to(self.lora_A[self.members[0]].weight.dtype)
         if route.ordered:
             return (result + self._low_rank(inputs, route)).to(dtype)
         order = route.order(x.device)
@@ -98,7 +98,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         # made a step 8 % longer. A forward of whole rows stacks once anyway, and need not hold all layers' stacks.
         decodes = x.ndim == 3 and x.shape[1] == 1 and not torch.is_grad_enabled()
         factor_a, factor_b = (
-            route.kept((self, name), partial(self._stacked, name, route)) if decodes else self._stacked(name, route)
+            route.keep((self, name), partial(self._stack, name, route)) if decodes else self._stack(name, route)
             for name in ("lora_A", "lora_B")
         )
         scaling = self.scaling[self.members[0]]
@@ -109,7 +109,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         parts = zip(x.split(route.counts), factor_a.unbind(), factor_b.unbind(), strict=True)
         return torch.cat([nn.functional.linear(nn.functional.linear(part, a) * scaling, b) for part, a, b in parts])
 
-    def _stacked(self, factors: str, route: Route) -> torch.Tensor:
+    def _stack(self, factors: str, route: Route) -> torch.Tensor:
         weights = [getattr(self, factors)[name].weight for name in self.members]
         if weights[0].ndim != 2:
             raise RuntimeError(
@@ -119,7 +119,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         scale = None if route.factors is None else route.factor_tensor(weights[0].device)
         return _Stack.apply(route.present, scale, *weights)
 
-    def _checked_route(self, x: torch.Tensor) -> Route:
+    def _check_route(self, x: torch.Tensor) -> Route:
         route = None if self.router is None else self.router.route_for(x.shape[0])
         if route is None:
             raise RuntimeError(
@@ -193,8 +193,8 @@ def add_members(
             adapters and base into buffers of one type.
 
     Raises:
-        ValueError: If the configuration or a name cannot be used; the message says what to do.
-        TypeError: If `lora_config` is not a `LoraConfig`.
+        `ValueError`: If the configuration or a name cannot be used; the message says what to do.
+        `TypeError`: If `lora_config` is not a `LoraConfig`.
     """
     check_is_base(model)
     check_member_names(names)

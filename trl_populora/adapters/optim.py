@@ -1,4 +1,4 @@
-"""One optimizer life per member: its parameter group, its gradient norm, its right to stand still (contract 3)."""
+"""One optimizer life per member: its parameter group, its gradient norm, its right to stand still."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
     every rank with the same names, after the last backward of the step.
 
     Raises:
-        RuntimeError: Under ZeRO, which always steps a whole parameter group.
+        `RuntimeError`: Under ZeRO, which always steps a whole parameter group.
     """
     for name in names:
         for parameter in member_parameters(model, name).values():

@@ -1,4 +1,4 @@
-"""Which member every row of the forward in progress belongs to (contract 2), as data owned by the trainer."""
+"""Which member every row of the forward in progress belongs to, as data owned by the trainer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Route:
         ordered (`bool`): Whether the rows already are the present members' segments one after the other.
 
     Raises:
-        ValueError: If an index is below -1, the lengths differ, or one member is given two factors.
+        `ValueError`: If an index is below -1, the lengths differ, or one member is given two factors.
     """
 
     def __init__(self, rows: Sequence[int], factors: Sequence[float] | None = None):
@@ -67,13 +67,13 @@ class Route:
 
     def order(self, device: torch.device) -> torch.Tensor:
         """Positions of the members' rows, grouped by member, shape `[R - base rows]`."""
-        return self.kept(("order", device), lambda: torch.tensor(self._order, dtype=torch.long).to(device))
+        return self.keep(("order", device), lambda: torch.tensor(self._order, dtype=torch.long).to(device))
 
     def factor_tensor(self, device: torch.device) -> torch.Tensor:
         """Gradient factors shaped to scale stacked weights, `[present, 1, 1]`, fp32."""
-        return self.kept(("factors", device), lambda: torch.tensor(self.factors).view(-1, 1, 1).to(device))
+        return self.keep(("factors", device), lambda: torch.tensor(self.factors).view(-1, 1, 1).to(device))
 
-    def kept(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def keep(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What `make` gave when this key was asked for first: every layer asks, in every forward of the route."""
         if key not in self._tensors:
             self._tensors[key] = make()

@@ -1,4 +1,4 @@
-"""Reading, writing, resetting and saving one member of a live model, on any backend (contracts 5 and 7).
+"""Reading, writing, resetting and saving one member of a live model, on any backend.
 
 Every function is collective: under ZeRO and FSDP all ranks have to call it, in the same order.
 """
@@ -43,7 +43,7 @@ def member_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
         name (`str`): The member.
 
     Raises:
-        KeyError: If the model has no member of that name.
+        `KeyError`: If the model has no member of that name.
     """
     parameters = {}
     for path, layer in routed_layers(peft_model(model)).items():
@@ -119,7 +119,7 @@ def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor
         factors (`Mapping[str, torch.Tensor]`): As returned by [`read_member`]; the same on every rank.
 
     Raises:
-        ValueError: If keys are missing or unexpected, or a shape differs.
+        `ValueError`: If keys are missing or unexpected, or a shape differs.
     """
     parameters = member_parameters(model, name)
     if parameters.keys() != factors.keys():
@@ -167,7 +167,7 @@ def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, na
         name (`str`): The member.
 
     Raises:
-        RuntimeError: Under ZeRO, if the member shares a parameter group with anything else.
+        `RuntimeError`: Under ZeRO, if the member shares a parameter group with anything else.
     """
     for states, key, group in _optimizer_entries(optimizer, model, name):
         state = states.get(key, {})
@@ -181,35 +181,6 @@ def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, na
                 state[entry] = 0
         if "step" in group:  # DeepSpeed's FusedAdam counts per group
             group["step"] = 0
-
-
-@torch.no_grad()
-def transplant_optimizer_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module, source: str | None, target: str
-) -> None:
-    """
-    Gives one member the moments and `step` of another, which keeps its own, or of nobody: [`reset_optimizer_state`],
-    where the arguments are told.
-
-    Works under ZeRO as well: members are equal in shape and order, so their partitions are laid out alike.
-    """
-    if source == target:
-        return
-    reset_optimizer_state(optimizer, model, target)  # what the source lacks, say before its first step, goes too
-    if source is None:
-        return
-    entries = zip(
-        _optimizer_entries(optimizer, model, source), _optimizer_entries(optimizer, model, target), strict=True
-    )
-    for (states, source_key, source_group), (_, target_key, target_group) in entries:
-        state = states.setdefault(target_key, {})
-        for entry, value in states.get(source_key, {}).items():
-            if isinstance(state.get(entry), torch.Tensor):
-                state[entry].copy_(value)  # in place: ZeRO holds views of these tensors
-            else:
-                state[entry] = value.clone() if isinstance(value, torch.Tensor) else value
-        if "step" in source_group:
-            target_group["step"] = source_group["step"]
 
 
 def _optimizer_entries(optimizer, model: nn.Module, name: str) -> list[tuple[dict, torch.Tensor, dict]]:
@@ -299,7 +270,7 @@ def saved_step(directory: str | Path) -> int | None:
     The optimizer step at which an adapter was saved; `None` if it does not say, as those of others and of early runs.
 
     Raises:
-        ValueError: If its file is missing or broken.
+        `ValueError`: If its file is missing or broken.
     """
     path = Path(directory, "adapter_model.safetensors")
     try:

@@ -30,7 +30,7 @@ def resolve_model_path(model: str) -> str:
     return tiny_base_path() if model == TINY else model
 
 
-def shipped(folder: str) -> Path:
+def find_shipped(folder: str) -> Path:
     """Where `recipes` or `accelerate_configs` lies: in a wheel inside the package, in a clone beside it."""
     package = Path(__file__).parent.parent
     inside = package / folder
@@ -39,7 +39,7 @@ def shipped(folder: str) -> Path:
 
 def recipe_titles() -> dict[str, str]:
     """The first line of every YAML recipe by its path in `recipes/`."""
-    root = shipped("recipes")
+    root = find_shipped("recipes")
     paths = sorted(root.rglob("*.yaml"))
     return {str(path.relative_to(root)): path.read_text().partition("\n")[0].lstrip("# ") for path in paths}
 
@@ -56,4 +56,4 @@ def copy_recipes(directory: str | Path) -> None:
         if target.exists():
             raise ValueError(f"{target} is there already; name another directory.")
     for folder, target in targets.items():
-        shutil.copytree(shipped(folder), target, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(find_shipped(folder), target, ignore=shutil.ignore_patterns("__pycache__"))

@@ -23,13 +23,12 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from tqdm import tqdm
 
-from trl_populora import preparation
+from trl_populora import build
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
-from trl_populora.generation.plain import plain_player, tokenize
-from trl_populora.generation.prompting import refuse_by_name
+from trl_populora.generation.plain import plain_player, plain_room
 from trl_populora.given_tasks import built_in_tasks, load_archive
-from trl_populora.hub.publishing import fetch
+from trl_populora.hub.downloads import fetch
 from trl_populora.population.members import Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.payoff import Payoff
@@ -38,7 +37,6 @@ from trl_populora.runs.saved_population import SAMPLING, Shape, check_one_moment
 from trl_populora.step.held_out import attempt
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
-from trl_populora.step.room import prompt_room, trained_context
 from trl_populora.tasks import TASK_KINDS, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task
@@ -216,13 +214,13 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
     if any(set(kinds) != set(args.task_kinds) for kinds in others.values()):
         trained = "; ".join(f"{run} was trained on {', '.join(kinds)}" for run, kinds in others.items())
         logger.warning("The kinds of task differ: %s. All play %s.", trained, ", ".join(args.task_kinds))
-    kinds = preparation.make_kinds(args)
+    kinds = build.make_kinds(args)
     given = references_of(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
     archive = load_archive(given, kinds, args)
 
     set_seed(args.seed)
-    base = preparation.load_base(saved[0]["base_model"], args)
-    tokenizer = preparation.load_tokenizer(base, None, args)
+    base = build.load_base(saved[0]["base_model"], args)
+    tokenizer = build.load_tokenizer(base, None, args)
     entries = {
         role: [(i, m) for i, theirs in enumerate(saved) for m in theirs["members"] if m["role"] == role]
         for role in ("teacher", "student")
@@ -237,11 +235,9 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
         for slot, (index, member) in zip(population.role(role), contestants, strict=True):
             write_member_file(model, slot.name, roots[index] / member["adapter"] / "adapter_model.safetensors")
             names[slot.name] = prefixes[index] + member["name"]
-    referee = preparation.make_referee(args, kinds, base, tokenizer)
+    referee = build.make_referee(args, kinds, base, tokenizer)
     try:
-        tokenized = refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer)
-        room = prompt_room(trained_context(base), args.max_completion_length or 1, tokenized)
-        preparation.fit_into_context(referee, archive, None, room)
+        build.fit_into_context(referee, archive, None, plain_room(base, tokenizer, args))
     except ValueError:
         referee.sandbox.close()
         raise

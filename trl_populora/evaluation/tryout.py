@@ -20,19 +20,18 @@ from peft import PeftModel
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from trl_populora import preparation
+from trl_populora import build
 from trl_populora.adapters.routing import BASE_NAME, Router
 from trl_populora.assets import resolve_model_path
-from trl_populora.generation.plain import plain_player, sampling_config, tokenize
-from trl_populora.generation.prompting import SHOTS, choose_style, refuse_by_name
+from trl_populora.generation.plain import plain_player, plain_room, sampling_config, tokenize
+from trl_populora.generation.prompting import SHOTS, choose_style
 from trl_populora.generation.texts import decode_texts
 from trl_populora.given_tasks import load_archive
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee
-from trl_populora.step.room import prompt_room, trained_context
 from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArchive
-from trl_populora.tasks.control import control_texts
+from trl_populora.tasks.templates import check_style
 
 
 ATTEMPTS = 4  # at each task, so that groups can be counted whose attempts differ
@@ -50,6 +49,7 @@ class TryArguments:
         model (`str`): Hub id or directory of a base, or `tiny`.
         adapter (`str`, *optional*): A LoRA adapter on it, for example of a cold start. Not with `vllm`.
         task_kinds (`list[str]`, *optional*): Kinds to try; the three built in by default.
+        prompt_style (`str`, *optional*): Tries this style alone; else all that the base may know.
         samples (`int`, *optional*, defaults to `8`): Proposals and attempts per kind in each form, a multiple of 4.
         max_completion_length (`int`, *optional*, defaults to `160`): Tokens; a longer completion is cut.
         inputs_per_function (`int`, *optional*, defaults to `4`): Inputs that a code_f proposal must give.
@@ -64,6 +64,7 @@ class TryArguments:
     task_kinds: list[str] = field(
         default_factory=lambda: ["code_o", "code_i", "code_f"], metadata={"help": "Kinds of task to try."}
     )
+    prompt_style: str | None = field(default=None, metadata={"help": "Try this style alone."})
     samples: int = field(default=8, metadata={"help": "Proposals and attempts per kind in each form."})
     max_completion_length: int = field(default=160, metadata={"help": "Tokens per completion."})
     inputs_per_function: int = field(default=4, metadata={"help": "Inputs that a code_f proposal must give."})
@@ -77,6 +78,8 @@ class TryArguments:
             raise ValueError(f"`samples` must be a multiple of {ATTEMPTS}, got {self.samples}.")
         if self.vllm and self.adapter:
             raise ValueError("`adapter` is tried with transformers; leave `vllm` out.")
+        if self.prompt_style is not None:
+            check_style(self.prompt_style)
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class Tryout:
         rows = zip(self.questions, self.outcomes, strict=True)
         return [o for q, o in rows if (q.role, q.form) == (role, form) and kind in ("", q.kind)]
 
-    def mixed(self, form: Form) -> float:
+    def measure_mixed(self, form: Form) -> float:
         """Share of the groups of attempts in which some are right and some are not: those teach students."""
         right = [outcome.good for outcome in self.of("student", form)]
         groups = [right[start : start + ATTEMPTS] for start in range(0, len(right), ATTEMPTS)]
@@ -198,24 +201,22 @@ def try_model(options: TryArguments) -> Tryout:
     """
     args = _settings_for(options)
     set_seed(options.seed)
-    base = preparation.load_base(options.model, args)
-    tokenizer = preparation.load_tokenizer(base, None, args)
+    base = build.load_base(options.model, args)
+    tokenizer = build.load_tokenizer(base, None, args)
     if options.adapter:
         base = PeftModel.from_pretrained(base, options.adapter).merge_and_unload()
-    room = prompt_room(
-        trained_context(base),
-        options.max_completion_length,
-        refuse_by_name(lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer),
-    )
+    room = plain_room(base, tokenizer, args)
     ends = sampling_config(base.generation_config, tokenizer, args).eos_token_id
     # Nobody knows the compact style who was not trained on it.
-    styles = [style for style in STYLES if style != "compact" or args.prompt_style == "compact"]
-    with closing(preparation.make_sandbox(args)) as sandbox:
+    known = [style for style in STYLES if style != "compact" or args.prompt_style == "compact"]
+    styles = [options.prompt_style] if options.prompt_style else known
+    with closing(build.make_sandbox(args)) as sandbox:
         sides = {}
         for style in styles:
             args.prompt_style = style
-            kinds = preparation.make_kinds(args)
-            referee = Referee(kinds, sandbox, style, control_texts(tokenizer), room=room)
+            kinds = build.make_kinds(args)
+            referee = build.make_referee(args, kinds, base, tokenizer, sandbox=sandbox)
+            referee.room = room
             sides[style] = referee, load_archive(None, kinds, args)
         questions, left_out = _pose_all(sides, options)
         start = time.perf_counter()
@@ -247,7 +248,7 @@ def _settings_for(options: TryArguments) -> PopuLoRAConfig:
         bf16=not on_cpu,
         seed=options.seed,
     )
-    args.prompt_style = choose_style(args, options.model)
+    args.prompt_style = choose_style(None, options.model)
     dtype = "float32" if args.prompt_style == "compact" else "bfloat16"
     args.model_init_kwargs = {"dtype": options.dtype or dtype}
     return args
@@ -258,7 +259,7 @@ def _pose_all(
 ) -> tuple[list[Question], dict[Form, str]]:
     """The questions of all forms, and the forms that have none, with the reason."""
     questions, left_out = [], {}
-    for form in [Form("turns", SHOTS), *map(Form, sides)]:
+    for form in [*([Form("turns", SHOTS)] if "turns" in sides else []), *map(Form, sides)]:
         try:
             questions += list(_pose(*sides[form.style], form, options))
         except ValueError as error:  # no room in the context, or the chat template refuses it

@@ -35,7 +35,7 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     yield ""
     yield from _failures(found, form)
     yield f"{found.tokens_per_second:.0f} tokens a second; {_share(found.cut)} of the completions were cut."
-    yield f"Groups of attempts that differ, which teach students: {100 * found.mixed(form):.0f} %."
+    yield f"Groups of attempts that differ, which teach students: {100 * found.measure_mixed(form):.0f} %."
     yield ""
     if obstacles := found.obstacles():
         yield f"Nothing can be learned yet with {form}: {', and '.join(obstacles)}."

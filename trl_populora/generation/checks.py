@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from peft import LoraConfig
 from transformers import PreTrainedModel
+from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
 from trl_populora.adapters.folding import largest_rank
 
 
-if TYPE_CHECKING:
-    from trl_populora.populora_config import PopuLoRAConfig
-
 WAY_OUT = "Set `use_vllm=False` to generate with transformers."
 
 
-def check_vllm(model: str | PreTrainedModel, args: PopuLoRAConfig, lora_config: LoraConfig) -> None:
+def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: LoraConfig) -> None:
     """
     Checks that vLLM is there and can serve this base with adapters of this rank.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]): Base model; a path or Hub id, or loaded from one.
-        args ([`PopuLoRAConfig`]): Settings of the run.
+        args ([`~trl.GRPOConfig`]): Settings of the run.
         lora_config ([`~peft.LoraConfig`]): Adapter of every member.
 
     Raises:
@@ -78,7 +76,7 @@ def permitted_rank(lora_config: LoraConfig) -> int:
     return next(size for size in permitted if size >= rank)
 
 
-def check_base(path: str, args: PopuLoRAConfig) -> None:
+def check_base(path: str, args: GRPOConfig) -> None:
     """
     Raises:
         `ValueError`: If vLLM does not know the architecture, serves it without LoRA only, or lacks its head size.

@@ -141,7 +141,7 @@ class LoRAServer(VLLMClient):
             moved (`bool`): Whether the member moved so far that it must answer differently.
 
         Raises:
-            [`StaleAdapterError`]: If it does not; names server, member and version.
+            `StaleAdapterError`: If it does not; names server, member and version.
         """
         server = copy.copy(self)
         server.model = adapter.name

@@ -16,6 +16,8 @@ import torch
 from peft import PeftModel
 from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from .attention import group_queries
+
 
 ROUND = 8  # tokens: more keep ended rows longer, fewer call `generate` more often
 # Of the tokens that the cache may hold, prompts are read an eighth at a time: in a 7B model a token that is read takes
@@ -63,6 +65,30 @@ def check_parts(tokens: int | None, sharded: bool) -> None:
         )
 
 
+def complete_in_parts(
+    complete: Callable[[list, list], tuple[list, list | None]],
+    prompts: list[list[int]],
+    members: list[int],
+    room: int | None,
+    longest: int | None,
+) -> tuple[list, list | None]:
+    """
+    Completions of as many rows at a time as the cache has room for, and their log-probabilities where these are told.
+
+    Args:
+        complete (`Callable`): `(prompts, members) -> (completions, log-probabilities or None)`.
+        prompts (`list[list[int]]`): Token ids of each row.
+        members (`list[int]`): Whose each row is.
+        room (`int`, *optional*): Tokens that the cache may hold; without it all rows are completed at once.
+        longest (`int`, *optional*): Tokens of the longest completion.
+    """
+    if room is None:
+        return complete(prompts, members)
+    rows = max(1, room // (max(map(len, prompts), default=0) + (longest or 1)))
+    parts = [slice(start, start + rows) for start in range(0, len(members), rows)]
+    return [ids for part in parts for ids in complete(prompts[part], members[part])[0]], None
+
+
 def complete(
     model: PreTrainedModel | PeftModel,
     prompts: Sequence[Sequence[int]],
@@ -93,7 +119,7 @@ def complete(
     for some in (slice(start, start + size) for start in range(0, len(ids), size)):
         with torch.no_grad(), route([member for member, _ in [*number][some]]):
             read.append(_read(model, ids[some], mask[some]))
-    cache = _joined(read)
+    cache = _join(read)
     going = torch.tensor(group, device=model.device)
 
     rows = order
@@ -104,7 +130,7 @@ def complete(
         part = copy.copy(sampling)
         part.max_new_tokens = min(ROUND, width + sampling.max_new_tokens - ids.shape[1])
         part.return_dict_in_generate = True
-        with torch.no_grad(), route([members[row] for row in rows]):
+        with torch.no_grad(), route([members[row] for row in rows]), group_queries():
             output = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=part)
         new, ids, cache = output.sequences[:, ids.shape[1] :], output.sequences, output.past_key_values
         mask = torch.cat([mask, torch.ones_like(new)], dim=1)
@@ -127,7 +153,7 @@ def complete_whole(
 ) -> list[list[int]]:
     """[`complete`] with one call of `generate`, for models that [`why_whole`] names."""
     ids, mask = _padded(prompts, sampling, model.device)
-    with torch.no_grad(), route(list(members)):
+    with torch.no_grad(), route(list(members)), group_queries():
         output = model.generate(input_ids=ids, attention_mask=mask, generation_config=sampling)
     return _until_end(output[:, ids.shape[1] :], sampling)[0]
 
@@ -164,7 +190,7 @@ def _read(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Ten
     return output.past_key_values
 
 
-def _joined(parts: list[Cache]) -> Cache:
+def _join(parts: list[Cache]) -> Cache:
     """One cache of all rows, layer by layer, so that no more than one layer is held twice. Takes the parts apart."""
     first, *others = parts
     for layers in zip(*(part.layers for part in parts), strict=True) if others else ():

@@ -58,7 +58,7 @@ class RoutedLLM(LLM):
 
         Raises:
             `ValueError`: If the rank is above the engine's `max_lora_rank`, or vLLM has no LoRA layer for a module.
-            [`StaleAdapterError`]: If the engine does not take it up.
+            `StaleAdapterError`: If the engine does not take it up.
         """
         install = partial(_install, adapter=adapter, factors=factors, config=config)
         (self._loaded[adapter.id],) = self.apply_model(install)
@@ -72,7 +72,7 @@ class RoutedLLM(LLM):
         the trainer's arithmetic and the engine's, and during a wake-up there is no cache to sample with yet.
 
         Raises:
-            [`StaleAdapterError`]: If they differ; names member and version.
+            `StaleAdapterError`: If they differ; names member and version.
         """
         for adapter in adapters:
             self._probe(adapter)

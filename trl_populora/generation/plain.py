@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl import GRPOConfig
 
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.player import Completion, Messages, Player
+from trl_populora.step.room import prompt_room, trained_context
 
 from . import decoding
-from .sampling import seeded
+from .sampling import seed_samples
 from .stops import STOPS, end_tokens, warn_of_unknown
 from .texts import decode_texts
 
 
-def sampling_config(
-    base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, args: PopuLoRAConfig
-) -> GenerationConfig:
+def sampling_config(base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig) -> GenerationConfig:
     """How members of a run with these settings are sampled, as TRL has it."""
     warn_of_unknown(args.generation_kwargs)
     known = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
@@ -49,7 +48,7 @@ def plain_player(
     tokenizer: PreTrainedTokenizerBase,
     router: Router,
     members: Sequence[str],
-    args: PopuLoRAConfig,
+    args: GRPOConfig,
 ) -> Player:
     """
     Generates as the trainer of such a run would without vLLM.
@@ -59,7 +58,7 @@ def plain_player(
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): With a chat template.
         router ([`Router`]): The model's.
         members (`Sequence[str]`): Names in the order of routes.
-        args ([`PopuLoRAConfig`]): How to sample.
+        args ([`~trl.GRPOConfig`]): How to sample.
     """
     index = {name: number for number, name in enumerate(members)} | {BASE_NAME: BASE}
     model.eval()
@@ -72,7 +71,7 @@ def plain_player(
         prompts: list[Messages], names: Sequence[str], seeds: Sequence[int] | None = None
     ) -> list[Completion]:
         ids = tokenize(tokenizer, prompts, args)
-        with seeded(seeds):
+        with seed_samples(seeds):
             completions = complete(model, ids, [index[name] for name in names], router.rows_of, config)
         texts = decode_texts(tokenizer, ids, completions)
         return [Completion(*row) for row in zip(ids, completions, texts, strict=True)]
@@ -80,7 +79,7 @@ def plain_player(
     return Player(generate)
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], args: PopuLoRAConfig) -> list[list[int]]:
+def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], args: GRPOConfig) -> list[list[int]]:
     """Token ids of prompts up to where the assistant begins."""
     return tokenizer.apply_chat_template(
         prompts,
@@ -89,3 +88,13 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], args: 
         return_dict=True,
         **(args.chat_template_kwargs or {}),
     )["input_ids"]
+
+
+def plain_room(
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
+) -> Callable[[Messages], int]:
+    """How much room such a player has for a prompt, as [`prompt_room`] has it."""
+    longest = args.max_completion_length
+    return prompt_room(
+        trained_context(base), longest, lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer
+    )

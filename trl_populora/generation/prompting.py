@@ -4,17 +4,14 @@ takes."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_populora.assets import resolve_model_path
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.held_out import HeldOut
-from trl_populora.step.player import Messages
 from trl_populora.step.referee import Referee
 from trl_populora.tasks.archive import TaskArchive
 
@@ -23,21 +20,28 @@ FEW_PARAMETERS = 10**9  # below, solved examples teach a format better than a de
 SHOTS = 3
 
 
-def choose_style(args: PopuLoRAConfig, model: str | PreTrainedModel) -> str:
+def choose_style(
+    wanted: str | None, model: str | PreTrainedModel, init_kwargs: Mapping[str, Any] | None = None
+) -> str:
     """
-    The configured prompt style, else `"compact"` for a base made by `recipes/make_tiny_base.py`, or `"turns"`.
+    The wanted prompt style, else `"compact"` for a base made by `recipes/make_tiny_base.py`, or `"turns"`.
+
+    Args:
+        wanted (`str` or `None`): As in `prompt_style`.
+        model (`str` or [`~transformers.PreTrainedModel`]): The base.
+        init_kwargs (`Mapping`, *optional*): What it is loaded with, the revision among it.
 
     Raises:
         `ValueError`: If there is no such model; says what is there instead.
     """
-    config = _config_of(model, args)
-    return args.prompt_style or str(config.get("populora_prompt_style", "turns"))
+    config = _config_of(model, (init_kwargs or {}).get("revision") or "main")
+    return wanted or str(config.get("populora_prompt_style", "turns"))
 
 
-def _config_of(model: str | PreTrainedModel, args: PopuLoRAConfig) -> dict[str, Any]:
+def _config_of(model: str | PreTrainedModel, revision: str) -> dict[str, Any]:
     if not isinstance(model, str):
         return model.config.to_dict()
-    path, revision = resolve_model_path(model), (args.model_init_kwargs or {}).get("revision") or "main"
+    path = resolve_model_path(model)
     here = Path(path).is_dir()
     try:
         if here and not Path(path, "config.json").is_file():
@@ -65,45 +69,21 @@ def refuse_gguf(model: str) -> None:
         )
 
 
-def choose_shots(args: PopuLoRAConfig, base: PreTrainedModel) -> int:
-    """The configured number of solved tasks, else by the base's size; none in the style `"compact"`."""
-    if args.prompt_style == "compact":
+def choose_shots(wanted: int | None, style: str, base: PreTrainedModel) -> int:
+    """The wanted number of solved tasks, else by the base's size; none in the style `"compact"`."""
+    if style == "compact":
         return 0
-    if args.shots is not None:
-        return args.shots
+    if wanted is not None:
+        return wanted
     # DeepSpeed leaves empty tensors of parameters that it has shared out.
     size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in base.parameters())
     return SHOTS if size < FEW_PARAMETERS else 0
 
 
-def refuse_by_name(
-    tokenize: Callable[[Messages], list[int]], tokenizer: PreTrainedTokenizerBase
-) -> Callable[[Messages], list[int]]:
-    """
-    `tokenize`, whose errors say what a chat template refuses.
-
-    Raises:
-        `ValueError`: By what is returned, if the template takes no such conversation.
-    """
-
-    def tokenize_or_refuse(prompt: Messages) -> list[int]:
-        try:
-            return tokenize(prompt)
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in prompt)
-            raise ValueError(
-                f"The chat template of {tokenizer.name_or_path!r} refuses a conversation of {roles} ({error}). "
-                "`prompt_style='chat'` with `shots=0` asks in a single user turn, or pass a tokenizer with another "
-                "`chat_template`."
-            ) from error
-
-    return tokenize_or_refuse
-
-
 def check_prompts(
     referee: Referee,
     archive: TaskArchive,
-    references: int,
+    references: int | None,
     held_out: HeldOut | None,
     tokenizer: PreTrainedTokenizerBase,
     limit: int | None,
@@ -114,7 +94,7 @@ def check_prompts(
     Args:
         referee ([`Referee`]): Its kinds and how much room there is.
         archive ([`TaskArchive`]): References are drawn from it.
-        references (`int`): Archived tasks that a proposing teacher is shown.
+        references (`int` or `None`): Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
         held_out ([`HeldOut`] or `None`): Tasks that nobody may be shown solved.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Counts the tokens of an answer.
         limit (`int` or `None`): Tokens of the longest completion.
@@ -124,7 +104,8 @@ def check_prompts(
             is longer than a completion may be.
     """
     for kind in referee.kinds.values():
-        referee.proposal_prompt(kind, referee.draw_references(kind, archive, references, random.Random(0)))
+        if references is not None:
+            referee.proposal_prompt(kind, referee.draw_references(kind, archive, references, random.Random(0)))
         for shot in kind.shots[: referee.shots]:
             if held_out is not None and shot.task in held_out:
                 raise ValueError(

@@ -14,7 +14,7 @@ class StaleAdapterError(RuntimeError):
 @dataclass(frozen=True)
 class Published:
     """
-    One version of one member as vLLM knows it (contract 6).
+    One version of one member as vLLM knows it.
 
     Every version has a name, an id and a path of its own. With any of them kept, some vLLM version serves the old
     weights: an id that is loaded already is not read again, and prefix-cache keys have held the name, or the name and

@@ -10,7 +10,7 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def pause_training(model: nn.Module) -> Iterator[None]:
     """Inside the block there is no dropout; afterwards the model trains again if it did before."""
     training = model.training
     model.eval()
@@ -21,7 +21,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def seeded(seeds: Sequence[int] | None) -> Iterator[None]:
+def seed_samples(seeds: Sequence[int] | None) -> Iterator[None]:
     """
     Inside the block torch's generators, which all rows share, start from the first of the rows' seeds; afterwards they
     are where they were. `None` does nothing.

@@ -32,7 +32,7 @@ from trl_populora.adapters.folding import fold
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.populora_config import PopuLoRAConfig
 
-from . import publishing
+from . import shelf
 from .checks import permitted_rank
 from .client import LoRAServers, VLLMServerError
 from .routes import Published
@@ -93,8 +93,8 @@ class PopulationGeneration(VLLMGeneration):
         self.engine_kwargs, self.request_timeout = engine_kwargs or {}, request_timeout
         self.published: dict[str, Published] = {}
         self.versions: Counter[str] = Counter()
-        self._detector = publishing.ChangeDetector()
-        self._shelf: publishing.AdapterShelf | None = None
+        self._detector = shelf.ChangeDetector()
+        self._shelf: shelf.AdapterShelf | None = None
         self._probed: dict[str, torch.Tensor] = {}
         self._count = 0
         super().__init__(model, **kwargs)
@@ -172,13 +172,13 @@ class PopulationGeneration(VLLMGeneration):
         publishing. An engine that slept is probed as a whole.
 
         Raises:
-            [`~trl_populora.generation.routes.StaleAdapterError`]: If vLLM does not sample from what was published.
+            `StaleAdapterError`: If vLLM does not sample from what was published.
         """
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
             self.llm.probe(self.published.values())
-        flags = gather_object([self._detector.changed(self.model, self.members)])
+        flags = gather_object([self._detector.detect_changes(self.model, self.members)])
         changed = [name for name, *moved in zip(self.members, *flags, strict=True) if any(moved)]
         if changed:
             self._publish(changed)
@@ -216,24 +216,24 @@ class PopulationGeneration(VLLMGeneration):
         save = partial(weights.save_factors, factors, config)
         adapter = replace(adapter, path=self._open_shelf().put(adapter.name, save))
         self.backend.load(adapter)
-        self.backend.probe(adapter, self._moved(adapter.member, factors))
+        self.backend.probe(adapter, self._has_moved(adapter.member, factors))
         return adapter
 
-    def _moved(self, member: str, factors: Mapping[str, torch.Tensor]) -> bool:
+    def _has_moved(self, member: str, factors: Mapping[str, torch.Tensor]) -> bool:
         """Whether a member's first B is so far from that of its former version that no precision hides it."""
         b = next(value for key, value in factors.items() if "lora_B" in key)
         former, self._probed[member] = self._probed.get(member), b
         return former is not None and float((b - former).square().mean().sqrt()) > SEEN_IN_ANY_PRECISION
 
-    def _open_shelf(self) -> publishing.AdapterShelf:
+    def _open_shelf(self) -> shelf.AdapterShelf:
         if self._shelf is None:
             size = sum(
                 4 * parameter.numel()
                 for name in self.members
                 for parameter in weights.member_parameters(self.model, name).values()
             )
-            parent = self.adapter_dir or publishing.choose_parent(self.output_dir, size, self.vllm_client.remote)
-            self._shelf = publishing.AdapterShelf(parent)
+            parent = self.adapter_dir or shelf.choose_parent(self.output_dir, size, self.vllm_client.remote)
+            self._shelf = shelf.AdapterShelf(parent)
         return self._shelf
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
@@ -356,7 +356,6 @@ def population_generation(
         output_dir=args.output_dir,
         adapter_dir=args.vllm_adapter_dir,
         engine_kwargs=_engine_kwargs(args),
-        request_timeout=args.vllm_request_timeout,
         accelerator=accelerator,
         processing_class=tokenizer,
         mode=args.vllm_mode,
@@ -384,8 +383,10 @@ def population_generation(
     )
 
 
-def _engine_kwargs(args: Any) -> dict[str, Any]:
+def _engine_kwargs(args: PopuLoRAConfig) -> dict[str, Any]:
     """The user's engine arguments, over a seed that follows the run's and the revision that the trainer loads."""
     group = args.process_index // args.vllm_tensor_parallel_size
     revision = (args.model_init_kwargs or {}).get("revision")
-    return {"seed": args.seed + group, "revision": revision} | (args.vllm_engine_kwargs or {})
+    given = args.vllm_engine_kwargs or {}
+    assert isinstance(given, dict), "the config has read it"
+    return {"seed": args.seed + group, "revision": revision} | given

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import DatasetCardData
 
 from trl_populora.tasks.archive_table import schema
 from trl_populora.tasks.complexity import PROGRAM_MEASURES
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 CARD = """---
@@ -65,7 +69,8 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
 
     try:
         kinds = Counter(pq.read_table(path, columns=["kind"])["kind"].to_pylist())
-        own = [name for name in pq.read_schema(path).names if name not in schema().names]
+        columns, file = pq.read_schema(path), pq.read_metadata(path)
+        own = [name for name in columns.names if name not in schema().names]
     except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
     name = repo.split("/")[-1]
@@ -73,7 +78,9 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
         pretty_name=name,
         tags=["populora", "trl", "code", "self-play"],
         task_categories=["text-generation"],
-        configs=[{"config_name": "default", "data_files": path.name}],
+        size_categories=[_size(kinds.total())],
+        configs=[{"config_name": "default", "data_files": [{"split": "train", "path": path.name}], "default": True}],
+        dataset_info=_info(columns, kinds.total(), _whole_size(file), path.stat().st_size),
     )
     return CARD.format(
         metadata=metadata.to_yaml(),
@@ -86,3 +93,30 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
         measures=f"\n| {', '.join(f'`{name}`' for name in own)} | what tasks of other kinds measure |" if own else "",
         kinds="\n".join(f"| {kind} | {count:,} |" for kind, count in sorted(kinds.items())),
     )
+
+
+# As the Hub's viewer names them.
+_TYPES = {"string": "string", "int64": "int64", "double": "float64"}
+
+
+def _info(columns: pa.Schema, tasks: int, size: int, download: int) -> dict[str, Any]:
+    """Columns and size, which the viewer shows without reading the file: numbers, texts and lists of texts."""
+    features = []
+    for column in columns:
+        if str(column.type).startswith("list"):
+            features.append({"name": column.name, "list": _TYPES[str(column.type.value_type)]})
+        else:
+            features.append({"name": column.name, "dtype": _TYPES[str(column.type)]})
+    splits = [{"name": "train", "num_bytes": size, "num_examples": tasks}]
+    return {"features": features, "splits": splits, "download_size": download, "dataset_size": size}
+
+
+def _whole_size(file: Any) -> int:
+    """Bytes of a parquet file before compression."""
+    return sum(file.row_group(group).total_byte_size for group in range(file.num_row_groups))
+
+
+def _size(tasks: int) -> str:
+    """The Hub's word for so many rows."""
+    bounds = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
+    return next((word for bound, word in bounds.items() if tasks < bound), "1M<n<10M")

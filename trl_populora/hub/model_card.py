@@ -11,8 +11,10 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from trl_populora.assets import TINY
-from trl_populora.files import written_whole
+from trl_populora.files import write_whole
+from trl_populora.hub.eval_results import model_index, read_figures, results_table, write_results
 from trl_populora.population.members import read_population
+from trl_populora.report.members import HEADER, WORDS, list_members
 from trl_populora.report.plots import PLOTS
 from trl_populora.runs.lines import read_lines
 
@@ -36,9 +38,9 @@ The adapter at the root of this repository is **{best}**, the student with the h
 
 {ratings}
 
-`held out` is the solve rate on held-out tasks{held_out_base}; mu and sigma are TrueSkill ratings from the matches of
-the run; `born` counts steps.
-{plots}
+`held out` is the solve rate on held-out tasks{held_out_base}; `rating` is TrueSkill's mu ± sigma from
+the matches of the run; `born` is the step.
+{evaluation}{plots}
 ## Load it
 
 The best student:
@@ -112,10 +114,11 @@ PICTURES = (
 
 def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, details: dict | None = None) -> None:
     """
-    Writes `README.md` into the directory of a saved population.
+    Writes `README.md` into the directory of a saved population, and `.eval_results/` where benchmarks were measured.
 
     Args:
-        root (`Path`): Holds `population.json`, and `lineage.jsonl` and `plots/*.png` where there are any.
+        root (`Path`): Holds `population.json`, and `lineage.jsonl`, `evaluation.json` and `plots/*.png` where there
+            are any.
         name (`str`): Name of the repository, best with its user; the title.
         tags (`list[str]`, *optional*): Added to the package's own.
         details (`dict`, *optional*): Further metadata, for example `license` and `language`.
@@ -126,11 +129,16 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     largest = max([population["lora"]["r"], *patterns[0].values()])
     published = not os.path.isdir(base) and base != TINY
     repo = name if "/" in name else f"<user>/{name}"
+    best, best_by = population["best_student"], population.get("best_student_by", "rating")
+    figures = read_figures(root, population, repo)
+    write_results(root, figures, best, repo)
     metadata = ModelCardData(
         library_name="peft",
         tags=sorted({*TAGS, *([tags] if isinstance(tags, str) else tags or ())}),
-        base_model=base if published else None,
+        **({"base_model": base, "base_model_relation": "adapter"} if published else {}),
         pipeline_tag="text-generation",
+        model_name=name.split("/")[-1] if figures else None,
+        eval_results=model_index(figures) or None,
         ignore_metadata_errors=True,
         **{key: value for key, value in (details or {}).items() if key in ("license", "language", "datasets")},
     )
@@ -144,8 +152,9 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         **_base_code(base, population.get("settings", {}).get("base_revision", "main")),
         step=population["step"],
         kinds=", ".join(population["task_kinds"]),
-        best=population["best_student"],
-        best_by=population.get("best_student_by", "rating"),
+        best=best,
+        best_by=best_by,
+        evaluation=results_table(figures, best, best_by),
         ratings=_ratings(members),
         held_out_base=_held_out_base(population),
         plots=_plots(root),
@@ -160,7 +169,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         lineage=_lineage(root / "lineage.jsonl"),
         settings=json.dumps(population.get("settings", {}), indent=2),
     )
-    with written_whole(root / "README.md") as unfinished:
+    with write_whole(root / "README.md") as unfinished:
         unfinished.write_text(text)
 
 
@@ -190,17 +199,9 @@ def _base_code(base: str, revision: str) -> dict[str, str]:
 
 
 def _ratings(members: list[dict[str, Any]]) -> str:
-    rows = [
-        "| member | held out | mu | sigma | mu - 3 sigma | matches | born | made by | parents |",
-        "|---|---:|---:|---:|---:|---:|---:|---|---|",
-    ]
-    for member in sorted(members, key=lambda m: (m["role"] != "teacher", -m["mu"])):
-        mu, sigma = member["mu"], member["sigma"]
-        held_out = "-" if member.get("held_out") is None else f"{member['held_out']:.3f}"
-        numbers = f"{held_out} | {mu:.2f} | {sigma:.2f} | {mu - 3 * sigma:.2f} | {member['age']}"
-        parents = ", ".join(member["parents"]) or "-"
-        rows.append(f"| {member['name']} | {numbers} | {member['born']} | {member['operator']} | {parents} |")
-    return "\n".join(rows)
+    rule = ("---" if column in WORDS else "---:" for column in HEADER)
+    rows = [row for rows in list_members(members).values() for row in rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADER, tuple(rule), *rows))
 
 
 def _held_out_base(population: dict[str, Any]) -> str:

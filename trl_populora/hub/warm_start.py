@@ -14,7 +14,7 @@ from peft import PeftConfig, load_peft_weights
 from trl_populora.adapters.checks import check_ordinary_adapter
 from trl_populora.adapters.folding import fold_into
 from trl_populora.adapters.weights import peft_model, read_member, write_member
-from trl_populora.hub.publishing import POPULATION, fetch
+from trl_populora.hub.downloads import POPULATION, fetch
 from trl_populora.population.members import POPULATION_FILE, PRIOR_SIGMA, Population
 from trl_populora.runs.checkpoint import write_member_file
 from trl_populora.runs.saved_population import Shape, check_one_moment, check_same_shape
@@ -110,7 +110,7 @@ def _from_population(root: Path, model: torch.nn.Module, population: Population,
     check_one_moment(root, saved)
     for role in ROLES:
         ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
-        if not ranked:
+        if not ranked and population.role(role):
             raise ValueError(f"{root / POPULATION_FILE}: field `members` holds no {role}.")
         for slot, member in enumerate(population.role(role)):
             source: dict[str, Any] = ranked[slot % len(ranked)]

@@ -5,5 +5,4 @@ matchmaking.py  PFSP pairing and the TrueSkill update
 evolution.py    fitness, selection, breeding; the callback
 operators.py    mutations and crossovers, on factors alone
 factors.py      what operators need of linear algebra
-retention.py    what a newborn still knows
 """

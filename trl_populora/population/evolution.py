@@ -25,22 +25,21 @@ from accelerate.utils import broadcast
 from transformers import TrainerCallback
 
 from trl_populora.population.factors import Factors, compare
-from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population
-from trl_populora.population.operators import CROSSOVERS, MUTATIONS
+from trl_populora.population.members import PRIOR_SIGMA, ROLES, Member, Population
+from trl_populora.population.operators import find_operator
+from trl_populora.tasks.bounds import check_least, check_shares
 
 
 # The paper's own eight, evenly. The others of the tables are there to be named.
 DEFAULT_MUTATIONS = ("svd_perturb", "layer_gaussian", "component_mask", "full_gaussian")
 DEFAULT_CROSSOVERS = ("dare", "module_swap", "svd_subspace", "extrapolate")
 
-RATING_RESETS = ("parents", "prior")  # what a newborn's rating may be
-
 # After so many halvings a child is within a few per cent of its parent; then it may as well be the parent.
 GATE_ATTEMPTS = 4
 
 
 def read_mixture(
-    value: Mapping[str, float] | Sequence[str] | str | None, choices: Mapping, default: Sequence[str], field: str
+    value: Mapping[str, float] | Sequence[str] | str | None, default: Sequence[str], field: str
 ) -> dict[str, float]:
     """
     Weights of operators by name, from what a config, a YAML file or a command line may hold.
@@ -48,15 +47,13 @@ def read_mixture(
     Args:
         value (`dict[str, float]`, `list[str]` or `str`, *optional*):
             Weights; or names, weighted evenly; or either as text (JSON, or names with commas). `None` is the default.
-        choices (`Mapping`):
-            Table of operators.
         default (`Sequence[str]`):
             Names to use for `None`.
         field (`str`):
-            Name of the config field, for the message.
+            Name of the config field, `"mutations"` or `"crossovers"`.
 
     Raises:
-        ValueError: If a name is unknown, a weight negative, or nothing has weight.
+        `ValueError`: If a name is unknown, a weight negative, or nothing has weight.
     """
     if isinstance(value, str):
         is_json = value.lstrip().startswith(("{", "["))
@@ -67,8 +64,7 @@ def read_mixture(
     value = default if value is None else value
     weights = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value, 1.0)
     for name, weight in weights.items():
-        if name not in choices:
-            raise ValueError(f"`{field}` names no operator {name!r}; choose from {', '.join(choices)}.")
+        find_operator(name, field)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
             raise ValueError(f"`{field}` must have non-negative weights, got {weight} for {name!r}.")
     if not sum(weights.values()) > 0:
@@ -85,7 +81,7 @@ class Birth:
         slot (`str`): Name of the member that goes.
         role (`str`): Its role.
         parents (`tuple[str, ...]`): One or two surviving members, the fitter first.
-        operator (`str`): A key of `MUTATIONS` (one parent) or `CROSSOVERS` (two).
+        operator (`str`): Name of a mutation (one parent) or crossover (two).
         strength (`float`): Strength handed to the operator.
         seed (`int`): Seed of the operator's generator.
     """
@@ -101,26 +97,46 @@ class Birth:
 @dataclass(frozen=True)
 class Breeding:
     """
-    How an event selects and breeds; the fields are those of `PopuLoRAConfig`.
+    When an event comes, and how it selects and breeds; the options of these names.
 
     Args:
+        evolve_every (`int`, *optional*, defaults to `10`): Optimizer steps between two events; 0 is never.
+        evolve_burn_in (`int`, *optional*, defaults to `5`): Matches before a member can be replaced.
         cull_fraction (`float`, *optional*, defaults to `0.25`): Share of each role replaced, at least one member.
-        burn_in (`int`, *optional*, defaults to `5`): Matches before a member can be replaced.
         crossover_rate (`float`, *optional*, defaults to `0.5`): Probability of two parents instead of one.
         tournament_size (`int`, *optional*, defaults to `2`): Survivors drawn per parent.
-        mutations, crossovers (`Mapping[str, float]`, *optional*): Weights of the operators.
+        mutations, crossovers (*optional*): Weights of the operators, see [`read_mixture`].
         mutation_strength (`float`, *optional*, defaults to `1.0`): Strength of mutations; crossovers have 1.
+        retention_tolerance (`float`, *optional*): Nats per token that a child may lose; `None`: it is not tested.
+        learning_rate_perturbation (`float`, *optional*, defaults to `0.0`): How far a child's rate may be off.
+        seed (`int`, *optional*, defaults to `0`): With the step it decides every random choice.
         roles (`tuple[str, ...]`, *optional*): Those that evolve; both by default.
+
+    Raises:
+        `ValueError`: If a value is out of range, or an operator is not there.
     """
 
+    evolve_every: int = 10
+    evolve_burn_in: int = 5
     cull_fraction: float = 0.25
-    burn_in: int = 5
     crossover_rate: float = 0.5
     tournament_size: int = 2
-    mutations: Mapping[str, float] | None = None
-    crossovers: Mapping[str, float] | None = None
+    mutations: Mapping[str, float] | str | None = None
+    crossovers: Mapping[str, float] | str | None = None
     mutation_strength: float = 1.0
+    retention_tolerance: float | None = None
+    learning_rate_perturbation: float = 0.0
+    seed: int = 0
     roles: tuple[str, ...] = ROLES
+
+    def __post_init__(self):
+        bounds = dict.fromkeys(("evolve_every", "evolve_burn_in", "mutation_strength", "retention_tolerance"), 0)
+        check_least(self, bounds | {"tournament_size": 1})
+        check_shares(self, "cull_fraction", "learning_rate_perturbation")
+        if not 0 <= self.crossover_rate <= 1:
+            raise ValueError(f"`crossover_rate` must be in [0, 1], got {self.crossover_rate}.")
+        read_mixture(self.mutations, DEFAULT_MUTATIONS, "mutations")
+        read_mixture(self.crossovers, DEFAULT_CROSSOVERS, "crossovers")
 
 
 def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Member]:
@@ -154,12 +170,12 @@ def plan_births(population: Population, breeding: Breeding, rng: random.Random) 
         breeding ([`Breeding`]): Settings.
         rng (`random.Random`): The same on every rank.
     """
-    mutations = breeding.mutations or dict.fromkeys(DEFAULT_MUTATIONS, 1.0)
-    crossovers = breeding.crossovers or dict.fromkeys(DEFAULT_CROSSOVERS, 1.0)
+    mutations = read_mixture(breeding.mutations, DEFAULT_MUTATIONS, "mutations")
+    crossovers = read_mixture(breeding.crossovers, DEFAULT_CROSSOVERS, "crossovers")
     births = []
     for role in breeding.roles:
         members = population.role(role)
-        culled = cull(members, breeding.cull_fraction, breeding.burn_in)
+        culled = cull(members, breeding.cull_fraction, breeding.evolve_burn_in)
         survivors = [member for member in members if member not in culled]
         for member in culled:
             parents = [tournament(survivors, breeding.tournament_size, rng)]
@@ -177,20 +193,18 @@ def plan_births(population: Population, breeding: Breeding, rng: random.Random) 
 
 def breed(birth: Birth, parents: Sequence[Factors], strength: float) -> Factors:
     """The child's factors. The same birth and parents give the same child, and a smaller strength a milder one."""
-    operator = MUTATIONS[birth.operator] if len(parents) == 1 else CROSSOVERS[birth.operator]
+    operator = find_operator(birth.operator, "mutations" if len(parents) == 1 else "crossovers")
     return operator(*parents, torch.Generator().manual_seed(birth.seed), strength=strength)
 
 
-def newborn_rating(parents: Sequence[Member], reset: str) -> tuple[float, float]:
+def newborn_rating(parents: Sequence[Member]) -> tuple[float, float]:
     """
-    Rating `(mu, sigma)` to start with.
+    Rating `(mu, sigma)` to start with: the parents' mean mu, and their mean variance plus half the prior's sigma
+    squared. The child is near its parents, but how near has to be seen.
 
-    `"prior"` knows nothing of the child (25 / 8.333): beside members long known, whose means part with the steps, that
-    is far off. `"parents"` takes their mean mu, and their mean variance plus half the prior's sigma squared: the child
-    is near its parents, but how near has to be seen.
+    The paper's (second hand) is the prior, 25 / 8.333. It knows nothing of the child, and is far off beside members
+    long known, whose means part with the steps (`benchmarks/ratings.py`).
     """
-    if reset == "prior":
-        return PRIOR_MU, PRIOR_SIGMA
     variance = fmean(parent.sigma**2 for parent in parents) + (PRIOR_SIGMA / 2) ** 2
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
 
@@ -215,10 +229,11 @@ class EvolutionCallback(TrainerCallback):
     All ranks draw the same births, because every choice comes from a generator seeded by (seed, step), and breed the
     same children from the same parents; rank 0's copy is broadcast, so that differing hardware cannot part them.
 
-    Every replacement becomes a line of `<output_dir>/lineage.jsonl`, written by the main process.
+    Every replacement becomes a line of `lineage.jsonl`, written by the main process.
 
     Args:
-        args ([`PopuLoRAConfig`]): The settings.
+        breeding ([`Breeding`]): The settings.
+        lineage (`Path`): The file of the births.
         population ([`Population`]): The members.
         read (`Callable`): Factors of a member by name. Collective.
         write (`Callable`): `(name, factors)` puts factors into a live member for a test. Collective.
@@ -226,14 +241,12 @@ class EvolutionCallback(TrainerCallback):
         forgotten (`Callable`): `(child, parent)` -> nats per token that one live member lost against another on what
             its role has got right; NaN if nothing is known. Collective.
         log (`Callable`): Takes the metrics of each step.
-
-    Raises:
-        ValueError: If the config names an unknown operator.
     """
 
     def __init__(
         self,
-        args: Any,
+        breeding: Breeding,
+        lineage: Path,
         population: Population,
         read: Callable[[str], Factors],
         write: Callable[[str, Factors], None],
@@ -241,19 +254,8 @@ class EvolutionCallback(TrainerCallback):
         forgotten: Callable[[str, str], float],
         log: Callable[[Mapping[str, float]], None],
     ):
-        self.args, self.population = args, population
+        self.breeding, self.lineage, self.population = breeding, lineage, population
         self.read, self.write, self.replace, self.forgotten, self.log = read, write, replace, forgotten, log
-        self.breeding = Breeding(
-            cull_fraction=args.cull_fraction,
-            burn_in=args.evolve_burn_in,
-            crossover_rate=args.crossover_rate,
-            tournament_size=args.tournament_size,
-            mutations=read_mixture(args.mutations, MUTATIONS, DEFAULT_MUTATIONS, "mutations"),
-            crossovers=read_mixture(args.crossovers, CROSSOVERS, DEFAULT_CROSSOVERS, "crossovers"),
-            mutation_strength=args.mutation_strength,
-            roles=learning_roles(args.learning_rate, args.teacher_learning_rate),
-        )
-        self.lineage = Path(args.output_dir) / "lineage.jsonl"
         self._metrics = self._empty_metrics()
 
     @staticmethod
@@ -265,7 +267,7 @@ class EvolutionCallback(TrainerCallback):
         started = time.perf_counter()
         self._metrics = self._empty_metrics()
         step = state.global_step
-        if event_follows(step, args.evolve_every):
+        if event_follows(step, self.breeding.evolve_every):
             events = self.evolve(step, optimizer, lr_scheduler)
             if state.is_world_process_zero and events:
                 with self.lineage.open("a") as file:
@@ -285,7 +287,7 @@ class EvolutionCallback(TrainerCallback):
         Returns:
             `list[dict]`: The lines of the lineage.
         """
-        rng = random.Random(f"evolution {self.args.seed} {step}")
+        rng = random.Random(f"evolution {self.breeding.seed} {step}")
         births = plan_births(self.population, self.breeding, rng)
         events = [self._give_birth(birth, step, rng, optimizer, scheduler) for birth in births]
         self._metrics["evolve/replaced"] = float(len(events))
@@ -303,7 +305,7 @@ class EvolutionCallback(TrainerCallback):
         factors = [self.read(parent.name) for parent in parents]
         child, operator, strength, loss = self._breed_until_retained(birth, factors)
         likeness = [compare(child, parent) for parent in factors]
-        mu, sigma = newborn_rating(parents, self.args.rating_reset)
+        mu, sigma = newborn_rating(parents)
         self.replace(
             birth.slot,
             child,
@@ -312,7 +314,6 @@ class EvolutionCallback(TrainerCallback):
             operator=operator,
             mu=mu,
             sigma=sigma,
-            optimizer_from=parents[0].name if self.args.inherit_optimizer else None,
         )
         factor = self._perturb_learning_rate(birth.slot, parents[0].name, rng, optimizer, scheduler)
         return {
@@ -340,11 +341,11 @@ class EvolutionCallback(TrainerCallback):
         Without `retention_tolerance` that is the first one. With it a child that lost more nats per token than that is
         bred again at half the strength, from the same seed, and after [`GATE_ATTEMPTS`] the parent is cloned.
         """
-        tolerance, strength = self.args.retention_tolerance, birth.strength
+        tolerance, strength = self.breeding.retention_tolerance, birth.strength
         if tolerance is None:
-            return self._same_everywhere(breed(birth, parents, strength)), birth.operator, strength, math.nan
+            return self._share_from_main(breed(birth, parents, strength)), birth.operator, strength, math.nan
         for _ in range(GATE_ATTEMPTS):
-            child = self._same_everywhere(breed(birth, parents, strength))
+            child = self._share_from_main(breed(birth, parents, strength))
             started = time.perf_counter()
             self.write(birth.slot, child)
             loss = self.forgotten(birth.slot, birth.parents[0])
@@ -355,7 +356,7 @@ class EvolutionCallback(TrainerCallback):
             strength /= 2
         return {key: value.clone() for key, value in parents[0].items()}, "clone", 0.0, 0.0
 
-    def _same_everywhere(self, factors: Factors) -> Factors:
+    def _share_from_main(self, factors: Factors) -> Factors:
         """Rank 0's values on every rank."""
         process = PartialState()
         if process.num_processes == 1:
@@ -371,7 +372,7 @@ class EvolutionCallback(TrainerCallback):
         Returns:
             `float`: The factor applied to the parent's rate; 1 when `learning_rate_perturbation` is 0.
         """
-        amount = self.args.learning_rate_perturbation
+        amount = self.breeding.learning_rate_perturbation
         if not amount:
             return 1.0
         factor = rng.choice([1 - amount, 1 + amount])

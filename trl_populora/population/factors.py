@@ -34,7 +34,7 @@ def modules_of(factors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     Pairs of keys (A, B), one per adapted module, in the order of the dict.
 
     Raises:
-        ValueError: If a key is not a LoRA factor, a factor lacks its partner, or the two ranks differ.
+        `ValueError`: If a key is not a LoRA factor, a factor lacks its partner, or the two ranks differ.
     """
     pairs = []
     for key, value in factors.items():

@@ -9,7 +9,7 @@ compares that with wins and losses. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -19,12 +19,16 @@ from scipy.optimize import linear_sum_assignment
 from trueskill.mathematics import Gaussian
 
 from trl_populora.population.members import PRIOR_SIGMA, Member, Population
+from trl_populora.tasks.own import find_function
 
 
 # beta, by how much a performance varies, is TrueSkill's default for this prior. Members learn and change, so that what
 # an old match says fades: tau, the doubt added per step, is five times TrueSkill's default.
 BETA = PRIOR_SIGMA / 2
 TAU = PRIOR_SIGMA / 20
+
+# What students are rated against where there are no teachers: given tasks, which stay as hard as they are.
+GIVEN_TASKS = Member("", "teacher", -1, sigma=0.0)
 
 # Standard deviation of the student's share of one proposal, given both skills.
 SHARE_SD = 0.25
@@ -44,7 +48,10 @@ def no_student_idles(teachers: int, students: int) -> bool:
 
 @dataclass(frozen=True)
 class Match:
-    """One teacher and one student, bound for one population step; `index` counts the step's matches."""
+    """
+    One teacher and one student, bound for one population step; `index` counts the step's matches. `teacher` is empty
+    where the student meets given tasks.
+    """
 
     index: int
     teacher: str
@@ -71,17 +78,41 @@ def expected_share(student: Member, teacher: Member, proposals: int) -> float:
     return min(max(0.5 + (student.mu - teacher.mu) / points_per_share(proposals), 0.0), 1.0)
 
 
-def pfsp_weight(p: float, kappa: float, floor: float) -> float:
-    """PFSP weight (p (1 - p))^kappa + floor: balanced matches teach both sides most."""
-    return (p * (1 - p)) ** kappa + floor
+def pfsp_weight(p: float, kappa: float) -> float:
+    """PFSP weight (p (1 - p))^kappa: balanced matches teach both sides most."""
+    return (p * (1 - p)) ** kappa
 
 
-def uniform_weight(p: float, kappa: float, floor: float) -> float:
+def uniform_weight(p: float, kappa: float) -> float:
     """Every pair alike: the ablation without matchmaking."""
     return 1.0
 
 
 STRATEGIES = {"pfsp": pfsp_weight, "uniform": uniform_weight}
+Weight = Callable[[Member, Member], float]  # of a pair, student and teacher
+
+
+def choose_weight(name: str, kappa: float) -> Weight:
+    """
+    What `matchmaking` names: one of `STRATEGIES`, or a user's own function of two members, student and teacher.
+
+    Raises:
+        `ValueError`: If there is no such function; by what is returned, if a weight is none.
+    """
+    if name in STRATEGIES:
+        return lambda student, teacher: STRATEGIES[name](win_probability(student, teacher), kappa)
+    ask = find_function(name, "matchmaking", STRATEGIES)
+
+    def weigh(student: Member, teacher: Member) -> float:
+        value = ask(student, teacher)
+        if isinstance(value, bool) or not isinstance(value, (float, int)) or not 0 <= value < math.inf:
+            raise ValueError(
+                f"`matchmaking={name}` must give a finite number that is not negative, got {value!r:.80} for "
+                f"{student.identity} and {teacher.identity}."
+            )
+        return float(value)
+
+    return weigh
 
 
 class Matchmaker:
@@ -94,42 +125,38 @@ class Matchmaker:
 
     Args:
         strategy (`str`, *optional*, defaults to `"pfsp"`):
-            `"pfsp"` or `"uniform"`.
+            `"pfsp"`, `"uniform"`, or a function of two members, student and teacher, as `"module:function"`.
         kappa (`float`, *optional*, defaults to `2.0`):
             Exponent on p (1 - p). 1 is PFSP's `var` weighting, a larger value sharpens it. With 2 a gap of 10 has 0.48
             of an even pair's weight between newborns (sigma 8.33), 0.05 between members long known (sigma 1.57).
-        floor (`float`, *optional*, defaults to `0.0`):
-            Added to every weight. Without it all pairs still meet, because of the noise; 0.01 outweighs every weight
-            from kappa 4 on.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the matchmaker's own generator. The same seed and ratings give the same matches on every rank.
 
+    Attributes:
+        weight (`Callable`): The preference for a pair, student and teacher; only ratios matter.
+
     Raises:
-        ValueError: If `strategy` is unknown, or `kappa` or `floor` is negative.
+        `ValueError`: If `strategy` names nothing that is there, or `kappa` is negative.
     """
 
-    def __init__(self, strategy: str = "pfsp", kappa: float = 2.0, floor: float = 0.0, seed: int = 0):
-        if strategy not in STRATEGIES:
-            raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
-        for name, value in (("kappa", kappa), ("floor", floor)):
-            if not value >= 0:
-                raise ValueError(f"`{name}` must be non-negative, got {value}.")
-        self.strategy, self.kappa, self.floor = strategy, kappa, floor
+    def __init__(self, strategy: str = "pfsp", kappa: float = 2.0, seed: int = 0):
+        if not kappa >= 0:
+            raise ValueError(f"`kappa` must be non-negative, got {kappa}.")
+        self.weight = choose_weight(strategy, kappa)
         self._rng = np.random.default_rng(seed)
         self._loads: dict[str, int] = {}
         self._metrics = dict.fromkeys(
             ("match/win_prob_mean", "match/win_prob_std", "match/student_share_mean", "match/rating_error"), math.nan
         )
 
-    def weight(self, student: Member, teacher: Member) -> float:
-        """Unnormalised preference for this pair."""
-        return STRATEGIES[self.strategy](win_probability(student, teacher), self.kappa, self.floor)
-
     def pair(self, population: Population) -> list[Match]:
-        """One match per teacher, in route order of the teachers."""
+        """One match per teacher, in route order of the teachers; without teachers one per student."""
         teachers, students = population.teachers, population.students
+        if not teachers:
+            return [Match(index, "", student.name) for index, student in enumerate(students)]
         weights = np.array([[self.weight(student, teacher) for student in students] for teacher in teachers])
-        # With floor 0 and hopeless odds a weight underflows to 0: the least of positive numbers keeps the log finite.
+        # All pairs can meet, because of the noise, also where hopeless odds let a weight underflow to 0: the least of
+        # positive numbers keeps the log finite.
         scores = np.log(np.maximum(weights, np.finfo(float).tiny)) + self._rng.gumbel(size=weights.shape)
         picks = self._assign(scores, [self._loads.get(student.name, 0) for student in students])
         matches = []
@@ -175,18 +202,20 @@ class Matchmaker:
                 The student's share of each proposal of each match, in [0, 1] (`step/rules.py`).
 
         Raises:
-            ValueError: If a match has no proposal, or a share is outside [0, 1] or NaN. Nothing is changed then.
+            `ValueError`: If a match has no proposal, or a share is outside [0, 1] or NaN. Nothing is changed then.
         """
         for match, shares in outcomes.items():
             if not shares or not all(0.0 <= share <= 1.0 for share in shares):
                 raise ValueError(f"The student's shares of {match} must be at least one, in [0, 1], got {shares}.")
         matches = sorted(outcomes, key=lambda match: match.index)
-        players = [population[name] for match in matches for name in (match.student, match.teacher)]
+        players = [population[name] for match in matches for name in (match.student, match.teacher) if name]
         prior = {player.name: Gaussian(player.mu, math.hypot(player.sigma, TAU)) for player in players}
+        prior[""] = Gaussian(GIVEN_TASKS.mu, TAU)
         posterior, means, surprises = dict(prior), [], []
         for match in matches:
             share, proposals = fmean(outcomes[match]), len(outcomes[match])
-            foreseen = expected_share(population[match.student], population[match.teacher], proposals)
+            teacher = population[match.teacher] if match.teacher else GIVEN_TASKS
+            foreseen = expected_share(population[match.student], teacher, proposals)
             means.append(share)
             surprises.append(abs(share - foreseen))
             lead = points_per_share(proposals) * (share - 0.5)

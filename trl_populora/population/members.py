@@ -6,6 +6,7 @@ Holds plain numbers only (no tensors, no torch), so that every rank can keep its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -83,20 +84,22 @@ class Population:
 
     Args:
         teachers (`int`):
-            Number of teachers, at least 1.
+            Number of teachers; with 0 students train on given tasks alone.
         students (`int`):
             Number of students, at least 1.
         single_agent (`bool`, *optional*, defaults to `False`):
             One adapter plays the only teacher and the only student, as in Absolute Zero.
 
     Raises:
-        ValueError: If either role would be empty, or a single agent would have to be several members of a role.
+        `ValueError`: If there would be no student, or a single agent would have to be several members of a role.
     """
 
     def __init__(self, teachers: int, students: int, single_agent: bool = False):
-        for role, count in zip(ROLES, (teachers, students), strict=True):
-            if count < 1:
-                raise ValueError(f"A population needs at least 1 {role}, got {count}. Set `{role}s` to 1 or more.")
+        for role, count, least in zip(ROLES, (teachers, students), (0, 1), strict=True):
+            if count < least:
+                raise ValueError(
+                    f"A population needs at least {least} {role}s, got {count}. Set `{role}s` to {least} or more."
+                )
         names = [(f"{role}_{i}", role) for role, n in zip(ROLES, (teachers, students), strict=True) for i in range(n)]
         if single_agent and (teachers, students) != (1, 1):
             raise ValueError(f"A single agent is 1 teacher and 1 student, got {teachers} and {students}.")
@@ -104,29 +107,18 @@ class Population:
         self.members = [Member(name, role, 0 if single_agent else i) for i, (name, role) in enumerate(names)]
 
     @classmethod
-    def from_pretrained(
-        cls, path_or_repo: str, *, revision: str | None = None, token: str | None = None
-    ) -> Population:
+    def from_directory(cls, directory: str | Path) -> Population:
         """
         The members of a saved population with their ratings, ages and parents.
 
         The adapters are ordinary PEFT directories, `members/<name>`; to train on with them, also in other numbers, set
-        `PopuLoRAConfig(warm_start=path_or_repo)`.
-
-        Args:
-            path_or_repo (`str`): Directory of a run, or the name of a repository on the Hub.
-            revision, token (`str`, *optional*): For the Hub.
+        `PopuLoRAConfig(warm_start=...)`. [`~trl_populora.hub.downloads.load_population`] reads from the Hub, too.
 
         Raises:
-            ValueError: If there is no usable `population.json`.
+            `ValueError`: If there is no usable `population.json`.
         """
-        root = Path(path_or_repo)
         try:
-            if not root.is_dir():
-                from huggingface_hub import hf_hub_download
-
-                root = Path(hf_hub_download(path_or_repo, POPULATION_FILE, revision=revision, token=token)).parent
-            saved = read_population(root)["members"]
+            saved = read_population(directory)["members"]
             roles = [member["role"] for member in saved]
             names = {field.name for field in fields(Member)} - {"index"}
             members = [{name: value for name, value in member.items() if name in names} for member in saved]
@@ -137,7 +129,7 @@ class Population:
                 member["index"] = live.index
             population.load_state_dict({"members": members})
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{root / POPULATION_FILE} describes no population ({error!r}).") from error
+            raise ValueError(f"{Path(directory, POPULATION_FILE)} describes no population ({error!r}).") from error
         return population
 
     def __len__(self) -> int:
@@ -216,8 +208,8 @@ class Population:
         Give the slot `name` to a newborn: age 0, next version, the rating given.
 
         Raises:
-            KeyError: If no member is called `name`.
-            ValueError: If `sigma` is not positive.
+            `KeyError`: If no member is called `name`.
+            `ValueError`: If `sigma` is not positive.
         """
         if not sigma > 0:
             raise ValueError(f"`sigma` of a newborn must be positive, got {sigma}.")
@@ -237,7 +229,7 @@ class Population:
         Restore what `state_dict` returned.
 
         Raises:
-            ValueError: If the saved population has other members than this one.
+            `ValueError`: If the saved population has other members than this one.
         """
         members = [Member(**{**fields, "parents": tuple(fields["parents"])}) for fields in state["members"]]
         if [m.name for m in members] != self.names:
@@ -254,8 +246,8 @@ class Population:
         values = {}
         for role in ROLES:
             mus = [member.mu for member in self.role(role)]
-            values[f"population/{role}/mu_mean"] = fmean(mus)
-            values[f"population/{role}/mu_std"] = pstdev(mus)
+            values[f"population/{role}/mu_mean"] = fmean(mus) if mus else math.nan
+            values[f"population/{role}/mu_std"] = pstdev(mus) if mus else math.nan
         for member in self.members:
             values[f"member/{member.name}/mu"] = member.mu
             values[f"member/{member.name}/sigma"] = member.sigma

@@ -16,7 +16,7 @@ parent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -34,6 +34,7 @@ from trl_populora.population.factors import (
     product_norms,
     singular_bases,
 )
+from trl_populora.tasks.own import find_function, is_own, list_choices
 
 
 def _check(strength: float, parents: Sequence[Factors]) -> None:
@@ -98,7 +99,7 @@ def _uniform(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor
     return torch.rand(*shape, generator=generator, device=generator.device).to(like)
 
 
-def _weighted(cores: list[Tensor], weights: Sequence[float]) -> Tensor:
+def _weigh(cores: list[Tensor], weights: Sequence[float]) -> Tensor:
     return task_arithmetic(cores, torch.tensor(weights, dtype=cores[0].dtype, device=cores[0].device))
 
 
@@ -214,7 +215,7 @@ def clone(better: Factors, worse: Factors, generator: Generator, strength: float
 @_of_cores
 def average(cores: list[Tensor], generator: Generator, strength: float) -> Tensor:
     """Mean of the two products (weight `strength / 2` on the worse), truncated to rank r."""
-    return _weighted(cores, (1 - strength / 2, strength / 2))
+    return _weigh(cores, (1 - strength / 2, strength / 2))
 
 
 @_of_cores
@@ -300,7 +301,7 @@ def ties(cores: list[Tensor], generator: Generator, strength: float, *, density:
     aligned = [core * (core.abs() > RELATIVE_ZERO * core.abs().amax((-2, -1), keepdim=True)) for core in aligned]
     weights = torch.ones(2, dtype=cores[0].dtype, device=cores[0].device)
     merged = torch.stack([peft_ties(list(pair), weights, density) for pair in zip(*aligned, strict=True)])
-    return _weighted([cores[0], left @ merged @ right], (1 - strength, strength))
+    return _weigh([cores[0], left @ merged @ right], (1 - strength, strength))
 
 
 @_of_cores
@@ -352,3 +353,39 @@ CROSSOVERS: dict[str, Callable[..., Factors]] = {
     "slerp": slerp,
     "clone": clone,
 }
+
+
+def find_operator(name: str, field: str) -> Callable[..., Factors]:
+    """
+    What `mutations` or `crossovers` names: one of its table, or a user's own function.
+
+    Args:
+        name (`str`): Of the operator.
+        field (`str`): `"mutations"` or `"crossovers"`.
+
+    Raises:
+        `ValueError`: If there is none; by what is returned, if a child is no adapter like its (better) parent.
+    """
+    table = MUTATIONS if field == "mutations" else CROSSOVERS
+    if name in table:
+        return table[name]
+    if not is_own(name):
+        raise ValueError(f"`{field}` names no operator {name!r}; it must be {list_choices(table)}.")
+    ask = find_function(name, field, table)
+
+    def operate(*given: Any, strength: float = 1.0) -> Factors:
+        parent, child = given[0], ask(*given, strength=strength)
+        if not isinstance(child, Mapping) or not all(isinstance(value, Tensor) for value in child.values()):
+            raise ValueError(f"`{field}={name}` must give factors, tensors by key, got {child!r:.80}.")
+        shapes = [{key: tuple(value.shape) for key, value in each.items()} for each in (parent, child)]
+        if shapes[0] != shapes[1]:
+            key = next(key for key in {**shapes[0], **shapes[1]} if shapes[0].get(key) != shapes[1].get(key))
+            raise ValueError(
+                f"`{field}={name}` must give factors like the parent's, but {key!r} is "
+                f"{shapes[1].get(key, 'absent')} instead of {shapes[0].get(key, 'absent')}."
+            )
+        if broken := [key for key, value in child.items() if not value.isfinite().all()]:
+            raise ValueError(f"`{field}={name}` gives numbers that are not finite, in {broken[0]!r}.")
+        return {key: child[key].to(value.dtype) for key, value in parent.items()}
+
+    return operate

@@ -101,7 +101,7 @@ def draw_solve_rates(axis: Axes, run: Run) -> None:
     by_match: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     teacher_of = {(r["step"], r["match"]): r["member"] for r in run.rows if r["role"] == "teacher"}
     for row in run.rows:
-        if row["role"] == "student" and not row["archived"]:
+        if row["role"] == "student" and not row["archived"] and teacher_of:
             by_match[teacher_of[row["step"], row["match"]]][row["step"]].append(row["correct"])
     for index, teacher in enumerate(sorted(by_match) if len(by_match) > 1 else ()):
         steps = sorted(by_match[teacher])

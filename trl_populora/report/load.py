@@ -20,7 +20,7 @@ class Run:
     Args:
         name (`str`): Its directory's or repository's name.
         history (`list[dict]`): Metrics per step, oldest first; with `num_iterations` not every step was played.
-        rows (`list[dict]`): Proposals and attempts (`step role member match kind valid correct archived solve_rate`).
+        rows (`list[dict]`): Proposals and attempts, each with the keys in `ROW_COLUMNS`.
         lineage (`list[dict]`): Births, oldest first.
         population (`dict`): `population.json`; empty while there is none.
         evaluations (`list[dict]`): Figures on held-out tasks with their seconds, oldest first.
@@ -119,6 +119,11 @@ class Run:
         return bool(self.rows) and len(self.members("teacher")) * len(self.members("student")) > 1
 
     @property
+    def names_features(self) -> bool:
+        """Whether its rollouts tell what tasks use: not every kind does, nor do runs of earlier versions."""
+        return any(row.get("features") for row in self.rows)
+
+    @property
     def births(self) -> list[int]:
         """Steps at which somebody was replaced."""
         return sorted({event["step"] for event in self.lineage})
@@ -183,7 +188,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is broken ({error}).") from error
 
 
-ROW_COLUMNS = ["step", "role", "member", "match", "kind", "valid", "correct", "archived", "solve_rate"]
+ROW_COLUMNS = ["step", "role", "member", "match", "kind", "valid", "correct", "archived", "solve_rate", "features"]
 SAMPLE_COLUMNS = [
     *ROW_COLUMNS,
     "task_id",
@@ -279,7 +284,13 @@ def _proposals(root: Path, last: int) -> tuple[list[dict[str, Any]], dict[tuple,
     for row in rows:
         if row["role"] == "student" and not row["archived"]:
             attempts.setdefault(_task(row), []).append(row)
-    return [row for row in reversed(rows) if row["role"] == "teacher"], attempts
+    proposals = [row for row in reversed(rows) if row["role"] == "teacher"]
+    return proposals or [_given(tries[0]) for tries in reversed(attempts.values())], attempts
+
+
+def _given(attempt: dict[str, Any]) -> dict[str, Any]:
+    """In the place of a proposal a given task, as a student was asked it."""
+    return attempt | {"member": "given", "completion": attempt["prompt"]}
 
 
 def _task(row: dict[str, Any]) -> tuple:

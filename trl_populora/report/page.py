@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from trl_populora.files import written_whole
+from trl_populora.files import write_whole
 from trl_populora.report.load import Run, Sample, load_run, load_samples, name_reject
+from trl_populora.report.members import HEADER, list_members
 from trl_populora.report.plots import Plot, draw_plots
 from trl_populora.report.summary import Change, changes, fifths, held_out_changes, write
-from trl_populora.report.terminal import duration, percent
+from trl_populora.report.terminal import duration
 
 
 # Characters of a completion that are shown, and rows of the table of births before it folds.
@@ -82,12 +83,12 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
     target = Path(run if directory is None else directory)
     drawn = draw_plots(records, target / "plots")
     way = os.path.relpath(run, target)
-    with written_whole(target / "report.html") as unfinished:
+    with write_whole(target / "report.html") as unfinished:
         unfinished.write_text(page(records, drawn, samples, way), encoding="utf-8")
     return target / "report.html"
 
 
-def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Sample], way: str = ".") -> str:
+def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Sample], way: str | None = ".") -> str:
     """
     Builds the page.
 
@@ -95,7 +96,8 @@ def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Sample]
         run ([`Run`]): The run's records.
         plots (`list[tuple[Plot, Path]]`): Pictures that were drawn.
         samples (`list[tuple[dict, list[dict]]]`): Proposals with the attempts at them.
-        way (`str`, *optional*, defaults to `"."`): From the page to the run's directory, for links to its rollouts.
+        way (`str` or `None`, *optional*, defaults to `"."`): From the page to the run's directory, for links to its
+            rollouts; `None` where these are not beside it.
     """
     figures = "\n".join(_figure(plot, path) for plot, path in plots)
     return f"""<!DOCTYPE html>
@@ -198,24 +200,19 @@ def _change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
 
 
 def _members(run: Run) -> str:
-    last = run.latest
     known = {member["name"]: member for member in run.population.get("members", [])}
-    rows = []
-    for role in ("teacher", "student"):
-        for name in run.members(role):
-            mu, sigma = last.get(f"member/{name}/mu"), last.get(f"member/{name}/sigma")
-            low = mu - 3 * sigma if mu is not None and sigma is not None else None
-            born = max((e["step"] for e in run.lineage if e["child"].startswith(f"{name}@")), default=0)
-            member = known.get(name, {})
-            rate = member.get("held_out")
-            cells = [f'<span class="{role}">{escape(name)}</span>']
-            cells += [_number(mu, ".2f"), _number(sigma, ".2f"), _number(low, ".2f")]
-            cells += ["-" if rate is None else percent(rate), str(born)]
-            cells += [escape(str(member.get(key, "-"))) for key in ("age", "operator")]
-            parents = escape(", ".join(member.get("parents", []))) or "-"
-            rows.append(((role == "student", -(mu or 0.0), name), [*cells, parents]))
-    header = ("member", "mu", "sigma", "mu - 3 sigma", "held out", "born at step", "matches", "made by", "parents")
-    return _table(header, [(cells, "") for _, cells in sorted(rows)], "cards")
+    members = [
+        {**known.get(name, {}), "name": name, "role": role}
+        | {key: run.latest.get(f"member/{name}/{key}") for key in ("mu", "sigma")}
+        for role in ("teacher", "student")
+        for name in run.members(role)
+    ]
+    body = [
+        ([f'<span class="{role}">{escape(name)}</span>', *map(escape, cells)], "")
+        for role, rows in list_members(members).items()
+        for name, *cells in rows
+    ]
+    return _table(HEADER, body, "cards")
 
 
 def _births(run: Run) -> str:
@@ -236,7 +233,7 @@ def _births(run: Run) -> str:
         ]
         body.append((cells, ""))
     table = _table(header, body, "cards")
-    return table if len(body) <= _ROWS else _folded("births", f"all {len(body)} births", table)
+    return table if len(body) <= _ROWS else _fold("births", f"all {len(body)} births", table)
 
 
 def _settings(run: Run) -> str:
@@ -245,7 +242,7 @@ def _settings(run: Run) -> str:
         return '<p class="note">This run did not say what it was set to.</p>'
     every = settings | {f"lora: {name}": value for name, value in run.population.get("lora", {}).items()}
     rows = [([f"<code>{escape(name)}</code>", escape(str(value))], "") for name, value in every.items()]
-    return _folded("settings", f"all {len(rows)} settings", _table(("setting", "value"), rows, "settings"))
+    return _fold("settings", f"all {len(rows)} settings", _table(("setting", "value"), rows, "settings"))
 
 
 def _table(header: Sequence[str], body: Sequence[tuple[Sequence[str], str]], style: str) -> str:
@@ -263,7 +260,7 @@ def _cells(header: Sequence[str], cells: Sequence[str]) -> str:
     )
 
 
-def _folded(name: str, title: str, inside: str) -> str:
+def _fold(name: str, title: str, inside: str) -> str:
     return f'<details id="{escape(name)}"><summary>{escape(title)}</summary>{inside}</details>'
 
 
@@ -274,7 +271,7 @@ def _figure(plot: Plot, path: Path) -> str:
     return f"<figure><h3>{title}</h3>{image}<figcaption>{caption}</figcaption></figure>"
 
 
-def _samples(samples: Sequence[Sample], way: str) -> str:
+def _samples(samples: Sequence[Sample], way: str | None) -> str:
     if not samples:
         return '<p class="note">This run kept no rollouts (<code>save_rollouts</code>).</p>'
     whole = "<code>pandas.read_parquet(file).iloc[row]</code>"
@@ -282,7 +279,7 @@ def _samples(samples: Sequence[Sample], way: str) -> str:
     return note + "\n".join(_sample(proposal, attempts, way) for proposal, attempts in samples)
 
 
-def _sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]], way: str) -> str:
+def _sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]], way: str | None) -> str:
     if proposal["valid"]:
         verdict = f"solved by {sum(a['correct'] for a in attempts)} of {len(attempts)} attempts"
     else:
@@ -298,13 +295,15 @@ def _sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]], 
         mark = "right" if attempt["correct"] else "wrong" if attempt["well_formed"] else "malformed"
         tag = f'<span class="tag">{mark}, reward {attempt["reward"]:+.2f}, row {attempt["row"]}</span>'
         parts.append(f"<p>{tag}</p>" + _text(attempt["completion"]))
-    return _folded(f"{Path(proposal['file']).stem}-{proposal['row']}", title, "".join(parts))
+    return _fold(f"{Path(proposal['file']).stem}-{proposal['row']}", title, "".join(parts))
 
 
-def _source(proposal: Mapping[str, Any], way: str) -> str:
-    link = quote(proposal["file"] if way == "." else f"{way}/{proposal['file']}")
+def _source(proposal: Mapping[str, Any], way: str | None) -> str:
+    name = proposal["file"]
+    if way is not None:
+        name = f'<a href="{quote(name if way == "." else f"{way}/{name}")}">{name}</a>'
     task = f", task <code>{escape(proposal['task_id'])}</code>" if proposal["task_id"] else ""
-    return f'<p class="note"><a href="{link}">{proposal["file"]}</a>, row {proposal["row"]}{task}</p>'
+    return f'<p class="note">{name}, row {proposal["row"]}{task}</p>'
 
 
 def _text(text: str) -> str:

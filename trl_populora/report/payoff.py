@@ -11,7 +11,7 @@ from statistics import fmean
 
 from trl_populora.files import write_json
 from trl_populora.report.canvas import WIDTH, draw_payoff, picture
-from trl_populora.report.terminal import percent
+from trl_populora.report.members import percent
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Payoff:
         rows = [row for row in self.solved if not math.isnan(row[0])]
         return [fmean(column) if column else math.nan for column in (zip(*rows, strict=True) if rows else [])]
 
-    def renamed(self, names: Mapping[str, str]) -> Payoff:
+    def rename(self, names: Mapping[str, str]) -> Payoff:
         """The same under other names."""
         return replace(
             self,

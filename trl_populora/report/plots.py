@@ -21,6 +21,7 @@ from trl_populora.report.curves import (
     draw_thinking,
 )
 from trl_populora.report.load import Run, load_run
+from trl_populora.report.mastery import draw_mastery
 
 
 if TYPE_CHECKING:
@@ -116,6 +117,15 @@ PLOTS = (
         4.2,
         needs="holds_programs",
     ),
+    Plot(
+        "mastery",
+        "What is proposed, and what is mastered",
+        "What tasks use, by steps: the share of valid proposals, and of the attempts at these that are right. What "
+        "fades on the left is no longer taught, what stays pale on the right is not learned.",
+        draw_mastery,
+        4.6,
+        needs="names_features",
+    ),
     Plot("rejects", "Why proposals were rejected", "Per step; in brackets the mean over the run.", draw_rejects, 4.2),
     Plot(
         "matches",
@@ -137,7 +147,7 @@ PLOTS = (
 )
 
 # What `run.png` shows, two beside each other.
-_DETAILS = ("held_out_kinds", "curriculum", "coverage", "matches", "lineage", "times")
+_DETAILS = ("held_out_kinds", "curriculum", "coverage", "rejects", "matches", "lineage", "times")
 OVERVIEW = [plot for plot in PLOTS if plot.name not in _DETAILS]
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from trl_populora.population.members import POPULATION_FILE, read_population
-from trl_populora.report.canvas import COLORS
-
-
-HEADER = ("member", "rating", "mu - 3 sigma", "held out", "matches", "born", "made by", "parents")
+from trl_populora.report.members import HEADER, WORDS, list_members, percent
 
 
 def print_population(run: str | Path) -> None:
@@ -27,13 +23,12 @@ def print_population(run: str | Path) -> None:
     title = f"Population after {population['step']} steps on {population['base_model']}"
     if (base := population.get("held_out_base")) is not None:
         title += f", which solves {percent(base)} of the held-out tasks"
-    members = sorted(population["members"], key=lambda m: (m["role"] != "teacher", -m["mu"]))
-    roles = [[_cells(member) for member in members if member["role"] == role] for role in COLORS]
+    roles = list_members(population["members"])
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        lines = [HEADER, *roles[0], *roles[1]]
+        lines = [HEADER, *(row for rows in roles.values() for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             title += "\n" + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -41,33 +36,14 @@ def print_population(run: str | Path) -> None:
         return
     table = Table(title=title)
     for column in HEADER:
-        table.add_column(
-            column, justify="left" if column in ("member", "made by", "parents") else "right", no_wrap=True
-        )
-    for rows in roles:
+        table.add_column(column, justify="left" if column in WORDS else "right", no_wrap=True)
+    for rows in roles.values():
         for row in rows:
             table.add_row(*row)
         table.add_section()
     console = Console()
     # Into a file or a log, where rich assumes 80 columns, two parents' names would be cut.
     (console if console.is_terminal else Console(width=120)).print(table)
-
-
-def _cells(member: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        member["name"],
-        f"{member['mu']:.1f} ± {member['sigma']:.1f}",
-        f"{member['mu'] - 3 * member['sigma']:.1f}",
-        "-" if member.get("held_out") is None else percent(member["held_out"]),
-        str(member["age"]),
-        f"step {member['born']}",
-        member["operator"],
-        " + ".join(member["parents"]) or "-",
-    )
-
-
-def percent(rate: float) -> str:
-    return f"{100 * rate:.0f} %" if rate == rate else "-"
 
 
 def duration(seconds: float) -> str:

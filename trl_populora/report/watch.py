@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from trl_populora.report.canvas import COLORS
 from trl_populora.report.load import Run, Sample, load_figures, load_last_task, name_reject, stamp
+from trl_populora.report.members import HEADER, WORDS, list_members
 from trl_populora.report.summary import Form, write
-from trl_populora.report.terminal import duration, percent
+from trl_populora.report.terminal import duration
 
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def curves(run: Run, width: int) -> Table:
             spread = f"{write(min(values), form)} to {write(max(values), form)}"
             color = next((COLORS[role] for role in COLORS if role in key), "default")
             cells = [write(values[0], form), write(values[-1], form), spread]
-            table.add_row(name, _styled(sparkline(values, max(8, width - 62)), color), *cells)
+            table.add_row(name, _style(sparkline(values, max(8, width - 62)), color), *cells)
     return table
 
 
@@ -177,15 +178,11 @@ def population(run: Run) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    columns = {"member": "left", "rating": "right", "held out": "right", "matches": "right", "born": "right"}
-    for heading, side in (columns | {"made by": "left"}).items():
-        table.add_column(heading, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    members = sorted(run.population["members"], key=lambda m: (m["role"] != "teacher", -m["mu"]))
-    for member in members:
-        rate = member.get("held_out")
-        cells = [f"{member['mu']:.1f} ± {member['sigma']:.1f}", "-" if rate is None else percent(rate)]
-        cells += [str(member["age"]), str(member["born"]), " ".join([member["operator"], *member["parents"]])]
-        table.add_row(_styled(member["name"], COLORS[member["role"]]), *cells)
+    for column in HEADER:
+        table.add_column(column, justify="left" if column in WORDS else "right", no_wrap=True)
+    for role, rows in list_members(run.population["members"]).items():
+        for name, *cells in rows:
+            table.add_row(_style(name, COLORS[role]), *cells)
     return table
 
 
@@ -198,17 +195,17 @@ def last_task(sample: Sample) -> RenderableType:
     right = sum(attempt["correct"] for attempt in attempts)
     verdict = f"{right} of {len(attempts)} right" if proposal["valid"] else name_reject(proposal)
     head = f"step {proposal['step']}, {proposal['member']}, {proposal['kind']}: {verdict}"
-    parts = [_styled(head, COLORS["teacher"]), Text(excerpt(proposal["completion"], LINES))]
+    parts = [_style(head, COLORS["teacher"]), Text(excerpt(proposal["completion"], LINES))]
     for attempt in attempts[:ATTEMPTS]:
         mark = "✓ right" if attempt["correct"] else "✗ wrong" if attempt["well_formed"] else "✗ unreadable"
-        parts.append(_styled(f"{attempt['member']} {mark}", COLORS["student"]))
+        parts.append(_style(f"{attempt['member']} {mark}", COLORS["student"]))
         parts.append(Text(excerpt(attempt["completion"], ATTEMPT_LINES)))
     if len(attempts) > ATTEMPTS:
         parts.append(Text(f"and {len(attempts) - ATTEMPTS} more attempts", style="dim"))
     return Group(*parts)
 
 
-def _styled(text: str, color: str) -> Text:
+def _style(text: str, color: str) -> Text:
     from rich.text import Text
 
     return Text(text, style=color)

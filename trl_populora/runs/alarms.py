@@ -1,11 +1,12 @@
-"""Says once when a run goes on but nothing can be learned in it."""
+"""Says once when a run goes on but nothing can be learned in it: in the log, and as alerts of W&B and trackio."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -28,10 +29,11 @@ class Alarms(TrainerCallback):
 
     Args:
         played (`Callable`): Returns the step as it was played.
+        alert (`Callable`): Takes the names in `report_to`, a title of less than 64 characters and a text.
     """
 
-    def __init__(self, played: Callable[[], Played]) -> None:
-        self.played = played
+    def __init__(self, played: Callable[[], Played], alert: Callable[[Sequence[str], str, str], None]) -> None:
+        self.played, self.alert = played, alert
         self._well: dict[str, int] = {}  # last step at which all was well; absent once warned
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -42,7 +44,9 @@ class Alarms(TrainerCallback):
             return
         step = state.global_step
         if self._lasts("valid", step, logs[PLAYED] == 0, 1):
-            logger.warning(
+            self._warn(
+                args,
+                "No valid proposal",
                 "No proposal of step %d was valid, so teachers learn little. %s `rollouts/` shows what they wrote; "
                 "`populora try` shows which prompts a base can follow.",
                 step,
@@ -50,12 +54,18 @@ class Alarms(TrainerCallback):
             )
         compared, rate = args.student_baseline == "group", logs.get("solve/rate", math.nan)
         if self._lasts("flat", step, compared and logs.get(FLAT) == 1, STEPS):
-            logger.warning(
+            self._warn(
+                args,
+                "Students do not learn",
                 "All attempts at each task were worth the same in the last %d steps, so students do not learn: the "
                 "tasks are too easy or too hard for them (%s are solved), or `attempts_per_task` is too small.",
                 STEPS,
                 "none" if math.isnan(rate) else f"{100 * rate:.0f} %",
             )
+
+    def _warn(self, args: Any, title: str, text: str, *values: Any) -> None:
+        logger.warning(text, *values)
+        self.alert(args.report_to, title, text % values)
 
     def _lasts(self, what: str, step: int, bad: bool, steps: int) -> bool:
         """Whether it has been bad for long enough, and nobody was told."""

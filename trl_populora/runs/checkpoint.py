@@ -33,7 +33,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerState, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from trl_populora.adapters import weights
@@ -62,7 +62,7 @@ def to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
         `ValueError`: If it cannot be resumed, or `True` finds none.
     """
     if wanted is True:
-        found = newest_of_all(output_dir)
+        found = find_newest_of_all(output_dir)
         if found is None:
             raise ValueError(
                 f"`resume_from_checkpoint=True`, but {output_dir} holds no whole checkpoint. Leave it unset to start "
@@ -79,14 +79,14 @@ class Staging:
     Where a checkpoint is written until it is whole.
 
     Args:
-        args ([`PopuLoRAConfig`]): Who saves, and how many checkpoints stay.
+        args ([`~transformers.TrainingArguments`]): Who saves, and how many checkpoints stay.
         accelerator ([`~accelerate.Accelerator`]): Brings the processes together.
 
     Attributes:
         directory (`str` or `None`): While a checkpoint is written, what stands in the place of the run's directory.
     """
 
-    def __init__(self, args: PopuLoRAConfig, accelerator: Accelerator):
+    def __init__(self, args: TrainingArguments, accelerator: Accelerator):
         self.args, self.accelerator = args, accelerator
         self.directory: str | None = None
 
@@ -123,7 +123,7 @@ class Staging:
             reason = f"disk full: {error!s:.300}" if is_disk_full(error, root) else f"{error!s:.300}"
             if self.args.should_save:
                 shutil.rmtree(unfinished.parent, ignore_errors=True)
-            before = newest(str(root))
+            before = find_newest(str(root))
             raise RuntimeError(
                 f"{target} could not be saved ({reason}). "
                 + (f"The checkpoint before it, {before}, is whole: " if before else "There is no earlier checkpoint: ")
@@ -137,27 +137,27 @@ class Staging:
             rotate_checkpoints(str(root), limit, best_model_checkpoint=best_checkpoint, use_mtime=True)
 
 
-def newest(output_dir: str) -> str | None:
+def find_newest(output_dir: str) -> str | None:
     """
     The newest whole checkpoint of a run, or `None`; everything unfinished or damaged is passed over with a warning.
 
     Args:
         output_dir (`str`): The run's directory.
     """
-    return next(_whole(Path(output_dir)), None)
+    return next(_find_whole(Path(output_dir)), None)
 
 
-def newest_of_all(output_dir: str) -> str | None:
+def find_newest_of_all(output_dir: str) -> str | None:
     """
     The newest checkpoint that is whole on every node, or `None`. Collective: a run that was killed while the nodes
     moved theirs into place leaves one that only some of them have.
     """
-    mine = {Path(path).name: path for path in _whole(Path(output_dir))}
+    mine = {Path(path).name: path for path in _find_whole(Path(output_dir))}
     everywhere = set.intersection(*map(set, gather_object([list(mine)])))
     return next((path for name, path in mine.items() if name in everywhere), None)
 
 
-def _whole(root: Path) -> Iterator[str]:
+def _find_whole(root: Path) -> Iterator[str]:
     """Whole checkpoints, newest first."""
     for leftover in sorted(root.glob(f"{UNFINISHED}/{PREFIX}*")):
         logger.warning("Ignoring %s: the run ended while it was being written.", leftover)
@@ -273,7 +273,7 @@ class RankState:
 
 
 def save_game(
-    directory: Path, nouns: Mapping[str, Any], archive: TaskArchive, rank_state: RankState, args: PopuLoRAConfig
+    directory: Path, nouns: Mapping[str, Any], archive: TaskArchive, rank_state: RankState, args: TrainingArguments
 ) -> None:
     """
     Writes what decides the next step beside members and optimizer: what lasts, and every rank's buffered rows.
@@ -283,7 +283,7 @@ def save_game(
         nouns (`Mapping[str, Any]`): What has a `state_dict`, the same on every rank, by its name in `game.json`.
         archive ([`TaskArchive`]): Its coverage; the tasks stand in a file of their own.
         rank_state ([`RankState`]): This rank's.
-        args ([`PopuLoRAConfig`]): Who saves, and where the run is.
+        args ([`~transformers.TrainingArguments`]): Who saves, and where the run is.
     """
     torch.save(vars(rank_state), directory / f"rank_state_{args.process_index}.pt")
     if not args.should_save:

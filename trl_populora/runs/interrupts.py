@@ -35,8 +35,8 @@ class StopAtSignals(TrainerCallback):
         save (`Callable`): Saves the members in the run's directory. Collective.
 
     Raises:
-        KeyboardInterrupt: At the exit, after Ctrl-C.
-        SystemExit: Likewise, after SIGTERM, with the status that it would have had.
+        `KeyboardInterrupt`: At the exit, after Ctrl-C.
+        `SystemExit`: Likewise, after SIGTERM, with the status that it would have had.
     """
 
     def __init__(

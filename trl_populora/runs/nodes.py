@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
+from transformers import TrainingArguments
 
-from trl_populora.populora_config import PopuLoRAConfig
 
-
-def check_nodes(args: PopuLoRAConfig, accelerator: Accelerator) -> None:
+def check_nodes(args: TrainingArguments, accelerator: Accelerator) -> None:
     """
     Checks that several nodes have either one `output_dir` or each its own checkpoints. Collective.
 
@@ -51,7 +50,7 @@ def check_nodes(args: PopuLoRAConfig, accelerator: Accelerator) -> None:
         )
 
 
-def wait_for_all(args: PopuLoRAConfig, accelerator: Accelerator) -> None:
+def wait_for_all(args: TrainingArguments, accelerator: Accelerator) -> None:
     """
     Waits until every process starts to train. A collective would wait as long and then say that it waited. Collective.
 

@@ -32,7 +32,7 @@ class PhaseClock:
             self._seconds[phase] += spent
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
+    def time_update(self) -> Iterator[None]:
         """The time of the block is the update's, but for what is added to other phases inside it."""
         start, before = time.perf_counter(), sum(self._seconds.values())
         yield

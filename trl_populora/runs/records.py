@@ -17,7 +17,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from trl_populora.adapters.weights import saved_step
-from trl_populora.files import write_json, written_whole
+from trl_populora.files import write_json, write_whole
 from trl_populora.population.members import POPULATION_FILE
 from trl_populora.runs.lines import LINEAGE, METRICS, TIMES, read_lines, sort_of
 from trl_populora.step.played import Row
@@ -65,7 +65,8 @@ def write_rollouts(
     """
     Writes the rows of one step: every proposal with its verdict and every attempt, with reward and advantage.
 
-    `version` counts the replacements of the row's member, `opponent` is the other side of its match.
+    `version` counts the replacements of the row's member, `opponent` is the other side of its match, empty where that
+    is given tasks.
 
     Each rank writes its own file, `rollouts/step_00012.parquet` or `rollouts/step_00012-rank1.parquet`; together they
     open with `load_dataset("parquet", data_files="rollouts/*.parquet")`.
@@ -87,8 +88,9 @@ def write_rollouts(
         {
             "step": [step] * len(rows),
             **columns,
+            "features": pa.array([list(row.features) for row in rows], pa.list_(pa.string())),
             "version": [game.population[row.member].version for row in rows],
-            "opponent": [players[row.match, other[row.role]] for row in rows],
+            "opponent": [players.get((row.match, other[row.role]), "") for row in rows],
             "reward": list(rewards),
             "advantage": list(advantages),
             "prompt": [_text_of(row.prompt) for row in rows],
@@ -99,7 +101,7 @@ def write_rollouts(
     suffix = f"-rank{game.player.rank}" if game.player.world > 1 else ""
     path = Path(output_dir, "rollouts", f"step_{step:05d}{suffix}.parquet")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as unfinished:
+    with write_whole(path) as unfinished:
         pq.write_table(table, unfinished, compression="zstd")
     return path
 
@@ -225,7 +227,7 @@ def _move(paths: Iterable[Path], root: Path, target: Path) -> None:
 
 
 def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    with written_whole(path) as unfinished:
+    with write_whole(path) as unfinished:
         unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 

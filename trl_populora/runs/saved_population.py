@@ -150,6 +150,7 @@ def describe(game: Game, shape: Shape, args: PopuLoRAConfig, step: int, held_out
         "best_student_by": why,
         "held_out_base": held_out.base_rate if held_out else None,
         "held_out_step": held_out.step if held_out else None,
+        "held_out_tasks": held_out.describe_tasks() if held_out else None,
         "members": members,
         "settings": _settings(args),
         "versions": versions(),

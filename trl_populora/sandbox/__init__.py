@@ -6,10 +6,9 @@
 
 Read in this order: `jobs.py` (what is asked and answered), `protocol.py` (the three messages), `confine.py` and
 `seccomp.py` (the walls), `zygote.py` and `child.py` (the inside), `judge.py` (the verdict), `supervisor.py`,
-`listener.py`, `places.py`, `worker.py`, `pending.py` and `pool.py` (the outside), `runner.py` and `sharing.py` (one
-pool for several processes), `bubblewrap.py` (the hard mode), `health.py` (are the walls real?), `values.py` and
-`literals.py` (the only data that crosses), `soft.py`, `entropy.py`, `interpreter.py` and `modules.py` (quality of
-data, not safety), `heap.py` (speed).
+`listener.py`, `places.py`, `worker.py`, `pending.py`, `pool.py` and `starting.py` (the outside), `health.py` (are the
+walls real?), `values.py` and `literals.py` (the only data that crosses), `soft.py`, `entropy.py`, `interpreter.py` and
+`modules.py` (quality of data, not safety), `heap.py` (speed).
 
 What is covered, and by what:
 
@@ -37,14 +36,13 @@ layer can be bypassed by a program that tries; it then meets the walls. Measured
 kept full, a program that needs more CPU time than it is owed may have to wait until it is not.
 
 In a container: no root, daemon or capability is needed; `README.md` beside this file has the settings for Docker and
-Kubernetes, and the hard mode (`bwrap` around every zygote). Set a memory limit on the container: slow programs go on
-side by side as far as half of the free memory lasts. The ranks of a node share one pool (`sharing.py`).
+Kubernetes. Set a memory limit on the container: slow programs go on
+side by side as far as half of the free memory lasts. The processes of a node have a pool each, of their share of the
+cores and of that memory.
 """
 
 from .jobs import Gold, Job, Limits, Status, Verdict
 from .pool import Sandbox
-from .runner import Runner
-from .sharing import SandboxClient
 
 
-__all__ = ["Gold", "Job", "Limits", "Runner", "Sandbox", "SandboxClient", "Status", "Verdict"]
+__all__ = ["Gold", "Job", "Limits", "Sandbox", "Status", "Verdict"]

@@ -18,7 +18,6 @@ _MEANING = {
     "C": "not confined; training refuses unless `allow_weak` is set",
 }
 _PURPOSE = {
-    "bubblewrap": "namespaces and a root folder of bwrap's making, outside of the others",
     "namespaces": "own network, mounts, processes, IPC and host name",
     "chroot": "an empty, deleted folder as root",
     "uid": "an unprivileged user and no capability",
@@ -38,16 +37,15 @@ def measure(sandbox: Sandbox, seconds: float = 2.0) -> float:
     return done / (time.perf_counter() - start)
 
 
-def check(write: Callable[[str], object] = sys.stdout.write, seconds: float = 2.0, bubblewrap: bool = False) -> str:
+def check(write: Callable[[str], object] = sys.stdout.write, seconds: float = 2.0) -> str:
     """
     Write the report and return the level, `"A"`, `"B"` or `"C"`.
 
     Args:
         write (`Callable`, *optional*): Takes the lines.
         seconds (`float`, *optional*, defaults to `2.0`): How long to measure the speed.
-        bubblewrap (`bool`, *optional*, defaults to `False`): Try the hard mode.
     """
-    with Sandbox(allow_weak=True, bubblewrap=bubblewrap) as sandbox:
+    with Sandbox(allow_weak=True) as sandbox:
         report = sandbox.report()
         speed = measure(sandbox, seconds)
         write(f"sandbox level {report['level']}: {_MEANING[report['level']]}\n\nlayers\n")
@@ -66,10 +64,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(
         prog="populora sandbox-check", description="How well this host confines programs."
     )
-    parser.add_argument("--bubblewrap", action="store_true", help="try the hard mode: bwrap around every zygote")
-    options = parser.parse_args(list(arguments))
+    parser.parse_args(list(arguments))
     try:
-        return 1 if check(bubblewrap=options.bubblewrap) == "C" else 0
+        return 1 if check() == "C" else 0
     except RuntimeError as error:
         sys.stderr.write(f"{error}\n")
         return 2

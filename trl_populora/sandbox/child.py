@@ -27,17 +27,8 @@ _OUT_OF_MEMORY = answer(protocol.MEMORY, ["the program ran out of memory"])
 
 _ORDER_NAMES = frozenset(
     [
-        "set",
-        "frozenset",
-        "hash",
-        "id",
-        "union",
-        "intersection",
-        "difference",
-        "symmetric_difference",
-        "__hash__",
-        "__repr__",
-        "repr",
+        *("set", "frozenset", "hash", "id", "union", "intersection", "difference", "symmetric_difference"),
+        *("__hash__", "__repr__", "repr"),
     ]
 )
 _ORDER_CODES = frozenset(opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD", "SET_UPDATE") if name in opcode.opmap)

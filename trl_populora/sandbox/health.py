@@ -9,7 +9,6 @@ import socket
 
 
 _MOST_DESCRIPTORS = 4096
-_SPACES = ("ipc", "mnt", "net", "pid", "uts")
 
 
 def _open_root() -> None:
@@ -107,38 +106,17 @@ def probe() -> list[bool]:
     return results
 
 
-def namespaces() -> dict[str, str]:
-    """The namespaces of this process, as the kernel numbers them."""
-    return {name: os.readlink(f"/proc/self/ns/{name}") for name in _SPACES}
-
-
-def check_wrapped(outside: dict[str, str]) -> None:
-    """
-    Called in a zygote that bubblewrap should be around.
-
-    Args:
-        outside (`dict[str, str]`): The namespaces of the trainer.
-
-    Raises:
-        OSError: A namespace is still the trainer's.
-    """
-    shared = [name for name, number in namespaces().items() if outside[name] == number]
-    if shared:
-        raise OSError(f"still in the trainer's namespaces: {', '.join(shared)}")
-
-
 def level(layers: dict[str, str], refused: dict[str, bool]) -> str:
     """
     `"A"`: namespaces, chroot, own uid, Landlock and seccomp. `"B"`: seccomp with an unprivileged uid or Landlock.
-    `"C"`: less. A probe that was not refused means C, whatever the layers claim, and so does a bubblewrap that was
-    asked for and is not there.
+    `"C"`: less. A probe that was not refused means C, whatever the layers claim.
 
     Args:
         layers (`dict[str, str]`): Layer name to `""` when it holds.
         refused (`dict[str, bool]`): Probe name to whether the attempt failed, as it must.
     """
     holds = {name for name, reason in layers.items() if not reason}
-    if "seccomp" not in holds or layers.get("bubblewrap") or not refused or not all(refused.values()):
+    if "seccomp" not in holds or not refused or not all(refused.values()):
         return "C"
     if {"namespaces", "chroot", "uid", "landlock"} <= holds:
         return "A"

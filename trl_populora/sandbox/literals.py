@@ -51,7 +51,7 @@ def read_literal(text: str) -> Any:
             [`to_literal`][trl_populora.sandbox.values] writes, and `float('nan')`.
 
     Raises:
-        LiteralError: The text is anything else, or exceeds a limit.
+        `LiteralError`: The text is anything else, or exceeds a limit.
     """
     return _convert(_parse(_scan(text, ())))
 
@@ -68,7 +68,7 @@ def read_arguments(text: str, function: str = "f") -> tuple:
         function (`str`, *optional*, defaults to `"f"`): The only name that may be called.
 
     Raises:
-        LiteralError: The text is anything else, or exceeds a limit.
+        `LiteralError`: The text is anything else, or exceeds a limit.
     """
     source = _scan(text, (function,))
     if not re.match(rf"{re.escape(function)}\s*\(", source):

@@ -17,13 +17,14 @@ class Places:
 
     Args:
         workers (`int`): Programs at a time.
+        processes (`int`, *optional*, defaults to `1`): Processes that share this host's memory.
 
     Attributes:
         memory (`int`): Bytes that slow programs may ask for together.
     """
 
-    def __init__(self, workers: int):
-        self.workers, self.memory = workers, _free_memory() // 2
+    def __init__(self, workers: int, processes: int = 1):
+        self.workers, self.memory = workers, _free_memory() // 2 // processes
         self.foreground = self.background = self.asked_for = 0
 
     @property

@@ -8,17 +8,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable
-from concurrent.futures import Future
-from pathlib import Path
+from concurrent.futures import Future, wait
 
-from .bubblewrap import prepare
 from .jobs import Job, Limits, Verdict
-from .runner import Runner
-from .sharing import SandboxServer
+from .places import Places
 from .supervisor import Supervisor
 
 
-class Sandbox(Runner):
+class Sandbox:
     """
     Runs untrusted programs, each in a process of its own, and judges them from outside.
 
@@ -33,15 +30,14 @@ class Sandbox(Runner):
             can be imported; for tests of the walls.
         cores (`Iterable[int]`, *optional*): Processors that programs run on, as far as the kernel allows. Those that
             this process may use, when not given.
-        bubblewrap (`bool`, *optional*, defaults to `False`): The hard mode: `bwrap` around every zygote, as one wall
-            more.
+        processes (`int`, *optional*, defaults to `1`): Processes that have a sandbox each on this host, this one
+            among them: it gets its share of the workers, at least one, and of the memory for slow programs.
         without (`tuple[str, ...]`, *optional*): Layers of confinement to leave out; for tests of the others.
         packages (`tuple[str, ...]`, *optional*): Installed modules that are loaded before the walls are built, such as
             `"numpy"`, which the tests of published benchmarks import. Programs may import them with `soft=False`.
 
     Raises:
-        RuntimeError: This host cannot confine programs and `allow_weak` is not set, `bwrap` is wanted and missing or
-            not permitted, or no zygote starts.
+        `RuntimeError`: This host cannot confine programs and `allow_weak` is not set, or no zygote starts.
     """
 
     def __init__(
@@ -53,7 +49,7 @@ class Sandbox(Runner):
         seed: int = 0,
         soft: bool = True,
         cores: Iterable[int] | None = None,
-        bubblewrap: bool = False,
+        processes: int = 1,
         without: tuple[str, ...] = (),
         packages: tuple[str, ...] = (),
     ):
@@ -66,39 +62,43 @@ class Sandbox(Runner):
         workers = len(usable) if workers is None else workers
         if workers < 1:
             raise ValueError(f"`workers` must be at least 1, got {workers}")
-        self.workers, self.limits = workers, limits or Limits()
-        wrapped_from = prepare(Path(__file__).parent) if bubblewrap else None
-        options = {"soft": soft, "cores": usable, "without": list(without), "bubblewrap": wrapped_from}
+        self.workers, self.limits = max(1, workers // processes), limits or Limits()
+        options = {"soft": soft, "cores": usable, "without": list(without)}
         options["packages"] = {each: _folder_of(each) for each in packages}
-        self._supervisor = Supervisor(workers, seed=seed, allow_weak=allow_weak, options=options)
+        places = Places(self.workers, processes)
+        self._supervisor = Supervisor(places, seed=seed, allow_weak=allow_weak, options=options)
         self._closing = threading.Lock()
-        self._server: SandboxServer | None = None
         self._finalizer = weakref.finalize(self, Supervisor.close, self._supervisor)
 
     def submit(self, job: Job) -> Future[Verdict]:
+        """Queue one job; its verdict arrives in the future."""
         return self._supervisor.submit(job, job.limits or self.limits)
 
+    def run(self, jobs: Iterable[Job]) -> list[Verdict]:
+        """The verdicts of `jobs`, in order."""
+        futures = [self.submit(job) for job in jobs]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    @property
+    def level(self) -> str:
+        """`"A"`, `"B"` or `"C"`: see `report`."""
+        return self.report()["level"]
+
     def report(self) -> dict:
+        """The level, and each layer with whether it holds and why not."""
         return self._supervisor.report()
 
-    def share(self) -> str:
-        """
-        Let other processes of this user on this host use the pool; returns the address for their [`SandboxClient`].
-
-        Close it after them: what they still wait for then ends with an error.
-        """
-        with self._closing:
-            if self._supervisor.closed:
-                raise RuntimeError("the sandbox is closed")
-            if self._server is None:
-                self._server = SandboxServer(self._supervisor.submit, self.report() | {"workers": self.workers})
-        return self._server.address
-
     def close(self) -> None:
+        """End it; jobs that are not finished raise `RuntimeError`. May be called twice."""
         with self._closing:
-            if self._server is not None:
-                self._server.close()
             self._finalizer()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _folder_of(package: str) -> str:

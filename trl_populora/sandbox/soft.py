@@ -125,16 +125,8 @@ class _Sys(types.ModuleType):
 
 
 _SYS_NAMES = [
-    "byteorder",
-    "exc_info",
-    "exit",
-    "float_info",
-    "float_repr_style",
-    "getdefaultencoding",
-    "intern",
-    "maxsize",
-    "maxunicode",
-    "platform",
+    *("byteorder", "exc_info", "exit", "float_info", "float_repr_style", "getdefaultencoding", "intern", "maxsize"),
+    *("maxunicode", "platform"),
 ]
 
 

@@ -32,17 +32,17 @@ class Supervisor:
     All but `submit`, `close` and the properties runs in one thread of its own, so nothing here needs a lock.
 
     Args:
-        workers (`int`): Programs at a time.
+        places ([`Places`]): How many programs may be under way.
         seed (`int`): Chooses the hash seeds.
         allow_weak (`bool`): Whether level C is accepted.
         options (`dict`): What every zygote is told on its command line, and `soft`, whether the soft layer is on.
 
     Raises:
-        RuntimeError: No zygote starts, or the host is too weak.
+        `RuntimeError`: No zygote starts, or the host is too weak.
     """
 
-    def __init__(self, workers: int, *, seed: int, allow_weak: bool, options: dict):
-        self.workers, self.seed, self.allow_weak = workers, seed, allow_weak
+    def __init__(self, places: Places, *, seed: int, allow_weak: bool, options: dict):
+        self.workers, self.seed, self.allow_weak = places.workers, seed, allow_weak
         self.options, self.soft = options, options["soft"]
         self.pools: dict[tuple[bool, int], list[Worker]] = {}
         self.inbox: deque[Pending] = deque()
@@ -52,7 +52,7 @@ class Supervisor:
         self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
         self.running: dict[int, Pending] = {}
         self.numbers = itertools.count(1)
-        self.places, self.failed_starts = Places(workers), 0
+        self.places, self.failed_starts = places, 0
         self.respawns: Counter[str] = Counter()
         self.failure: Exception | None = None
         self.closed, self.busy, self.ready = False, False, threading.Event()

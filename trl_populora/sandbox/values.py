@@ -140,8 +140,8 @@ def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODE
         max_depth (`int`, *optional*, defaults to `64`): Most containers inside each other; also ends cyclic data.
 
     Raises:
-        NotPlainData: The value holds something else than plain data.
-        ValueTooLarge: A budget is exceeded. Nothing is ever cut.
+        `NotPlainData`: The value holds something else than plain data.
+        `ValueTooLarge`: A budget is exceeded. Nothing is ever cut.
     """
     text = _Encoder(max_bytes, max_nodes, max_depth, ordered).text(value, 0)
     if len(text) > max_bytes:
@@ -154,7 +154,8 @@ def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH)
     The value behind a canonical text, dicts in its order. Only text that [`encode`] could have written is read.
 
     Raises:
-        ValueError: `text` is not canonical: unknown tags, unsorted sets, repeated members, spaces, other number forms.
+        `ValueError`: `text` is not canonical: unknown tags, unsorted sets, repeated members, spaces, other forms of
+            numbers.
     """
     value = _read(text, max_bytes, max_depth)
     if encode(value, ordered=True, max_bytes=max_bytes, max_nodes=max_bytes, max_depth=max_depth) != text:
@@ -316,7 +317,7 @@ def to_literal(value: Any) -> str:
     are written in canonical order, dicts in their own.
 
     Raises:
-        NotPlainData: The value holds something else than plain data.
+        `NotPlainData`: The value holds something else than plain data.
     """
     kind = type(value)
     if kind is int:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import bubblewrap, health, protocol
+from . import health, protocol
 
 
 _SCRIPT = Path(__file__).with_name("zygote.py")
@@ -37,7 +37,7 @@ class Worker:
             # A clean environment and -s -S: no site, no .pth file, no variable of the trainer reaches the zygote.
             command = [sys.executable, "-s", "-S", "-B", str(_SCRIPT), str(theirs.fileno()), json.dumps(options)]
             self.process = subprocess.Popen(
-                [*bubblewrap.wrapping(_SCRIPT.parent), *command] if options["bubblewrap"] else command,
+                command,
                 # Symbols are bound before the first fork, or every child would bind them anew in pages of its own.
                 env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"},
                 stdin=subprocess.DEVNULL,
@@ -79,7 +79,7 @@ class Worker:
         Hand over the child's end of a job's private socket.
 
         Raises:
-            OSError: The zygote is gone, or does not read its socket.
+            `OSError`: The zygote is gone, or does not read its socket.
         """
         self.jobs.add(job)
         message = protocol.ORDER.pack(kind, job, limit, owed, memory)

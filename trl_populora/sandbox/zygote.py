@@ -333,8 +333,6 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
     _set_time_zone()
     with contextlib.suppress(OSError):  # a hint for speed; a container may forbid all of them
         os.sched_setaffinity(0, options["cores"])
-    if options["bubblewrap"]:
-        layers.attempt("bubblewrap", health.check_wrapped, options["bubblewrap"])
     if "namespaces" in options["without"]:
         layers["namespaces"] = "left out on request"
     else:

@@ -1,4 +1,4 @@
-"""From rewards to advantages, and the factor that makes a joint step equal to each member's own (phase 5, contract 3).
+"""From rewards to advantages, and the factor that makes a joint step equal to each member's own (phase 5).
 
 All functions take the rows of the whole generation batch, gathered over the ranks, because a group may span ranks; a
 rank keeps its own slice of the result. Shape key: `_R` rows.
@@ -7,14 +7,15 @@ rank keeps its own slice of the result. Shape key: `_R` rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
 
 from trl_populora.population.members import Population
-from trl_populora.step.played import Played, Row
+from trl_populora.step.own import estimate_advantages
+from trl_populora.step.played import Played, Worth
+from trl_populora.tasks.own import is_own
 
 
 # Added to a standard deviation before dividing by it, as in TRL's GRPO.
@@ -41,50 +42,6 @@ COUPLE_MEMBERS = (
 )
 
 
-def rewards_of(records: Sequence[Mapping[str, Any]], functions: Sequence[Callable[..., list]]) -> torch.Tensor:
-    """
-    What reward functions give that read nothing but the columns of the game, before TRL asks for it.
-
-    Returns:
-        `torch.Tensor`: `[R, functions]`, fp32; NaN where a function returns `None`.
-    """
-    columns = {name: [record[name] for record in records] for name in Row.COLUMNS}
-    values = [function(**columns) for function in functions]
-    return torch.tensor([[float("nan") if value is None else value for value in given] for given in values]).T
-
-
-def with_advantage(advantages: torch.Tensor, rows: int, rank: int) -> list[int]:
-    """
-    Which of the rows of a rank have an advantage; filled up to as many as on the rank with most of them, and to one:
-    processes meet in every forward. `advantages` are those of all ranks.
-    """
-    live = (advantages != 0).view(-1, rows)
-    own = live[rank].tolist()
-    return sorted(range(rows), key=lambda row: not own[row])[: max(1, int(live.sum(1).max()))]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """
-    What the rows of a step are worth.
-
-    Args:
-        rewards, advantages, members, factors (`torch.Tensor`): Of shape `[R]`, see [`member_factors`] for the last.
-        flat (`float`): Share of the groups of attempts in which all were worth the same.
-    """
-
-    rewards: torch.Tensor
-    advantages: torch.Tensor
-    members: torch.Tensor
-    factors: torch.Tensor
-    flat: float
-
-    def part(self, rows: slice) -> Scored:
-        """The same of some rows."""
-        columns = {name: getattr(self, name)[rows] for name in ("rewards", "advantages", "members", "factors")}
-        return replace(self, **columns)
-
-
 def score_step(
     played: Played,
     population: Population,
@@ -94,7 +51,7 @@ def score_step(
     scale_rewards: str,
     loss_type: str,
     scale_teachers: Callable[..., torch.Tensor] | None = None,
-) -> Scored:
+) -> Worth:
     """
     From a step with its rewards to what its rows are worth, over all ranks.
 
@@ -117,7 +74,7 @@ def score_step(
     if scale_teachers is not None:
         proposals_R = torch.tensor([record["role"] == "teacher" for record in played.records], device=device)
         advantages_R = scale_teachers(advantages_R, members_R, proposals_R)
-    return Scored(
+    return Worth(
         rewards_R,
         advantages_R,
         members_R,
@@ -140,18 +97,23 @@ def step_advantages(
         records (`Sequence[Mapping]`): The rows' `role`, `kind` and `group`.
         rewards_R (`torch.Tensor`): Their rewards.
         members_R (`torch.Tensor`): Their member indices.
-        baselines (`Mapping[str, str]`): `baseline` of [`compute_advantages`] per role.
+        baselines (`Mapping[str, str]`): `baseline` of [`compute_advantages`] per role, or `module:function`, see
+            [`~trl_populora.step.own.estimate_advantages`].
         scaled (`Mapping[str, bool]`): `scaled` of it, likewise.
 
     Returns:
         `torch.Tensor`: Advantages of shape `[R]`.
     """
-    kinds_R, groups_R = (_numbered([record[name] for record in records]) for name in ("kind", "group"))
+    kinds_R, groups_R = (_number([record[name] for record in records]) for name in ("kind", "group"))
     advantages_R = torch.zeros_like(rewards_R)
     for role, baseline in baselines.items():
         others_R = torch.tensor([record["role"] != role for record in records], device=rewards_R.device)
         own_R = rewards_R.masked_fill(others_R, float("nan"))
-        advantages_R += compute_advantages(own_R, members_R, kinds_R, groups_R, baseline, scaled[role])
+        columns = own_R, members_R, kinds_R, groups_R
+        if is_own(baseline):
+            advantages_R += estimate_advantages(baseline, f"{role}_baseline", *columns)
+        else:
+            advantages_R += compute_advantages(*columns, baseline, scaled[role])
     return advantages_R
 
 
@@ -164,7 +126,7 @@ def flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor)
     return fmean(max(group) - min(group) < FLAT for group in groups.values())
 
 
-def _numbered(names: Sequence[str]) -> torch.Tensor:
+def _number(names: Sequence[str]) -> torch.Tensor:
     """Each name's number in order of first appearance."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
@@ -204,7 +166,7 @@ def compute_advantages(
         `torch.Tensor`: Advantages of shape `[R]`, on the device and in the type of the rewards.
 
     Raises:
-        ValueError: If `baseline` has another value.
+        `ValueError`: If `baseline` has another value.
     """
     if baseline not in BASELINES:
         raise ValueError(f"`baseline` must be one of {', '.join(BASELINES)}, got {baseline!r}.")
@@ -264,7 +226,7 @@ def member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_typ
         `torch.Tensor`: Factors of shape `[R]`, fp32, equal for all rows of a member; 1 for a member without tokens.
 
     Raises:
-        ValueError: If the loss type's normaliser is not one of rows and tokens of the whole step.
+        `ValueError`: If the loss type's normaliser is not one of rows and tokens of the whole step.
     """
     if loss_type not in LOSS_NORMALISERS:
         raise ValueError(

@@ -24,29 +24,29 @@ logger = logging.getLogger(__name__)
 MAX_STALENESS = 1  # versions; a game that was overtaken by more is dropped
 
 
-def check_play_ahead(args: Any, processes: int) -> None:
+def check_play_ahead(
+    use_vllm: bool, vllm_mode: str, correction: bool, num_iterations: int, evolve_every: int, processes: int
+) -> None:
     """
-    Refuses what a game that is played beside an update cannot go with.
+    Refuses what a game that is played beside an update cannot go with; `correction` is that of importance sampling.
 
     Raises:
         `ValueError`: Names the setting, the reason and the way out.
     """
-    if not args.play_ahead:
-        return
-    mode, correction = args.vllm_mode if args.use_vllm else None, args.vllm_importance_sampling_correction
+    mode = vllm_mode if use_vllm else None
     reasons = {
-        f"use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode!r}": (
+        f"use_vllm={use_vllm}, vllm_mode={vllm_mode!r}": (
             mode != "server" and "only a server generates while the trainer updates. Use `vllm_mode='server'`"
         ),
         f"{processes} processes": processes > 1 and "the collectives of game and update would meet. Use one",
-        f"num_iterations={args.num_iterations}": (
-            args.num_iterations > 1 and "rows would be more than one version behind. Leave it at 1"
+        f"num_iterations={num_iterations}": (
+            num_iterations > 1 and "rows would be more than one version behind. Leave it at 1"
         ),
         f"vllm_importance_sampling_correction={correction}": (
             not correction and "rows are one version behind, which it corrects. Leave it on"
         ),
-        f"evolve_every={args.evolve_every}": (
-            args.evolve_every == 1 and "every game would wait for newborn members. Use 2 or more, or 0 for none"
+        f"evolve_every={evolve_every}": (
+            evolve_every == 1 and "every game would wait for newborn members. Use 2 or more, or 0 for none"
         ),
     }
     for given, reason in reasons.items():
@@ -62,13 +62,14 @@ class PlayAhead:
     while one is played, and nothing else reads ratings and archive, which it changes.
 
     Args:
-        args ([`PopuLoRAConfig`]): Whether to play ahead at all, and when members are replaced.
         game ([`Game`]): What is played, on one process.
         versions (`Callable`): Returns how many versions of each adapter were published so far, by adapter.
+        on (`bool`, *optional*, defaults to `False`): Whether to play ahead at all.
+        evolve_every (`int`, *optional*, defaults to `0`): Optimizer steps after which members are replaced; 0: never.
     """
 
-    def __init__(self, args: Any, game: Game, versions: Callable[[], Mapping[str, int]]):
-        self.args, self.game, self.versions = args, game, versions
+    def __init__(self, game: Game, versions: Callable[[], Mapping[str, int]], on: bool = False, evolve_every: int = 0):
+        self.game, self.versions, self.on, self.evolve_every = game, versions, on, evolve_every
         self._thread: futures.Future[Played] | None = None
         self._pending: Played | None = None
         self._done, self._sampled_from = 0, dict[str, int]()
@@ -78,7 +79,7 @@ class PlayAhead:
         """
         Begins the game that follows `done` optimizer steps, unless the run is over by then or newborn members play it.
         """
-        if not self.args.play_ahead or done >= max_steps or event_follows(done, self.args.evolve_every):
+        if not self.on or done >= max_steps or event_follows(done, self.evolve_every):
             return
         self._done, self._sampled_from, self._stop = done, dict(self.versions()), threading.Event()
         player = replace(self.game.player, generate=_until(self._stop, self.game.player.generate))
@@ -92,7 +93,7 @@ class PlayAhead:
         if self._thread is not None:
             self._pending = self._thread.result()
             self._thread = None
-        return {"wait": time.perf_counter() - start} if self.args.play_ahead else {}
+        return {"wait": time.perf_counter() - start} if self.on else {}
 
     def play(self, done: int) -> Played:
         """
@@ -111,7 +112,7 @@ class PlayAhead:
             else:
                 played.seconds["hidden"] = -sum(played.seconds.values())
         played = played or play_step(self.game, done)
-        if self.args.play_ahead:
+        if self.on:
             played.metrics["ahead/staleness"] = float(staleness)
         return played
 
@@ -143,7 +144,7 @@ class PlayAhead:
         self._pending = None if state is None else Played.from_state(state["played"])
         if state is not None:
             self._done, self._sampled_from = state["done"], dict(self.versions())
-            if not self.args.play_ahead:
+            if not self.on:
                 self.drop("`play_ahead` is off now")
 
 

@@ -1,16 +1,17 @@
-"""Phase 5: the order of rows in the buffered micro-batches, and which of them have a gradient.
+"""Phase 5: which rows of a step are computed together, and the micro-batches that are cut accordingly.
 
-TRL shuffles the generation batch and cuts it into micro-batches. Here the same rows are dealt again, so that a
-micro-batch holds one role where possible, every member's rows stand together in equal numbers (the fast path of the
-routed LoRA layer), attempts at one task or rows of like length meet, whichever costs less (see `forwards.py`), and
-padding that no row of a micro-batch needs is cut away.
+A step's rows are dealt once, by [`plan_micro_batches`], as soon as their advantages are known. A micro-batch holds one
+role where possible, every member's rows stand together in equal numbers (the fast path of the routed LoRA layer), and
+attempts at one task or rows of like length meet, whichever costs less (see `forwards.py`). [`cut`] makes tensors of
+it, without the padding that no row of a micro-batch needs.
 
 A micro-batch is bounded by tokens, not by rows: it holds as many as `per_device_train_batch_size` of the longest rows
 would need, so long ones stand alone and short ones in large numbers, and memory is what it would be without dealing.
 
 Many rows of a step have advantage 0: every attempt of their group did equally well. Without a KL term such a row has
-no gradient. It becomes *blank*: its masks are empty, and no forward computes it. It goes on counting in every
-normaliser, so the update is the same but for rounding.
+no gradient. It is *blank*: no micro-batch holds it, but it goes on counting in every normaliser, so the update is the
+same but for rounding. A micro-batch that would be empty holds one row with empty masks instead, because processes meet
+in every forward and backward.
 
 Shapes: R rows of this rank, B rows of a micro-batch, P prompt tokens, C completion tokens.
 """
@@ -28,6 +29,7 @@ from trl_populora.step.forwards import Layout, Sharing, lay_out
 
 
 Batch = dict[str, torch.Tensor]
+Packs = list[list[int]]  # rows of a micro-batch by the row of the forward that they belong to
 
 # Columns padded on the left to P and on the right to C. `importance_sampling_ratio` is [R, 1] in sequence modes.
 _PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
@@ -49,14 +51,112 @@ _BLANKED_COLUMNS = (
 )
 
 
-def blank(batch: Batch) -> Batch:
-    """Empties the masks of rows without advantage or without a token in the loss."""
-    return _emptied(batch, (batch["advantages"] == 0) | ~batch["completion_mask"].any(1))
+def plan_micro_batches(
+    members: Sequence[int],
+    prompts: Sequence[int],
+    asked: Sequence[int],
+    answered: Sequence[int],
+    num_teachers: int,
+    size: int,
+    sharing: Sharing | None = None,
+) -> list[Packs]:
+    """
+    Deals the rows of a step into micro-batches.
+
+    Args:
+        members (`Sequence[int]`): Member index of each row, shape `[R]`.
+        prompts (`Sequence[int]`): A number per row; rows with the same number have one member and one prompt.
+        asked, answered (`Sequence[int]`): Tokens of each row's prompt and completion; both 0 for blank rows.
+        num_teachers (`int`): Members below this index are teachers.
+        size (`int`): How many of the longest rows a micro-batch holds.
+        sharing ([`~trl_populora.step.forwards.Sharing`], *optional*): How the model takes shared prompts.
+
+    Returns:
+        `list[list[list[int]]]`: The packs of each micro-batch, of as many micro-batches as of `size` rows there would
+            be without blank rows. The last ones may be empty.
+    """
+    budget = size * (max(asked) + max(answered))
+
+    def lay(rows: Sequence[int]) -> Layout:
+        columns = [[column[row] for row in rows] for column in (prompts, asked, answered)]
+        return lay_out(columns[0], columns[1], columns[2], sharing, budget)
+
+    def exceeds(rows: Sequence[int]) -> bool:
+        return lay(rows).grid > budget
+
+    ways = []
+    for keys in (None,) if sharing is None else (None, prompts):
+        batches: list[list[int]] = []
+        for is_student in (False, True):
+            own = [(member >= num_teachers) == is_student for member in members]
+            lengths = [(asked[row] + answered[row]) * own[row] for row in range(len(members))]
+            _fill(batches, take_turns(members, lengths, keys), size, exceeds)
+        # A member's rows stand together, so that the routed layers need not gather them.
+        ways.append([sorted(rows, key=lambda row: members[row]) for rows in batches])
+    layouts = [[lay(rows) for rows in way] for way in ways]
+    costs = [sum(layout.cost(sharing) for layout in way) for way in layouts]
+    best = costs.index(min(costs))
+    packs = [
+        [[rows[place] for place in pack] for pack in layout.packs]
+        for rows, layout in zip(ways[best], layouts[best], strict=True)
+    ]
+    return packs + [[] for _ in range(-(-len(members) // size) - len(packs))]
 
 
-def _emptied(batch: Batch, rows: torch.Tensor) -> Batch:
-    columns = [name for name in _BLANKED_COLUMNS if name in batch]
-    return batch | {name: batch[name].masked_fill(rows[:, None], 0) for name in columns}
+def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int] | None) -> list[list[int]]:
+    """
+    Orders the rows of one role, longest first; the members take turns while they have rows.
+
+    Args:
+        members (`Sequence[int]`): Member index per row, shape `[R]`.
+        lengths (`Sequence[int]`): Tokens per row, shape `[R]`; rows of length 0 are left out.
+        prompts (`Sequence[int]`, *optional*): Rows with the same number stay together.
+
+    Returns:
+        `list[list[int]]`: Rows that should share a micro-batch: those of one prompt, or one of each member.
+    """
+    queues: dict[int, dict[int, list[int]]] = {member: {} for member in sorted(set(members))}
+    for row in sorted(range(len(members)), key=lambda row: -lengths[row]):
+        if lengths[row]:
+            queues[members[row]].setdefault(row if prompts is None else prompts[row], []).append(row)
+    turns = zip_longest(*(queue.values() for queue in queues.values()), fillvalue=[])
+    if prompts is None:
+        return [[row for group in turn for row in group] for turn in turns]
+    return [group for turn in turns for group in turn if group]
+
+
+def _fill(
+    batches: list[list[int]], groups: Sequence[list[int]], size: int, exceeds: Callable[[Sequence[int]], bool]
+) -> None:
+    """Adds the groups of one role's rows to the last micro-batch while it has room, and to further ones then."""
+    first = True  # a role begins a micro-batch of its own, unless the last one is not filled by the role before
+    for group in groups:
+        splits = ([group[part::count] for part in range(count)] for count in range(1, len(group) + 1))
+        # As few equal parts as have room in a micro-batch.
+        for part in next(split for split in splits if not any(map(exceeds, split))):
+            enough = bool(batches) and len(batches[-1]) >= size
+            if not batches or (enough and (first or exceeds(batches[-1] + part))):
+                batches.append([])
+            for row in part:
+                if batches[-1] and exceeds([*batches[-1], row]):
+                    batches.append([])
+                batches[-1].append(row)
+            first = False
+
+
+def cut(whole: Batch, plan: Sequence[Packs], multiple: int = 1) -> list[Batch]:
+    """
+    The micro-batches of a plan, without padding that none of their rows needs.
+
+    Args:
+        whole (`dict`): A step's rows.
+        plan (`Sequence`): As [`plan_micro_batches`] returns it.
+        multiple (`int`, *optional*, defaults to `1`): Widths of P and C stay multiples of it (`pad_to_multiple_of`).
+
+    Returns:
+        `list[dict]`: They have the column `pack`: the row of the forward that a row belongs to, -1 for a blank row.
+    """
+    return [trim(_micro_batch(whole, packs), multiple) for packs in plan]
 
 
 def by_micro_batch(
@@ -81,136 +181,32 @@ def by_micro_batch(
     return found
 
 
-def parted(ids: torch.Tensor, mask: torch.Tensor, completion_length: int, **columns: Sequence[int]) -> Batch:
-    """Rows `[R, P + C]` and further columns as [`reorder`] takes them; the column `row` numbers them."""
+def part(ids: torch.Tensor, mask: torch.Tensor, completion_length: int, members: torch.Tensor) -> Batch:
+    """Rows `[R, P + C]` of these members as [`cut`] takes them; the column `row` numbers them."""
     first = ids.shape[1] - completion_length
-    columns["row"] = range(len(ids))
     return {
         "prompt_ids": ids[:, :first],
         "prompt_mask": mask[:, :first],
         "completion_ids": ids[:, first:],
         "completion_mask": mask[:, first:],
-    } | {name: torch.tensor(values, device=ids.device) for name, values in columns.items()}
+        "member": members,
+        "row": torch.arange(len(ids), device=ids.device),
+    }
 
 
-def joined(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
+def join(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The inverse: ids and mask `[B, P + C]`, and C."""
     ids, mask = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
     return ids, mask, batch["completion_ids"].shape[1]
 
 
 def layout_of(batch: Batch) -> Layout:
-    """How the rows of a micro-batch of [`reorder`] enter the model."""
+    """How the rows of a micro-batch of [`cut`] enter the model."""
     packs: dict[int, list[int]] = {}
     for row, number in enumerate(batch["pack"].tolist()):
         if number >= 0:
             packs.setdefault(number, []).append(row)
     return Layout([*packs.values()] or [[0]], *_lengths(batch))  # processes meet in every forward and backward
-
-
-def deal(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int] | None) -> list[list[int]]:
-    """
-    Orders the rows of one role, longest first; the members take turns while they have rows.
-
-    Args:
-        members (`Sequence[int]`): Member index per row, shape `[R]`.
-        lengths (`Sequence[int]`): Tokens per row, shape `[R]`; rows of length 0 are blank and left out.
-        prompts (`Sequence[int]`, *optional*): Rows with the same number stay together.
-
-    Returns:
-        `list[list[int]]`: Rows that should share a micro-batch: those of one prompt, or one of each member.
-    """
-    queues: dict[int, dict[int, list[int]]] = {member: {} for member in sorted(set(members))}
-    for row in sorted(range(len(members)), key=lambda row: -lengths[row]):
-        if lengths[row]:
-            queues[members[row]].setdefault(row if prompts is None else prompts[row], []).append(row)
-    turns = zip_longest(*(queue.values() for queue in queues.values()), fillvalue=[])
-    if prompts is None:
-        return [[row for group in turn for row in group] for turn in turns]
-    return [group for turn in turns for group in turn if group]
-
-
-def reorder(
-    batches: Sequence[Batch],
-    num_teachers: int,
-    multiple: int = 1,
-    blanks: bool = False,
-    sharing: Sharing | None = None,
-    size: int | None = None,
-) -> list[Batch]:
-    """
-    Deals the rows of buffered micro-batches again and trims their padding.
-
-    Args:
-        batches (`Sequence[dict]`): Micro-batches with the columns `member` and `prompt` (see
-            [`~trl_populora.step.forwards.lay_out`]).
-        num_teachers (`int`): Members below this index are teachers.
-        multiple (`int`, *optional*, defaults to `1`): Widths of P and C stay multiples of it (`pad_to_multiple_of`).
-        blanks (`bool`, *optional*, defaults to `False`): Whether rows without advantage become blank (see [`blank`]).
-        sharing ([`~trl_populora.step.forwards.Sharing`], *optional*): How the model takes shared prompts.
-        size (`int`, *optional*): How many of the longest rows a micro-batch holds; as many as the first by default.
-
-    Returns:
-        `list[dict]`: As many micro-batches as of `size` rows there would be. They hold the rows that are not blank,
-            with the column `pack`: the row of the forward that a row belongs to. The last ones may hold one blank row.
-    """
-    whole = {
-        key: torch.cat([batch[key] for batch in batches]) if _is_column(value) else value
-        for key, value in batches[0].items()
-    }
-    whole = blank(whole) if blanks else whole
-    size = size or len(batches[0]["member"])
-    dealt = _micro_batches(whole, num_teachers, size, sharing)
-    return [
-        trim(_micro_batch(whole, dealt[index] if index < len(dealt) else []), multiple)
-        for index in range(-(-len(whole["member"]) // size))
-    ]
-
-
-def _micro_batches(whole: Batch, num_teachers: int, size: int, sharing: Sharing | None) -> list[list[list[int]]]:
-    """The packs of each micro-batch; rows are dealt by length, or by prompt if that costs less."""
-    members, prompts = whole["member"].tolist(), whole["prompt"].tolist()
-    asked, answered = _lengths(whole)
-    budget = size * (max(asked) + max(answered))
-
-    def packs_of(rows: Sequence[int]) -> Layout:
-        columns = [[column[row] for row in rows] for column in (prompts, asked, answered)]
-        return lay_out(columns[0], columns[1], columns[2], sharing, budget)
-
-    def fitting(unit: list[int]) -> list[list[int]]:
-        """As few equal parts as have room in a micro-batch."""
-        splits = ([unit[part::count] for part in range(count)] for count in range(1, len(unit) + 1))
-        return next(split for split in splits if all(packs_of(part).grid <= budget for part in split))
-
-    def dealt(keys: Sequence[int] | None) -> list[list[int]]:
-        filled: list[list[int]] = []
-        for is_student in (False, True):
-            lengths = [
-                (asked[row] + answered[row]) * ((member >= num_teachers) == is_student)
-                for row, member in enumerate(members)
-            ]
-            first = True
-            for unit in deal(members, lengths, keys):
-                for part in fitting(unit):
-                    enough = bool(filled) and len(filled[-1]) >= size
-                    if not filled or (enough and (first or packs_of(filled[-1] + part).grid > budget)):
-                        filled.append([])
-                    for row in part:
-                        if filled[-1] and packs_of([*filled[-1], row]).grid > budget:
-                            filled.append([])
-                        filled[-1].append(row)
-                    first = False
-        # A member's rows stand together, so that the routed layers need not gather them.
-        return [sorted(rows, key=lambda row: members[row]) for rows in filled]
-
-    ways = [dealt(keys) for keys in ((None,) if sharing is None else (None, prompts))]
-    layouts = [[packs_of(rows) for rows in way] for way in ways]
-    costs = [sum(layout.cost(sharing) for layout in way) for way in layouts]
-    best = costs.index(min(costs))
-    return [
-        [[rows[place] for place in pack] for pack in layout.packs]
-        for rows, layout in zip(ways[best], layouts[best], strict=True)
-    ]
 
 
 def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
@@ -219,12 +215,12 @@ def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
     numbers = [number for number, pack in enumerate(packs) for _ in pack]
     device = whole["member"].device
     batch = _rows_of(whole, torch.tensor(rows or [0])) | {"pack": torch.tensor(numbers or [-1], device=device)}
-    return batch if rows else _emptied(batch, batch["pack"] < 0)
+    return batch if rows else _empty(batch, batch["pack"] < 0)
 
 
-def met(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[str, float]]:
+def match_ranks(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[str, float]]:
     """
-    The micro-batches of [`reorder`] with as many rows as on the other ranks, because TRL gathers a value per row, and
+    The micro-batches of [`cut`] with as many rows as on the other ranks, because TRL gathers a value per row, and
     with how many rows of all ranks are computed as `live` and how many completion tokens these have as `tokens`; and
     metrics, means over the ranks. Collective.
 
@@ -242,16 +238,21 @@ def met(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[str, flo
         "batch/shared_tokens": shared_fraction(batches),
     }
     means = reduce(torch.tensor([*shares.values()], device=device), "mean").tolist()
-    even = [filled(b, int(most[i])) | {"live": live[i], "tokens": tokens[i]} for i, b in enumerate(batches)]
+    even = [add_blank_rows(b, int(most[i])) | {"live": live[i], "tokens": tokens[i]} for i, b in enumerate(batches)]
     return even, dict(zip(shares, means, strict=True))
 
 
-def filled(batch: Batch, rows: int) -> Batch:
+def add_blank_rows(batch: Batch, rows: int) -> Batch:
     """A micro-batch with blank rows added, so that it has as many as on the other ranks."""
     own = len(batch["member"])
     more = _rows_of(batch, torch.arange(rows).where(torch.arange(rows) < own, torch.tensor(0)))
     added = torch.arange(rows, device=batch["member"].device) >= own
-    return _emptied(more, added) | {"pack": more["pack"].masked_fill(added, -1)}
+    return _empty(more, added) | {"pack": more["pack"].masked_fill(added, -1)}
+
+
+def _empty(batch: Batch, rows: torch.Tensor) -> Batch:
+    columns = [name for name in _BLANKED_COLUMNS if name in batch]
+    return batch | {name: batch[name].masked_fill(rows[:, None], 0) for name in columns}
 
 
 def _rows_of(batch: Batch, rows: torch.Tensor) -> Batch:
@@ -274,9 +275,9 @@ def trim(batch: Batch, multiple: int = 1) -> Batch:
     used = batch["completion_mask"].any(0).nonzero()
     right = max(2, int(used.max()) + 1 if len(used) else 0)
     right = -(-right // multiple) * multiple
-    cut = {key: batch[key][:, left:] for key in _PROMPT_COLUMNS}
-    cut |= {key: batch[key][:, :right] for key in _COMPLETION_COLUMNS if key in batch and batch[key].shape[1] > 1}
-    return batch | cut
+    kept = {key: batch[key][:, left:] for key in _PROMPT_COLUMNS}
+    kept |= {key: batch[key][:, :right] for key in _COMPLETION_COLUMNS if key in batch and batch[key].shape[1] > 1}
+    return batch | kept
 
 
 def padding_fraction(batches: Sequence[Batch]) -> float:

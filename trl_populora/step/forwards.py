@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig
+from trl.trainer import utils as trl_utils
 
 
 # Log-probabilities, entropies if they were asked for, and the load-balancing loss, which is refused, as TRL has them.
@@ -145,8 +147,14 @@ class Layout:
             length (`int`): C.
             sharing ([`Sharing`], *optional*): Needed where a prompt is shared.
         """
-        if self.branches and sharing is not None:
-            return self._branched(compute, model, ids, length, sharing)
+        with score_labels_alone():
+            if self.branches and sharing is not None:
+                return self._log_probs_of_branches(compute, model, ids, length, sharing)
+            return self._log_probs_of_rows(compute, model, ids, mask, length)
+
+    def _log_probs_of_rows(
+        self, compute: Compute, model: Callable, ids: torch.Tensor, mask: torch.Tensor, length: int
+    ) -> LogProbs:
         rows = torch.tensor(self.heads, device=ids.device)
         seen = mask[rows]
         if not self.used:
@@ -154,7 +162,7 @@ class Layout:
         found = compute(model, ids[rows], seen, length)
         return _each(found, lambda values: values.new_zeros(len(ids), length).index_copy(0, rows, values))
 
-    def _branched(
+    def _log_probs_of_branches(
         self, compute: Compute, model: Callable, ids: torch.Tensor, length: int, sharing: Sharing
     ) -> LogProbs:
         columns = ids.shape[1]
@@ -168,16 +176,16 @@ class Layout:
         scored = branches > 0
         predicted = ids.flatten()[places + 1].masked_fill(~scored, -100)
         replaced = {
-            "attention_mask": _seen(branches, sharing.additive),
+            "attention_mask": _mask_branches(branches, sharing.additive),
             "position_ids": positions.clamp(min=0),
             "shift_labels": predicted,
         }
 
-        def branched(labels, **inputs):  # TRL's labels assume that every token predicts the one after it
+        def call_with_branches(labels, **inputs):  # TRL's labels assume that every token predicts the one after it
             return model(**inputs | replaced)
 
         packed = ids.flatten()[places.clamp(min=0)]
-        found = compute(branched, packed, torch.ones_like(packed), packed.shape[1])
+        found = compute(call_with_branches, packed, torch.ones_like(packed), packed.shape[1])
         target = (places + 1)[scored]
         target = target // columns * length + target % columns - (columns - length)
         return _each(
@@ -202,12 +210,26 @@ class Layout:
             )
 
 
+@contextmanager
+def score_labels_alone() -> Iterator[None]:
+    """
+    Lets TRL's fused head leave out positions without a label on a CPU, too. It does so where Triton is; elsewhere the
+    head scores prompts and padding as well, which with a real vocabulary is a quarter of an update.
+    """
+    has_triton = trl_utils._use_triton
+    trl_utils._use_triton = lambda device: device.type == "cpu" or has_triton(device)
+    try:
+        yield
+    finally:
+        trl_utils._use_triton = has_triton
+
+
 def _each(found: LogProbs, spread: Callable[[torch.Tensor], torch.Tensor]) -> LogProbs:
     logps, entropies, aux_loss = found
     return spread(logps), None if entropies is None else spread(entropies), aux_loss
 
 
-def _seen(branches: torch.Tensor, additive: bool) -> torch.Tensor:
+def _mask_branches(branches: torch.Tensor, additive: bool) -> torch.Tensor:
     """Which token sees which, `[N, 1, L, L]`: what stands before it in the prompt and its own branch, and itself."""
     keys, queries = branches[:, None, None, :], branches[:, None, :, None]
     steps = torch.arange(branches.shape[1], device=branches.device)

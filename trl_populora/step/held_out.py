@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -76,7 +77,7 @@ def attempt(
         share = attempts * -(-len(members) * len(tasks) // player.world)
         numbers = [index for _, index in rows]
     else:
-        share = _equal_part(len(rows), batch)
+        share = _choose_part(len(rows), batch)
         numbers = [place // share for place in range(len(rows))]
     found: dict[int, Tried] = {}
     first, quiet = player.rank * share, not describe or player.rank > 0
@@ -103,7 +104,7 @@ def attempt(
     return tried
 
 
-def _equal_part(rows: int, most: int) -> int:
+def _choose_part(rows: int, most: int) -> int:
     """Size of as few parts of like size as hold at most so many rows each."""
     parts = max(1, -(-rows // most))
     return max(1, -(-rows // parts))
@@ -172,38 +173,42 @@ class HeldOut:
         self,
         referee: Referee,
         player: Player,
-        members: Sequence[Member],
+        students: Sequence[Member],
         prefix: str,
+        step: int,
         progress: bool = False,
         untrained: Container[str] = (),
     ) -> dict[str, float]:
         """
-        Scores members on every table and, the first time, the base. Collective.
+        Scores students on every table and, the first time, the base. Collective.
 
         Args:
             referee ([`Referee`]): Poses the tasks and grades.
             player ([`Player`]): Generates.
-            members (`Sequence[Member]`): The students, and teachers if they are wanted, too.
+            students (`Sequence[Member]`): Whom to ask.
             prefix (`str`): Starts every key, with the table's name if it has one.
+            step (`int`): Optimizer steps behind them.
             progress (`bool`, *optional*, defaults to `False`): Whether to show a bar.
-            untrained (`Container[str]`, *optional*): Members that are still the base; they share its attempts.
+            untrained (`Container[str]`, *optional*): Students that are still the base; they share its attempts.
 
         Returns:
-            `dict[str, float]`: The figures of [`scores`] over the students; teachers' and the base's of their own.
+            `dict[str, float]`: The figures of [`scores`] over the students, the base's own as `base/...`, and
+            `eval_runtime` in seconds (`eval` being the prefix). Trackers and `metrics.jsonl` write `eval/`.
         """
-        metrics: dict[str, float] = {}
+        start, metrics = time.perf_counter(), dict[str, float]()
         for name in self.tables:
             bar = f"evaluate {name}".strip() if progress else ""
-            start = f"{prefix}_{name}_" if name else f"{prefix}_"
-            figures = self._figures(referee, player, members, name, bar, untrained)
-            metrics |= {start + key: value for key, value in figures.items()}
-        return metrics
+            named = f"{prefix}_{name}_" if name else f"{prefix}_"
+            figures = self._figures(referee, player, students, name, bar, untrained)
+            metrics |= {named + key: value for key, value in figures.items()}
+        self.step = step
+        return metrics | {f"{prefix}_runtime": round(time.perf_counter() - start, 4)}
 
     def _figures(
         self,
         referee: Referee,
         player: Player,
-        members: Sequence[Member],
+        students: Sequence[Member],
         name: str,
         bar: str,
         untrained: Container[str],
@@ -215,18 +220,12 @@ class HeldOut:
             return attempt(referee, player, names, tasks, self.attempts, self.batch, self.seed, bar) if names else {}
 
         known = name in self.base
-        base = {} if known and not any(m.name in untrained for m in members) else tries_of([BASE_NAME])
-
-        def figures_of(role: str) -> dict[str, float]:
-            names = [member.name for member in members if member.role == role]
-            trained = tries_of([each for each in names if each not in untrained])
-            return scores({each: trained.get(each) or base[BASE_NAME] for each in names}, tasks) if names else {}
-
-        figures = figures_of("student")
+        base = {} if known and not any(student.name in untrained for student in students) else tries_of([BASE_NAME])
+        names = [student.name for student in students]
+        trained = tries_of([each for each in names if each not in untrained])
+        figures = scores({each: trained.get(each) or base[BASE_NAME] for each in names}, tasks)
         if name == next(iter(self.tables)):
-            self.rates = {m.identity: figures[f"{m.name}/solve_rate"] for m in members if m.role == "student"}
-        teachers = [member.name for member in members if member.role == "teacher"]
-        figures |= {key: rate for key, rate in figures_of("teacher").items() if key.partition("/")[0] in teachers}
+            self.rates = {student.identity: figures[f"{student.name}/solve_rate"] for student in students}
         if not known:
             self.base[name] = {
                 key if key.startswith(f"{BASE_NAME}/") else f"{BASE_NAME}/{key}": value
@@ -239,6 +238,11 @@ class HeldOut:
     def base_rate(self) -> float | None:
         """Solve rate of the base on the first table; `None` before it was measured."""
         return self.base.get(next(iter(self.tables)), {}).get(f"{BASE_NAME}/solve_rate")
+
+    def describe_tasks(self) -> dict[str, Any]:
+        """Which tasks `rates` are of, the first table: `digest` of their ids, `tasks` and `attempts` at each."""
+        tasks = next(iter(self.tables.values()))
+        return {"digest": _digest(tasks), "tasks": len(tasks), "attempts": self.attempts}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; of the tasks, which are the config's, a digest by table."""

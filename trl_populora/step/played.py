@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from trl_populora.step.player import Completion, Messages
 from trl_populora.step.rules import Answer, Outcome
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
+
+
+if TYPE_CHECKING:
+    import torch
 
 
 DETAIL_CHARS = 300
@@ -25,7 +30,8 @@ class Row:
     """
     One training row. The fields up to `pay` are the columns that reward functions and records see; what the rules make
     of it is `pay`, and of a proposal `share`, the student's. `dropped` counts references that a proposal prompt had no
-    room for; `reject_detail` is `reject_reason` in a sentence.
+    room for; `reject_detail` is `reject_reason` in a sentence; `features` are words for what the proposed task
+    uses.
     """
 
     role: str
@@ -48,26 +54,14 @@ class Row:
     archived: bool = False
     dropped: int = 0
     reject_detail: str = ""
+    features: tuple[str, ...] = ()
     prompt: Messages = field(default_factory=list)
     completion: Completion = Completion([], [], "")
     group: str = ""
 
     COLUMNS = (
-        "role",
-        "member",
-        "kind",
-        "match",
-        "task_id",
-        "valid",
-        "reject_reason",
-        "solve_rate",
-        "correct",
-        "well_formed",
-        "chance",
-        "rarity",
-        "progress",
-        "rival",
-        "pay",
+        *("role", "member", "kind", "match", "task_id", "valid", "reject_reason", "solve_rate", "correct"),
+        *("well_formed", "chance", "rarity", "progress", "rival", "pay"),
     )
 
     @property
@@ -91,6 +85,29 @@ class Row:
         }
 
 
+@dataclass(frozen=True)
+class Worth:
+    """
+    What the rows of a step are worth.
+
+    Args:
+        rewards, advantages, members, factors (`torch.Tensor`): Of shape `[R]`; the last as
+            [`~trl_populora.step.advantages.member_factors`] returns them.
+        flat (`float`): Share of the groups of attempts in which all were worth the same.
+    """
+
+    rewards: torch.Tensor
+    advantages: torch.Tensor
+    members: torch.Tensor
+    factors: torch.Tensor
+    flat: float
+
+    def part(self, rows: slice) -> Worth:
+        """The same of some rows."""
+        columns = {name: getattr(self, name)[rows] for name in ("rewards", "advantages", "members", "factors")}
+        return replace(self, **columns)
+
+
 @dataclass
 class Played:
     """
@@ -102,8 +119,12 @@ class Played:
         tasks (`list[Task]`): All ranks' accepted proposals.
         seconds (`dict[str, float]`): Per phase.
         metrics (`dict[str, float]`): Over all ranks.
-        rewards (`torch.Tensor`, *optional*): Of all ranks' rows and every reward function, `[W * R, functions]`; known
-            once TRL has called the functions.
+        rewards (`torch.Tensor`): Of all ranks' rows and every reward function, `[W * R, functions]`.
+        worth, own_worth ([`Worth`]): What this makes of all ranks' rows, and of this rank's.
+        plan (`list`): Which of this rank's rows are computed together:
+            [`~trl_populora.step.batching.plan_micro_batches`].
+
+    The last four are known once the step is scored, before any of its rows enters the model.
     """
 
     rows: list[Row]
@@ -111,12 +132,22 @@ class Played:
     tasks: list[Task] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    rewards: Any = None
+    rewards: torch.Tensor = field(init=False)
+    worth: Worth = field(init=False)
+    own_worth: Worth = field(init=False)
+    plan: list[list[list[int]]] = field(init=False)
 
     @property
-    def columns(self) -> dict[str, list]:
-        """This rank's rows as TRL carries them to reward functions."""
-        return {name: [getattr(row, name) for row in self.rows] for name in Row.COLUMNS}
+    def for_reward_functions(self) -> tuple[list[dict], list[Messages], list[Messages], list[list[int]]]:
+        """This rank's rows as reward functions are shown them: columns, prompts, completions and their ids."""
+        columns = [{name: getattr(row, name) for name in Row.COLUMNS} for row in self.rows]
+        said = [[{"role": "assistant", "content": row.completion.text}] for row in self.rows]
+        return columns, [row.prompt for row in self.rows], said, [row.completion.completion_ids for row in self.rows]
+
+    def count_tokens(self, ends: Collection[int] | None = None) -> list[int]:
+        """Completion tokens of this rank's rows that count in the loss: none of one that lacks an end of `ends`."""
+        ids = [row.completion.completion_ids for row in self.rows]
+        return [len(each) if ends is None or each[-1] in ends else 0 for each in ids]
 
     @property
     def prompts(self) -> list[int]:
@@ -127,7 +158,7 @@ class Played:
 
     @property
     def tokens(self) -> dict[str, list | None]:
-        """What was sampled for this rank's rows, likewise."""
+        """What was sampled for this rank's rows, as TRL's `rollout_func` returns it."""
         parts = ("prompt_ids", "completion_ids", "logprobs")
         found = {name: [getattr(row.completion, name) for row in self.rows] for name in parts}
         return {name: None if values[0] is None else values for name, values in found.items()}

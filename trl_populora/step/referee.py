@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from trl_populora.sandbox import Job, Runner, Verdict
+from trl_populora.sandbox import Job, Sandbox, Verdict
 from trl_populora.step.player import Messages
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Attempt, Proposal, Refusal, Reject, Task, TaskKind, checked, estimate
@@ -49,7 +49,7 @@ class Referee:
 
     Args:
         kinds (`Mapping[str, TaskKind]`): The run's task kinds, in rotation order.
-        sandbox (`Runner`): Runs every program that a model wrote.
+        sandbox (`Sandbox`): Runs every program that a model wrote.
         style (`str`): Prompt style, `"turns"`, `"chat"` or `"compact"`.
         forbidden (`tuple[str, ...]`): Texts that no task may contain, see `tasks/control.py`.
         held_out (`Container[Task]`): Tasks that nobody may train on.
@@ -59,7 +59,7 @@ class Referee:
     """
 
     kinds: Mapping[str, TaskKind]
-    sandbox: Runner
+    sandbox: Sandbox
     style: str
     forbidden: tuple[str, ...] = THINK_TAGS
     held_out: Container[Task] = ()
@@ -81,14 +81,14 @@ class Referee:
             `ValueError`: If it does not even fit without references.
         """
         kept = list(shown)
-        prompt = self._asked(kind, kept)
+        prompt = self._ask_for_task(kind, kept)
         if self.room(prompt) >= 0:
             return prompt, kept
         # The longest go first, so that as many as possible stay. A kind that writes no program needs one to be about.
         spare = shown if kind.writes_program else shown[1:]
-        for longest in sorted(spare, key=lambda task: self.room(self._asked(kind, [task]))):
+        for longest in sorted(spare, key=lambda task: self.room(self._ask_for_task(kind, [task]))):
             kept.remove(longest)
-            prompt = self._asked(kind, kept)
+            prompt = self._ask_for_task(kind, kept)
             if self.room(prompt) >= 0:
                 return prompt, kept
         raise ValueError(
@@ -103,7 +103,7 @@ class Referee:
         Raises:
             `ValueError`: If it does not fit; a task that [`is_too_long`] has passed does.
         """
-        prompt = self._posed(task)
+        prompt = self._pose(task)
         if (missing := -self.room(prompt)) > 0:
             raise ValueError(
                 f"The prompt of a {task.kind} task is {missing} tokens longer than the context has room for beside a "
@@ -113,9 +113,9 @@ class Referee:
 
     def is_too_long(self, task: Task) -> bool:
         """Whether a task could not be put to a student, or to a teacher who needs a known program."""
-        prompts = [self._posed(task)] if task.kind in self.kinds else []
+        prompts = [self._pose(task)] if task.kind in self.kinds else []
         prompts += [
-            self._asked(kind, [task])
+            self._ask_for_task(kind, [task])
             for kind in self.kinds.values()
             if not kind.writes_program and task.kind in kind.reference_kinds
         ]
@@ -125,7 +125,7 @@ class Referee:
         """Whether references are turns in which a proposal was asked for and written."""
         return self.style == "turns" and type(kind).write_proposal is not TaskKind.write_proposal
 
-    def _asked(self, kind: TaskKind, shown: Sequence[Task]) -> Messages:
+    def _ask_for_task(self, kind: TaskKind, shown: Sequence[Task]) -> Messages:
         def ask(references: Sequence[Task]) -> Messages:
             return checked(kind.name, "proposal_prompt", kind.proposal_prompt(references, self.style), (list,))
 
@@ -136,7 +136,7 @@ class Referee:
         subjects = [[] if kind.writes_program else [task] for task, _ in written]
         return show_before([ask(subject) for subject in (*subjects, about)], [text for _, text in written])
 
-    def _posed(self, task: Task) -> Messages:
+    def _pose(self, task: Task) -> Messages:
         """The prompt with as many solved tasks before as there is room for."""
         kind = self.kinds[task.kind]
 
@@ -225,7 +225,11 @@ class Referee:
             return Grade(attempt, False)
         kind = self.kinds[task.kind]
         right = checked(task.kind, "correct", kind.correct(task, attempt, verdict), (bool,))
-        return Grade(attempt, right, checked(task.kind, "said", kind.said(task, attempt, verdict), (str,)))
+        return Grade(
+            attempt,
+            right,
+            checked(task.kind, "identify_mistake", kind.identify_mistake(task, attempt, verdict), (str,)),
+        )
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
         """What guessing gives at each task, by the form of its answer and by the guesses that its kind makes."""

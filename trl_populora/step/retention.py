@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import gather_object, reduce
 from trl.trainer.utils import pad
 
+from trl_populora.population.members import Member
 from trl_populora.step.played import Row
 from trl_populora.step.player import Completion
 
@@ -22,7 +23,7 @@ from trl_populora.step.player import Completion
 Logps = Callable[[int, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
-def known_solutions(rows: Sequence[Row], role: str, parent: str, limit: int) -> list[Completion]:
+def pick_known_solutions(rows: Sequence[Row], role: str, parent: str, limit: int = 16) -> list[Completion]:
     """
     Up to `limit` true completions of a role, the parent's own first.
 
@@ -30,7 +31,7 @@ def known_solutions(rows: Sequence[Row], role: str, parent: str, limit: int) -> 
         rows (`Sequence[Row]`): Rows of the last step on this rank.
         role (`str`): `"teacher"` (valid proposals) or `"student"` (correct attempts).
         parent (`str`): The member whose rows come first.
-        limit (`int`): How many.
+        limit (`int`, *optional*, defaults to `16`): How many.
     """
     true = [row for row in rows if row.role == role and (row.valid if role == "teacher" else row.correct)]
     return [row.completion for row in sorted(true, key=lambda row: row.member != parent)[:limit]]
@@ -73,24 +74,20 @@ def _padded(rows: list[torch.Tensor], value: int, side: str = "right") -> torch.
     return pad(rows, padding_value=value, padding_side=side)
 
 
-def forgotten(
-    logps: Logps,
-    child: int,
-    parent: int,
-    completions: Sequence[Completion],
-    pad_token: int,
-    size: int,
-    device: torch.device,
+def measure_forgetting(
+    logps: Logps, child: Member, parent: Member, rows: Sequence[Row], pad_token: int, size: int, device: torch.device
 ) -> float:
     """
     Nats per token that one live member lost against another; NaN if nothing is known. Collective.
 
     Args:
-        child, parent (`int`): Their indices.
-        logps, completions, pad_token, size, device: As in [`mean_logp`]; of the completions as many as every rank has.
+        child, parent ([`~trl_populora.population.members.Member`]): The two.
+        rows (`Sequence[Row]`): Rows of the last step on this rank; it takes as many solutions as every rank has.
+        logps, pad_token, size, device: As in [`mean_logp`].
     """
-    common = completions[: min(gather_object([len(completions)]))]
-    if not common:
+    known = pick_known_solutions(rows, child.role, parent.name)
+    known = known[: min(gather_object([len(known)]))]
+    if not known:
         return math.nan
-    before, after = (mean_logp(logps, member, common, pad_token, size, device) for member in (parent, child))
+    before, after = (mean_logp(logps, each.index, known, pad_token, size, device) for each in (parent, child))
     return before - after

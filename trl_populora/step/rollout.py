@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trl_populora.population.matchmaking import Match, Matchmaker
 from trl_populora.population.members import Population
+from trl_populora.step.own import Metrics, add_metrics
 from trl_populora.step.played import Played, Row, in_a_line
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
 from trl_populora.step.rules import Rules, count_guessed
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Refusal, Reject, Task, measured
+from trl_populora.tasks.base import Refusal, Reject, Task, measure_complexity
 from trl_populora.tasks.complexity import PROGRAM_MEASURES
 from trl_populora.tasks.features import CANDIDATES, Features, draw_evenly, name_features
 
@@ -42,8 +43,10 @@ class Game:
         students_per_task (`int`): Who attempts a proposal: its match's student, or with 2 another one for half of the
             attempts.
         replays (`int`): Archived tasks per match that its student attempts beside the proposals, over all ranks.
+        shuffle (`bool`): Where there are no teachers: whether a pass through the given tasks is in a new order.
         rules ([`Rules`]): What a proposal and an attempt are worth.
         features ([`Features`]): What the last tasks use; carries over from step to step, too.
+        metrics (`Sequence[Callable]`): Further metrics, of the records of a step's rows.
         seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
         iterations (`int`): Optimizer steps from one play to the next.
     """
@@ -60,8 +63,10 @@ class Game:
     iterations: int = 1
     students_per_task: int = 1
     replays: int = 0
+    shuffle: bool = True
     rules: Rules = Rules()
     features: Features = field(default_factory=Features)
+    metrics: Sequence[Metrics] = ()
 
 
 def play_step(game: Game, done: int) -> Played:
@@ -76,24 +81,27 @@ def play_step(game: Game, done: int) -> Played:
         done (`int`): Optimizer steps before this one, which is step `done + 1` wherever steps are written down.
 
     Returns:
-        `Played`: With `teachers * (P + (P + replays) * G)` rows of this rank, all shares of it taken.
+        `Played`: With `teachers * (P + (P + replays) * G)` rows of this rank, all shares of it taken; without teachers
+            `students * P * G`.
     """
     rng = random.Random(f"{game.seed}/{done}/{game.player.rank}")
     seconds: dict[str, float] = {}
-    with _timed(seconds, "match"):
+    with _time(seconds, "match"):
         matches = game.matchmaker.pair(game.population)
-    with _timed(seconds, "propose"):
-        proposals, references = _propose(game, matches, done, rng)
-    with _timed(seconds, "verify"):
-        fillers, replayed = _fillers(game, proposals, rng), _draw_replays(game, matches, rng)
+    with _time(seconds, "propose"):
+        taught = [match for match in matches if match.teacher]
+        proposals, references = _propose(game, taught, done, rng)
+    with _time(seconds, "verify"):
+        fillers, further = _fillers(game, proposals, rng), _draw_replays(game, matches, rng)
+        further += [(match, task) for match in matches if not match.teacher for task in _next_given(game, done)]
         known = game.archive.programs
         outcomes, fresh = _verify(game, proposals, references, done + 1, rng)
         words = _count_features(game, fresh)
-    with _timed(seconds, "solve"):
+    with _time(seconds, "solve"):
         tasks = [o if isinstance(o, Task) else filler for o, filler in zip(outcomes, fillers, strict=True)]
-        attempts = _solve(game, matches, proposals, tasks, replayed)
-    with _timed(seconds, "verify"):
-        _grade(game, proposals, [*tasks, *(task for _, task in replayed)], attempts)
+        attempts = _solve(game, matches, proposals, tasks, further)
+    with _time(seconds, "verify"):
+        _grade(game, proposals, [*tasks, *(task for _, task in further)], attempts)
         _price(game, proposals, attempts, words)
     rows = attempts + proposals
     records = [record for part in game.player.gather([row.record() for row in rows]) for record in part]
@@ -103,6 +111,8 @@ def play_step(game: Game, done: int) -> Played:
     played.metrics = step_metrics(game, played, complexities, game.archive.programs - known)
     for noun in (game.matchmaker, game.population, game.archive, game.features):
         played.metrics |= noun.metrics()
+    for tell in game.metrics:
+        add_metrics(played.metrics, tell(records))
     return played
 
 
@@ -130,6 +140,8 @@ def _propose(
 
 
 def _complete(game: Game, rows: Sequence[Row]) -> None:
+    if not rows:  # on no rank
+        return
     completions = game.player.generate([row.prompt for row in rows], [row.member for row in rows])
     for row, completion in zip(rows, completions, strict=True):
         row.completion = completion
@@ -188,6 +200,21 @@ def _draw_replays(game: Game, matches: Sequence[Match], rng: random.Random) -> l
     return list(zip(owners, draw_evenly(named, len(owners), rng), strict=True))
 
 
+def _next_given(game: Game, done: int) -> list[Task]:
+    """
+    This rank's share of the given tasks that are a step's turn: all of them, pass after pass, each pass in an order of
+    its own.
+    """
+    kinds, share = list(game.referee.kinds), game.proposals // game.player.world
+    size = game.archive.count(kinds)
+    first = done // game.iterations * game.proposals + game.player.rank * share
+    places = [divmod(place, size) for place in range(first, first + share)]
+    orders = {turn: list(range(size)) for turn, _ in places}
+    for turn, order in orders.items() if game.shuffle else ():
+        random.Random(f"{game.seed}/pass {turn}").shuffle(order)
+    return game.archive.pick(kinds, [orders[turn][place] for turn, place in places])
+
+
 def _count_features(game: Game, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
     """The features of this step's tasks by `task_id`, all of which are counted before the rarity of any is told."""
     words = {task.task_id: name_features(game.referee.kinds[task.kind], task) for task in tasks}
@@ -201,7 +228,7 @@ def _solve(
     matches: Sequence[Match],
     proposals: Sequence[Row],
     tasks: Sequence[Task],
-    replayed: Sequence[tuple[Match, Task]],
+    further: Sequence[tuple[Match, Task]],
 ) -> list[Row]:
     """
     Phase 4: the matched student attempts each task G times, those of the proposals first. Where two students attempt
@@ -209,7 +236,7 @@ def _solve(
     """
     students, rivals = {match.index: match.student for match in matches}, _find_rivals(game, matches)
     slots = [(p.match, task, not p.valid) for p, task in zip(proposals, tasks, strict=True)]
-    slots += [(match.index, task, True) for match, task in replayed]
+    slots += [(match.index, task, bool(match.teacher)) for match, task in further]
     rows: list[Row] = []
     for slot, (match, task, archived) in enumerate(slots):
         prompt, own = game.referee.solving_prompt(task), students[match]
@@ -278,15 +305,17 @@ def _price(
         if row.valid:
             used, row.attempts = words[row.task_id], game.attempts
             row.rarity, row.progress = game.features.rarity(used), game.features.progress(used)
+            row.features = used
         row.pay, row.share = game.rules.teacher_reward(row.outcome), game.rules.student_share(row.outcome)
     for row in attempts:
         row.pay = game.rules.student_reward(row.answer)
+        row.features = words.get(row.task_id, ())
 
 
 def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     """Writes into the archive how this step's tasks fared and how complex they are; returns the latter."""
     results = {r["task_id"]: r for r in records if r["role"] == "teacher" and r["valid"]}
-    complexities = [measured(game.referee.kinds[task.kind], task) for task in tasks]
+    complexities = [measure_complexity(game.referee.kinds[task.kind], task) for task in tasks]
     for task, complexity in zip(tasks, complexities, strict=True):
         result = results[task.task_id]
         game.archive.note(task, match=result["match"], solve_rate=result["solve_rate"], **complexity)
@@ -296,12 +325,23 @@ def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str,
 
 
 def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict[Match, list[float]]:
-    """The student's share of each of the teacher's proposals, per match (archived tasks do not count)."""
+    """
+    The student's share of each of the teacher's proposals, per match (archived tasks do not count); of given tasks the
+    share that it solved.
+    """
     shares: dict[int, list[float]] = {match.index: [] for match in matches}
+    given = {match.index for match in matches if not match.teacher}
     for record in records:
         if record["role"] == "teacher":
             shares[record["match"]].append(record["share"])
+    for record in _one_of_each(record for record in records if record["match"] in given):
+        shares[record["match"]].append(record["solve_rate"])
     return {match: shares[match.index] for match in matches}
+
+
+def _one_of_each(attempts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An attempt of each group: what a student's attempts at one task have in common."""
+    return list({record["group"]: record for record in attempts}.values())
 
 
 def step_metrics(
@@ -321,6 +361,7 @@ def step_metrics(
     valid = [r for r in proposals if r["valid"]]
     attempts = [r for r in records if r["role"] == "student"]
     fresh = [r for r in attempts if not r["archived"]]
+    tried = valid if game.population.teachers else _one_of_each(attempts)
     written = sum(kinds[task.kind].writes_program for task in played.tasks)
     metrics = {
         "propose/valid_rate": _mean([r["valid"] for r in proposals]),
@@ -332,9 +373,9 @@ def step_metrics(
         "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
         "solve/thinking_rate": _mean([r["thinking"] for r in attempts]),
         "solve/well_formed": _mean([r["well_formed"] for r in attempts]),
-        "solve/frac_none": _mean([r["solve_rate"] == 0 for r in valid]),
+        "solve/frac_none": _mean([r["solve_rate"] == 0 for r in tried]),
         "solve/frac_chance": _mean([r["solve_rate"] > 0 and not r["solved"] for r in valid]),
-        "solve/frac_all": _mean([r["solve_rate"] == 1 for r in valid]),
+        "solve/frac_all": _mean([r["solve_rate"] == 1 for r in tried]),
     }
     for kind in kinds:
         metrics[f"propose/{kind}/valid_rate"] = _mean([r["valid"] for r in proposals if r["kind"] == kind])
@@ -352,7 +393,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+def _time(seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Adds to the wall time of a phase."""
     start = time.perf_counter()
     yield

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from trl_populora.tasks.own import find_own
+from trl_populora.tasks.own import find_function, is_own, list_choices
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Outcome:
             second one's that were right; `None` where one does.
 
     Raises:
-        ValueError: If a valid proposal's `solve_rate` is outside [0, 1] or NaN.
+        `ValueError`: If a valid proposal's `solve_rate` is outside [0, 1] or NaN.
     """
 
     kind: str
@@ -214,7 +214,7 @@ def choose_teacher_reward(name: str, invalid: float, unsolved: float) -> Teacher
     What `teacher_reward` names: one of `PAY` with these prices, or a user's own function, which decides every price.
 
     Raises:
-        ValueError: If there is no such function.
+        `ValueError`: If there is no such function.
     """
     return price_proposals(name, invalid, unsolved) if name in PAY else find_price(name, "teacher_reward", PAY)
 
@@ -226,29 +226,24 @@ def choose_student_reward(name: str, right: float, wrong: float, malformed: floa
     return find_price(name, "student_reward", STUDENT_PAY)
 
 
-def list_choices(named: Iterable[str]) -> str:
-    """What a setting that names a rule may be."""
-    return f"one of {', '.join(named)}, or `module:function` for a function of your own"
-
-
-def check_choice(option: str, name: object, named: Iterable[str], prices: Mapping[str, float]) -> None:
+def check_choice(option: str, name: object, named: Collection[str], prices: Mapping[str, float]) -> None:
     """
-    Refuses what a setting that names a rule cannot be, and prices that a function of a user's own would not hear of.
+    Refuses what a setting that names a rule cannot be, and numbers that a function of a user's own would not hear of.
 
     Args:
         option (`str`): The setting.
         name (`object`): What it was given.
-        named (`Iterable[str]`): What it may be, beside `module:function`.
-        prices (`Mapping[str, float]`): Settings of prices that were given beside.
+        named (`Collection[str]`): What it may be, beside `module:function`.
+        prices (`Mapping[str, float]`): Numbers that were given beside.
 
     Raises:
-        ValueError: Says which setting is wrong, and the way out.
+        `ValueError`: Says which setting is wrong, and the way out.
     """
-    if not isinstance(name, str) or (name not in named and ":" not in name):
+    if name not in named and not is_own(name):
         raise ValueError(f"`{option}` must be {list_choices(named)}, got {name!r}.")
     if name not in named and prices:
         given = " and ".join(f"`{price}={value}`" for price, value in prices.items())
-        raise ValueError(f"{given} says nothing to `{option}={name}`, which decides every price. Leave it unset.")
+        raise ValueError(f"{given} says nothing to `{option}={name}`, which decides alone. Leave it unset.")
 
 
 def find_price(path: str, option: str, choices: Iterable[str]) -> Callable[[Any], float]:
@@ -261,18 +256,12 @@ def find_price(path: str, option: str, choices: Iterable[str]) -> Callable[[Any]
         choices (`Iterable[str]`): What it may be beside, likewise.
 
     Raises:
-        ValueError: If there is no such function.
+        `ValueError`: If there is no such function.
     """
-    what = list_choices(choices)
-    function = find_own(path, f"`{option}`", what)
-    if not callable(function):
-        raise ValueError(f"`{option}={path}` is no function but {function!r:.80}; it must be {what}.")
+    ask = find_function(path, option, choices)
 
     def price(record: Outcome | Answer) -> float:
-        try:
-            value = function(record)
-        except Exception as error:
-            raise RuntimeError(f"`{option}={path}` raises {error!r:.200} for {record}.") from error
+        value = ask(record)
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"`{option}={path}` must give a finite number, got {value!r:.80} for {record}.")
         return float(value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, replace
+from typing import Any
 
 
 def check_rivals(per_task: int, students: int, attempts: int, teacher_reward: str) -> None:
@@ -24,6 +26,27 @@ def check_rivals(per_task: int, students: int, attempts: int, teacher_reward: st
         )
 
 
+def check_no_teachers(given: Mapping[str, Any], known: Mapping[str, Field]) -> None:
+    """
+    Args:
+        given (`Mapping[str, Any]`): Settings by name.
+        known (`Mapping[str, Field]`): Their fields, which have the defaults.
+
+    Raises:
+        `ValueError`: If a run without teachers is asked for what only they could do.
+    """
+    for name in (
+        *("replay", "students_per_task", "teacher_reward", "teacher_reward_invalid"),
+        *("teacher_reward_unsolved", "teacher_scale", "teacher_beta", "teacher_learning_rate"),
+    ):
+        default = known[name].default
+        if (value := given[name]) != default:
+            raise ValueError(
+                f"`{name}={value}` needs teachers, and with `teachers=0` students train on given tasks alone. Set it "
+                f"to {default} (`none` for None on a command line)."
+            )
+
+
 @dataclass(frozen=True)
 class StepSize:
     """
@@ -31,6 +54,7 @@ class StepSize:
 
     Args:
         teachers (`int`): Number of teachers, each with one match.
+        students (`int`): Number of students, each with one match where there are no teachers.
         proposals (`int`): Proposals per teacher.
         attempts (`int`): Attempts per task.
         per_device (`int`): Rows of a micro-batch, for a process.
@@ -40,6 +64,7 @@ class StepSize:
     """
 
     teachers: int
+    students: int
     proposals: int
     attempts: int
     per_device: int
@@ -54,6 +79,8 @@ class StepSize:
     @property
     def rows(self) -> int:
         """The proposals, and every attempt at them and at archived tasks."""
+        if not self.teachers:
+            return self.students * self.proposals * self.attempts
         return self.teachers * (self.proposals + (self.proposals + self.replays) * self.attempts)
 
     def check_groups(self, world: int) -> None:
@@ -84,10 +111,12 @@ class StepSize:
             )
         if self.rows % (self.per_device * world):
             replays = f" + teachers * {self.replays} replays * attempts_per_task" if self.replays else ""
+            parts = "students * proposals_per_teacher * attempts_per_task"
+            if self.teachers:
+                parts = f"teachers * proposals_per_teacher * (1 + attempts_per_task){replays}"
             raise ValueError(
-                f"One population step has {self.rows} rows (teachers * proposals_per_teacher * (1 + attempts_per_task)"
-                f"{replays}), which `per_device_train_batch_size={self.per_device}` times {world} process(es) does "
-                f"not divide. {self.find_way_out(world)}"
+                f"One population step has {self.rows} rows ({parts}), which `per_device_train_batch_size="
+                f"{self.per_device}` times {world} process(es) does not divide. {self.find_way_out(world)}"
             )
         return self.rows // (self.per_device * world)
 

@@ -170,16 +170,24 @@ class TaskArchive:
             k (`int`): How many; fewer are returned if there are fewer.
             rng (`random.Random`): The caller's generator.
         """
+        total = self.count(kinds)
+        return self.pick(kinds, rng.sample(range(total), min(k, total)))
+
+    def count(self, kinds: Sequence[str]) -> int:
+        """How many tasks of these kinds there are."""
+        return sum(len(self._rings[kind]) for kind in dict.fromkeys(kinds) if kind in self._rings)
+
+    def pick(self, kinds: Sequence[str], positions: Iterable[int]) -> list[Task]:
+        """The tasks of these kinds at some positions: kind by kind, oldest first."""
         rings = [self._rings[kind] for kind in dict.fromkeys(kinds) if kind in self._rings]
-        total = sum(map(len, rings))
-        drawn = []
-        for position in rng.sample(range(total), min(k, total)):
+        picked = []
+        for position in positions:
             for ring in rings:
                 if position < len(ring):
-                    drawn.append(ring[position])
+                    picked.append(ring[position])
                     break
                 position -= len(ring)
-        return drawn
+        return picked
 
     def metrics(self) -> dict[str, float]:
         """`archive/size` and the coverage of program space over everything ever added."""
@@ -225,7 +233,7 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
             if not values.is_canonical(text):
                 raise ValueError(
                     f"{where}: column `{column}` holds {text!r:.80}, which is no canonical "
-                    f"text{_meant(text, column)}. `trl_populora.tasks.make_task` writes whole tasks."
+                    f"text{_read_meaning(text, column)}. `trl_populora.tasks.make_task` writes whole tasks."
                 )
             if column == "inputs" and not isinstance(values.decode(text), tuple):
                 raise ValueError(
@@ -235,7 +243,7 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
     return task
 
 
-def _meant(text: str, column: str) -> str:
+def _read_meaning(text: str, column: str) -> str:
     """
     The canonical text of a Python literal in its place, if it is one; `(3,)`, `3` and `f(3)` mean the same input.
     """
@@ -277,7 +285,7 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
 
 def key_of(task: Task) -> bytes:
     """The hash by which duplicates are recognised."""
-    inputs = [_unordered(text) for text in task.inputs]
+    inputs = [_sort_dictionaries(text) for text in task.inputs]
     # The order of code_f's inputs is an accident of the shuffle.
     content = [task.kind, _program(task.program)[0], sorted(inputs) if task.visible else inputs]
     return _hash(json.dumps([*content, " ".join(task.message.lower().split())]), 16)
@@ -299,7 +307,7 @@ def _hash(text: str, size: int) -> bytes:
     return hashlib.blake2b(text.encode("ascii"), digest_size=size).digest()
 
 
-def _unordered(text: str) -> str:
+def _sort_dictionaries(text: str) -> str:
     """An input as it is compared: another order of the same dictionary makes no other task."""
     if '["d"' not in text:
         return text

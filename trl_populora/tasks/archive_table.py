@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_populora.files import written_whole
+from trl_populora.files import write_whole
 
 from .archive import NOTED, Entry, TaskArchive
 from .base import Task
@@ -60,7 +60,7 @@ def save_archive(archive: TaskArchive, path: str | Path, step: int | None = None
     entries, columns = iter(archive.entries()), schema(archive.measures)
     if step is not None:
         columns = columns.with_metadata({**columns.metadata, _STEP_KEY: str(step)})
-    with written_whole(path) as unfinished, pq.ParquetWriter(unfinished, columns, compression="zstd") as writer:
+    with write_whole(path) as unfinished, pq.ParquetWriter(unfinished, columns, compression="zstd") as writer:
         while chunk := list(islice(entries, _CHUNK)):
             writer.write_batch(_batch(chunk, archive.measures))
 

@@ -25,6 +25,8 @@ from functools import cached_property, lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from .bounds import check_choices, check_least
+
 
 if TYPE_CHECKING:
     from trl_populora.sandbox.jobs import Job, Verdict
@@ -214,6 +216,33 @@ class Shot:
     answer: str
 
 
+@dataclass(frozen=True)
+class KindSettings:
+    """
+    Settings of a run that kinds of task may want to know.
+
+    Args:
+        inputs_per_function (`int`, *optional*, defaults to `10`): Inputs a code_f proposal must give (AZR: 10).
+        determinism_runs (`int`, *optional*, defaults to `2`): Runs of a proposal that must agree (AZR: 2).
+        prompt_style (`str`, *optional*): One of `STYLES`, chosen when kinds are configured.
+        reading (`str`, *optional*): One of `READINGS`; by the style when `None`.
+        prompt_texts (`Mapping[str, str]`, *optional*): Instructions of the user's, by `"code_o/propose"` and so on.
+
+    Raises:
+        `ValueError`: If a value is out of range or names nothing known.
+    """
+
+    inputs_per_function: int = 10
+    determinism_runs: int = 2
+    prompt_style: str | None = None
+    reading: str | None = None
+    prompt_texts: Mapping[str, str] | None = None
+
+    def __post_init__(self):
+        check_least(self, {"inputs_per_function": 2, "determinism_runs": 1})
+        check_choices(self, {"prompt_style": (*STYLES, None), "reading": (*READINGS, None)})
+
+
 class TaskKind(ABC):
     """
     One kind of task. All methods are pure: the same arguments give the same result, in any process.
@@ -229,8 +258,8 @@ class TaskKind(ABC):
     shots: tuple[Shot, ...] = ()  # what students may be shown solved, the most telling first
     measures: tuple[str, ...] = ()  # the keys of `complexity`, so that they are logged in every step
 
-    def configure(self, settings: Any) -> None:  # noqa: B027 - most kinds of one's own need nothing
-        """Takes from the run's [`PopuLoRAConfig`] what this kind wants to know; nothing by default."""
+    def configure(self, settings: KindSettings) -> None:  # noqa: B027 - most kinds of one's own need nothing
+        """Takes from the run's settings what this kind wants to know; nothing by default."""
 
     def reference_count(self, k: int) -> int:
         """How many archived tasks of `reference_kinds` the proposer is shown when `k` are configured."""
@@ -280,7 +309,7 @@ class TaskKind(ABC):
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         """Whether the attempt is right, given the verdict of its trial."""
 
-    def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
+    def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
         """What an attempt comes to: attempts for which it is equal make the same mistake."""
         return attempt.answer
 
@@ -339,7 +368,7 @@ def _tell_once(kind: str, method: str, error: str) -> None:
 _RESERVED = {*_COLUMNS, "key", "match", "solve_rate", "coverage", "entropy", "features"}
 
 
-def measured(kind: TaskKind, task: Task) -> dict[str, float]:
+def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
     """
     A kind's `complexity` of a task, by names that can stand in the metrics and be columns of the archive.
 

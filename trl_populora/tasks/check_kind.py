@@ -15,52 +15,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_populora.sandbox import Job, Runner
+from trl_populora.sandbox import Job, Sandbox
 
 from .archive import TaskArchive, read_task
-from .base import STYLES, Attempt, Proposal, Refusal, Reject, Task, TaskKind, checked, measured
+from .base import STYLES, Attempt, Proposal, Refusal, Reject, Task, TaskKind, checked, measure_complexity
 
 
-TEXTS, RUNS, TRIED = (
-    1000,
-    100,
-    3,
-)  # changed texts; of those that parse, how many run; tasks that each text is an answer to
+TEXTS, RUNS = 1000, 100  # changed texts; of those that parse, how many run
+TRIED = 3  # tasks that each text is an answer to
 REFERENCES = 6  # as `references_per_proposal` has it
 SECONDS = 5.0  # a parser runs in the trainer's own process, where nothing stops it
 
 HOSTILE = (
-    *(
-        "",
-        " ",
-        "\n",
-        "\x00",
-        "\ud800",
-        "\u202e",
-        "٣",
-        "²",
-        "１",
-        "İ",
-        "🙂",
-        "-0",
-        "1e999",
-        "nan",
-        "None",
-        "0x10",
-        "1_0",
-    ),
+    *("", " ", "\n", "\x00", "\ud800", "\u202e", "٣", "²", "１", "İ", "🙂"),
+    *("-0", "1e999", "nan", "None", "0x10", "1_0"),
     *("<think>", "</think>", "<|im_end|>", "```", "```python\n", "```output\n", "'", '"""', "\\", "{}", "%s", "\r\n"),
     *("def f(x):\n    return x", "__import__('os')._exit(0)", "9**9**9", "f(1)", "()", "[[", '{"a": 1}', "lambda: 0"),
-    *(
-        "(" * 5000,
-        "[" * 100_000,
-        "9" * 10_000,
-        "a" * 300_000,
-        " " * 100_000,
-        "-" * 5000,
-        "```\n" * 5000,
-        "1 " * 50_000,
-    ),
+    *("(" * 5000, "[" * 100_000, "9" * 10_000, "a" * 300_000, " " * 100_000, "-" * 5000, "```\n" * 5000),
+    "1 " * 50_000,
 )
 
 
@@ -71,13 +43,13 @@ class KindCheck:
 
     Args:
         kind ([`TaskKind`]): The kind.
-        sandbox ([`Runner`]): Runs what it wants run.
+        sandbox ([`Sandbox`]): Runs what it wants run.
         problems (`list[str]`): A sentence each, with kind, method and what it was given; the same trouble once.
         counts (`dict[str, int]`): How many texts became a proposal, a task, a well-formed and a right attempt.
     """
 
     kind: TaskKind
-    sandbox: Runner
+    sandbox: Sandbox
     problems: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("proposals", "tasks", "well-formed attempts", "right attempts"), 0)
@@ -122,7 +94,7 @@ class KindCheck:
             self.tell(method, f"must return messages with `role` and `content`, got {messages!r:.80}")
             return ""
 
-    def accepted(self, proposals: Sequence[Proposal]) -> list[Task | Refusal | Reject | None]:
+    def accept_twice(self, proposals: Sequence[Proposal]) -> list[Task | Refusal | Reject | None]:
         """What becomes of proposals, each accepted twice: the same arguments must give the same task."""
         jobs = [self.call("check", (Job, type(None)), proposal) for proposal in proposals]
         verdicts = self._run(jobs)
@@ -137,7 +109,7 @@ class KindCheck:
                 self._look_at(twice[0])
         return outcomes
 
-    def attempted(self, pairs: Sequence[tuple[Task, Attempt]]) -> None:
+    def grade_attempts(self, pairs: Sequence[tuple[Task, Attempt]]) -> None:
         """Grades attempts; malformed ones are asked what to run for, too, as a run does."""
         verdicts = self._run([self.call("trial", (Job, type(None)), *pair) for pair in pairs])
         for (task, attempt), verdict in zip(pairs, verdicts, strict=True):
@@ -166,7 +138,7 @@ class KindCheck:
         if self.call("complexity", (dict,), task) is None:
             return
         try:
-            undeclared = measured(self.kind, task).keys() - set(self.kind.measures)
+            undeclared = measure_complexity(self.kind, task).keys() - set(self.kind.measures)
         except (TypeError, ValueError) as error:
             self.tell("complexity", f"cannot be written down ({error})", sort="measures")
             return
@@ -177,7 +149,7 @@ class KindCheck:
             )
 
 
-def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Runner, write: Callable[[str], Any]) -> KindCheck:
+def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Sandbox, write: Callable[[str], Any]) -> KindCheck:
     """
     Shows a kind's prompts, runs given tasks as if they were proposed, and gives its parsers texts that models might
     write.
@@ -185,7 +157,7 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Runner, write: Ca
     Args:
         kind ([`TaskKind`]): The kind, configured.
         tasks (`Sequence[Task]`): Tasks to show as references and to attempt, of this kind and of those it refers to.
-        sandbox ([`Runner`]): Runs what the kind wants run.
+        sandbox ([`Sandbox`]): Runs what the kind wants run.
         write (`Callable`): Takes the lines that are shown.
 
     Returns:
@@ -207,7 +179,7 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Runner, write: Ca
     given = len(own)
     _run_given(check, own)
     material = [*prompts.values(), *(text for task in own for text in _fields(task))]
-    texts = [*HOSTILE, *_changed(material, rng)]
+    texts = [*HOSTILE, *_change(material, rng)]
     own += _try_proposals(check, texts, references)
     shown = own[:TRIED]
     for task in shown:
@@ -231,7 +203,7 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Runner, write: Ca
 def _run_given(check: KindCheck, tasks: Sequence[Task]) -> None:
     """Runs given tasks as if they were proposed."""
     proposals = [Proposal(task.kind, task.program, task.inputs, task.message) for task in tasks]
-    for number, (task, outcome) in enumerate(zip(tasks, check.accepted(proposals), strict=True), start=1):
+    for number, (task, outcome) in enumerate(zip(tasks, check.accept_twice(proposals), strict=True), start=1):
         if isinstance(outcome, (Refusal, Reject)):
             reason = Refusal.of(outcome).reason
             check.tell("accept", f"rejects given task {number} as `{reason}`: {task.program!r:.80}")
@@ -248,7 +220,7 @@ def _try_proposals(check: KindCheck, texts: Sequence[str], references: Sequence[
             check.tell("parse_proposal", f"gave {twice[0]!r:.80}, then {twice[1]!r:.80}", [text])
         if isinstance(twice[0], Proposal):
             proposals.append(twice[0])
-    tasks = [outcome for outcome in check.accepted(proposals[:RUNS]) if isinstance(outcome, Task)]
+    tasks = [outcome for outcome in check.accept_twice(proposals[:RUNS]) if isinstance(outcome, Task)]
     check.counts["proposals"], check.counts["tasks"] = len(proposals), len(tasks)
     return tasks
 
@@ -266,7 +238,7 @@ def _try_attempts(check: KindCheck, texts: Sequence[str], tasks: Sequence[Task])
     formed = [pair for pair in pairs if pair[1].well_formed]
     malformed = [pair for pair in pairs if not pair[1].well_formed]
     check.counts["well-formed attempts"] = len(formed)
-    check.attempted([*formed[:RUNS], *malformed[:RUNS]])
+    check.grade_attempts([*formed[:RUNS], *malformed[:RUNS]])
 
 
 def _pairs(task: Task) -> list[tuple[str, str]]:
@@ -281,7 +253,7 @@ def _fields(task: Task) -> Iterator[str]:
     yield from (f"```{fence}\n{text}\n```" for fence in ("output", "input") for text in task.outputs)
 
 
-def _changed(material: Sequence[str], rng: random.Random) -> Iterator[str]:
+def _change(material: Sequence[str], rng: random.Random) -> Iterator[str]:
     """Paragraphs of the material, then such with some places cut, doubled or replaced."""
     parts = list(dict.fromkeys(part for text in material for part in (text, *text.split("\n\n")) if part.strip()))
     yield from parts

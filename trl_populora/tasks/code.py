@@ -11,7 +11,7 @@ from trl_populora.sandbox import literals, values
 from trl_populora.sandbox.jobs import Job, Status, Verdict
 
 from . import complexity, templates
-from .base import Attempt, Proposal, Refusal, Reject, Task, TaskKind
+from .base import Attempt, KindSettings, Proposal, Refusal, Reject, Task, TaskKind
 from .features import read_features
 from .fences import FormatError, read_blocks
 from .programs import ProgramError, check_program
@@ -35,12 +35,12 @@ class CodeKind(TaskKind):
     reading = "strict"  # or "tolerant"
     instructions: Mapping[str, str] = templates.TURNS
 
-    def configure(self, settings: Any) -> None:
+    def configure(self, settings: KindSettings) -> None:
         """A class that has set `determinism_runs` for itself keeps it."""
         if type(self).determinism_runs == CodeKind.determinism_runs:
             self.determinism_runs = settings.determinism_runs
         self.reading = settings.reading or ("strict" if settings.prompt_style == "compact" else "tolerant")
-        self.instructions = templates.TURNS | (settings.prompt_texts or {})
+        self.instructions = templates.TURNS | dict(settings.prompt_texts or {})
 
     def read_blocks(self, text: str, names: Sequence[str]) -> list[str]:
         """Contents of the fenced blocks called `names`, read as configured."""
@@ -56,11 +56,11 @@ class CodeKind(TaskKind):
         name = f"{self.name}/{what}"
         return style == "chat" and self.instructions[name] == templates.TURNS[name]
 
-    def same(self, one: str, other: str) -> bool:
+    def is_same(self, one: str, other: str) -> bool:
         """Whether two canonical texts are the same answer."""
         return values.equal(values.decode(one), values.decode(other))
 
-    def alike(self, text: str) -> str:
+    def normalize(self, text: str) -> str:
         """A text that canonical texts of the same answer share, whatever their notation: `1`, `1.0` and `True`."""
         return values.key(values.decode(text)) if values.is_canonical(text) else text
 
@@ -111,7 +111,7 @@ class CodeKind(TaskKind):
     def features(self, task: Task) -> tuple[str, ...]:
         return read_features(task.program)
 
-    def malformed(self, error: FormatError | ProgramError) -> Attempt:
+    def reject_malformed(self, error: FormatError | ProgramError) -> Attempt:
         return Attempt(False, "", reason_of(error).value, str(error))
 
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
@@ -145,7 +145,7 @@ class ProgramWithInput(CodeKind):
         return templates.user_turn(text)
 
     def write_proposal(self, task: Task) -> str:
-        return templates.fenced(templates.program_block(task.program), templates.input_block(task.inputs[0]))
+        return templates.fence(templates.program_block(task.program), templates.input_block(task.inputs[0]))
 
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal:
         try:
@@ -169,7 +169,7 @@ class ProgramWithInput(CodeKind):
         return 0.5 ** len(bits) if bits and all(isinstance(bit, bool) for bit in bits) else 0.0
 
     @abstractmethod
-    def given(self, task: Task) -> tuple[str, str]:
+    def show_given(self, task: Task) -> tuple[str, str]:
         """The block that the solver is shown beside the program."""
 
     @abstractmethod
@@ -178,7 +178,7 @@ class ProgramWithInput(CodeKind):
 
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
         templates.check_style(style)
-        shown = templates.fenced(templates.program_block(task.program), self.given(task))
+        shown = templates.fence(templates.program_block(task.program), self.show_given(task))
         if style == "compact":
             return templates.compact_turn(f"solve {self.name}", [shown])
         if self.in_full("solve", style):
@@ -190,7 +190,7 @@ class ProgramWithInput(CodeKind):
             (written,) = self.read_blocks(text, (self.answer_fence,))
             return Attempt(True, self.read_answer(written))
         except (FormatError, ProgramError) as error:
-            return self.malformed(error)
+            return self.reject_malformed(error)
 
 
 def reason_of(error: FormatError | ProgramError) -> Reject:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from trl_populora.sandbox import values
 from trl_populora.sandbox.jobs import Gold, Job, Status, Verdict
 
 from . import shots, templates
-from .base import Attempt, Proposal, Refusal, Reject, Task
+from .base import Attempt, KindSettings, Proposal, Refusal, Reject, Task
 from .code import CodeKind, refuse
 from .fences import FormatError
 from .programs import ProgramError, contains_program
@@ -44,7 +43,7 @@ class CodeF(CodeKind):
             )
         self.inputs_per_task = inputs_per_task
 
-    def configure(self, settings: Any) -> None:
+    def configure(self, settings: KindSettings) -> None:
         super().configure(settings)
         self.inputs_per_task = settings.inputs_per_function
 
@@ -54,7 +53,7 @@ class CodeF(CodeKind):
 
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         templates.check_style(style)
-        program = templates.fenced(templates.program_block(self._known_program(references)))
+        program = templates.fence(templates.program_block(self._is_known_program(references)))
         if style == "compact":
             return templates.compact_turn(f"propose {self.name} {self.inputs_per_task}", [program])
         count, message_chars = self.inputs_per_task, self.max_message_chars
@@ -71,10 +70,10 @@ class CodeF(CodeKind):
         if len(task.inputs) != self.inputs_per_task:
             return ""
         inputs = "\n".join(map(templates.arguments, task.inputs))
-        return templates.fenced(("inputs", inputs), ("message", task.message))
+        return templates.fence(("inputs", inputs), ("message", task.message))
 
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal:
-        program = self._known_program(references)
+        program = self._is_known_program(references)
         try:
             written, message = self.read_blocks(text, ("inputs", "message"))
             inputs = tuple(self.read_arguments(line, self.max_value_chars) for line in self._lines(written))
@@ -132,7 +131,7 @@ class CodeF(CodeKind):
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
         templates.check_style(style)
         pairs = zip(task.inputs[: task.visible], task.outputs[: task.visible], strict=True)
-        shown = templates.fenced(("message", task.message), templates.examples_block(pairs))
+        shown = templates.fence(("message", task.message), templates.examples_block(pairs))
         if style == "compact":
             return templates.compact_turn(f"solve {self.name}", [shown])
         if self.in_full("solve", style):
@@ -146,18 +145,18 @@ class CodeF(CodeKind):
             (program,) = self.read_blocks(text, ("python",))
             return Attempt(True, self.read_program(program))
         except (FormatError, ProgramError) as error:
-            return self.malformed(error)
+            return self.reject_malformed(error)
 
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         if not attempt.well_formed:
             return None
         return Job(attempt.answer, task.inputs, gold=Gold(task.outputs))
 
-    def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
+    def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
         """What it gives for the inputs, up to the first that is wrong: two texts may be one guess."""
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
-        return " ".join(map(self.alike, verdict.outputs))
+        return " ".join(map(self.normalize, verdict.outputs))
 
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:
@@ -167,7 +166,7 @@ class CodeF(CodeKind):
             gold.accepts(index, returned) for index, returned in enumerate(verdict.outputs)
         )
 
-    def _known_program(self, references: Sequence[Task]) -> str:
+    def _is_known_program(self, references: Sequence[Task]) -> str:
         if not references:
             raise ValueError("code_f proposes for a known program, got no reference.")
         return references[0].program

@@ -10,7 +10,7 @@ from trl_populora.sandbox.jobs import Job, Status, Verdict
 from . import shots, templates
 from .base import Attempt, Task
 from .code import ProgramWithInput
-from .guesses import blind
+from .guesses import guess_blindly
 
 
 GUESSES = 8  # as many as attempts: a share that is told as finely
@@ -25,7 +25,7 @@ class CodeI(ProgramWithInput):
     instruction = templates.SOLVE_INPUT
     shots = shots.CODE_I
 
-    def given(self, task: Task) -> tuple[str, str]:
+    def show_given(self, task: Task) -> tuple[str, str]:
         return templates.output_block(task.outputs[0])
 
     def read_answer(self, written: str) -> str:
@@ -38,15 +38,15 @@ class CodeI(ProgramWithInput):
         """Inputs of the form of the proposer's: of a lottery, which pays one input in four, they tell the odds."""
         rng = random.Random(task.task_id)
         given = values.decode(task.inputs[0])
-        return [Attempt(True, values.encode(blind(given, rng), ordered=True)) for _ in range(GUESSES)]
+        return [Attempt(True, values.encode(guess_blindly(given, rng), ordered=True)) for _ in range(GUESSES)]
 
-    def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
+    def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
         """The output that it leads to: whoever guesses among inputs guesses among their outputs."""
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
-        return self.alike(verdict.outputs[0])
+        return self.normalize(verdict.outputs[0])
 
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:
             return False
-        return self.same(verdict.outputs[0], task.outputs[0])
+        return self.is_same(verdict.outputs[0], task.outputs[0])

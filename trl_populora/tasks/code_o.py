@@ -18,14 +18,14 @@ class CodeO(ProgramWithInput):
     instruction = templates.SOLVE_OUTPUT
     shots = shots.CODE_O
 
-    def given(self, task: Task) -> tuple[str, str]:
+    def show_given(self, task: Task) -> tuple[str, str]:
         return templates.input_block(task.inputs[0])
 
     def read_answer(self, written: str) -> str:
         return self.read_value(written, self.max_answer_chars)
 
-    def said(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
-        return self.alike(attempt.answer)
+    def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
+        return self.normalize(attempt.answer)
 
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
-        return attempt.well_formed and self.same(attempt.answer, task.outputs[0])
+        return attempt.well_formed and self.is_same(attempt.answer, task.outputs[0])

@@ -40,10 +40,10 @@ def screen(found: Proposal | Task | Refusal, forbidden: Sequence[str]) -> Any:
 
 def control_text(found: Proposal | Task, forbidden: Sequence[str]) -> str:
     """The first of the texts `forbidden` that a proposal or task holds; empty if there is none."""
-    return next((text for shown in _shown(found) for text in forbidden if text in shown), "")
+    return next((text for shown in _show(found) for text in forbidden if text in shown), "")
 
 
-def _shown(found: Proposal | Task) -> Iterator[str]:
+def _show(found: Proposal | Task) -> Iterator[str]:
     """What may come into a prompt, as it would stand there."""
     yield found.program
     yield found.message

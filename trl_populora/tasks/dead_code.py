@@ -23,39 +23,14 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _INNER = (*_SCOPES, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _ANSWERING = frozenset(
     [
-        "abs",
-        "bool",
-        "chr",
-        "complex",
-        "divmod",
-        "float",
-        "int",
-        "isinstance",
-        "len",
-        "ord",
-        "print",
-        "range",
-        "repr",
-        "round",
-        "str",
+        *("abs", "bool", "chr", "complex", "divmod", "float", "int", "isinstance", "len", "ord", "print", "range"),
+        *("repr", "round", "str"),
     ]
 )
 _ITERATING = frozenset(
     [
-        "all",
-        "any",
-        "bytes",
-        "enumerate",
-        "frozenset",
-        "list",
-        "max",
-        "min",
-        "reversed",
-        "set",
-        "sorted",
-        "sum",
-        "tuple",
-        "zip",
+        *("all", "any", "bytes", "enumerate", "frozenset", "list", "max", "min", "reversed", "set", "sorted", "sum"),
+        *("tuple", "zip"),
     ]
 )
 _MAKING = _ITERATING - {"all", "any", "max", "min", "sum"} | {"range", "repr", "str"}
@@ -63,26 +38,9 @@ _KEYWORDS = ("end", "flush", "reverse", "sep")  # of builtins; `key` calls a fun
 # Modules without objects that act when they are compared, added or tested.
 _QUIET_MODULES = frozenset(
     [
-        "bisect",
-        "calendar",
-        "cmath",
-        "collections",
-        "copy",
-        "datetime",
-        "fractions",
-        "functools",
-        "heapq",
-        "itertools",
-        "json",
-        "math",
-        "numbers",
-        "operator",
-        "re",
-        "statistics",
-        "string",
-        "textwrap",
-        "time",
-        "typing",
+        *("bisect", "calendar", "cmath", "collections", "copy", "datetime", "fractions", "functools", "heapq"),
+        *("itertools", "json", "math", "numbers", "operator", "re", "statistics", "string", "textwrap"),
+        *("time", "typing"),
     ]
 )
 _ACTING = ("ChainMap", "UserDict", "UserList", "UserString")  # but for these

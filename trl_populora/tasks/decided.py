@@ -36,17 +36,17 @@ def _number(value: ast.expr) -> float | None:
     return value.value if isinstance(value, ast.Constant) and isinstance(value.value, (int, float)) else None
 
 
-def taken(value: ast.AST) -> ast.AST:
+def simplify(value: ast.AST) -> ast.AST:
     """What is left of an expression without the operands that are never evaluated, and those that decide nothing."""
     while isinstance(value, (ast.IfExp, ast.BoolOp)):
-        short = _decided(value)
+        short = _decide(value)
         if short is value:
             return value
         value = short
     return value
 
 
-def _decided(value: ast.IfExp | ast.BoolOp) -> ast.expr:
+def _decide(value: ast.IfExp | ast.BoolOp) -> ast.expr:
     if isinstance(value, ast.IfExp):
         holds = truth(value.test)
         kept, never = ([value.body], [value.orelse]) if holds else ([value.orelse], [value.body])

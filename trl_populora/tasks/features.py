@@ -65,7 +65,7 @@ def _words(node: ast.AST, bound: set[str]) -> Iterator[str]:
     elif isinstance(node, ast.Compare):
         yield from (type(operator).__name__ for operator in node.ops)
     elif isinstance(node, ast.Call):
-        yield from _called(node, bound)
+        yield from _name_call(node, bound)
     elif isinstance(node, ast.Subscript):
         yield f"[{_place(node.slice)}]"
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -75,7 +75,7 @@ def _words(node: ast.AST, bound: set[str]) -> Iterator[str]:
         yield type(node).__name__
 
 
-def _called(call: ast.Call, bound: set[str]) -> Iterator[str]:
+def _name_call(call: ast.Call, bound: set[str]) -> Iterator[str]:
     """A builtin function or a method of a builtin type, with the keywords that it is given."""
     function = call.func
     name = ""

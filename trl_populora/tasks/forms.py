@@ -12,7 +12,7 @@ import ast
 from collections.abc import Iterator
 
 from .dead_code import DeadCode
-from .decided import taken
+from .decided import simplify
 from .programs import without_docstrings
 from .visible import names_that_do_not_count, sees_its_text
 
@@ -46,7 +46,7 @@ def walk_living(tree: ast.Module) -> Iterator[ast.AST]:
         yield node
         for _, field in ast.iter_fields(node):
             items = dead.alive(field) if isinstance(field, list) else [field]
-            stack.extend(taken(item) for item in items if isinstance(item, ast.AST))
+            stack.extend(simplify(item) for item in items if isinstance(item, ast.AST))
 
 
 class _Normaliser:
@@ -87,7 +87,7 @@ class _Normaliser:
         if isinstance(value, list):
             return ["[", *self._items(node, name, value), "]"]
         if isinstance(value, ast.AST):
-            return [taken(value) if self.dead else value]
+            return [simplify(value) if self.dead else value]
         # A keyword's and an imported name belong to somebody else.
         own = name in _NAME_FIELDS and not (isinstance(node, (ast.keyword, ast.alias)) and name != "asname")
         if own and isinstance(value, str):
@@ -98,7 +98,7 @@ class _Normaliser:
         kept = without_docstrings(items) if name == "body" and self.dead else items
         for item in self.dead.alive(kept) if self.dead else kept:
             if isinstance(item, ast.AST):
-                yield taken(item) if self.dead else item
+                yield simplify(item) if self.dead else item
             elif item is None:
                 yield _ABSENT
             else:

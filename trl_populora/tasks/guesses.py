@@ -9,7 +9,7 @@ from typing import Any
 MAX_SIZE = 2000  # values and characters of one guess: each level of nested lists would double it
 
 
-def blind(value: Any, rng: random.Random) -> Any:
+def guess_blindly(value: Any, rng: random.Random) -> Any:
     """
     A value of the same form as `value`: types stay, numbers are of its size, texts and lists up to twice as long, and
     lists are filled as long as the whole is no larger than `MAX_SIZE`.
@@ -31,12 +31,12 @@ def blind(value: Any, rng: random.Random) -> Any:
             members = sorted(value, key=repr) if not isinstance(value, list) else value
             count = rng.randint(0, 2 * len(members) + 2) if members else 0
             return type(value)(draw(rng.choice(members)) for _ in range(count) if left > 0)
-        return _alike(value, rng)
+        return _vary(value, rng)
 
     return draw(value)
 
 
-def _alike(value: Any, rng: random.Random) -> Any:
+def _vary(value: Any, rng: random.Random) -> Any:
     if isinstance(value, bool):
         return rng.random() < 0.5
     if isinstance(value, int):

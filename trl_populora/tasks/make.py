@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trl_populora.sandbox import Job, Runner, Sandbox, values
+from trl_populora.sandbox import Job, Sandbox, values
 
 from .base import Task
 from .code_f import CodeF
@@ -18,7 +18,7 @@ def make_task(
     *,
     message: str = "",
     visible: int | None = None,
-    sandbox: Runner | None = None,
+    sandbox: Sandbox | None = None,
 ) -> Task:
     """
     Runs a program and writes its inputs and outputs as canonical texts.
@@ -32,7 +32,7 @@ def make_task(
         message (`str`, *optional*, defaults to `""`): Hint for the solver (code_f).
         visible (`int`, *optional*): How many of the leading pairs the solver is shown; half of them for code_f, and
             none for others, when `None`.
-        sandbox (`Runner`, *optional*): Runs the program; one is started and closed again when not given.
+        sandbox (`Sandbox`, *optional*): Runs the program; one is started and closed again when not given.
 
     Raises:
         `TypeError`: If the arguments of a call are no tuple or list.

@@ -57,7 +57,7 @@ def find_answer(text: str, names: Sequence[str]) -> list[str]:
     """
     blocks = list(_blocks(strip_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))))
     first, *second = names
-    firsts = _fitting(blocks, first)
+    firsts = _find_fitting(blocks, first)
     if not firsts:
         raise FormatError(f"there is no ```{first} block")
     if not second:
@@ -65,7 +65,7 @@ def find_answer(text: str, names: Sequence[str]) -> list[str]:
     # A draft without its second block must not lend its first to another's second.
     for start, end in reversed(list(zip(firsts, [*firsts[1:], len(blocks)], strict=True))):
         between = blocks[start + 1 : end]
-        if found := _fitting(between, second[0]):
+        if found := _find_fitting(between, second[0]):
             return [blocks[start].content, between[found[-1]].content]
     raise FormatError(f"there is no ```{second[0]} block behind the ```{first} block")
 
@@ -96,7 +96,7 @@ def _ends(match: re.Match, fence: str) -> bool:
     return match[2].startswith(fence)
 
 
-def _fitting(blocks: Sequence[Block], name: str) -> list[int]:
+def _find_fitting(blocks: Sequence[Block], name: str) -> list[int]:
     """Numbers of the blocks that can be meant."""
     for names in (ALIASES[name], STAND_INS[name]):
         found = [number for number, block in enumerate(blocks) if block.name in names]

@@ -11,7 +11,7 @@ from typing import Any
 from trl_populora.sandbox import values
 
 from .base import Shot, Task
-from .templates import fenced
+from .templates import fence
 
 
 _REVERSE = """\
@@ -57,8 +57,8 @@ def _task(kind: str, program: str, *calls: tuple[tuple, Any], message: str = "",
     return Task(kind, program, inputs, tuple(values.encode(returned) for _, returned in calls), message, visible)
 
 
-def _shot(task: Task, fence: str, answer: str) -> Shot:
-    return Shot(task, fenced((fence, answer)))
+def _shot(task: Task, language: str, answer: str) -> Shot:
+    return Shot(task, fence((language, answer)))
 
 
 CODE_O = (

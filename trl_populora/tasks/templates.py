@@ -141,7 +141,7 @@ def f(...):
 REFERENCES = "Examples of earlier programs, with input and output:"
 
 
-def fenced(*blocks: tuple[str, str]) -> str:
+def fence(*blocks: tuple[str, str]) -> str:
     """Blocks of (fence name, content), each on lines of its own, joined by newlines; no newline at the end."""
     return "\n".join(f"```{name}\n{content}\n```" for name, content in blocks)
 
@@ -172,7 +172,7 @@ def output_block(text: str) -> tuple[str, str]:
 
 def reference_blocks(task: Task) -> str:
     """Program, first input and its output of a reference task."""
-    return fenced(program_block(task.program), input_block(task.inputs[0]), output_block(task.outputs[0]))
+    return fence(program_block(task.program), input_block(task.inputs[0]), output_block(task.outputs[0]))
 
 
 def examples_block(pairs: Iterable[tuple[str, str]]) -> tuple[str, str]:

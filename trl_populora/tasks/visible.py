@@ -15,19 +15,8 @@ from .programs import FUNCTION, bound_names
 # What reads names or lines as data, or reaches attributes by texts that are made while the program runs.
 _READERS = frozenset(
     [
-        "attrgetter",
-        "compile",
-        "dir",
-        "eval",
-        "exec",
-        "getattr",
-        "globals",
-        "locals",
-        "methodcaller",
-        "traceback",
-        "vars",
-        "warnings",
-        "weakref",
+        *("attrgetter", "compile", "dir", "eval", "exec", "getattr", "globals", "locals", "methodcaller"),
+        *("traceback", "vars", "warnings", "weakref"),
     ]
 )
 _FORMATTERS = ("format", "format_map", "vformat")  # `"{0.__code__}"` is a text like any other until it is used
@@ -37,18 +26,8 @@ _HARMLESS = frozenset(["__class__", "__init__", "__main__", *_NAMES])
 # Errors whose text names nothing of the program.
 _NAMELESS = frozenset(
     [
-        "ArithmeticError",
-        "AssertionError",
-        "EOFError",
-        "IndexError",
-        "KeyError",
-        "LookupError",
-        "OverflowError",
-        "RecursionError",
-        "StopIteration",
-        "UnicodeError",
-        "ValueError",
-        "ZeroDivisionError",
+        *("ArithmeticError", "AssertionError", "EOFError", "IndexError", "KeyError", "LookupError", "OverflowError"),
+        *("RecursionError", "StopIteration", "UnicodeError", "ValueError", "ZeroDivisionError"),
     ]
 )
 # What stands in the text of an object that a function makes: `<function g.<locals>.<lambda> at ...>`.
@@ -108,7 +87,9 @@ def names_that_do_not_count(nodes: Sequence[ast.AST]) -> set[str]:
     if any(_names_are_seen(node, read) for node in nodes):
         return set()
     bound = {name for node in nodes for name in names_bound(node)}
-    return bound - {FUNCTION} - {name for name in bound if name.startswith("__")} - _BUILTINS - _said(nodes)
+    return (
+        bound - {FUNCTION} - {name for name in bound if name.startswith("__")} - _BUILTINS - _collect_mentioned(nodes)
+    )
 
 
 def _names_are_seen(node: ast.AST, read: set[str]) -> bool:
@@ -127,7 +108,7 @@ def _names_are_seen(node: ast.AST, read: set[str]) -> bool:
     return type(node).__name__ == "TypeAlias"
 
 
-def _said(nodes: Sequence[ast.AST]) -> set[str]:
+def _collect_mentioned(nodes: Sequence[ast.AST]) -> set[str]:
     """Names that are said elsewhere than where names are looked up."""
     said, spread = set(), False
     called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
@@ -149,10 +130,10 @@ def _said(nodes: Sequence[ast.AST]) -> set[str]:
 
 def _makes_objects(function: ast.AST) -> bool:
     """Whether the text of something that a function makes says the function's name."""
-    return any(isinstance(inner, _QUALIFIED) for inner in _below(function))
+    return any(isinstance(inner, _QUALIFIED) for inner in _walk_below(function))
 
 
-def _below(node: ast.AST) -> Iterator[ast.AST]:
+def _walk_below(node: ast.AST) -> Iterator[ast.AST]:
     inner = ast.walk(node)
     next(inner)
     return inner

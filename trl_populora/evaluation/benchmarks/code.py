@@ -9,6 +9,7 @@ in the standard library nor numpy. Such an answer counts as wrong.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from evalscope.api.mixin.code_execution_sandbox_mixin import CodeExecutionBackend, CodeExecutionSandboxMixin
@@ -85,7 +86,8 @@ class SandboxBackend(CodeExecutionBackend):
 def make_sandbox() -> Sandbox:
     """A sandbox whose programs may import numpy, as the tests of HumanEval+ and MBPP+ do."""
     # The soft layer refuses clocks, randomness and `input`, which are a task's vices and a program's habits.
-    return Sandbox(soft=False, packages=("numpy", "numpy.linalg", "numpy.random"))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Sandbox(soft=False, processes=processes, packages=("numpy", "numpy.linalg", "numpy.random"))
 
 
 def install_backend(sandbox: Sandbox) -> None:

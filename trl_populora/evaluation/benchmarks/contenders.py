@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trl_populora.assets import resolve_model_path
+from trl_populora.hub.downloads import fetch
 from trl_populora.hub.model_card import VLLM_RANKS
-from trl_populora.hub.publishing import fetch
 from trl_populora.population.members import read_population
 from trl_populora.runs.saved_population import best_adapter, check_one_moment
 
@@ -101,7 +101,7 @@ def find_contenders(
 _STOPS = {"stop": "stop", "stop_strings": "stop", "stop_token_ids": "stop_token_ids", "eos_token_id": "stop_token_ids"}
 
 
-def asked_as_trained(run: str) -> dict[str, Any]:
+def find_question_options(run: str) -> dict[str, Any]:
     """What goes along with every question: the chat template's arguments and the stops of the run's own sampling."""
     settings = read_population(fetch(run)).get("settings", {})
     sampling = settings.get("generation_kwargs") or {}

@@ -103,7 +103,7 @@ def run(
         server ([`Server`]): Who answers.
         base (`str`): The server's name for the base.
         root (`Path`): Takes the jobs and logs.
-        along (`dict`): Goes with every question, see [`~contenders.asked_as_trained`].
+        along (`dict`): Goes with every question, see [`~contenders.find_question_options`].
         say (`Callable`): Takes a line for every finished pair, and one a minute between.
 
     Returns:
@@ -122,7 +122,7 @@ def run(
             path, log = root / f"{contender.name}.json", root / f"{contender.name}.log"
             model = base if contender.name == BASE else contender.name
             write_json(path, _job(settings, own, server.url, model, along))
-            # The sandbox shares the cores among the ranks of a node.
+            # The workers share the cores for programs.
             environment = {"LOCAL_WORLD_SIZE": str(len(columns)), "OPENAI_API_KEY": "none"} | _own_cache(pairs, root)
             processes[contender] = start(
                 ["-m", "trl_populora.evaluation.benchmarks.worker", str(path)], log, **environment

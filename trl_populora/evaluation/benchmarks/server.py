@@ -112,7 +112,7 @@ def connect(url: str, contenders: Sequence[Contender]) -> tuple[Server, str]:
 
 
 @contextlib.contextmanager
-def served(base: str, contenders: Sequence[Contender], flags: str, log: Path) -> Iterator[Server]:
+def run_server(base: str, contenders: Sequence[Contender], flags: str, log: Path) -> Iterator[Server]:
     """
     Starts the server, and ends it when the block is left, on whatever path.
 

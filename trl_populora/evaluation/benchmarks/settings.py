@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import shlex
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ class EvaluateArguments:
     def sampling(self, benchmark: str) -> dict[str, Any]:
         """How many answers a question gets and at which temperature."""
         return {"samples": self.samples, "temperature": self.temperature} | BENCHMARKS[benchmark].sampling
+
+    def options(self) -> str:
+        """The options that were given, as on a command line, but run, server and `out`, which are this machine's."""
+        words: list[str] = []
+        for each in fields(self):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            value = getattr(self, each.name)
+            if each.name in ("run", "server", "out") or value == default:
+                continue
+            words += [f"--{each.name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+        return shlex.join(words)
 
     def dataset_arguments(self) -> dict[str, dict[str, Any]]:
         """

@@ -1,4 +1,4 @@
-"""Publishing a population, and fetching a published one.
+"""Uploads of a population to the Hub, while it trains and afterwards.
 
 A repository, like the run's directory, has at its root the best student as an ordinary adapter, so that
 `PeftModel.from_pretrained(base, repo)` works, and beside it `members/<name>/`, `population.json`, `lineage.jsonl`,
@@ -11,20 +11,22 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, LocalTokenNotFoundError
+from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
-from transformers.utils.hub import PushInProgress
 
-from trl_populora.files import written_whole
+from trl_populora.files import write_whole
 from trl_populora.hub.archive_card import archive_card
+from trl_populora.hub.downloads import is_connection_error
+from trl_populora.hub.eval_results import OURS
 from trl_populora.hub.model_card import PICTURES, write_card
-from trl_populora.population.members import POPULATION_FILE, read_population
-from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.population.members import read_population
 from trl_populora.report.load import load_run
 from trl_populora.report.plots import draw_plots
 from trl_populora.runs.saved_population import best_adapter, check_one_moment
@@ -45,7 +47,6 @@ RESUME_ONLY = (
 )
 NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp", *(f"{name}*" for name in RESUME_ONLY if name != "trainer_state")]
 STAGES = "_push"
-POPULATION = (POPULATION_FILE, "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
 
 
 class Uploads:
@@ -53,26 +54,28 @@ class Uploads:
     Uploads of checkpoints while training goes on, each of a frozen copy of what is uploaded.
 
     Args:
-        args ([`PopuLoRAConfig`]): The run's directory, strategy, token and revision.
+        args ([`~transformers.TrainingArguments`]): The run's directory, strategy, token and revision.
     """
 
-    def __init__(self, args: PopuLoRAConfig):
+    def __init__(self, args: TrainingArguments):
         self.args = args
         self.run = Path(args.output_dir)
+        self.begun: list[Future] = []
 
     def hub_errors(self, repo: str | None = None) -> AbstractContextManager:
         """[`hub_errors`] for uploads of this run."""
         return hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
 
-    def is_due(self, pending: PushInProgress | None) -> bool:
+    @property
+    def are_due(self) -> bool:
         """Whether a checkpoint goes up now: one at a time unless `hub_always_push`."""
-        idle = pending is None or pending.is_done()
+        idle = all(job.done() for job in self.begun)
         return self.args.hub_strategy != HubStrategy.END and (idle or self.args.hub_always_push)
 
-    def start(self, checkpoint: Path, repo: str, step: int, pending: PushInProgress | None) -> PushInProgress:
-        """Begins the upload of a whole checkpoint; `pending` is what was begun before."""
-        self.warn(pending, repo)
-        if pending is None or pending.is_done():
+    def start(self, checkpoint: Path, repo: str, step: int) -> None:
+        """Begins the upload of a whole checkpoint."""
+        self._drop_ended(repo)
+        if not self.begun:
             shutil.rmtree(self.run / STAGES, ignore_errors=True)
         stage = make_stage(self.run, checkpoint, self.args.hub_strategy)
         draw_for_card(stage)
@@ -83,21 +86,25 @@ class Uploads:
             commit_message=f"Training in progress, step {step}",
             token=self.args.hub_token,
             revision=self.args.hub_revision,
+            delete_patterns=OURS,  # a figure of other weights
             run_as_future=True,
         )
-        earlier = [] if pending is None else [each for each in pending.jobs if not each.done()]
-        return PushInProgress([*earlier, job])
+        self.begun.append(job)
 
-    def finish(self, pending: PushInProgress | None, repo: str | None, write: bool) -> None:
-        """Tells of what failed, once all is done, and removes the copies."""
-        self.warn(pending, repo)
-        if write:
+    def finish(self, repo: str | None) -> None:
+        """Waits for what is under way, and removes the copies."""
+        if not all(job.done() for job in self.begun):
+            logger.info("Waiting for the upload of a checkpoint, which may take a couple of minutes.")
+        wait(self.begun)
+        self._drop_ended(repo)
+        if self.args.process_index == 0:
             shutil.rmtree(self.run / STAGES, ignore_errors=True)
 
-    def warn(self, pending: PushInProgress | None, repo: str | None) -> None:
+    def _drop_ended(self, repo: str | None) -> None:
         """Uploads in the background fail silently; training goes on, but somebody has to be told."""
-        for job in pending.jobs if pending is not None else []:
-            if job.done() and not job.cancelled() and (error := job.exception()) is not None:
+        for job in [job for job in self.begun if job.done()]:
+            self.begun.remove(job)
+            if (error := job.exception()) is not None:
                 try:
                     with self.hub_errors(repo):
                         raise error
@@ -109,7 +116,7 @@ def place_best_student(root: Path) -> None:
     """Copies the best student's adapter to the root of a saved population."""
     best = best_adapter(root)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        with written_whole(root / name) as unfinished:
+        with write_whole(root / name) as unfinished:
             shutil.copyfile(best / name, unfinished)
 
 
@@ -187,6 +194,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
             commit_message="Upload population",
             token=token,
             ignore_patterns=NOT_UPLOADED,
+            delete_patterns=OURS,  # a figure of other weights
         )
     return commit.commit_url
 
@@ -242,18 +250,9 @@ def hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
         reason = reasons.get(status, f"status {status}, {error!s:.300}")
         raise RuntimeError(_advice(reason, repo, run, option)) from error
     except Exception as error:
-        if not _is_connection(error):
+        if not is_connection_error(error):
             raise
         raise RuntimeError(_advice(f"the connection failed ({error!r:.300})", repo, run, option)) from error
-
-
-def _is_connection(error: Exception) -> bool:
-    """
-    Whether an error comes from the network; the client changes its HTTP library, whose errors share no base class.
-    """
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # a file that was not uploaded
-        return _is_connection(error.__cause__)
-    return isinstance(error, (ConnectionError, HfHubHTTPError)) or type(error).__module__.startswith("httpx")
 
 
 def _advice(reason: str, repo: str, run: str, option: str) -> str:
@@ -261,26 +260,3 @@ def _advice(reason: str, repo: str, run: str, option: str) -> str:
         f"Pushing {run} to {repo} at {constants.ENDPOINT} failed: {reason}. The local files are intact; "
         f"`populora push {run} {option} {repo}` completes the upload."
     )
-
-
-def fetch(
-    path_or_repo: str, revision: str | None = None, token: str | None = None, wanted: Sequence[str] = POPULATION
-) -> Path:
-    """
-    Directory of a saved population: a local one as it is, a repository after downloading the wanted files, by default
-    members and tables.
-
-    Raises:
-        `ValueError`: If it is neither.
-    """
-    if Path(path_or_repo).is_dir():
-        return Path(path_or_repo)
-    try:
-        return Path(snapshot_download(path_or_repo, revision=revision, token=token, allow_patterns=list(wanted)))
-    except Exception as error:
-        if not (isinstance(error, (LocalEntryNotFoundError, ValueError)) or _is_connection(error)):
-            raise
-        raise ValueError(
-            f"{path_or_repo!r} is no directory, and no population could be downloaded from {constants.ENDPOINT} under "
-            f"that name ({error!s:.200})."
-        ) from error

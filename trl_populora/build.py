@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 from accelerate.utils import DistributedType, gather_object
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl.trainer.utils import create_model_from_path
 
 from trl_populora.adapters.checks import check_is_base, is_quantised
@@ -28,9 +27,16 @@ from trl_populora.given_tasks import check_archive
 from trl_populora.population.matchmaking import Matchmaker, no_student_idles
 from trl_populora.population.members import Population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.sandbox import Limits, Runner, Sandbox, SandboxClient
+from trl_populora.report.live import LiveReport
+from trl_populora.report.trackers import TrackerTables, alert
+from trl_populora.runs.alarms import Alarms
+from trl_populora.runs.records import Records
+from trl_populora.sandbox import Sandbox
+from trl_populora.sandbox.starting import SandboxSettings, start_sandbox
 from trl_populora.step.forwards import Sharing, why_not_shared
 from trl_populora.step.held_out import HeldOut
+from trl_populora.step.own import find_metrics
+from trl_populora.step.played import Played
 from trl_populora.step.player import Messages, Player
 from trl_populora.step.referee import Referee
 from trl_populora.step.rewards import check_arguments, student_reward, teacher_reward
@@ -38,12 +44,17 @@ from trl_populora.step.rollout import Game
 from trl_populora.step.rules import NEED_FEATURES, Rules, choose_student_reward, choose_teacher_reward
 from trl_populora.tasks import resolve_kind
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import TaskKind
+from trl_populora.tasks.base import KindSettings, TaskKind
 from trl_populora.tasks.control import control_texts
 from trl_populora.tasks.features import STEPS, Features, check_features
 
 
 logger = logging.getLogger(__name__)
+
+
+def default_lora() -> LoraConfig:
+    """Rank 32 is the paper's; alpha = 2r and all linear layers are PEFT's and TRL's usual advice for LoRA with RL."""
+    return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
 
 
 def load_base(
@@ -124,15 +135,11 @@ def load_tokenizer(
     return tokenizer
 
 
-def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig, further_rewards: bool) -> Sharing | None:
+def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig) -> Sharing | None:
     """How the base takes rows with a shared prompt; says once what all rows or their prompts are computed for."""
     reasons = {"Attempts at a task do not share its prompt's computation": why_not_shared(base)}
     if args.beta or args.teacher_beta:
         reasons["Rows without advantage are computed, too"] = "the KL term (`beta` or `teacher_beta`) reaches them"
-    elif further_rewards and (args.num_iterations > 1 or args.use_vllm):
-        reasons["Old log-probabilities are computed for all rows"] = (
-            "the further reward functions are asked only after them"
-        )
     for what, reason in reasons.items():
         if reason and args.process_index == 0:
             logger.warning("%s: %s.", what, reason)
@@ -145,7 +152,11 @@ def is_zero3(args: PopuLoRAConfig) -> bool:
 
 
 def fit_into_context(
-    referee: Referee, archive: TaskArchive, held_out: HeldOut | None, room: Callable[[Messages], int]
+    referee: Referee,
+    archive: TaskArchive,
+    held_out: HeldOut | None,
+    room: Callable[[Messages], int],
+    proposing: bool = True,
 ) -> None:
     """
     Tells the referee how much room there is; leaves out given tasks that have none where there are others.
@@ -155,21 +166,23 @@ def fit_into_context(
     """
     referee.room = room
     referee.leave_out_long(archive)
-    check_archive(archive, referee.kinds)
+    check_archive(archive, referee.kinds, proposing)
     for tasks in held_out.tables.values() if held_out else ():
         for task in tasks:
             referee.solving_prompt(task)
 
 
 @contextmanager
-def hidden(owner: Any, **values: Any) -> Iterator[None]:
+def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Shows other values of some attributes inside the block."""
-    given = {name: getattr(owner, name) for name in values}
-    owner.__dict__.update(values)
+    given = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
     try:
         yield
     finally:
-        owner.__dict__.update(given)
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(given)
 
 
 def check_setup(
@@ -211,10 +224,10 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     """
     kinds = [resolve_kind(name) for name in args.task_kinds]
     for kind in kinds:
-        kind.configure(args)
+        kind.configure(args.build(KindSettings))
     if len({kind.name for kind in kinds}) < len(kinds):
         raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice; its share is the rotation's.")
-    if args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
+    if args.teachers and args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
         logger.warning(
             "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "
             "with its others of the same kind, and so few say little. `teacher_baseline='group'` compares all of its "
@@ -225,51 +238,9 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     return {kind.name: kind for kind in kinds}
 
 
-def make_sandbox(args: PopuLoRAConfig) -> Runner:
-    """
-    The node's sandbox with the configured limits: the first rank of a node owns it, the others use it. Collective.
-
-    Raises:
-        `RuntimeError`: On every rank, if one of the owners cannot confine programs.
-    """
-    limits = Limits(wall_seconds=args.sandbox_seconds, memory_bytes=args.sandbox_memory_mb << 20)
-    owner = args.process_index - args.local_process_index
-    # Launchers that bind each rank to cores of its own would leave the pool with those of one rank.
-    bound = gather_object([(owner, os.sched_getaffinity(0) if sys.platform == "linux" else set())])
-    cores = set().union(*(theirs for node, theirs in bound if node == owner))
-    own, address, failure = None, "", ""
-    if args.process_index == owner:
-        try:
-            own = Sandbox(
-                args.sandbox_workers,
-                limits,
-                args.sandbox_allow_weak,
-                cores=cores,
-                bubblewrap=args.sandbox_bubblewrap,
-            )
-            _log_level(own)
-            address = own.share() if len(bound) > 1 else ""
-        except RuntimeError as error:
-            failure = str(error)
-    # Told to all, so that no rank waits for one that has failed.
-    told = gather_object([(address, failure)])
-    if failures := [text for _, text in told if text]:
-        if own is not None:
-            own.close()
-        raise RuntimeError(failures[0])
-    return own or SandboxClient(told[owner][0], limits)
-
-
-def _log_level(sandbox: Sandbox) -> None:
-    """What the walls are in this run; a warning where there are none."""
-    missing = [f"{name} ({reason})" for name, reason in sandbox.report()["layers"].items() if reason]
-    logger.log(
-        logging.WARNING if sandbox.level == "C" else logging.INFO,
-        "The sandbox runs %d programs at a time, at level %s. Layers that do not hold: %s.",
-        sandbox.workers,
-        sandbox.level,
-        ", ".join(missing) or "none",
-    )
+def make_sandbox(args: PopuLoRAConfig) -> Sandbox:
+    """This process's sandbox; raises what [`start_sandbox`] does. Collective."""
+    return start_sandbox(args.build(SandboxSettings), args.process_index, args.local_process_index, gather_object)
 
 
 def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
@@ -292,7 +263,8 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             "member's weights or gradient norm can be told. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
             "`fsdp_config={'version': 2}`)."
         )
-    if args.deepspeed_plugin is not None and not no_student_idles(args.teachers, args.students):
+    plays_all = not args.teachers or no_student_idles(args.teachers, args.students)
+    if args.deepspeed_plugin is not None and not plays_all:
         fits = max(s for s in range(1, args.students) if no_student_idles(args.teachers, s))
         raise ValueError(
             f"`teachers={args.teachers}` and `students={args.students}`: a step has one match per teacher, so some "
@@ -357,12 +329,14 @@ def make_referee(
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     held_out: HeldOut | None = None,
+    sandbox: Sandbox | None = None,
 ) -> Referee:
-    """What decides in a run; starts the sandbox. Collective."""
+    """What decides in a run; starts the sandbox if none is given. Collective."""
     assert args.prompt_style is not None, "chosen before the kinds were made"
-    args.shots = choose_shots(args, base)
+    args.shots = choose_shots(args.shots, args.prompt_style, base)
     forbidden = control_texts(tokenizer)
-    return Referee(kinds, make_sandbox(args), args.prompt_style, forbidden, held_out or (), shots=args.shots)
+    pool = sandbox or make_sandbox(args)
+    return Referee(kinds, pool, args.prompt_style, forbidden, held_out or (), shots=args.shots)
 
 
 def make_game(
@@ -376,7 +350,7 @@ def make_game(
     """What the steps are played with."""
     return Game(
         population=population,
-        matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.pfsp_floor, args.seed),
+        matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.seed),
         archive=archive,
         referee=referee,
         player=player,
@@ -386,7 +360,14 @@ def make_game(
         seed=args.seed,
         iterations=args.num_iterations,
         replays=args.replays_per_match,
+        shuffle=args.shuffle_dataset,
         students_per_task=args.students_per_task,
         rules=rules,
-        features=Features(STEPS * args.teachers * args.proposals_per_teacher),
+        features=Features(STEPS * max(args.teachers, 1) * args.proposals_per_teacher),
+        metrics=find_metrics(args.own_metrics or ()),
     )
+
+
+def make_callbacks(describe: Callable[[], dict[str, Any]], played: Callable[[], Played]) -> list[TrainerCallback]:
+    """What watches a run and writes of it; `describe` gives the contents of `population.json`."""
+    return [Records(describe), Alarms(played, alert), LiveReport(), TrackerTables(describe)]

@@ -1,4 +1,4 @@
-"""Which members changed, and where their weights lie for vLLM to read (contracts 5 and 6). Knows nothing of vLLM."""
+"""Which members changed, and where their weights lie for vLLM to read. Knows nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ChangeDetector:
         self._seen: dict[str, list[int]] = {}
         self._weights = torch.empty(0, dtype=torch.long)
 
-    def changed(self, model: nn.Module, names: Sequence[str]) -> list[bool]:
+    def detect_changes(self, model: nn.Module, names: Sequence[str]) -> list[bool]:
         """For each member, whether this rank's part of it differs from what `changed` saw last; then remembers it."""
         flags = []
         for name in names:
@@ -91,7 +91,7 @@ class AdapterShelf:
         sweep(parent)
         os.makedirs(parent, exist_ok=True)
         self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._lock = _locked(self.root, os.O_CREAT)
+        self._lock = _lock(self.root, os.O_CREAT)
         self._retired: deque[str] = deque()
         self.close = weakref.finalize(self, _remove, str(self.root), self._lock, os.getpid())
 
@@ -134,13 +134,13 @@ def sweep(parent: str) -> None:
         try:
             if time.time() - root.stat().st_mtime < 60:  # perhaps just made and not locked yet
                 continue
-            lock = _locked(root)
+            lock = _lock(root)
         except OSError:  # held by a living run, another user's, gone meanwhile, or without a lock: no shelf
             continue
         _remove(str(root), lock, os.getpid())
 
 
-def _locked(root: Path, create: int = 0) -> int:
+def _lock(root: Path, create: int = 0) -> int:
     descriptor = os.open(root / ".lock", create | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

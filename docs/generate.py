@@ -1,0 +1,101 @@
+"""Writes the pages that follow from the code: `python docs/generate.py`. `tests/test_docs.py` holds them to it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+
+from trl import GRPOConfig
+
+from trl_populora.model_options import GROUPS
+from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.sandbox.modules import FULL, LIGHT, SCRAMBLING
+
+
+ROOT = Path(__file__).resolve().parent
+ENTRY = re.compile(r"^(?P<names>\w+(?:, \w+)*) \((?P<type>`.*?`)(?:, \*optional\*.*?)?\):(?P<rest>.*)$")
+
+SETTINGS = """\
+# Settings of a population
+
+Every field of `PopuLoRAConfig` that TRL's `GRPOConfig` lacks or has another default for, in the order of the step. A
+recipe in YAML, the command line (`--teachers 2`) and a script (`PopuLoRAConfig(teachers=2)`) know the same names.
+*paper* is PopuLoRA, *AZR* Absolute Zero Reasoner (arXiv 2505.03335). Inherited options are in
+[another table](../options.md), LoRA and the base in TRL's `ModelConfig` (`--lora_r 32`).
+
+`docs/generate.py` writes this page.
+"""
+MODULES = """\
+# What a program may import
+
+Programs that teachers write, or that you give as tasks, may import these modules of Python's library and no others.
+The line is drawn at what computes: nobody works out a digest or a seeded draw by thinking, so {scrambling}
+stay out, as do files, processes and the network. Any other import is rejected as `policy`.
+
+{table}
+
+Parts of these packages count as they do. *At once* is in memory before a program starts. `open`, `input` and
+`breakpoint` are refused, and clocks, `hash` and `id` as numbers are `nondeterministic`
+([what becomes of a proposal](../how/verify.md)). Packages that are not part of Python are not there.
+
+`docs/generate.py` writes this page.
+"""
+
+
+def describe_options() -> dict[str, tuple[str, str]]:
+    """Type and description of each setting, as the docstring of the config has them."""
+    found: dict[str, tuple[str, str]] = {}
+    names: list[str] = []
+    for line in inspect.getdoc(PopuLoRAConfig).partition("Args:\n")[2].partition("Raises:")[0].splitlines():
+        if entry := ENTRY.match(line.strip()):
+            names = entry["names"].split(", ")
+            found |= dict.fromkeys(names, (entry["type"], entry["rest"].strip()))
+        elif line.strip():
+            for name in names:
+                found[name] = found[name][0], f"{found[name][1]} {line.strip()}".strip()
+    return found
+
+
+def write_default(setting: Field) -> str:
+    value = setting.default if setting.default is not MISSING else setting.default_factory()
+    return "" if value is None else f"`{value}`"
+
+
+def settings_page() -> str:
+    described, inherited = describe_options(), {each.name: each for each in fields(GRPOConfig)}
+    headings = {start: heading for heading, start in GROUPS.items()}
+    lines, changed = [SETTINGS], []
+    for setting in fields(PopuLoRAConfig):
+        if setting.name in inherited:
+            if write_default(setting) != write_default(inherited[setting.name]):
+                changed.append(setting)
+            continue
+        if setting.name in headings:
+            lines.append(f"\n## {headings[setting.name]}\n\n| setting | type | default | |\n|---|---|---|---|")
+        type_, text = described[setting.name]
+        shown = re.sub(r"`docs/(\S+?)\.md`", r"[more](../\1.md)", text).replace("|", "\\|")
+        lines.append(f"| `{setting.name}` | {type_} | {write_default(setting)} | {shown} |")
+    lines.append("\n## Inherited, with another default\n\n| setting | TRL's | here | |\n|---|---|---|---|")
+    for setting in changed:
+        theirs = write_default(inherited[setting.name])
+        lines.append(
+            f"| `{setting.name}` | {theirs} | {write_default(setting)} | {setting.metadata.get('help', '')} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def modules_page() -> str:
+    rows = [f"| `{name}` | {'at once' if name in LIGHT else 'on demand'} |" for name in sorted([*LIGHT, *FULL])]
+    scrambling = ", ".join(f"`{name}`" for name in SCRAMBLING)
+    return MODULES.format(scrambling=scrambling, table="\n".join(["| module | loaded |", "|---|---|", *rows]))
+
+
+PAGES: dict[str, Callable[[], str]] = {"reference/settings.md": settings_page, "reference/modules.md": modules_page}
+
+
+if __name__ == "__main__":
+    for name, write in PAGES.items():
+        (ROOT / name).write_text(write(), encoding="utf-8")

@@ -1,0 +1,28 @@
+"""The options class of every command, for tests of the pages; None where it has those of another or none."""
+
+from __future__ import annotations
+
+from trl_populora import __main__ as program
+from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
+from trl_populora.evaluation.cross_play import CrossPlayArguments
+from trl_populora.evaluation.tryout import TryArguments
+from trl_populora.hub.export import ExportArguments
+from trl_populora.report.served import ReportArguments
+from trl_populora.report.watch import WatchArguments
+
+
+OPTIONS = {
+    "quickstart": None,
+    "train": program.TrainArguments,
+    "try": TryArguments,
+    "recipes": program.RecipesArguments,
+    "report": ReportArguments,
+    "watch": WatchArguments,
+    "info": program.InfoArguments,
+    "push": program.PushArguments,
+    "export": ExportArguments,
+    "crossplay": CrossPlayArguments,
+    "evaluate": EvaluateArguments,
+    "check-kind": program.CheckKindArguments,
+    "sandbox-check": None,
+}

@@ -1,0 +1,137 @@
+"""`teachers=0`: students train on the tasks that were given and on no others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.games import G, make_game, solve_by_plan
+from tests.small_run import small_args, small_trainer
+from trl_populora.population.matchmaking import Matchmaker
+from trl_populora.population.members import Population
+from trl_populora.report.load import load_last_task, load_run, load_samples
+from trl_populora.report.page import write_report
+from trl_populora.runs.records import read_lines
+from trl_populora.sandbox import Sandbox
+from trl_populora.step.rollout import play_step
+from trl_populora.tasks import make_task
+
+
+def tasks(count: int) -> list:
+    return [make_task("code_o", f"def f(a):\n    return a * 10 + {n}", inputs=[(n,)]) for n in range(1, count + 1)]
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=1) as running:
+        yield running
+
+
+def play(sandbox, steps: int = 1, count: int = 6, **settings):
+    solve = lambda content, index: solve_by_plan(content, index % G)  # noqa: E731
+    game = make_game(sandbox, tasks(count), None, solve, teachers=0, students=2, proposals=3, **settings)
+    return game, [play_step(game, done) for done in range(steps)]
+
+
+def test_every_student_attempts_the_same_tasks_and_nothing_is_proposed(sandbox):
+    _, (played,) = play(sandbox)
+    assert {row.role for row in played.rows} == {"student"}
+    met = {member: Counter(r.task_id for r in played.rows if r.member == member) for member in played.members}
+    assert met["student_0"] == met["student_1"]
+    assert set(met["student_0"].values()) == {G}
+    assert len(met["student_0"]) == 3
+
+
+def test_a_pass_has_each_task_once_and_the_next_one_another_order(sandbox):
+    _, steps = play(sandbox, steps=4)
+    shown = [[r.task_id for r in played.rows if r.member == "student_0"][::G] for played in steps]
+    first, second = shown[0] + shown[1], shown[2] + shown[3]
+    assert len(set(first)) == 6
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_without_shuffling_tasks_come_in_the_order_of_the_table(sandbox):
+    game, steps = play(sandbox, steps=2, shuffle=False)
+    shown = [r.task_id for played in steps for r in played.rows if r.member == "student_0"][::G]
+    assert shown == [task.task_id for task in game.archive]
+
+
+def test_ranks_share_the_tasks_of_a_step(sandbox):
+    shares = []
+    for rank in range(2):
+        game = make_game(sandbox, tasks(6), None, lambda *_: "", teachers=0, students=2, proposals=4)
+        game.player.rank, game.player.world = rank, 2
+        game.player.gather = lambda value: [value, value]
+        shares.append({row.task_id for row in play_step(game, 0).rows})
+    assert [len(share) for share in shares] == [2, 2]
+    assert not shares[0] & shares[1]
+
+
+def test_solve_rates_are_told_and_what_teachers_do_is_not_known(sandbox):
+    _, (played,) = play(sandbox, count=3)
+    assert played.metrics["solve/rate"] == pytest.approx((1 + 0.5 + 0) / 3)
+    assert played.metrics["solve/frac_none"] == played.metrics["solve/frac_all"] == pytest.approx(1 / 3)
+    for key in ("propose/valid_rate", "solve/archive_rate", "population/teacher/mu_mean", "match/win_prob_mean"):
+        assert played.metrics[key] != played.metrics[key], key
+
+
+def test_students_are_rated_by_what_they_solve():
+    population, matchmaker = Population(0, 2), Matchmaker()
+    for _ in range(8):
+        first, second = matchmaker.pair(population)
+        matchmaker.update(population, {first: [1.0, 0.5, 1.0, 0.5], second: [0.5, 0.0, 0.5, 0.0]})
+    better, worse = population.students
+    assert better.mu > 25 > worse.mu
+    assert better.age == worse.age == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("replay", 0.5), ("teacher_reward", "rarity"), ("teacher_learning_rate", 0.0)],
+)
+def test_what_needs_teachers_is_refused(name, value, tmp_path):
+    with pytest.raises(ValueError, match=rf"`{name}={value}`.*`teachers=0`"):
+        small_args(output_dir=str(tmp_path), teachers=0, **{name: value})
+
+
+def test_a_step_has_the_attempts_alone(tmp_path):
+    args = small_args(output_dir=str(tmp_path), teachers=0, students=3, proposals_per_teacher=4, attempts_per_task=2)
+    assert args.rows_per_step == 3 * 4 * 2
+
+
+@pytest.fixture(scope="module")
+def run(random_base, tmp_path_factory):
+    """Four steps with evolution, cut after three and resumed, on tasks of a kind that no teacher could propose."""
+    path = str(tmp_path_factory.mktemp("curriculum") / "run")
+    given = [make_task("code_f", f"def f(a):\n    return a + {n}", inputs=[(1,), (2,), (3,)]) for n in range(1, 6)]
+    settings = {"output_dir": path, "teachers": 0, "students": 2, "task_kinds": ["code_f"], "evolve_every": 2}
+    settings |= {"evolve_burn_in": 1, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 4}
+    settings |= {"reward_funcs": lambda completions, **_: [len(c[0]["content"]) / 100 for c in completions]}
+    records = [task.to_record() for task in given]
+    small_trainer(random_base, records, **settings | {"max_steps": 3}).train()
+    trainer = small_trainer(random_base, records, **settings | {"max_steps": 4})
+    trainer.train(resume_from_checkpoint=True)
+    trainer.save_model()
+    return trainer
+
+
+def test_a_run_trains_evolves_and_resumes(run):
+    steps = [line for line in read_lines(f"{run.args.output_dir}/metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert run.population.names == ["student_0", "student_1"]
+    assert [event["role"] for event in read_lines(f"{run.args.output_dir}/lineage.jsonl")] == ["student"]
+    assert all(line["member/student_0/grad_norm"] > 0 for line in steps[-2:])
+
+
+def test_its_report_shows_what_there_is(run):
+    path = run.args.output_dir
+    assert load_run(path).members("teacher") == []
+    task, attempts = load_last_task(path)
+    assert len(attempts) == 2
+    assert "def f" in task["completion"] or "f(" in task["completion"]
+    assert load_samples(path)
+    page = write_report(path).read_text()
+    assert "student_1" in page
+    assert "teacher_0" not in page
