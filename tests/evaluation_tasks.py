@@ -137,6 +137,7 @@ def save_population(root: Path, members: dict[str, int]) -> None:
     state = {
         "format": 1,
         "base_model": "tiny",
+        "step": 0,
         "best_student": "student_0",
         "members": [{"name": name, "role": name[:7], "adapter": f"members/{name}"} for name in members],
     }
