@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from trl_populora import __main__ as cli
+from trl_populora.evaluation import check_kind as module
+from trl_populora.evaluation.check_kind import check_kind
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import TASK_KINDS, load_seed_tasks, resolve_kind
-from trl_populora.tasks import check_kind as module
 from trl_populora.tasks.base import Attempt, Proposal, Reject
-from trl_populora.tasks.check_kind import check_kind
 
 
 RECIPES = Path(__file__).parent.parent / "recipes"

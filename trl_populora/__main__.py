@@ -267,12 +267,12 @@ def evaluate(arguments: Sequence[str]) -> None:
 def check_kind(arguments: Sequence[str]) -> None:
     """Tries a task kind of your own before a run does."""
     from trl_populora.build import make_kinds
+    from trl_populora.evaluation.check_kind import check_kind as check
     from trl_populora.given_tasks import read_tasks
     from trl_populora.populora_config import PopuLoRAConfig
     from trl_populora.sandbox import Sandbox
     from trl_populora.tasks import load_seed_tasks
     from trl_populora.tasks.archive import TaskArchive
-    from trl_populora.tasks.check_kind import check_kind as check
 
     (options,) = _parse(CheckKindArguments, "check-kind", arguments)
     (kind,) = make_kinds(PopuLoRAConfig("unused", task_kinds=[options.kind], proposals_per_teacher=8)).values()

@@ -173,6 +173,12 @@ class Referee:
     ) -> list[Task | Refusal]:
         """What each proposal is: a task, or the reason why not. Duplicates are not looked for."""
         proposals = [self._parse(*each) for each in zip(kinds, texts, references, strict=True)]
+        return self.verify(kinds, proposals, rng)
+
+    def verify(
+        self, kinds: Sequence[str], proposals: Sequence[Proposal | Refusal], rng: random.Random
+    ) -> list[Task | Refusal]:
+        """The same of proposals that were read."""
         verdicts = self._run(
             checked(kind, "check", self.kinds[kind].check(proposal), _JOB) if isinstance(proposal, Proposal) else None
             for kind, proposal in zip(kinds, proposals, strict=True)
