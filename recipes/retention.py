@@ -7,8 +7,7 @@ What does a child keep of parents that have drifted apart, and does crossover co
 Two students learn on the embedded base for `--steps` updates, each with a teacher of its own: one code_o alone, one
 code_i alone (`tiny/config_4t4s.yaml` with 1T+1S). Every operator breeds a child from them, the better parent first;
 base, parents and children attempt the held-out tasks of both kinds. A child combines if it solves more of the mixture
-than the better parent does. `dare@0.5` is an operator at half its strength, as the retention gate breeds a child anew
-that has forgotten too much; the default crossovers are tried so, too.
+than the better parent does. `dare@0.5` is an operator at half its strength; the default crossovers are tried so, too.
 
 Runs go on where they stopped; `<output>/seed_<n>.json` holds a seed's figures so far, `retention.md` the table,
 `retention.png` the picture. The last line is one JSON object.

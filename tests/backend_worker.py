@@ -188,7 +188,6 @@ def evolve(base: str, output: str, every: int = EVENT) -> dict:
         crossovers=["average"],  # a crossover and no luck: what every rank must compute alike is the algebra
         crossover_rate=1.0,
         cull_fraction=0.5,
-        learning_rate_perturbation=0.5,
     )
     notes = Notes(trainer)
     trainer.add_callback(notes)

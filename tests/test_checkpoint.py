@@ -37,13 +37,9 @@ class TestExactResume:
         "settings",
         [
             pytest.param({"evolve_every": 5, "lr_scheduler_type": "linear"}, id="evolution on both sides"),
-            # An odd cut leaves half of the buffered rows; the gate then reads the rows of before the cut.
-            pytest.param(
-                {"evolve_every": 4, "num_iterations": 2, "retention_tolerance": 9.0, "beta": 0.01, "max_steps": 10},
-                id="buffered rows",
-            ),
-            # The gate reads the rows of before the cut.
-            pytest.param({"evolve_every": 7, "retention_tolerance": 9.0, "max_steps": 8}, id="before an event"),
+            # An odd cut leaves half of the buffered rows.
+            pytest.param({"evolve_every": 4, "num_iterations": 2, "beta": 0.01, "max_steps": 10}, id="buffered rows"),
+            pytest.param({"evolve_every": 7, "max_steps": 8}, id="before an event"),
             pytest.param({"logging_steps": 3, "max_steps": 9, "evolve_every": 4}, id="metrics not logged yet"),
             pytest.param(
                 {
@@ -71,7 +67,7 @@ class TestExactResume:
         assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
 
     def test_a_run_that_is_extended_equals_one_that_was_planned_as_long(self, base, tmp_path):
-        settings = {"evolve_every": 3, "retention_tolerance": 9.0}
+        settings = {"evolve_every": 3}
         straight = make_trainer(base, str(tmp_path / "straight"), settings | {"max_steps": 5, "save_strategy": "no"})
         straight.train()
         make_trainer(base, str(tmp_path / "longer"), settings | {"max_steps": 3}).train()
@@ -234,7 +230,7 @@ def test_resuming_from_an_earlier_checkpoint_moves_all_that_came_later_aside_who
     first.train()
     first.save_model()
     before = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    again = make_trainer(base, str(tmp_path), settings | {"max_steps": 3, "learning_rate_perturbation": 0.2})
+    again = make_trainer(base, str(tmp_path), settings | {"max_steps": 3, "mutation_strength": 0.2})
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
     aside = tmp_path / "_previous-1"

@@ -160,7 +160,6 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
             {"students_per_task": 2, "attempts_per_task": 2},
             "`attempts_per_task=2` is shared.*from 4 on, 4 for example",
         ),
-        ({"retention_tolerance": -1.0}, "`retention_tolerance` must be at least 0"),
     ],
 )
 def test_refusal(make_args, overrides, message):

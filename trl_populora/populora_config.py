@@ -135,12 +135,6 @@ class PopuLoRAConfig(GRPOConfig):
             Weights of the operators by name, your own as `"module:function"`. The paper's four, evenly, when `None`.
         mutation_strength (`float`, *optional*, defaults to `1.0`):
             Factor on the mutation operators' own strengths: 1 is each as published, 0.5 half as far from the parent.
-        retention_tolerance (`float`, *optional*):
-            Switches the retention gate on: nats per token that a child may lose against its (better) parent on what
-            its role got right in the last step. A child that loses more is bred again at half the strength, at last
-            cloned. For example `0.1`.
-        learning_rate_perturbation (`float`, *optional*, defaults to `0.0`):
-            A child's rate is its first parent's times one plus or minus this (Jaderberg et al., 2017: 0.2; 0 is off).
 
         eval_attempts (`int`, *optional*, defaults to `4`):
             Attempts of every student at every task of `eval_dataset`, sampled as in training. `eval_strategy` and
@@ -241,8 +235,6 @@ class PopuLoRAConfig(GRPOConfig):
     mutations: dict[str, Any] | str | None = _option(None, "Weights of mutation operators.")
     crossovers: dict[str, Any] | str | None = _option(None, "Weights of crossover operators.")
     mutation_strength: float = _option(Breeding.mutation_strength, "Factor on the mutations' own strengths.")
-    retention_tolerance: float | None = _option(None, "Nats a child may lose; None is off.")
-    learning_rate_perturbation: float = _option(Breeding.learning_rate_perturbation, "PBT's factor on a child's rate.")
 
     # Evaluation
     eval_attempts: int = _option(4, "Attempts of a student at each held-out task.")

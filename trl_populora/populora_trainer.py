@@ -34,7 +34,7 @@ from trl_populora.generation.texts import decode_texts
 from trl_populora.hub import uploads
 from trl_populora.hub.model_card import write_card
 from trl_populora.hub.warm_start import warm_start
-from trl_populora.population.evolution import EvolutionCallback, event_follows
+from trl_populora.population.evolution import EvolutionCallback
 from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import checkpoint, nodes, records
@@ -47,7 +47,6 @@ from trl_populora.step.ahead import PlayAhead
 from trl_populora.step.loss_metrics import LossMetrics
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.retention import measure_forgetting
 from trl_populora.step.rollout import Game
 from trl_populora.step.room import prompt_room, trained_context
 from trl_populora.step.scoring import Scorer, Scoring
@@ -245,9 +244,7 @@ class PopuLoRATrainer(GRPOTrainer):
                 Path(self.args.output_dir, "lineage.jsonl"),
                 self.population,
                 read=lambda name: weights.read_member(self.model_wrapped, adapter(name)),
-                write=lambda name, factors: weights.write_member(self.model_wrapped, adapter(name), factors),
                 replace=self.replace_member,
-                forgotten=self._forgotten,
                 log=self._log_values,
             )
             self.add_callback(self.evolution)
@@ -545,17 +542,6 @@ class PopuLoRATrainer(GRPOTrainer):
         self._last_loaded_step = -1  # vLLM may have generated earlier in this step
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
-    def _forgotten(self, child: str, parent: str) -> float:
-        """Nats per token that a live member lost against another on what its role has just got right."""
-        members, args = (self.population[child], self.population[parent]), self.args
-        forward = self.processing_class.pad_token_id, args.per_device_train_batch_size, self.accelerator.device
-        with pause_training(self.model):  # dropout would be taken for forgetting
-            return measure_forgetting(self._logps_of, *members, self.played.rows, *forward)
-
-    def _logps_of(self, member: int, ids: torch.Tensor, mask: torch.Tensor, length: int) -> torch.Tensor:
-        with self.router.rows_of([member] * len(ids)):
-            return super()._get_per_token_logps_and_entropies(self.model, ids, mask, length)[0]
-
     @property
     def _nouns(self) -> dict[str, Any]:
         """What lasts beside members and archive, by its name in `game.json`."""
@@ -577,11 +563,10 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _rank_state(self) -> checkpoint.RankState:
         between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
-        asked = between or event_follows(self.state.global_step, self.args.evolve_every)  # by the retention gate
         return checkpoint.RankState(
             step=self._step,
             buffered=self._buffered_inputs if between else None,
-            played=self.played.state_dict() if asked else None,
+            played=self.played.state_dict() if between else None,
             metrics={name: list(map(float, values)) for name, values in self._metrics["train"].items()},
             loss=float(self._tr_loss),
             logged=self._globalstep_last_logged,

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast
 from transformers import TrainerCallback
 
@@ -33,9 +32,6 @@ from trl_populora.tasks.bounds import check_least, check_shares
 # The paper's own eight, evenly. The others of the tables are there to be named.
 DEFAULT_MUTATIONS = ("svd_perturb", "layer_gaussian", "component_mask", "full_gaussian")
 DEFAULT_CROSSOVERS = ("dare", "module_swap", "svd_subspace", "extrapolate")
-
-# After so many halvings a child is within a few per cent of its parent; then it may as well be the parent.
-GATE_ATTEMPTS = 4
 
 
 def read_mixture(
@@ -107,8 +103,6 @@ class Breeding:
         tournament_size (`int`, *optional*, defaults to `2`): Survivors drawn per parent.
         mutations, crossovers (*optional*): Weights of the operators, see [`read_mixture`].
         mutation_strength (`float`, *optional*, defaults to `1.0`): Strength of mutations; crossovers have 1.
-        retention_tolerance (`float`, *optional*): Nats per token that a child may lose; `None`: it is not tested.
-        learning_rate_perturbation (`float`, *optional*, defaults to `0.0`): How far a child's rate may be off.
         seed (`int`, *optional*, defaults to `0`): With the step it decides every random choice.
         roles (`tuple[str, ...]`, *optional*): Those that evolve; both by default.
 
@@ -124,15 +118,12 @@ class Breeding:
     mutations: Mapping[str, float] | str | None = None
     crossovers: Mapping[str, float] | str | None = None
     mutation_strength: float = 1.0
-    retention_tolerance: float | None = None
-    learning_rate_perturbation: float = 0.0
     seed: int = 0
     roles: tuple[str, ...] = ROLES
 
     def __post_init__(self):
-        bounds = dict.fromkeys(("evolve_every", "evolve_burn_in", "mutation_strength", "retention_tolerance"), 0)
-        check_least(self, bounds | {"tournament_size": 1})
-        check_shares(self, "cull_fraction", "learning_rate_perturbation")
+        check_least(self, {"evolve_every": 0, "evolve_burn_in": 0, "mutation_strength": 0, "tournament_size": 1})
+        check_shares(self, "cull_fraction")
         if not 0 <= self.crossover_rate <= 1:
             raise ValueError(f"`crossover_rate` must be in [0, 1], got {self.crossover_rate}.")
         read_mixture(self.mutations, DEFAULT_MUTATIONS, "mutations")
@@ -191,10 +182,10 @@ def plan_births(population: Population, breeding: Breeding, rng: random.Random) 
     return births
 
 
-def breed(birth: Birth, parents: Sequence[Factors], strength: float) -> Factors:
-    """The child's factors. The same birth and parents give the same child, and a smaller strength a milder one."""
+def breed(birth: Birth, parents: Sequence[Factors]) -> Factors:
+    """The child's factors. The same birth and parents give the same child."""
     operator = find_operator(birth.operator, "mutations" if len(parents) == 1 else "crossovers")
-    return operator(*parents, torch.Generator().manual_seed(birth.seed), strength=strength)
+    return operator(*parents, torch.Generator().manual_seed(birth.seed), strength=birth.strength)
 
 
 def newborn_rating(parents: Sequence[Member]) -> tuple[float, float]:
@@ -236,10 +227,7 @@ class EvolutionCallback(TrainerCallback):
         lineage (`Path`): The file of the births.
         population ([`Population`]): The members.
         read (`Callable`): Factors of a member by name. Collective.
-        write (`Callable`): `(name, factors)` puts factors into a live member for a test. Collective.
         replace (`Callable`): The trainer's `replace_member`. Collective.
-        forgotten (`Callable`): `(child, parent)` -> nats per token that one live member lost against another on what
-            its role has got right; NaN if nothing is known. Collective.
         log (`Callable`): Takes the metrics of each step.
     """
 
@@ -249,61 +237,52 @@ class EvolutionCallback(TrainerCallback):
         lineage: Path,
         population: Population,
         read: Callable[[str], Factors],
-        write: Callable[[str, Factors], None],
         replace: Callable[..., None],
-        forgotten: Callable[[str, str], float],
         log: Callable[[Mapping[str, float]], None],
     ):
         self.breeding, self.lineage, self.population = breeding, lineage, population
-        self.read, self.write, self.replace, self.forgotten, self.log = read, write, replace, forgotten, log
+        self.read, self.replace, self.log = read, replace, log
         self._metrics = self._empty_metrics()
 
     @staticmethod
     def _empty_metrics() -> dict[str, float]:
-        keys = ("evolve/replaced", "evolve/gate_retries", "time/evolve", "time/evolve_gate")
-        return dict.fromkeys(keys, 0.0) | {"evolve/cosine": math.nan, "evolve/retention_loss": math.nan}
+        return {"evolve/replaced": 0.0, "time/evolve": 0.0, "evolve/cosine": math.nan}
 
-    def on_step_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+    def on_step_begin(self, args, state, control, **kwargs):
         started = time.perf_counter()
         self._metrics = self._empty_metrics()
         step = state.global_step
         if event_follows(step, self.breeding.evolve_every):
-            events = self.evolve(step, optimizer, lr_scheduler)
+            events = self.evolve(step)
             if state.is_world_process_zero and events:
                 with self.lineage.open("a") as file:
                     file.writelines(json.dumps(event) + "\n" for event in events)
         self._metrics["time/evolve"] = time.perf_counter() - started
         self.log(self._metrics)
 
-    def evolve(self, step: int, optimizer: Any, scheduler: Any) -> list[dict[str, Any]]:
+    def evolve(self, step: int) -> list[dict[str, Any]]:
         """
-        One event: plan, breed, test and place every child. Collective.
+        One event: plan, breed and place every child. Collective.
 
         Args:
             step (`int`): Optimizer steps so far.
-            optimizer, scheduler: The trainer's, with one parameter group per member: a child's learning rate may
-            differ.
 
         Returns:
             `list[dict]`: The lines of the lineage.
         """
         rng = random.Random(f"evolution {self.breeding.seed} {step}")
         births = plan_births(self.population, self.breeding, rng)
-        events = [self._give_birth(birth, step, rng, optimizer, scheduler) for birth in births]
+        events = [self._give_birth(birth, step) for birth in births]
         self._metrics["evolve/replaced"] = float(len(events))
-        for key, entry in (("evolve/cosine", "cosine"), ("evolve/retention_loss", "retention_loss")):
-            values = [event[entry][0] if entry == "cosine" else event[entry] for event in events]
-            values = [value for value in values if value is not None]
-            self._metrics[key] = fmean(values) if values else math.nan
+        cosines = [event["cosine"][0] for event in events if event["cosine"][0] is not None]
+        self._metrics["evolve/cosine"] = fmean(cosines) if cosines else math.nan
         return events
 
-    def _give_birth(
-        self, birth: Birth, step: int, rng: random.Random, optimizer: Any, scheduler: Any
-    ) -> dict[str, Any]:
+    def _give_birth(self, birth: Birth, step: int) -> dict[str, Any]:
         slot, parents = self.population[birth.slot], [self.population[name] for name in birth.parents]
         before = {"member": slot.identity, "mu": slot.mu, "sigma": slot.sigma, "age": slot.age}
         factors = [self.read(parent.name) for parent in parents]
-        child, operator, strength, loss = self._breed_until_retained(birth, factors)
+        child = self._share_from_main(breed(birth, factors))
         likeness = [compare(child, parent) for parent in factors]
         mu, sigma = newborn_rating(parents)
         self.replace(
@@ -311,50 +290,24 @@ class EvolutionCallback(TrainerCallback):
             child,
             step=step,
             parents=tuple(parent.identity for parent in parents),
-            operator=operator,
+            operator=birth.operator,
             mu=mu,
             sigma=sigma,
         )
-        factor = self._perturb_learning_rate(birth.slot, parents[0].name, rng, optimizer, scheduler)
         return {
             "step": step,
             "role": birth.role,
             "child": slot.identity,
             "replaced": before,
             "parents": [{"member": p.identity, "mu": p.mu, "sigma": p.sigma, "age": p.age} for p in parents],
-            "operator": operator,
-            "planned_operator": birth.operator,
-            "strength": strength,
+            "operator": birth.operator,
+            "strength": birth.strength,
             "seed": birth.seed,
             "mu": mu,
             "sigma": sigma,
             "cosine": [_number(pair["cosine"]) for pair in likeness],
             "norm_ratio": [_number(pair["norm_ratio"]) for pair in likeness],
-            "retention_loss": _number(loss),
-            "learning_rate_factor": factor,
         }
-
-    def _breed_until_retained(self, birth: Birth, parents: Sequence[Factors]) -> tuple[Factors, str, float, float]:
-        """
-        The child that may enter, with its operator, strength and retention loss (NaN when not tested).
-
-        Without `retention_tolerance` that is the first one. With it a child that lost more nats per token than that is
-        bred again at half the strength, from the same seed, and after [`GATE_ATTEMPTS`] the parent is cloned.
-        """
-        tolerance, strength = self.breeding.retention_tolerance, birth.strength
-        if tolerance is None:
-            return self._share_from_main(breed(birth, parents, strength)), birth.operator, strength, math.nan
-        for _ in range(GATE_ATTEMPTS):
-            child = self._share_from_main(breed(birth, parents, strength))
-            started = time.perf_counter()
-            self.write(birth.slot, child)
-            loss = self.forgotten(birth.slot, birth.parents[0])
-            self._metrics["time/evolve_gate"] += time.perf_counter() - started
-            if not loss > tolerance:
-                return child, birth.operator, strength, loss
-            self._metrics["evolve/gate_retries"] += 1
-            strength /= 2
-        return {key: value.clone() for key, value in parents[0].items()}, "clone", 0.0, 0.0
 
     def _share_from_main(self, factors: Factors) -> Factors:
         """Rank 0's values on every rank."""
@@ -362,30 +315,6 @@ class EvolutionCallback(TrainerCallback):
         if process.num_processes == 1:
             return factors
         return {key: broadcast(value.to(process.device)).cpu() for key, value in factors.items()}
-
-    def _perturb_learning_rate(
-        self, slot: str, parent: str, rng: random.Random, optimizer: Any, scheduler: Any
-    ) -> float:
-        """
-        PBT's explore step (Jaderberg et al., 2017): the first parent's learning rate, times 1 - p or 1 + p.
-
-        Returns:
-            `float`: The factor applied to the parent's rate; 1 when `learning_rate_perturbation` is 0.
-        """
-        amount = self.breeding.learning_rate_perturbation
-        if not amount:
-            return 1.0
-        factor = rng.choice([1 - amount, 1 + amount])
-        groups = optimizer.param_groups
-        index_of = {group["member"]: index for index, group in enumerate(groups)}
-        own, given = (index_of[self.population.adapter(name)] for name in (slot, parent))
-        child, source = groups[own], groups[given]
-        child["lr"] = source["lr"] * factor
-        if isinstance(scheduler, AcceleratedScheduler):
-            scheduler = scheduler.scheduler
-        # The scheduler computes every later rate from its own copy of the first one.
-        child["initial_lr"] = scheduler.base_lrs[own] = scheduler.base_lrs[given] * factor
-        return factor
 
 
 def _number(value: float) -> float | None:

@@ -9,8 +9,7 @@ different things in two parents.
 
 A mutation is called as `fn(factors, generator, strength=1.0, ...)`, a crossover as `fn(better, worse, generator,
 strength=1.0, ...)`. Strength 1 is the operator as published, 0 gives the (better) parent back, and halving it moves
-the child closer; the retention gate relies on that. The results have the keys, shapes and dtypes of the (better)
-parent.
+the child closer. The results have the keys, shapes and dtypes of the (better) parent.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from trl_populora.runs.lines import EVALUATION, LINEAGE, read_lines, sort_of
 TRACKERS = ("wandb", "trackio")  # those with tables; they have the same `Table` and `log`
 
 MEMBER = ("step", "name", "role", "mu", "sigma", "held_out", "age", "born", "version", "operator", "parents")
-BIRTH = ("step", "role", "child", "replaced", "parents", "operator", "strength", "mu", "cosine", "retention_loss")
+BIRTH = ("step", "role", "child", "replaced", "parents", "operator", "strength", "mu", "cosine")
 
 INDIVIDUAL = ("member", "role", "born", "replaced", "generation", "parents", "operator", "mu")
 

@@ -8,5 +8,4 @@ rewards.py     the two reward functions
 advantages.py  baselines, and the factor that makes joint training equal solo training
 batching.py    micro-batches: which rows are computed together, and their padding
 forwards.py    what of a micro-batch is computed: a prompt once for its attempts
-retention.py   what a newborn still knows
 """
