@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -289,30 +286,3 @@ def test_levels(missing, expected):
 def test_one_open_door_means_level_c(hole):
     assert level(ALL, {**dict.fromkeys(PROBES, True), hole: False}) == "C"
     assert level(ALL, {}) == "C"
-
-
-# In a process of its own: a test runner's heap is filled once and then lived in by others.
-SETTLED = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from trl_populora.sandbox import heap
-
-sizes = [*range(48, 513, 16), 600, 1000, 5000, 20000]
-junk = [bytes(size - 33) for size in sizes for _ in range(400)]
-del junk[::2]
-if sys.argv[2] == "settled":
-    filling = heap.settle()
-    assert sum(map(sys.getsizeof, filling)) < 8 << 20
-old = {id(block) >> 12 for block in junk}
-new = [id(bytes(size - 33)) >> 12 for size in sizes]
-print(sum(page in old for page in new))
-"""
-
-
-def test_after_settling_new_objects_share_no_page_with_old_ones():
-    def shared(how):
-        command = [sys.executable, "-c", SETTLED, str(Path(__file__).parents[1]), how]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-    assert shared("settled") <= 4
-    assert shared("as imports leave it") >= 20

@@ -8,7 +8,7 @@ Read in this order: `jobs.py` (what is asked and answered), `protocol.py` (the t
 `seccomp.py` (the walls), `zygote.py` and `child.py` (the inside), `judge.py` (the verdict), `supervisor.py`,
 `listener.py`, `places.py`, `worker.py`, `pending.py`, `pool.py` and `starting.py` (the outside), `health.py` (are the
 walls real?), `values.py` and `literals.py` (the only data that crosses), `soft.py`, `entropy.py`, `interpreter.py` and
-`modules.py` (quality of data, not safety), `heap.py` (speed).
+`modules.py` (quality of data, not safety).
 
 What is covered, and by what:
 

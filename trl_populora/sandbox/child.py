@@ -14,7 +14,6 @@ import types
 
 from . import protocol
 from .entropy import Address
-from .heap import block
 from .protocol import OK, OK_IN_ORDER, Payload, answer
 from .soft import Guard
 from .values import NotPlainData, ValueTooLarge, decode, encode
@@ -131,8 +130,15 @@ def _encode_output(index: int, result: object, budget: int, guard: Guard) -> str
 
 def _disturb_heap(run: int) -> list:
     """Blocks of all sizes, their numbers different in each run also modulo 8, so that the order of addresses shows."""
-    small = [block(size) for size in range(16, 513, 16) for _ in range(run * 13 % (64 if size <= 128 else 8))]
+    small = [_block(size) for size in range(16, 513, 16) for _ in range(run * 13 % (64 if size <= 128 else 8))]
     return small + [bytes(size + run * 112) for size in range(600, 10000, 1000)]
+
+
+def _block(size: int) -> object:
+    """An object of so many bytes that nothing else holds."""
+    if size == 16:
+        return object()
+    return complex(size) if size == 32 else bytes(size - 33)
 
 
 def _order_matters(code: types.CodeType) -> bool:

@@ -34,7 +34,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from . import confine, health, heap, modules, soft
+from . import confine, health, modules, soft
 from .child import outcome, read_payload, send
 from .protocol import (
     BUSY,
@@ -121,7 +121,6 @@ class Zygote:
     """
 
     close_in: Callable[[int, int], None]  # what every child adds to the walls
-    filling: list[object]  # what keeps the heap free of holes
 
     def __init__(self, control: socket.socket, guard: soft.Guard):
         self.control, self.guard = control, guard
@@ -318,7 +317,7 @@ def main() -> None:
         zygote, layers = _prepare(control, options)
         report = json.dumps({"layers": layers}).encode()
         control.send(EVENT.pack(READY, 0, 0, 0.0, 0.0, 0) + report)
-        zygote.filling = heap.settle()
+        gc.collect()
         gc.freeze()
         zygote.loop()
         zygote.end()
