@@ -97,7 +97,9 @@ def write_documents(
         `ValueError`: If none of some role and kind can be written.
     """
     kinds = make_kinds(args)
-    archive = load_archive(read_tasks(recipe.seed_tasks), kinds, args)
+    archive = load_archive(
+        read_tasks(recipe.seed_tasks), kinds, args.prompt_style, args.archive_size, args.references_per_proposal
+    )
     tables = read_tasks(tiny_eval_tasks() if recipe.eval_tasks == TINY else recipe.eval_tasks)
     held_out = None if tables is None else load_held_out(tables, kinds, archive, args)
     referee = make_referee(args, kinds, base, tokenizer, held_out)

@@ -19,11 +19,15 @@ def test_a_kind_that_is_about_known_programs_needs_some(make_args, seed_tasks):
         kind: Dataset.from_list([task.to_record() for task in seed_tasks if kind in ("", task.kind)])
         for kind in ("", "code_f")
     }
-    assert len(load_archive(seeds[""], make_kinds(args), args)) == len(seed_tasks)
+    assert len(
+        load_archive(seeds[""], make_kinds(args), args.prompt_style, args.archive_size, args.references_per_proposal)
+    ) == len(seed_tasks)
     with pytest.raises(
         ValueError, match="no task of the kinds code_o, code_i, and code_f proposes about their programs"
     ):
-        load_archive(seeds["code_f"], make_kinds(args), args)
+        load_archive(
+            seeds["code_f"], make_kinds(args), args.prompt_style, args.archive_size, args.references_per_proposal
+        )
 
 
 def test_kinds_get_the_settings_of_the_run(make_args):

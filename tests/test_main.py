@@ -381,7 +381,13 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig))
     recipe, _, _ = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
     args = make_args()
-    archive = load_archive(read_tasks(recipe.seed_tasks), make_kinds(args), args)
+    archive = load_archive(
+        read_tasks(recipe.seed_tasks),
+        make_kinds(args),
+        args.prompt_style,
+        args.archive_size,
+        args.references_per_proposal,
+    )
     seeds = [replace(task, author="seed", step=0) for task in earlier]
     assert [*archive] == seeds != [*earlier], "its authors are no members of this run"
 
@@ -390,7 +396,7 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
 def test_a_kind_without_a_task_to_start_from_is_told(shown, told, seed_tasks, make_args, caplog):
     args = make_args(task_kinds=["code_o", "code_i"], references_per_proposal=shown)
     given = Dataset.from_list([task.to_record() for task in seed_tasks if task.kind == "code_o"])
-    load_archive(given, make_kinds(args), args)
+    load_archive(given, make_kinds(args), args.prompt_style, args.archive_size, args.references_per_proposal)
     assert [line.partition(":")[0] for line in caplog.messages if line.startswith("No task")] == told
 
 

@@ -118,7 +118,9 @@ STARTS = {"turns": real_seed_tasks(), "chat": real_seed_tasks(), "compact": None
 @pytest.mark.parametrize(("style", "path"), STARTS.items())
 def test_the_style_of_the_prompts_decides_what_a_run_starts_from(make_args, style, path):
     args = make_args(prompt_style=style)
-    assert set(load_archive(None, make_kinds(args), args)) == set(load_seed_tasks(path))
+    assert set(load_archive(None, make_kinds(args), args.prompt_style, args.archive_size, 6)) == set(
+        load_seed_tasks(path)
+    )
 
 
 @pytest.mark.parametrize("style", ["turns", "compact"])

@@ -22,7 +22,7 @@ from trl_populora.tasks import TaskKind
 def test_archive_size(make_args, seed_dataset):
     for size, kept in ((2, 2), (16384, 4)):
         args = make_args(archive_size=size)
-        archive = load_archive(seed_dataset, build.make_kinds(args), args)
+        archive = load_archive(seed_dataset, build.make_kinds(args), args.prompt_style, args.archive_size, 6)
         assert set(Counter(task.kind for task in archive).values()) == {kept}
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
+from trl import GRPOConfig
 
 from trl_populora.assets import real_seed_tasks
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.sandbox import Job, Status
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.player import Player
@@ -51,16 +51,29 @@ def built_in_tasks(style: str | None) -> list[Task]:
     return load_seed_tasks(None if style == "compact" else real_seed_tasks())
 
 
-def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], args: PopuLoRAConfig) -> TaskArchive:
+def load_archive(
+    train_dataset: Dataset | None,
+    kinds: Mapping[str, TaskKind],
+    style: str | None,
+    size: int,
+    references: int | None,
+) -> TaskArchive:
     """
     Builds the archive from a table of tasks, or from those that ship with the package for the style of prompts.
+
+    Args:
+        train_dataset ([`~datasets.Dataset`], *optional*): Tasks, a row each.
+        kinds (`Mapping[str, TaskKind]`): What the run plays, by name.
+        style (`str`, *optional*): Of the prompts.
+        size (`int`): Tasks kept per kind.
+        references (`int` or `None`): Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
 
     Raises:
         `TypeError`: If it is not a `datasets.Dataset`.
         `ValueError`: If it holds prompts, a column is missing or broken, or no task is of a kind that the run plays.
     """
     if train_dataset is None:
-        tasks = built_in_tasks(args.prompt_style)
+        tasks = built_in_tasks(style)
     elif isinstance(train_dataset, Dataset):
         if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
             raise ValueError(
@@ -73,13 +86,13 @@ def load_archive(train_dataset: Dataset | None, kinds: Mapping[str, TaskKind], a
             f"`train_dataset` must be a `datasets.Dataset` of tasks or None, got `{type(train_dataset).__name__}`. A "
             "table can be read with `load_dataset('json', data_files=...)['train']`."
         )
-    archive = TaskArchive(args.archive_size)
+    archive = TaskArchive(size)
     for task in tasks:  # an archive of another run names authors and steps of that run
         archive.add(replace(task, author=Task.author, step=Task.step))
-    check_archive(archive, kinds, bool(args.teachers))
+    check_archive(archive, kinds, references is not None)
     shown = {name: kind.reference_kinds for name, kind in kinds.items() if kind.reference_kinds}
     bare = [name for name, references in shown.items() if not archive.sample(references, 1, random.Random(0))]
-    if bare and args.references_per_proposal and args.teachers:
+    if bare and references:
         logger.warning(
             "No task of %s to start from: teachers see no example of them at first, and may write nothing valid. Add "
             "seed tasks of these kinds, or leave them out of `task_kinds`.",
@@ -107,7 +120,7 @@ def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing
 
 
 def load_held_out(
-    eval_dataset: Any, kinds: Mapping[str, TaskKind], archive: TaskArchive | None, args: PopuLoRAConfig
+    eval_dataset: Any, kinds: Mapping[str, TaskKind], archive: TaskArchive | None, args: GRPOConfig
 ) -> HeldOut | None:
     """
     Builds the held-out tasks from one table or several; the training's archive may hold none of them.
@@ -134,7 +147,7 @@ def load_held_out(
     if not tables:
         raise ValueError("`eval_dataset` is an empty dict; name at least one table.")
     batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM schedules rows by itself
-    held_out = HeldOut(tables, args.eval_attempts, batch, args.seed)
+    held_out = HeldOut(tables, args.num_generations_eval, batch, args.seed)
     if shared := [task for task in archive or () if task in held_out]:
         raise ValueError(
             f"{len(shared)} of the {len(archive or ())} tasks to start from ask what `eval_dataset` holds out, so "
@@ -144,9 +157,7 @@ def load_held_out(
     return held_out
 
 
-def to_measure(
-    eval_dataset: Any, own: HeldOut | None, referee: Referee, player: Player, args: PopuLoRAConfig
-) -> HeldOut:
+def to_measure(eval_dataset: Any, own: HeldOut | None, referee: Referee, player: Player, args: GRPOConfig) -> HeldOut:
     """
     What an evaluation goes by: tasks given to it, which are checked, or the trainer's own. Collective.
 

@@ -147,7 +147,8 @@ class PopuLoRATrainer(GRPOTrainer):
         args.prompt_style = prompting.choose_style(args.prompt_style, model, args.model_init_kwargs)
         kinds = build.make_kinds(args)
         rules = build.make_rules(args, kinds)
-        archive = given_tasks.load_archive(train_dataset, kinds, args)
+        references = args.references_per_proposal if args.teachers else None
+        archive = given_tasks.load_archive(train_dataset, kinds, args.prompt_style, args.archive_size, references)
         held_out = given_tasks.load_held_out(eval_dataset, kinds, archive, args)
 
         set_seed(args.seed)
@@ -195,7 +196,6 @@ class PopuLoRATrainer(GRPOTrainer):
             self._start_vllm()
         context = self.vllm_generation.context_length() if self.use_vllm else trained_context(base)
         longest, tokenize = args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
-        references = args.references_per_proposal if args.teachers else None
         room = prompt_room(context, longest, tokenize, tokenizer)
         build.fit_into_context(referee, archive, held_out, room, bool(args.teachers))
         prompting.check_prompts(referee, archive, references, held_out, tokenizer, longest)
@@ -232,7 +232,7 @@ class PopuLoRATrainer(GRPOTrainer):
         from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
 
         engine_of = self.model, self.population.adapters, self.asked, self.accelerator
-        asking = self.processing_class, self.eos_token_ids
+        asking = self.processing_class, self.eos_token_ids, self.args.vllm_adapter_dir, self.args.vllm_engine_kwargs
         self.vllm_generation = population_generation(self.args, *engine_of, *asking)
         self.use_vllm, self._last_loaded_step = True, -1
 

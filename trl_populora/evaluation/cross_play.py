@@ -216,7 +216,7 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
         logger.warning("The kinds of task differ: %s. All play %s.", trained, ", ".join(args.task_kinds))
     kinds = build.make_kinds(args)
     given = references_of(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
-    archive = load_archive(given, kinds, args)
+    archive = load_archive(given, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
 
     set_seed(args.seed)
     base = build.load_base(saved[0]["base_model"], args)

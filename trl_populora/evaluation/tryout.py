@@ -217,7 +217,7 @@ def try_model(options: TryArguments) -> Tryout:
             kinds = build.make_kinds(args)
             referee = build.make_referee(args, kinds, base, tokenizer, sandbox=sandbox)
             referee.room = room
-            sides[style] = referee, load_archive(None, kinds, args)
+            sides[style] = referee, load_archive(None, kinds, style, args.archive_size, REFERENCES)
         questions, left_out = _pose_all(sides, options)
         start = time.perf_counter()
         if options.vllm:

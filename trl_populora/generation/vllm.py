@@ -7,12 +7,13 @@ directories, which lie in shared memory where all servers are on this host: vLLM
 
 from __future__ import annotations
 
+import inspect
 import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,13 @@ from accelerate.utils.other import get_free_port
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
+from trl import GRPOConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_populora.adapters import weights
 from trl_populora.adapters.folding import fold
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
-from trl_populora.populora_config import PopuLoRAConfig
 
 from . import shelf
 from .checks import permitted_rank
@@ -328,65 +329,54 @@ def _advice(output_dir: str) -> str:
 
 
 def population_generation(
-    args: PopuLoRAConfig,
+    args: GRPOConfig,
     model: torch.nn.Module,
     members: Sequence[str],
     router: Router,
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
+    adapter_dir: str | None = None,
+    engine_kwargs: Any = None,
 ) -> PopulationGeneration:
     """
     The vLLM generation of a trainer. TRL's constructor must have run with `use_vllm` off: it would start an engine
     without adapters.
 
     Args:
-        args ([`PopuLoRAConfig`]): All `vllm_*` settings, and those of sampling.
+        args ([`~trl.GRPOConfig`]): All `vllm_*` settings, and those of sampling.
         model ([`~peft.PeftModel`]): The population's model.
         members (`Sequence[str]`): Adapter names in route order.
         router ([`~trl_populora.adapters.routing.Router`]): Holds the member of each row.
         accelerator ([`~accelerate.Accelerator`]): The trainer's.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The trainer's.
         ends (`Sequence[int]`): Token ids that end a completion.
+        adapter_dir (`str`, *optional*), engine_kwargs (`Mapping`, *optional*): As in [`PopulationGeneration`].
     """
+    # What TRL's class takes from an option is named as the option, or as the option without `vllm_`.
+    options, taken = {each.name for each in fields(args)}, inspect.signature(VLLMGeneration.__init__).parameters
+    named = {name: f"vllm_{name}" if f"vllm_{name}" in options else name for name in taken}
+    settings = {name: getattr(args, option) for name, option in named.items() if option in options}
+    settings |= {
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+        "logprobs": 0,  # the sampled token's, for the importance sampling correction
+        "generation_kwargs": vllm_kwargs(args.generation_kwargs, ends),
+    }
     return PopulationGeneration(
         model,
         members=members,
         router=router,
         output_dir=args.output_dir,
-        adapter_dir=args.vllm_adapter_dir,
-        engine_kwargs=_engine_kwargs(args),
+        adapter_dir=adapter_dir,
+        engine_kwargs=_engine_kwargs(args, engine_kwargs or {}),
         accelerator=accelerator,
         processing_class=tokenizer,
-        mode=args.vllm_mode,
-        structured_outputs_regex=args.vllm_structured_outputs_regex,
-        server_base_url=args.vllm_server_base_url,
-        server_host=args.vllm_server_host,
-        server_port=args.vllm_server_port,
-        group_port=args.vllm_group_port,
-        server_timeout=args.vllm_server_timeout,
-        tensor_parallel_size=args.vllm_tensor_parallel_size,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        max_model_length=args.vllm_max_model_length,
-        max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        enable_sleep_mode=args.vllm_enable_sleep_mode,
-        model_impl=args.vllm_model_impl,
-        trust_remote_code=args.trust_remote_code,
-        repetition_penalty=args.repetition_penalty,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        max_completion_length=args.max_completion_length,
-        logprobs=0,  # the sampled token's, for the importance sampling correction
-        generation_kwargs=vllm_kwargs(args.generation_kwargs, ends),
+        **settings,
     )
 
 
-def _engine_kwargs(args: PopuLoRAConfig) -> dict[str, Any]:
+def _engine_kwargs(args: GRPOConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """The user's engine arguments, over a seed that follows the run's and the revision that the trainer loads."""
     group = args.process_index // args.vllm_tensor_parallel_size
     revision = (args.model_init_kwargs or {}).get("revision")
-    given = args.vllm_engine_kwargs or {}
-    assert isinstance(given, dict), "the config has read it"
-    return {"seed": args.seed + group, "revision": revision} | given
+    return {"seed": args.seed + group, "revision": revision, **given}

@@ -35,11 +35,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase, TrainerState, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
+from trl import GRPOConfig
 
 from trl_populora.adapters import weights
 from trl_populora.files import FORMAT, read_json, write_json
 from trl_populora.population.members import POPULATION_FILE, Population
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import records
 from trl_populora.runs.saved_population import Shape, check_same_shape, check_settings
 from trl_populora.step.rollout import Game
@@ -327,7 +327,7 @@ def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
 
 
 def load_game(
-    directory: str, game: Game, nouns: Mapping[str, Any], shape: Shape, args: PopuLoRAConfig, device: torch.device
+    directory: str, game: Game, nouns: Mapping[str, Any], shape: Shape, args: GRPOConfig, device: torch.device
 ) -> RankState:
     """
     Reads the state of the game back, and takes the run's records back to the checkpoint. Called on every rank.

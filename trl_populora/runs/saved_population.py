@@ -19,7 +19,6 @@ from trl import GRPOConfig
 from trl_populora.adapters.weights import saved_step
 from trl_populora.files import FORMAT
 from trl_populora.population.members import POPULATION_FILE, read_population
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.rollout import Game
 from trl_populora.tasks.archive_table import archive_step
@@ -106,14 +105,14 @@ class Shape:
         return cls(base_model, {name: getattr(base, name, None) for name in _BASE_FIELDS}, values, quantization)
 
 
-def describe(game: Game, shape: Shape, args: PopuLoRAConfig, step: int, held_out: HeldOut | None) -> dict[str, Any]:
+def describe(game: Game, shape: Shape, args: GRPOConfig, step: int, held_out: HeldOut | None) -> dict[str, Any]:
     """
     The population for people and other programs: the contents of `population.json`.
 
     Args:
         game ([`Game`]): Its population, kinds and prompt style.
         shape (`Shape`): Base and adapters.
-        args ([`PopuLoRAConfig`]): Settings.
+        args ([`~trl.GRPOConfig`]): Settings.
         step (`int`): Optimizer steps so far.
         held_out ([`HeldOut`] or `None`): Last solve rates on held-out tasks.
     """
@@ -164,10 +163,10 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
-def _settings(args: PopuLoRAConfig) -> dict[str, Any]:
+def _settings(args: GRPOConfig) -> dict[str, Any]:
     """What this package's own fields are set to, and the few of TRL's that a reader asks for first."""
     inherited = {field.name for field in fields(GRPOConfig)}
-    own = [field.name for field in fields(PopuLoRAConfig) if field.name not in inherited]
+    own = [field.name for field in fields(args) if field.name not in inherited]
     shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "seed", "max_completion_length"]
     shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING, *UPDATE]
     # "main" is what a Hub id means by itself, and without meaning for a directory.
@@ -231,12 +230,12 @@ def _check_quantization(path: Path, saved: dict | None, ours: dict | None, resum
     logger.warning("%s", differs)
 
 
-def check_settings(args: PopuLoRAConfig, root: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
+def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
     """
     Says which settings a resumed run changes, and refuses those that a checkpoint decides.
 
     Args:
-        args ([`PopuLoRAConfig`]): Settings of the run that resumes.
+        args ([`~trl.GRPOConfig`]): Settings of the run that resumes.
         root (`Path`): The checkpoint, for messages.
         saved (`Mapping`): Its `population.json`; settings that an older file lacks are not compared.
         same_processes (`bool`): Whether as many processes resume as have saved.
