@@ -79,14 +79,16 @@ def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
     """Lets a `PopuLoRATrainer` train on its rank's share of the fixed rows: whole groups, half of every member."""
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
 
-    def play(done: int) -> Played:
-        rows = rows_of(done)
+    def play(prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
+        rows = rows_of(trainer.state.global_step)
         shares = [[row for row in rows if int(row.group[-1]) % world == other] for other in range(world)]
         for row in rows:
             row.pay = reward_of(row)
-        return Played(shares[rank], [row.record() for share in shares for row in share])
+        trainer.played = Played(shares[rank], [row.record() for share in shares for row in share])
+        trainer._score(trainer.played)
+        return trainer.played.tokens
 
-    trainer.ahead.play = play
+    trainer.rollout_func = play
 
 
 def solo_trainer(model: PeftModel, tokenizer, name: str, output_dir: str, **options: Any) -> GRPOTrainer:

@@ -39,7 +39,7 @@ class Measured(Letters):
 KINDS = {"task_kinds": ["tests.test_run_pages:Measured", "code_o"]}
 CLIPPED, EVOLVED, VLLM = (
     {row for row in glossary.SOME_SETTINGS if row.startswith(start)}
-    for start in ("clip_ratio/", "evolve/", ("sampling/", "ahead/", "time/"))
+    for start in ("clip_ratio/", "evolve/", ("sampling/", "time/"))
 )
 
 

@@ -18,17 +18,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_populora.adapters.weights import read_member, write_member
+from trl_populora.adapters.weights import read_member
 from trl_populora.generation.client import VLLMServerError
 from trl_populora.generation.routes import Published, StaleAdapterError
 from trl_populora.generation.vllm import PopulationGeneration
 
-from . import glossary
-from .populora_run import assert_equal, letters, state_of
 from .recipe_runs import check_zero2, save_qwen
-from .small_run import small_trainer
 from .vllm_models import largest_difference, logprobs_of, make_population, randomise
 from .vllm_processes import end, finish, free_port, result_of, served, start_run
 
@@ -192,109 +189,6 @@ def test_an_absent_server_is_named(base, tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(VLLMServerError, match=rf"{url} .*serve.sh"):
         Client(base, tmp_path, url, server_timeout=1.0)
-
-
-class Rival(TrainerCallback):
-    """Puts a clone of the second student in the place of the first one after a step, when a game was played ahead."""
-
-    def __init__(self, trainer, step: int):
-        self.trainer, self.step = trainer, step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            clone = read_member(self.trainer.model, "student_1")
-            self.trainer.replace_member("student_0", clone, step=self.step, operator="clone")
-
-
-@pytest.fixture
-def make_trainer(base, server, tmp_path):
-    """Trainers of a small run that plays ahead on the server."""
-
-    def make(**settings):
-        served = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url, "play_ahead": True}
-        sizes = {"per_device_train_batch_size": 12, "max_completion_length": 16, "evolve_burn_in": 0}
-        return small_trainer(
-            base, None, letters, **(served | sizes | {"output_dir": str(tmp_path / "run")} | settings)
-        )
-
-    return make
-
-
-def sampled_from(trainer, rows, factors) -> float:
-    """How far the log-probabilities with which one member's rows were sampled are from those with these factors."""
-    name = rows[0].member
-    now, completions = read_member(trainer.model, name), [row.completion for row in rows]
-    write_member(trainer.model, name, factors)
-    texts = [c.prompt_ids for c in completions], [c.completion_ids for c in completions]
-    expected = logprobs_of(trainer.model, trainer.router, [trainer.population[name].index] * len(rows), *texts)
-    write_member(trainer.model, name, now)
-    return largest_difference([c.logprobs for c in completions], expected)
-
-
-def test_games_ahead_are_one_version_behind_and_newborns_play_with_rows_of_their_own(make_trainer, caplog):
-    trainer = make_trainer(max_steps=6, evolve_every=3)
-    trainer.add_callback(Rival(trainer, 5))
-    publish, play, versions, seen = trainer.vllm_generation.sync_weights, trainer.rollout_func, [], []
-
-    def publish_and_remember():
-        publish()
-        versions.append({name: read_member(trainer.model, name) for name in trainer.population.names})
-
-    def play_and_compare(*arguments):
-        columns = play(*arguments)
-        for name in trainer.population.names:
-            rows = [row for row in trainer.played.rows if row.member == name]
-            seen.append([name, *(sampled_from(trainer, rows, version[name]) for version in versions[-2:])])
-        return columns
-
-    trainer.vllm_generation.sync_weights, trainer.rollout_func = publish_and_remember, play_and_compare
-    trainer.train()
-
-    history = [entry for entry in trainer.state.log_history if "ahead/staleness" in entry]
-    for entry in history:
-        assert {"ahead/staleness", "time/wait", "time/hidden"} <= glossary.explained(entry)
-    assert [entry["ahead/staleness"] for entry in history] == [0, 1, 1, 0, 1, 0], "replaced after steps 3 and 5"
-    assert [entry["evolve/replaced"] for entry in history] == [0, 0, 0, 2, 0, 0]
-    assert "The rows of step 6, which were played ahead, are dropped: student_0@" in caplog.text
-    assert len(versions) == 6
-    for step, entry in enumerate(history):
-        stale = int(entry["ahead/staleness"])
-        for name, *differences in seen[4 * step : 4 * step + 4]:
-            assert differences[-1 - stale] < 1e-3, (step, name, differences)
-        played = sum(entry[f"time/{phase}"] for phase in ("match", "propose", "verify", "solve"))
-        assert entry["time/hidden"] == pytest.approx(-played * stale)
-        assert played + entry["time/hidden"] + entry["time/update"] == pytest.approx(entry["step_time"], abs=0.5)
-        assert entry["time/wait"] >= 0
-    drift = [entry["sampling/sampling_logp_difference/mean"] for entry in history]
-    print(f"mean log-probability difference of sampling to training, per step: {drift}")
-    assert max(drift[0], drift[3], drift[5]) < 1e-3
-    assert min(drift[1], drift[2], drift[4]) > 1e-3, "members move, so a version makes a difference"
-
-
-def test_a_run_that_is_resumed_trains_on_the_game_that_was_played_ahead(make_trainer):
-    """A server samples anew, so the rows of step 3 can only be the checkpoint's."""
-    straight = make_trainer(max_steps=3, save_strategy="steps", save_steps=2)
-    straight.train()
-    expected = state_of(straight)
-    resumed = make_trainer(max_steps=3)
-    resumed.train(resume_from_checkpoint=str(Path(straight.args.output_dir, "checkpoint-2")))
-    assert resumed.state.log_history[-2]["ahead/staleness"] == 1
-    assert_equal(expected, state_of(resumed))
-
-
-def test_what_goes_wrong_in_a_game_ahead_ends_the_run(make_trainer):
-    trainer = make_trainer()
-
-    def lose_an_adapter(completions, **kwargs):
-        client, published = trainer.vllm_generation.vllm_client, trainer.vllm_generation.published
-        client.unload(published["teacher_1"])
-        return [0.0] * len(completions)
-
-    trainer.reward_funcs[-1] = lose_an_adapter
-    with pytest.raises(VLLMServerError, match="teacher_1-.* does not exist") as error:
-        trainer.train()
-    assert trainer.state.global_step == 0
-    assert "play_step" in [entry.name for entry in error.traceback]
 
 
 @pytest.mark.multiprocess

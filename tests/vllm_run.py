@@ -102,7 +102,7 @@ def evaluate(settings: dict) -> dict:
     world, rank, refused = trainer.accelerator.num_processes, trainer.accelerator.process_index, ""
     trainer.vllm_generation.seeds = None
     try:
-        with trainer.asked.rows_of([0] * (1 + rank)):
+        with trainer.router.rows_of([0] * (1 + rank)):
             trainer.vllm_generation.generate([[1, 2]] * (1 + rank), None, 1)
     except ValueError as error:
         refused = str(error)

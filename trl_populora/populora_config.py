@@ -17,7 +17,6 @@ from trl_populora.population.evolution import Breeding, learning_roles
 from trl_populora.population.matchmaking import STRATEGIES
 from trl_populora.sandbox.starting import SandboxSettings
 from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS
-from trl_populora.step.ahead import check_play_ahead
 from trl_populora.step.rules import PAY, STUDENT_PAY, check_choice
 from trl_populora.step.scoring import Scoring
 from trl_populora.step.sizes import StepSize, check_no_teachers, check_rivals
@@ -148,10 +147,6 @@ class PopuLoRAConfig(GRPOConfig):
         vllm_adapter_dir (`str`, *optional*):
             Directory that the trainer and every vLLM server see, for published adapters. Shared memory, or
             `output_dir` when a server sits on another host or memory is short, when `None`. Not for colocated engines.
-        play_ahead (`bool`, *optional*, defaults to `False`):
-            Play the next step's game on the vLLM server while this step's update runs. Its rows are at most one
-            version of a member behind (`ahead/staleness`), newborns play after their birth, and ratings and archive
-            are one game ahead of the step. For one process.
 
         save_rollouts (`bool`, *optional*, defaults to `True`): Write every row to `rollouts/step_*.parquet`.
         own_metrics (`list[str]`, *optional*):
@@ -243,7 +238,6 @@ class PopuLoRAConfig(GRPOConfig):
     generation_tokens: int | None = _option(None, "Tokens in the cache at once, no vLLM.")
     vllm_engine_kwargs: dict[str, Any] | str | None = _option(None, "Arguments of `LLM`.")
     vllm_adapter_dir: str | None = _option(None, "Directory that trainer and servers see.")
-    play_ahead: bool = _option(False, "Play the next game while this step's update runs.")
 
     # Records
     save_rollouts: bool = _option(True, "Write rollouts/step_*.parquet.")
@@ -340,9 +334,6 @@ class PopuLoRAConfig(GRPOConfig):
         if not self.teachers:
             check_no_teachers(vars(self), self.__dataclass_fields__)
         self._size.check_groups(_launched_processes())
-        if self.play_ahead:
-            sampled = self.use_vllm, self.vllm_mode, self.vllm_importance_sampling_correction
-            check_play_ahead(*sampled, self.num_iterations, self.evolve_every, _launched_processes())
 
     def _check_choices(self):
         """Refuse names that nothing in the package answers to, and loss options that couple members."""

@@ -39,15 +39,14 @@ from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIG
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import checkpoint, nodes, records
 from trl_populora.runs.interrupts import StopAtSignals
-from trl_populora.runs.progress import PHASES_AHEAD, PhaseClock, use_step_line
+from trl_populora.runs.progress import PhaseClock, use_step_line
 from trl_populora.runs.saved_population import Shape, describe
 from trl_populora.step import batching
 from trl_populora.step.advantages import LOSS_NORMALISERS
-from trl_populora.step.ahead import PlayAhead
 from trl_populora.step.loss_metrics import LossMetrics
 from trl_populora.step.played import Played
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.rollout import Game
+from trl_populora.step.rollout import Game, play_step
 from trl_populora.step.room import prompt_room, trained_context
 from trl_populora.step.scoring import Scorer, Scoring
 
@@ -156,7 +155,6 @@ class PopuLoRATrainer(GRPOTrainer):
         tokenizer = build.load_tokenizer(base, processing_class, args)
         self.population = Population(args.teachers, args.students, args.single_agent)
         self.router, self.uploads = Router(), uploads.Uploads(args)  # `Trainer` makes the repository
-        self.asked = Router()  # whom vLLM asks; `router` may be the update's while a game is played ahead
         autocast = not build.is_zero3(args)
         members = add_members(
             base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
@@ -187,7 +185,6 @@ class PopuLoRATrainer(GRPOTrainer):
         processes = self.accelerator.process_index, self.accelerator.num_processes
         player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
         self.game = build.make_game(args, self.population, archive, referee, player, rules)
-        self.ahead = PlayAhead(self.game, lambda: self.vllm_generation.versions, args.play_ahead, args.evolve_every)
         given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
         if args.warm_start:
@@ -211,7 +208,7 @@ class PopuLoRATrainer(GRPOTrainer):
         scoring = args.build(Scoring), self.population, self.reward_weights, ends, self.accelerator.process_index
         # A KL term reaches every row; entropy terms are refused.
         self.scorer = Scorer(*scoring, build.make_sharing(base, args), skips_blank_rows=self.beta == 0)
-        self._phases = PhaseClock(PHASES_AHEAD if args.play_ahead else ())
+        self._phases = PhaseClock()
         self._clipper = optim.MemberClipper(self.population.adapters, args.max_grad_norm)
         self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
         if self.is_deepspeed_enabled:
@@ -231,7 +228,7 @@ class PopuLoRATrainer(GRPOTrainer):
     def _start_vllm(self) -> None:
         from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
 
-        engine_of = self.model, self.population.adapters, self.asked, self.accelerator
+        engine_of = self.model, self.population.adapters, self.router, self.accelerator
         asking = self.processing_class, self.eos_token_ids, self.args.vllm_adapter_dir, self.args.vllm_engine_kwargs
         self.vllm_generation = population_generation(self.args, *engine_of, *asking)
         self.use_vllm, self._last_loaded_step = True, -1
@@ -260,7 +257,6 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def close(self) -> None:
         """Ends the sandbox's processes, unpublishes the adapters. Training ends so too; a second call does nothing."""
-        self.ahead.close()
         self.game.referee.sandbox.close()
         self._closed = True
         if self.use_vllm:
@@ -332,7 +328,6 @@ class PopuLoRATrainer(GRPOTrainer):
         """
         if self.is_deepspeed_enabled and self.model_wrapped is self.model:
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
-        self.ahead.wait()
         was_closed, sides = self._closed, (self._open().referee, self.game.player)
         held_out = given_tasks.to_measure(eval_dataset, self.held_out, *sides, self.args)
         students, adapter = self.population.students, self.population.adapter
@@ -357,7 +352,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _play(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         """TRL's `rollout_func`: plays one step; the placeholder prompts only say how many rows are expected."""
-        played = self.ahead.play(self.state.global_step)
+        played = play_step(self.game, self.state.global_step)
         if len(played.rows) != len(prompts):
             raise RuntimeError(f"The step played {len(played.rows)} rows, TRL expects {len(prompts)}.")
         self.played = played
@@ -383,7 +378,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
         if self.use_vllm or self._generates_whole:
-            with (self.asked if self.use_vllm else self.router).rows_of(members):
+            with self.router.rows_of(members):
                 return self._generate_single_turn(prompt_ids, None, {}, 1)
         unwrapped = unwrap_model_for_generation(
             self.model_wrapped,
@@ -429,7 +424,6 @@ class PopuLoRATrainer(GRPOTrainer):
             batches = batching.cut(rows, self.played.plan, self.args.pad_to_multiple_of or 1)
             self._buffered_inputs, metrics = batching.match_ranks(batches, len(self.played.rows))
             self._log_values(metrics)
-            self.ahead.start(self.state.global_step + 1, self.state.max_steps)
         return self._buffered_inputs[self._step % steps]
 
     # Phase 5: the joint update
@@ -479,8 +473,6 @@ class PopuLoRATrainer(GRPOTrainer):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             finally:  # only now: gradient checkpointing runs the forward again during the backward
                 self.router.clear()
-            if self.accelerator.sync_gradients:
-                self._phases.add(self.ahead.wait())
         if self.accelerator.sync_gradients:
             self._log_values(self._phases.take() | self._loss_metrics.take())
         return loss
@@ -534,7 +526,6 @@ class PopuLoRATrainer(GRPOTrainer):
             `ValueError`: If keys or shapes of the factors differ from the member's.
         """
         adapter = self.population.adapter(name)
-        self.ahead.drop(f"{self.population[name].identity} is replaced")
         weights.write_member(self.model_wrapped, adapter, factors)
         if self.optimizer is not None:
             weights.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
@@ -570,7 +561,6 @@ class PopuLoRATrainer(GRPOTrainer):
             metrics={name: list(map(float, values)) for name, values in self._metrics["train"].items()},
             loss=float(self._tr_loss),
             logged=self._globalstep_last_logged,
-            ahead=self.ahead.state_dict(),
         )
 
     def save_model(self, output_dir=None, _internal_call=False):
@@ -614,7 +604,6 @@ class PopuLoRATrainer(GRPOTrainer):
         self.played = Played([], []) if state.played is None else Played.from_state(state.played)
         self._metrics["train"].update(state.metrics)
         self._resumed = state
-        self.ahead.load_state_dict(state.ahead)
 
     def _load_rng_state(self, checkpoint):
         super()._load_rng_state(checkpoint)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -71,7 +70,6 @@ class PopulationGeneration(VLLMGeneration):
     Attributes:
         seeds (`Sequence[int]`, *optional*):
             Of each row's samples in the next `generate`, whatever was sampled before.
-        versions (`Counter[str]`): How many versions of each member were published.
     """
 
     seeds: Sequence[int] | None = None
@@ -93,7 +91,6 @@ class PopulationGeneration(VLLMGeneration):
         self.output_dir, self.adapter_dir = output_dir, adapter_dir
         self.engine_kwargs, self.request_timeout = engine_kwargs or {}, request_timeout
         self.published: dict[str, Published] = {}
-        self.versions: Counter[str] = Counter()
         self._detector = shelf.ChangeDetector()
         self._shelf: shelf.AdapterShelf | None = None
         self._probed: dict[str, torch.Tensor] = {}
@@ -199,7 +196,6 @@ class PopulationGeneration(VLLMGeneration):
             if self.backend is not None and member in self.published:
                 self.backend.unload(self.published[member])
             self.published[member] = adapter
-            self.versions[member] += 1
         if self._shelf is not None:
             self._shelf.sweep_retired()
             for path in retired:

@@ -207,11 +207,6 @@ def learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
     return tuple(role for role, own in zip(ROLES, (teachers, rate), strict=True) if own)
 
 
-def event_follows(step: int, every: int) -> bool:
-    """Whether members are replaced between this optimizer step and the next."""
-    return every > 0 and step > 0 and step % every == 0
-
-
 class EvolutionCallback(TrainerCallback):
     """
     Replaces the weakest members after every `evolve_every`-th optimizer step, when the next one begins: wherever a run
@@ -252,7 +247,8 @@ class EvolutionCallback(TrainerCallback):
         started = time.perf_counter()
         self._metrics = self._empty_metrics()
         step = state.global_step
-        if event_follows(step, self.breeding.evolve_every):
+        every = self.breeding.evolve_every
+        if every and step and step % every == 0:
             events = self.evolve(step)
             if state.is_world_process_zero and events:
                 with self.lineage.open("a") as file:

@@ -105,21 +105,18 @@ def draw_lineage(figure: Figure, run: Run) -> None:
 
 
 PHASE_COLORS = {"match": "#444444", "propose": "#D55E00", "verify": "#009E73", "solve": "#0072B2", "update": "#E69F00"}
-PHASE_COLORS |= {"evolve": "#CC79A7", "wait": "#BBBBBB"}
+PHASE_COLORS |= {"evolve": "#CC79A7"}
 
 
 @on_one_axis
 def draw_times(axis: Axes, run: Run) -> None:
     steps = [entry["step"] for entry in run.history]
-    ahead = any("time/wait" in entry for entry in run.history)
-    phases = [phase for phase in PHASE_COLORS if ahead or phase != "wait"]
-    values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in phases]
+    values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in PHASE_COLORS]
     means = [sum(series) / len(series) for series in values]
-    labels = [
-        f"{phase} ({f'{mean:.2g}' if mean >= 0.01 else '< 0.01'} s)" for phase, mean in zip(phases, means, strict=True)
-    ]
-    bottom = [entry.get("time/hidden") or 0.0 for entry in run.history]
-    for series, label, phase in zip(values, labels, phases, strict=True):
-        axis.bar(steps, series, width=1, bottom=bottom, color=PHASE_COLORS[phase], label=label, linewidth=0)
+    shown = [f"{mean:.2g}" if mean >= 0.01 else "< 0.01" for mean in means]
+    labels = [f"{phase} ({mean} s)" for phase, mean in zip(PHASE_COLORS, shown, strict=True)]
+    bottom = [0.0] * len(steps)
+    for series, label, color in zip(values, labels, PHASE_COLORS.values(), strict=True):
+        axis.bar(steps, series, width=1, bottom=bottom, color=color, label=label, linewidth=0)
         bottom = [b + s for b, s in zip(bottom, series, strict=True)]
     axis.set(ylabel="time per step (seconds)")

@@ -143,7 +143,7 @@ PLOTS = (
         4.2,
         needs="lineage",
     ),
-    Plot("times", "Time per phase", "Below 0: beside the update before. In brackets the mean.", draw_times, 3.9),
+    Plot("times", "Time per phase", "In brackets the mean over the run.", draw_times, 3.9),
 )
 
 # What `run.png` shows, two beside each other.

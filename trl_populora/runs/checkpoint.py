@@ -7,7 +7,7 @@ A checkpoint holds what the HF `Trainer` writes (optimizer, scheduler, generator
     lineage.jsonl         every replacement so far
     archive.parquet       the task archive
     game.json             state of population, matchmaker, the archive's coverage, and held-out scores if there are any
-    rank_state_<n>.pt     what one rank has buffered between two generations, and a game that was played ahead
+    rank_state_<n>.pt     what one rank has buffered between two generations
     whole.json            names and sizes of all these files; written last
 
 It is written into `<output_dir>/_unfinished/` and moved into place once every rank is done, so that a run killed at
@@ -260,7 +260,6 @@ class RankState:
         played (`dict` or `None`): The step that they are of.
         metrics (`dict[str, list[float]]`): Metrics that are not logged yet.
         loss (`float`), logged (`int`): The loss since the last log, and the step of that.
-        ahead (`dict` or `None`): The next step's game, if it was played ahead.
     """
 
     step: int
@@ -269,7 +268,6 @@ class RankState:
     metrics: dict[str, list[float]]
     loss: float
     logged: int
-    ahead: dict[str, Any] | None = None
 
 
 def save_game(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,17 +15,14 @@ from trl_populora.runs.lines import EVALUATION, STEP, sort_of
 
 
 PHASES = ("match", "propose", "verify", "solve", "update")
-# With `play_ahead`: what an update waited for the next game, and, below 0, what of the phases passed beside the update
-# before. All of them together are the step's wall time.
-PHASES_AHEAD = ("wait", "hidden")
 REJECT = "verify/reject/"
 
 
 class PhaseClock:
-    """Seconds that a population step has spent so far in each phase, and in `further` ones."""
+    """Seconds that a population step has spent so far in each phase."""
 
-    def __init__(self, further: Sequence[str] = ()) -> None:
-        self._seconds = dict.fromkeys((*PHASES, *further), 0.0)
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def add(self, seconds: Mapping[str, float]) -> None:
         for phase, spent in seconds.items():
@@ -83,8 +80,7 @@ def step_line(step: int, max_steps: int, logs: dict[str, Any]) -> str:
     ]
     if logs.get("evolve/replaced"):
         parts.append(f"replaced {logs['evolve/replaced']:.0f}")
-    phases = [*PHASES, *(phase for phase in PHASES_AHEAD if f"time/{phase}" in logs)]
-    parts.append("s: " + " ".join(f"{phase} {logs.get(f'time/{phase}') or 0.0:.1f}" for phase in phases))
+    parts.append("s: " + " ".join(f"{phase} {logs.get(f'time/{phase}') or 0.0:.1f}" for phase in PHASES))
     return " | ".join(parts)
 
 
