@@ -88,9 +88,3 @@ def test_an_unknown_member_is_named():
 def test_a_newborn_without_uncertainty_is_refused():
     with pytest.raises(ValueError, match="sigma"):
         Population(1, 1).replace("student_0", step=1, operator="clone", sigma=0.0)
-
-
-@pytest.mark.parametrize("name", ["runs/typo", "/no/such/place"])
-def test_a_population_that_is_nowhere_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name}/population.json describes no population"):
-        Population.from_directory(name)

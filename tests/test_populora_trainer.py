@@ -23,7 +23,7 @@ from tests.vllm_models import randomise
 from trl_populora.adapters.weights import read_member
 from trl_populora.build import load_tokenizer
 from trl_populora.population.evolution import Birth
-from trl_populora.population.members import Population
+from trl_populora.population.members import read_population
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.load import load_evaluations, load_history, load_run
 from trl_populora.report.page import write_report
@@ -321,8 +321,8 @@ class TestSingleAgent:
         trainer.train()
         trainer.save_model()
         agent = read_member(trainer.model, "agent")
-        saved = Population.from_directory(str(tmp_path / "agent"))
-        assert saved.single_agent
+        saved = read_population(tmp_path / "agent")["members"]
+        assert {member["adapter"] for member in saved} == {"members/agent"}
         assert [path.name for path in (tmp_path / "agent" / "members").iterdir()] == ["agent"]
         for settings in ({"teachers": 2, "students": 2}, {"single_agent": True, "per_device_train_batch_size": 4}):
             heir = make_trainer(**settings, output_dir=str(tmp_path / "heir"), warm_start=str(tmp_path / "agent"))

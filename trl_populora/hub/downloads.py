@@ -8,15 +8,13 @@ from pathlib import Path
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from trl_populora.population.members import POPULATION_FILE, Population
+from trl_populora.population.members import POPULATION_FILE
 
 
 POPULATION = (POPULATION_FILE, "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
 
 
-def fetch(
-    path_or_repo: str, revision: str | None = None, token: str | None = None, wanted: Sequence[str] = POPULATION
-) -> Path:
+def fetch(path_or_repo: str, wanted: Sequence[str] = POPULATION) -> Path:
     """
     Directory of a saved population: a local one as it is, a repository after downloading the wanted files, by default
     members and tables.
@@ -27,7 +25,7 @@ def fetch(
     if Path(path_or_repo).is_dir():
         return Path(path_or_repo)
     try:
-        return Path(snapshot_download(path_or_repo, revision=revision, token=token, allow_patterns=list(wanted)))
+        return Path(snapshot_download(path_or_repo, allow_patterns=list(wanted)))
     except Exception as error:
         if not (isinstance(error, (LocalEntryNotFoundError, ValueError)) or is_connection_error(error)):
             raise
@@ -35,16 +33,6 @@ def fetch(
             f"{path_or_repo!r} is no directory, and no population could be downloaded from {constants.ENDPOINT} under "
             f"that name ({error!s:.200})."
         ) from error
-
-
-def load_population(path_or_repo: str, revision: str | None = None, token: str | None = None) -> Population:
-    """
-    The members of a saved population with their ratings, ages and parents, without their adapters.
-
-    Raises:
-        `ValueError`: If there is none, or no usable `population.json`.
-    """
-    return Population.from_directory(fetch(path_or_repo, revision, token, [POPULATION_FILE]))
 
 
 def is_connection_error(error: Exception) -> bool:

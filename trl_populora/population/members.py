@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -105,32 +105,6 @@ class Population:
             raise ValueError(f"A single agent is 1 teacher and 1 student, got {teachers} and {students}.")
         self.single_agent = single_agent
         self.members = [Member(name, role, 0 if single_agent else i) for i, (name, role) in enumerate(names)]
-
-    @classmethod
-    def from_directory(cls, directory: str | Path) -> Population:
-        """
-        The members of a saved population with their ratings, ages and parents.
-
-        The adapters are ordinary PEFT directories, `members/<name>`; to train on with them, also in other numbers, set
-        `PopuLoRAConfig(warm_start=...)`. [`~trl_populora.hub.downloads.load_population`] reads from the Hub, too.
-
-        Raises:
-            `ValueError`: If there is no usable `population.json`.
-        """
-        try:
-            saved = read_population(directory)["members"]
-            roles = [member["role"] for member in saved]
-            names = {field.name for field in fields(Member)} - {"index"}
-            members = [{name: value for name, value in member.items() if name in names} for member in saved]
-            population = cls(
-                roles.count("teacher"), roles.count("student"), len({member["adapter"] for member in saved}) == 1
-            )
-            for member, live in zip(members, population, strict=True):
-                member["index"] = live.index
-            population.load_state_dict({"members": members})
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{Path(directory, POPULATION_FILE)} describes no population ({error!r}).") from error
-        return population
 
     def __len__(self) -> int:
         return len(self.members)
