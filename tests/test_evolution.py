@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_breeding_again_at_half_the_strength_is_the_same_child_nearer_to_its_par
     for operator in DEFAULT_MUTATIONS + ("dare", "svd_subspace", "extrapolate"):
         given = parents[:1] if operator in MUTATIONS else parents
         birth = Birth("student_0", "student", ("a", "b")[: len(given)], operator, 1.0, seed=6)
-        one, again, half = (breed(birth, given, strength) for strength in (1.0, 1.0, 0.5))
+        one, again, half = (breed(replace(birth, strength=strength), given) for strength in (1.0, 1.0, 0.5))
         assert all(torch.equal(one[key], again[key]) for key in one)
         assert compare(one, parents[0])["cosine"] < compare(half, parents[0])["cosine"] < 1
 
@@ -304,7 +305,7 @@ class TestSettings:
             parameters = member_parameters(trainer.model, name).values()
             return [trainer.optimizer.optimizer.state[parameter]["exp_avg"].clone() for parameter in parameters]
 
-        for event in trainer.evolution.evolve(20, trainer.optimizer, trainer.lr_scheduler):
+        for event in trainer.evolution.evolve(20):
             child, parent = (moments(each.split("@")[0]) for each in (event["child"], event["parents"][0]["member"]))
             assert any(value.any() for value in parent)
             assert not any(value.any() for value in child)
