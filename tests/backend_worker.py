@@ -5,7 +5,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 
 - `replace` overwrites a member after the first step, gives another one the optimizer state of a third, and takes the
   second step with learning rate 0;
-- `evolve` has an evolution event after the second of three steps, whose children learn at rates of their own;
+- `evolve` has an evolution event after the second of three steps;
 - `plain` is the same run without the event; for ZeRO-3 the user has everything partitioned;
 - `savings` is the first step of each loss, with and without blank rows and shared prompts;
 - `resume` and `resume quantised` play a game straight, and again cut in two by a checkpoint;

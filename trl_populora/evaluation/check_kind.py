@@ -86,7 +86,7 @@ class KindCheck:
         wanted, substitute = ANSWERS[method]
         times = 2 if method in TWICE else 1
         try:
-            with _at_most(SECONDS):
+            with _limit_time(SECONDS):
                 answers = [getattr(self.kind, method)(*copy.deepcopy(arguments)) for _ in range(times)]
             value = checked(self.kind.name, method, answers[0], wanted)
         except (Exception, SystemExit) as error:
@@ -176,21 +176,23 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Sandbox, write: C
         archive.add(task)
     references = archive.sample(kind.reference_kinds, kind.reference_count(REFERENCES), rng)
     prompts = []
-    for referee.style in STYLES:
+    for style in STYLES:
+        referee.style = style
         prompt, _ = referee.proposal_prompt(watched, references)
         prompts.append(check.show("proposal_prompt", prompt))
-        write(f"--- a teacher is shown, in the style {referee.style}\n{prompts[-1]}\n")
+        write(f"--- a teacher is shown, in the style {style}\n{prompts[-1]}\n")
     if kind.writes_program:
         referee.proposal_prompt(watched, [])  # an archive may hold none of its kind yet
 
     given = len(own)
     _run_given(check, referee, own)
-    texts = [*HOSTILE, *_change([*prompts, *(text for task in own for text in _fields(task))], rng)]
+    texts = [*HOSTILE, *_change([*prompts, *(text for task in own for text in _list_fields(task))], rng)]
     own += _try_proposals(check, referee, texts, references)
     shown = own[:TRIED]
-    for referee.style in STYLES if shown else ():
+    for style in STYLES if shown else ():
+        referee.style = style
         asked = check.show("solving_prompt", referee.solving_prompt(shown[0]))
-        write(f"--- a student is asked, in the style {referee.style}\n{asked}\n")
+        write(f"--- a student is asked, in the style {style}\n{asked}\n")
     _try_attempts(check, referee, texts, shown)
     count = check.counts
     write(
@@ -212,7 +214,7 @@ def _run_given(check: KindCheck, referee: Referee, tasks: Sequence[Task]) -> Non
     for number, (task, outcome) in enumerate(zip(tasks, outcomes, strict=True), start=1):
         if isinstance(outcome, Refusal):
             check.tell("accept", f"rejects given task {number} as `{outcome.reason}`: {task.program!r:.80}")
-        elif _pairs(outcome) != _pairs(task):
+        elif _pair_up(outcome) != _pair_up(task):
             check.tell("accept", f"finds other outputs than given task {number} has: {outcome.outputs!r:.80}")
 
 
@@ -241,20 +243,20 @@ def _try_attempts(check: KindCheck, referee: Referee, texts: Sequence[str], task
     check.counts |= {"well-formed attempts": len(sides[True]), "right attempts": right}
 
 
-def _pairs(task: Task) -> list[tuple[str, str]]:
-    """Inputs with their outputs, in an order of their own: a kind may shuffle them."""
+def _pair_up(task: Task) -> list[tuple[str, str]]:
+    """Inputs with their outputs, sorted: a kind may shuffle them."""
     return sorted(zip(task.inputs, task.outputs, strict=True))
 
 
-def _fields(task: Task) -> Iterator[str]:
-    """What stands in a task, as code kinds would be told it and bare."""
+def _list_fields(task: Task) -> Iterator[str]:
+    """What a task holds, bare and in the fences of the code kinds."""
     yield from (task.program, task.message, *task.inputs, *task.outputs)
     yield f"```python\n{task.program}\n```\n```input\n1\n```"
     yield from (f"```{fence}\n{text}\n```" for fence in ("output", "input") for text in task.outputs)
 
 
 def _change(material: Sequence[str], rng: random.Random) -> Iterator[str]:
-    """Paragraphs of the material, then such with some places cut, doubled or replaced."""
+    """Yields the paragraphs of the material, then paragraphs with some places cut, doubled or replaced."""
     parts = list(dict.fromkeys(part for text in material for part in (text, *text.split("\n\n")) if part.strip()))
     yield from parts
     for _ in range(TEXTS):
@@ -268,8 +270,8 @@ def _change(material: Sequence[str], rng: random.Random) -> Iterator[str]:
 
 
 @contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Ends what takes longer with a `TimeoutError`; a regular expression that backtracks looks at signals, too."""
+def _limit_time(seconds: float) -> Iterator[None]:
+    """Ends the block with a `TimeoutError` after so many seconds, also amid a regular expression that backtracks."""
 
     def late(number: int, frame: Any) -> None:
         raise TimeoutError(f"more than {seconds:.0f} seconds")
