@@ -67,6 +67,29 @@ def test_an_exported_member_says_what_it_says_in_the_run(run, random_base, tmp_p
     assert expected != answers(AutoModelForCausalLM.from_pretrained(random_base).eval(), tokenizer)
 
 
+@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+def test_the_mean_of_the_students_is_the_mean_of_their_updates(run, random_base, tmp_path, merge):
+    out = tmp_path / "out"
+    cli.main(["export", run.args.output_dir, "--out", str(out), "--merge_students", *(["--merge"] if merge else [])])
+    base = AutoModelForCausalLM.from_pretrained(random_base)
+    before = {name: weight.detach().clone() for name, weight in base.named_parameters()}
+    updates = []
+    for student in ("student_0", "student_1"):
+        adapter = Path(run.args.output_dir, "members", student)
+        one = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(random_base), adapter).merge_and_unload()
+        updates.append({name: weight.detach() - before[name] for name, weight in one.named_parameters()})
+    stock = AutoModelForCausalLM.from_pretrained(out if merge else random_base)
+    if not merge:
+        stock = PeftModel.from_pretrained(stock, out).merge_and_unload()
+    moved = 0
+    for name, weight in stock.named_parameters():
+        mean = (updates[0][name] + updates[1][name]) / 2
+        torch.testing.assert_close(weight.detach(), before[name] + mean, atol=1e-5, rtol=1e-4)
+        moved += bool(mean.abs().max() > 1e-3)
+    assert moved > 3
+    assert AutoTokenizer.from_pretrained(out)
+
+
 def test_the_best_student_is_exported_when_none_is_named(run, tmp_path):
     assert export_member(run.args.output_dir, tmp_path / "out") == "student_0"
     ours, theirs = (Path(p, "adapter_model.safetensors") for p in (tmp_path / "out", run.args.output_dir))
@@ -77,5 +100,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run, tmp_path):
     with pytest.raises(ValueError, match=r"has no member 'student_7'; there are teacher_0, teacher_1, student_0"):
         export_member(run.args.output_dir, tmp_path / "out", "student_7")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="takes all students; leave `member='student_0'` out"):
+        export_member(run.args.output_dir, tmp_path / "out", "student_0", merge_students=True)
     with pytest.raises(ValueError, match="is there already. Name a directory that is not"):
         export_member(run.args.output_dir, tmp_path)

@@ -223,7 +223,7 @@ def export(arguments: Sequence[str]) -> None:
     from trl_populora.hub.export import ExportArguments, export_member
 
     (options,) = _parse(ExportArguments, "export", arguments)
-    name = export_member(options.run, options.out, options.member, options.merge)
+    name = export_member(options.run, options.out, options.member, options.merge, options.merge_students)
     _say(f"{name} is in {options.out}.")
 
 

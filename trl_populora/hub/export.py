@@ -1,9 +1,10 @@
-"""A member leaves its population as an ordinary PEFT adapter or merged into the base."""
+"""A member, or the mean of all students, leaves its population as an ordinary PEFT adapter or merged into the base."""
 
 from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,11 +31,18 @@ class ExportArguments:
     out: str = field(metadata={"help": "Directory to write; it must not be there yet."})
     member: str | None = field(default=None, metadata={"help": "Which one; the best student by default."})
     merge: bool = field(default=False, metadata={"help": "Write a whole model instead of an adapter."})
+    merge_students: bool = field(default=False, metadata={"help": "Write the mean of all students instead."})
 
 
-def export_member(run: str, out: str | Path, member: str | None = None, merge: bool = False) -> str:
+STUDENTS = "mean of the students"
+
+
+def export_member(
+    run: str, out: str | Path, member: str | None = None, merge: bool = False, merge_students: bool = False
+) -> str:
     """
-    Writes one member with its tokenizer to a directory that transformers, PEFT and vLLM load.
+    Writes one member, or the mean of all students, with its tokenizer to a directory that transformers, PEFT and vLLM
+    load.
 
     Args:
         run (`str`): Directory of a saved run or of a checkpoint, or the Hub name of a population.
@@ -43,41 +51,59 @@ def export_member(run: str, out: str | Path, member: str | None = None, merge: b
         merge (`bool`, *optional*, defaults to `False`): Whether to write a whole model, in the type that the base is
             saved in, instead of an adapter. Also the members of a quantised base are merged into the base as it is
             saved.
+        merge_students (`bool`, *optional*, defaults to `False`): Whether to write the mean of all students' updates
+            of the base: as an adapter it has all their ranks together.
 
     Returns:
         `str`: The member's name.
 
     Raises:
         `ValueError`: If there is no such population or member, the member is of another step than `population.json`
-            tells of, or `out` is there already.
+            tells of, `out` is there already, or a member is named beside `merge_students`.
     """
+    if merge_students and member:
+        raise ValueError(f"`merge_students` takes all students; leave `member={member!r}` out.")
     if Path(out).exists():
         raise ValueError(f"{str(out)!r} is there already. Name a directory that is not.")
     root = fetch(run, wanted=_WANTED)
     saved = read_population(root)
     adapters = {each["name"]: each["adapter"] for each in saved["members"]}
-    name = member or saved["best_student"]
-    if name not in adapters:
-        raise ValueError(f"{run} has no member {name!r}; there are {', '.join(adapters)}.")
-    check_one_moment(root, saved, [adapters[name]])
+    students = [each["name"] for each in saved["members"] if each["role"] == "student"]
+    names = students if merge_students else [member or saved["best_student"]]
+    if names[0] not in adapters:
+        raise ValueError(f"{run} has no member {names[0]!r}; there are {', '.join(adapters)}.")
+    chosen = [adapters[name] for name in names]
+    check_one_moment(root, saved, chosen)
     unfinished = Path(f"{out}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    if merge:
-        _write_merged(saved, root / adapters[name], unfinished)
+    if merge or merge_students:
+        _write_on_base(saved, [root / adapter for adapter in chosen], unfinished, merge)
     else:
         for file in ("adapter_config.json", "adapter_model.safetensors"):
-            shutil.copyfile(root / adapters[name] / file, unfinished / file)
+            shutil.copyfile(root / chosen[0] / file, unfinished / file)
     AutoTokenizer.from_pretrained(root).save_pretrained(unfinished)
     unfinished.rename(out)
-    return name
+    return STUDENTS if merge_students else names[0]
 
 
-def _write_merged(saved: dict, adapter: Path, directory: Path) -> None:
-    if saved.get("base_quantization"):
+def _write_on_base(saved: dict, adapters: Sequence[Path], directory: Path, merge: bool) -> None:
+    """Writes the mean of some adapters' updates, as one adapter or merged into the base."""
+    if merge and saved.get("base_quantization"):
         logger.warning("The member was trained beside a quantised base; it is merged into the base as it is saved.")
     revision = saved.get("settings", {}).get("base_revision", "main")
     base = AutoModelForCausalLM.from_pretrained(
         resolve_model_path(saved["base_model"]), revision=revision, dtype="auto"
     )
-    PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(directory)
+    names = [f"member_{place}" for place in range(len(adapters))]
+    model = PeftModel.from_pretrained(base, adapters[0], adapter_name=names[0])
+    for name, adapter in zip(names[1:], adapters[1:], strict=True):
+        model.load_adapter(adapter, adapter_name=name)
+    mean = names[0]
+    if len(names) > 1:
+        mean = "default"  # PEFT saves an adapter of this name into the directory itself
+        model.add_weighted_adapter(names, [1 / len(names)] * len(names), mean, combination_type="cat")
+    if merge:
+        model.merge_and_unload(adapter_names=[mean]).save_pretrained(directory)
+    else:
+        model.save_pretrained(directory, selected_adapters=[mean])
