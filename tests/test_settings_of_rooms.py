@@ -72,7 +72,7 @@ def test_the_defaults_of_a_room_are_the_options(room):
         (Breeding, {"crossover_rate": float("nan")}, r"`crossover_rate` must be in \[0, 1\], got nan"),
         (Breeding, {"mutations": "shuffle"}, "`mutations` names no operator 'shuffle'"),
         (KindSettings, {"inputs_per_function": 1}, "`inputs_per_function` must be at least 2, got 1"),
-        (KindSettings, {"prompt_style": "x"}, "`prompt_style` must be one of turns, chat, compact, None, got 'x'"),
+        (KindSettings, {"reading": "kind"}, "`reading` must be one of tolerant, strict, None, got 'kind'"),
     ],
 )
 def test_a_room_checks_its_settings_itself_and_the_config_by_it(room, wrong, told, make_args):

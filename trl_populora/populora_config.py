@@ -74,6 +74,7 @@ class PopuLoRAConfig(GRPOConfig):
             `"compact"`: what the embedded base knows. When `None`, that for the embedded base, else `"turns"`.
         shots (`int`, *optional*):
             Solved tasks shown to students, as turns before. When `None`, 3 for bases below a billion parameters.
+        reading (`str`, *optional*): How answers may be fenced: `"tolerant"`, but for `"compact"`, or `"strict"`.
         prompt_texts (`dict[str, str]`, *optional*):
             Instructions of your own for the built-in kinds, by `"code_o/propose"`, `"code_o/solve"` and so on.
         archive_size (`int`, *optional*, defaults to `16384`):
@@ -189,6 +190,7 @@ class PopuLoRAConfig(GRPOConfig):
     inputs_per_function: int = _option(KindSettings.inputs_per_function, "Inputs a code_f proposal must give.")
     prompt_style: str | None = _option(None, "'turns', 'chat', 'compact'; else by the model.")
     shots: int | None = _option(None, "Solved tasks shown to students; else by the model.")
+    reading: str | None = _option(None, "'tolerant' or 'strict'; else by the style.")
     prompt_texts: dict[str, Any] | str | None = _option(None, "Instructions of your own.")
     archive_size: int = _option(16384, "Tasks kept per kind, newest first.")
     students_per_task: int = _option(1, "2: another student makes half of the attempts.")

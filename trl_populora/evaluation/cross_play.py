@@ -252,7 +252,8 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     theirs = {name: first[name] for name in ("task_kinds", "references_per_proposal", "inputs_per_function")}
     # Older files lack some of these.
     theirs |= {name: first[name] for name in ("max_completion_length", *SAMPLING) if name in first}
-    theirs |= {"shots": first.get("shots", 0), "prompt_texts": first.get("prompt_texts")}
+    asked = {"shots": 0, "reading": "strict", "prompt_texts": None}
+    theirs |= {name: first.get(name, before) for name, before in asked.items()}
     return PopuLoRAConfig(
         "unused",
         **theirs

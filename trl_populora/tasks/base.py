@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STYLES = ("turns", "chat", "compact")
+READINGS = ("tolerant", "strict")
 
 
 class Reject(str, Enum):
@@ -224,6 +225,7 @@ class KindSettings:
         inputs_per_function (`int`, *optional*, defaults to `10`): Inputs a code_f proposal must give (AZR: 10).
         determinism_runs (`int`, *optional*, defaults to `2`): Runs of a proposal that must agree (AZR: 2).
         prompt_style (`str`, *optional*): One of `STYLES`, chosen when kinds are configured.
+        reading (`str`, *optional*): One of `READINGS`; by the style when `None`.
         prompt_texts (`Mapping[str, str]`, *optional*): Instructions of the user's, by `"code_o/propose"` and so on.
 
     Raises:
@@ -233,11 +235,12 @@ class KindSettings:
     inputs_per_function: int = 10
     determinism_runs: int = 2
     prompt_style: str | None = None
+    reading: str | None = None
     prompt_texts: Mapping[str, str] | None = None
 
     def __post_init__(self):
         check_least(self, {"inputs_per_function": 2, "determinism_runs": 1})
-        check_choices(self, {"prompt_style": (*STYLES, None)})
+        check_choices(self, {"prompt_style": (*STYLES, None), "reading": (*READINGS, None)})
 
 
 class TaskKind(ABC):

@@ -39,7 +39,7 @@ class CodeKind(TaskKind):
         """A class that has set `determinism_runs` for itself keeps it."""
         if type(self).determinism_runs == CodeKind.determinism_runs:
             self.determinism_runs = settings.determinism_runs
-        self.reading = "strict" if settings.prompt_style == "compact" else "tolerant"
+        self.reading = settings.reading or ("strict" if settings.prompt_style == "compact" else "tolerant")
         self.instructions = templates.TURNS | dict(settings.prompt_texts or {})
 
     def read_blocks(self, text: str, names: Sequence[str]) -> list[str]:
