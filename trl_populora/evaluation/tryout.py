@@ -18,11 +18,14 @@ import torch
 from accelerate.utils import set_seed
 from peft import PeftModel
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from trl_populora import build
 from trl_populora.adapters.routing import BASE_NAME, Router
-from trl_populora.generation.plain import plain_player, plain_room, sampling_config
+from trl_populora.assets import resolve_model_path
+from trl_populora.generation.plain import plain_player, plain_room, sampling_config, tokenize
 from trl_populora.generation.prompting import SHOTS, choose_style
+from trl_populora.generation.texts import decode_texts
 from trl_populora.given_tasks import load_archive
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.player import Completion, Messages, Player
@@ -44,13 +47,14 @@ class TryArguments:
 
     Args:
         model (`str`): Hub id or directory of a base, or `tiny`.
-        adapter (`str`, *optional*): A LoRA adapter on it, for example of a cold start.
+        adapter (`str`, *optional*): A LoRA adapter on it, for example of a cold start. Not with `vllm`.
         task_kinds (`list[str]`, *optional*): Kinds to try; the three built in by default.
         prompt_style (`str`, *optional*): Tries this style alone; else all that the base may know.
         samples (`int`, *optional*, defaults to `8`): Proposals and attempts per kind in each form, a multiple of 4.
         max_completion_length (`int`, *optional*, defaults to `160`): Tokens; a longer completion is cut.
         inputs_per_function (`int`, *optional*, defaults to `4`): Inputs that a code_f proposal must give.
         temperature (`float`, *optional*, defaults to `1.0`): Of the samples, as of a run's.
+        vllm (`bool`, *optional*, defaults to `False`): Generate with vLLM, in this process.
         dtype (`str`, *optional*): Of the weights; float32 for the embedded base, bfloat16 for others.
         seed (`int`, *optional*, defaults to `0`): Of references, tasks and samples.
     """
@@ -65,12 +69,15 @@ class TryArguments:
     max_completion_length: int = field(default=160, metadata={"help": "Tokens per completion."})
     inputs_per_function: int = field(default=4, metadata={"help": "Inputs that a code_f proposal must give."})
     temperature: float = field(default=1.0, metadata={"help": "Of the samples."})
+    vllm: bool = field(default=False, metadata={"help": "Generate with vLLM, in this process."})
     dtype: str | None = field(default=None, metadata={"help": "Of the weights."})
     seed: int = field(default=0, metadata={"help": "Of references, tasks and samples."})
 
     def __post_init__(self):
         if self.samples < ATTEMPTS or self.samples % ATTEMPTS:
             raise ValueError(f"`samples` must be a multiple of {ATTEMPTS}, got {self.samples}.")
+        if self.vllm and self.adapter:
+            raise ValueError("`adapter` is tried with transformers; leave `vllm` out.")
         if self.prompt_style is not None:
             check_style(self.prompt_style)
 
@@ -213,7 +220,10 @@ def try_model(options: TryArguments) -> Tryout:
             sides[style] = referee, load_archive(None, kinds, style, args.archive_size, REFERENCES)
         questions, left_out = _pose_all(sides, options)
         start = time.perf_counter()
-        player = plain_player(base, tokenizer, Router(), [], args)
+        if options.vllm:
+            player = _vllm_player(options, tokenizer, args, ends)
+        else:
+            player = plain_player(base, tokenizer, Router(), [], args)
         completions = _answer(player, questions)
         seconds = time.perf_counter() - start
         outcomes: dict[int, Outcome] = {}
@@ -277,6 +287,25 @@ def _pose(referee: Referee, archive: TaskArchive, form: Form, options: TryArgume
             drawn = referee.draw_references(kind, archive, REFERENCES, rng)
             prompt, shown = referee.proposal_prompt(kind, drawn)
             yield Question(form, "teacher", kind.name, prompt, shown)
+
+
+def _vllm_player(
+    options: TryArguments, tokenizer: PreTrainedTokenizerBase, args: PopuLoRAConfig, ends: Sequence[int]
+) -> Player:
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(resolve_model_path(options.model), dtype=args.model_init_kwargs["dtype"], seed=options.seed)
+    sampling = SamplingParams(
+        temperature=args.temperature, max_tokens=args.max_completion_length, stop_token_ids=list(ends)
+    )
+
+    def generate(prompts: list[Messages], names: Sequence[str], seeds: None = None) -> list[Completion]:
+        ids = tokenize(tokenizer, prompts, args)
+        outputs = engine.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
+        written = [list(output.outputs[0].token_ids) for output in outputs]
+        return [Completion(*row) for row in zip(ids, written, decode_texts(tokenizer, ids, written), strict=True)]
+
+    return Player(generate)
 
 
 def _answer(player: Player, questions: Sequence[Question]) -> list[Completion]:
