@@ -26,8 +26,8 @@ class SandboxSettings:
     """
 
     sandbox_workers: int | None = None
-    sandbox_seconds: float = 2.0
-    sandbox_memory_mb: int = 512
+    sandbox_seconds: float = Limits.wall_seconds
+    sandbox_memory_mb: int = Limits.memory_bytes >> 20
     sandbox_allow_weak: bool = False
 
     def __post_init__(self):

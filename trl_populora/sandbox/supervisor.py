@@ -18,12 +18,12 @@ from .judge import Observation, combine, ended_at_wrong, judge_run
 from .listener import Listener
 from .pending import Pending
 from .places import Places
+from .protocol import LONGEST_EXTENSION
 from .worker import Worker
 
 
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
-LONGEST_EXTENSION = 120.0  # see `zygote.py`
 FAILED_STARTS = 3  # zygotes in a row that may fail to start
 
 
@@ -85,8 +85,9 @@ class Supervisor:
             raise RuntimeError("the sandbox is closed") from self.failure
         limits = replace(limits, wall_seconds=limits.wall_seconds / job.headroom)
         pending = Pending(job, limits, self.soft)
-        if len(job.program) > limits.program_bytes:
-            reason = f"a program of {len(job.program)} characters, more than {limits.program_bytes}"
+        size = len(job.program.encode("utf-8", "surrogatepass"))
+        if size > limits.program_bytes:
+            reason = f"a program of {size} bytes, more than {limits.program_bytes}"
             self._resolve(pending, Verdict(Status.POLICY, reason))
             return pending.future
         self.inbox.append(pending)
@@ -142,7 +143,7 @@ class Supervisor:
                 break
         while self.later and not self.queue and self.places.has_room_behind(self.later[0]):
             self._dispatch(self.later.popleft())
-        self._tell_pressure()
+        self._tell_whether_busy()
 
     def _dispatch(self, pending: Pending) -> bool:
         """To the zygote of its slot that has least to do; False when there is no descriptor left for it."""
@@ -162,7 +163,7 @@ class Supervisor:
         """Next in its line."""
         (self.later if pending.slow else self.queue).appendleft(pending)
 
-    def _tell_pressure(self) -> None:
+    def _tell_whether_busy(self) -> None:
         """Whether jobs wait for a free place, as far as the zygotes with slow children need to know."""
         busy = self.places.are_taken
         if busy != self.busy:
@@ -243,7 +244,7 @@ class Supervisor:
         self.listener.forget(pending.socket)
         if pending.event is not None:
             self._drop(number, pending)
-            self._judge(pending)
+            self._finish_run(pending)
 
     def _note_slow(self, number: int, worker: Worker, pending: Pending) -> None:
         """A slow program stops counting against the programs at a time; without room for it, it begins anew later."""
@@ -263,7 +264,7 @@ class Supervisor:
         self.listener.forget(pending.socket)
         pending.close()
 
-    def _judge(self, pending: Pending) -> None:
+    def _finish_run(self, pending: Pending) -> None:
         data, inputs = bytes(pending.data), len(pending.job.inputs)
         if pending.put_back and os.WIFSIGNALED(pending.event.wait_status) and not pending.event.expired:
             self.later.append(pending)

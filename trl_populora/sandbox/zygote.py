@@ -42,6 +42,7 @@ from .protocol import (
     EVENT,
     EXPIRED,
     FAILED,
+    LONGEST_EXTENSION,
     OK,
     ORDER,
     PROBE,
@@ -61,7 +62,6 @@ _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
 _DESCRIPTORS = 64  # none is above: `_control` begins low, and `confine.py` allows 16
-_LONGEST_EXTENSION = 120.0  # times the limit, for a program that the busy host does not let run
 _PATIENCE_SECONDS = 5.0  # or the limit, if that is longer: who has used no CPU time for so long sleeps
 # While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 100: programs that never end
 # then cost their zygote 3 % of a core whatever their number.
@@ -76,7 +76,7 @@ class Running:
         self.job, self.pid, self.limit, self.owed = job, pid, limit, owed
         self.started = _now()
         self.deadline = self.started + limit
-        self.last_deadline = self.started + limit * _LONGEST_EXTENSION
+        self.last_deadline = self.started + limit * LONGEST_EXTENSION
         self.yields_at: float | None = self.started + owed
         self.used_at_deadline, self.asleep_at = -1.0, _FOREVER
         self.expired = False
@@ -99,7 +99,7 @@ class Running:
             return False
         if stopped:
             self.used_at_deadline = -1.0
-            self.last_deadline = now + self.limit * _LONGEST_EXTENSION
+            self.last_deadline = now + self.limit * LONGEST_EXTENSION
             self.deadline = now + max(self.limit - used, _PAUSE_SECONDS)
             return True
         if now >= self.last_deadline:
@@ -215,12 +215,12 @@ class Zygote:
                 running.expired, running.yields_at = True, None
                 os.kill(running.pid, signal.SIGKILL)
             elif running.yields_at is not None and now >= running.yields_at:
-                self._let_yield(running, now)
+                self._report_slow(running, now)
 
     def _may_go_on(self, running: Running, now: float) -> bool:
         return running.may_go_on(now, self.busy and running in self.background)
 
-    def _let_yield(self, running: Running, now: float) -> None:
+    def _report_slow(self, running: Running, now: float) -> None:
         missing = running.owed - running.cpu_seconds()
         if missing > 0:
             running.yields_at = now + max(missing, 0.001)

@@ -70,7 +70,7 @@ class PlayAhead:
 
     def __init__(self, game: Game, versions: Callable[[], Mapping[str, int]], on: bool = False, evolve_every: int = 0):
         self.game, self.versions, self.on, self.evolve_every = game, versions, on, evolve_every
-        self._thread: futures.Future[Played] | None = None
+        self._playing: futures.Future[Played] | None = None
         self._pending: Played | None = None
         self._done, self._sampled_from = 0, dict[str, int]()
         self._stop = threading.Event()
@@ -84,15 +84,15 @@ class PlayAhead:
         self._done, self._sampled_from, self._stop = done, dict(self.versions()), threading.Event()
         player = replace(self.game.player, generate=_until(self._stop, self.game.player.generate))
         pool = futures.ThreadPoolExecutor(1, "play ahead")
-        self._thread = pool.submit(play_step, replace(self.game, player=player), done)
+        self._playing = pool.submit(play_step, replace(self.game, player=player), done)
         pool.shutdown(wait=False)
 
     def wait(self) -> dict[str, float]:
         """Waits for a game that is being played and raises what went wrong in it; returns the seconds waited."""
         start = time.perf_counter()
-        if self._thread is not None:
-            self._pending = self._thread.result()
-            self._thread = None
+        if self._playing is not None:
+            self._pending = self._playing.result()
+            self._playing = None
         return {"wait": time.perf_counter() - start} if self.on else {}
 
     def play(self, done: int) -> Played:
@@ -130,9 +130,9 @@ class PlayAhead:
     def close(self) -> None:
         """Ends a game that is being played, as soon as what it has asked for is answered, and forgets it."""
         self._stop.set()
-        if self._thread is not None:
-            futures.wait([self._thread])
-        self._thread = self._pending = None
+        if self._playing is not None:
+            futures.wait([self._playing])
+        self._playing = self._pending = None
 
     def state_dict(self) -> dict[str, Any] | None:
         """The game that was played ahead, as plain data; `None` if there is none."""
