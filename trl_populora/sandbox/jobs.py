@@ -1,4 +1,4 @@
-"""What the sandbox is asked and what it answers: `Job`, `Limits`, `Verdict`, `Status` (phases 3 and 4)."""
+"""What the sandbox is asked and what it answers: `Job`, `Limits`, `Verdict`, `Status`."""
 
 from __future__ import annotations
 

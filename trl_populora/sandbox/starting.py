@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SandboxSettings:
     """
-    What programs may use; the options of these names.
+    What programs may use. Each field is the option of the same name.
 
     Raises:
         `ValueError`: If a number is too small.

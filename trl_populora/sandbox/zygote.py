@@ -10,7 +10,7 @@ import sys
 
 
 if __name__ == "__main__":
-    # The script's folder comes first on the path. The room is loaded as a package of its own, without its `__init__`.
+    # The script's folder comes first on the path. It is imported as `sandbox_room`, so that trl_populora is not.
     import os
     import types
 
@@ -56,13 +56,13 @@ from .protocol import (
 )
 
 
-# Found once: every object on the way to a function is one that both sides of a fork write to, and copy a page for.
+# Looked up once: a lookup counts references, and after a fork every such write makes the kernel copy a memory page.
 _close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, os.fork, os.wait4
 _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
-_DESCRIPTORS = 64  # none is above: `_control` begins low, and `confine.py` allows 16
-_PATIENCE_SECONDS = 5.0  # or the limit, if that is longer: who has used no CPU time for so long sleeps
+_DESCRIPTORS = 64  # a child closes those below; none is higher: see `_control`, and `confine.py` allows 16
+_PATIENCE_SECONDS = 5.0  # or the limit, if longer: a program that used no CPU time for so long sleeps, and is killed
 # While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 100: programs that never end
 # then cost their zygote 3 % of a core whatever their number.
 _TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.097
@@ -90,9 +90,9 @@ class Running:
 
     def may_go_on(self, now: float, stopped: bool) -> bool:
         """
-        At the deadline: has it not had its CPU time yet, and does it want to run? Then the deadline moves on.
+        Asked at the deadline. True, with a later deadline, if the child has CPU time left and has lately used some.
 
-        A process that sleeps is known by not using the time it is given. For one that is stopped, time stands still.
+        One that uses none of the time it is given sleeps. The time for which a child is stopped does not count.
         """
         used = self.cpu_seconds()
         if self.limit <= used < _FOREVER:
@@ -120,7 +120,7 @@ class Zygote:
         guard (`soft.Guard`): The soft layer, ready to use in any child.
     """
 
-    close_in: Callable[[int, int], None]  # what every child adds to the walls
+    close_in: Callable[[int, int], None]  # a child confines itself further with it
     filling: list[object]  # what keeps the heap free of holes
 
     def __init__(self, control: socket.socket, guard: soft.Guard):
@@ -133,7 +133,7 @@ class Zygote:
         self.poll = select.poll()
         self.poll.register(control, select.POLLIN)
         self.poll.register(self.wake_read, select.POLLIN)
-        # Set up here, before the walls: `set_wakeup_fd` wants to stat the descriptor.
+        # Before the walls, which may refuse the system call by which `set_wakeup_fd` looks at the descriptor.
         signal.signal(signal.SIGCHLD, operator.is_)  # anything that takes two arguments and is not Python code
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
 
@@ -206,7 +206,7 @@ class Zygote:
             self._send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
 
     def _watch(self) -> None:
-        """Kill what has had its time, and report what has had its owed CPU time."""
+        """Kills children that are past their limit; reports as slow those that have used `owed_cpu_seconds`."""
         now = _now()
         for running in self.children.values():
             if running.expired:
@@ -294,7 +294,7 @@ def _set_time_zone() -> None:
 
 
 def _warm_up(guard: soft.Guard) -> None:
-    """Run what every child runs until the interpreter has settled on it; it would do so anew in each of them."""
+    """Runs what every child runs, so that CPython specialises its code here, once, and not in each child."""
     frame = pack_payload((0, False, 100, False, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
     reader, writer = os.pipe()
     os.write(writer, frame)
@@ -304,7 +304,7 @@ def _warm_up(guard: soft.Guard) -> None:
 
 
 def _control(number: int) -> socket.socket:
-    """The trainer's end may have any number, with many files open there; a child closes only low ones."""
+    """Moves the inherited socket, whose number may be high, to a low one: children close only low ones."""
     control = socket.socket(fileno=os.dup(number))
     os.close(number)
     return control
