@@ -546,7 +546,7 @@ class PopuLoRATrainer(GRPOTrainer):
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
     def _forgotten(self, child: str, parent: str) -> float:
-        """Mean log-probability per token, parent minus child, of completions that their role has just got right."""
+        """Nats per token: mean log-probability of what their role has just got right, parent minus child."""
         members, args = (self.population[child], self.population[parent]), self.args
         forward = self.processing_class.pad_token_id, args.per_device_train_batch_size, self.accelerator.device
         with pause_training(self.model):  # dropout would be taken for forgetting

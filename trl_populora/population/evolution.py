@@ -239,8 +239,8 @@ class EvolutionCallback(TrainerCallback):
         read (`Callable`): Factors of a member by name. Collective.
         write (`Callable`): `(name, factors)` puts factors into a live member for a test. Collective.
         replace (`Callable`): The trainer's `replace_member`. Collective.
-        forgotten (`Callable`): `(child, parent)` -> mean log-probability per token, parent minus child, of completions
-            that their role got right; NaN if there are none. Collective.
+        forgotten (`Callable`): `(child, parent)` -> nats per token: mean log-probability of what their role got right
+            in the last step, parent minus child; NaN if there is nothing. Collective.
         log (`Callable`): Takes the metrics of each step.
     """
 

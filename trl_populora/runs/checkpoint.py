@@ -12,8 +12,8 @@ A checkpoint holds what the HF `Trainer` writes (optimizer, scheduler, generator
                           (metrics, loss), and a game that was played ahead
     whole.json            names and sizes of all these files, number of processes; written last
 
-They are read back in this order: members (DeepSpeed: with its own files), `trainer_state.json`, optimizer, scheduler,
-then [`load_game`], and generators at the first update, with the loss that is not logged yet.
+They are read back in this order: members, `trainer_state.json` (FSDP and DeepSpeed: the members after it), optimizer,
+scheduler, then [`load_game`], and at the first update the generators and the loss that is not logged yet.
 
 It is written into `<output_dir>/_unfinished/` and moved into place once every rank is done, so that a run killed at
 any moment leaves whole checkpoints and, at most, an unfinished one that nothing picks up. Nodes with an `output_dir`

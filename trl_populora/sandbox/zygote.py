@@ -56,7 +56,7 @@ from .protocol import (
 )
 
 
-# Looked up once: a lookup counts references, and after a fork every such write makes the kernel copy a memory page.
+# Looked up once: a lookup changes reference counts, and after a fork each such write copies a memory page.
 _close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, os.fork, os.wait4
 _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
