@@ -546,7 +546,7 @@ class PopuLoRATrainer(GRPOTrainer):
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
     def _forgotten(self, child: str, parent: str) -> float:
-        """Nats per token: mean log-probability of what their role has just got right, parent minus child."""
+        """Nats per token that a live member lost against another on what its role has just got right."""
         members, args = (self.population[child], self.population[parent]), self.args
         forward = self.processing_class.pad_token_id, args.per_device_train_batch_size, self.accelerator.device
         with pause_training(self.model):  # dropout would be taken for forgetting
@@ -577,11 +577,11 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _rank_state(self) -> checkpoint.RankState:
         between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
-        needed = between or event_follows(self.state.global_step, self.args.evolve_every)  # by the retention gate
+        asked = between or event_follows(self.state.global_step, self.args.evolve_every)  # by the retention gate
         return checkpoint.RankState(
             step=self._step,
             buffered=self._buffered_inputs if between else None,
-            played=self.played.state_dict() if needed else None,
+            played=self.played.state_dict() if asked else None,
             metrics={name: list(map(float, values)) for name, values in self._metrics["train"].items()},
             loss=float(self._tr_loss),
             logged=self._globalstep_last_logged,

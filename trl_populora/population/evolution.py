@@ -108,8 +108,7 @@ class Breeding:
         mutations, crossovers (*optional*): Weights of the operators, see [`read_mixture`].
         mutation_strength (`float`, *optional*, defaults to `1.0`): Strength of mutations; crossovers have 1.
         retention_tolerance (`float`, *optional*): Nats per token that a child may lose; `None`: it is not tested.
-        learning_rate_perturbation (`float`, *optional*, defaults to `0.0`): p: a child's learning rate is its
-            first parent's times 1 - p or 1 + p.
+        learning_rate_perturbation (`float`, *optional*, defaults to `0.0`): How far a child's rate may be off.
         seed (`int`, *optional*, defaults to `0`): With the step it decides every random choice.
         roles (`tuple[str, ...]`, *optional*): Those that evolve; both by default.
 
@@ -239,8 +238,8 @@ class EvolutionCallback(TrainerCallback):
         read (`Callable`): Factors of a member by name. Collective.
         write (`Callable`): `(name, factors)` puts factors into a live member for a test. Collective.
         replace (`Callable`): The trainer's `replace_member`. Collective.
-        forgotten (`Callable`): `(child, parent)` -> nats per token: mean log-probability of what their role got right
-            in the last step, parent minus child; NaN if there is nothing. Collective.
+        forgotten (`Callable`): `(child, parent)` -> nats per token that one live member lost against another on what
+            its role has got right; NaN if nothing is known. Collective.
         log (`Callable`): Takes the metrics of each step.
     """
 

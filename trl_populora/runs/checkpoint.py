@@ -263,7 +263,7 @@ class RankState:
     Args:
         step (`int`): TRL's count of micro-batches.
         buffered (`list` or `None`): Micro-batches that are still to be trained on.
-        played (`dict` or `None`): The played step, if its rows are buffered or the retention gate needs it.
+        played (`dict` or `None`): The step that they are of, or that the retention gate will look at.
         metrics (`dict[str, list[float]]`): Metrics that are not logged yet.
         loss (`float`), logged (`int`): The loss since the last log, and the step of that log.
         ahead (`dict` or `None`): The next step's game, if it was played ahead.

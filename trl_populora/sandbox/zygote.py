@@ -120,7 +120,7 @@ class Zygote:
         guard (`soft.Guard`): The soft layer, ready to use in any child.
     """
 
-    close_in: Callable[[int, int], None]  # a child confines itself further with it
+    close_in: Callable[[int, int], None]  # what every child adds to the walls
     filling: list[object]  # what keeps the heap free of holes
 
     def __init__(self, control: socket.socket, guard: soft.Guard):

@@ -78,7 +78,7 @@ def measure_forgetting(
     logps: Logps, child: Member, parent: Member, rows: Sequence[Row], pad_token: int, size: int, device: torch.device
 ) -> float:
     """
-    Nats per token: mean log-probability of known solutions, parent minus child; NaN if there are none. Collective.
+    Nats per token that one live member lost against another; NaN if nothing is known. Collective.
 
     Args:
         child, parent ([`~trl_populora.population.members.Member`]): The two.
