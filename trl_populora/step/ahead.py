@@ -28,7 +28,7 @@ def check_play_ahead(
     use_vllm: bool, vllm_mode: str, correction: bool, num_iterations: int, evolve_every: int, processes: int
 ) -> None:
     """
-    Refuses what a game that is played beside an update cannot go with; `correction` is that of importance sampling.
+    Refuses settings under which a game cannot be played during an update; `correction` is that of importance sampling.
 
     Raises:
         `ValueError`: Names the setting, the reason and the way out.
@@ -56,10 +56,10 @@ def check_play_ahead(
 
 class PlayAhead:
     """
-    Plays the steps' games: each when its rows are wanted or, where `start` was called, beside the update before.
+    Plays the steps' games: each when its rows are asked for or, where `start` was called, during the update before.
 
-    The trainer waits for a game before its optimizer steps. So nothing publishes, replaces, saves or scores members
-    while one is played, and nothing else reads ratings and archive, which it changes.
+    The trainer waits until the game has ended before it runs the optimizer step. So nothing publishes, replaces, saves
+    or scores members while a game is played, and nothing else reads ratings and archive, which the game changes.
 
     Args:
         game ([`Game`]): What is played, on one process.
@@ -70,29 +70,29 @@ class PlayAhead:
 
     def __init__(self, game: Game, versions: Callable[[], Mapping[str, int]], on: bool = False, evolve_every: int = 0):
         self.game, self.versions, self.on, self.evolve_every = game, versions, on, evolve_every
-        self._thread: futures.Future[Played] | None = None
+        self._playing: futures.Future[Played] | None = None
         self._pending: Played | None = None
         self._done, self._sampled_from = 0, dict[str, int]()
         self._stop = threading.Event()
 
     def start(self, done: int, max_steps: int) -> None:
         """
-        Begins the game that follows `done` optimizer steps, unless the run is over by then or newborn members play it.
+        Begins the game that follows `done` optimizer steps, unless the run ends there or members are replaced before.
         """
         if not self.on or done >= max_steps or event_follows(done, self.evolve_every):
             return
         self._done, self._sampled_from, self._stop = done, dict(self.versions()), threading.Event()
         player = replace(self.game.player, generate=_until(self._stop, self.game.player.generate))
         pool = futures.ThreadPoolExecutor(1, "play ahead")
-        self._thread = pool.submit(play_step, replace(self.game, player=player), done)
+        self._playing = pool.submit(play_step, replace(self.game, player=player), done)
         pool.shutdown(wait=False)
 
     def wait(self) -> dict[str, float]:
         """Waits for a game that is being played and raises what went wrong in it; returns the seconds waited."""
         start = time.perf_counter()
-        if self._thread is not None:
-            self._pending = self._thread.result()
-            self._thread = None
+        if self._playing is not None:
+            self._pending = self._playing.result()
+            self._playing = None
         return {"wait": time.perf_counter() - start} if self.on else {}
 
     def play(self, done: int) -> Played:
@@ -100,7 +100,8 @@ class PlayAhead:
         The game that follows `done` optimizer steps: the one that was played ahead, or else one played now.
 
         Its metric `ahead/staleness` tells how many versions its members have gone through since its rows were sampled,
-        of the member with most; `seconds["hidden"]`, below 0, that its phases passed beside the update before.
+        of the member with most. `seconds["hidden"]` is minus the seconds of its phases: they ran during the update
+        before, and would else count twice.
         """
         self.wait()
         played, self._pending, staleness = self._pending, None, 0
@@ -128,11 +129,11 @@ class PlayAhead:
         self._pending = None
 
     def close(self) -> None:
-        """Ends a game that is being played, as soon as what it has asked for is answered, and forgets it."""
+        """Stops a game that is being played, after the completions that it waits for, and forgets it."""
         self._stop.set()
-        if self._thread is not None:
-            futures.wait([self._thread])
-        self._thread = self._pending = None
+        if self._playing is not None:
+            futures.wait([self._playing])
+        self._playing = self._pending = None
 
     def state_dict(self) -> dict[str, Any] | None:
         """The game that was played ahead, as plain data; `None` if there is none."""
@@ -140,7 +141,7 @@ class PlayAhead:
         return None if self._pending is None else {"done": self._done, "played": self._pending.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores what `state_dict` returned. The members will be published anew: one version more."""
+        """Restores what `state_dict` returned. vLLM will get all members anew, so staleness counts from now."""
         self._pending = None if state is None else Played.from_state(state["played"])
         if state is not None:
             self._done, self._sampled_from = state["done"], dict(self.versions())
@@ -157,7 +158,7 @@ def _tell_dropped(done: int, reason: str) -> None:
 
 
 def _until(stop: threading.Event, generate: Callable) -> Callable:
-    """`generate` as long as nobody says stop."""
+    """`generate`, which raises once `stop` is set."""
 
     def generate_or_stop(*arguments: Any, **options: Any) -> Any:
         if stop.is_set():
