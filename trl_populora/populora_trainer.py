@@ -529,8 +529,11 @@ class PopuLoRATrainer(GRPOTrainer):
             name (`str`): The slot.
             factors (`Mapping[str, torch.Tensor]`): As [`~trl_populora.adapters.weights.read_member`] returns them, the
                 same on every rank.
-            step, parents, operator, mu, sigma: What is told of the new one: the optimizer step, identities of the
-                parents, what made it, and its TrueSkill rating.
+            step (`int`): The optimizer step at which it is born.
+            parents (`Sequence[str]`, *optional*): Identities of those that it comes from.
+            operator (`str`, *optional*, defaults to `"written"`): What made it.
+            mu (`float`, *optional*): The mean of its TrueSkill rating; that of a new member by default.
+            sigma (`float`, *optional*): The standard deviation, likewise.
 
         Raises:
             `KeyError`: If there is no such member.
