@@ -207,6 +207,11 @@ class TestPushed:
         config = eval(re.search(r"peft_config=(LoraConfig\(.*\))\)\.train", card)[1], {"LoraConfig": LoraConfig})
         assert {name: getattr(config, name) for name in lora} == lora | {"target_modules": set(lora["target_modules"])}
 
+    def test_what_belongs_to_a_population_is_not_doubted(self, hub, finished, recwarn):
+        push_run(finished.args.output_dir, "me/quiet")
+        assert "archive.parquet" in hub.repos["me/quiet"]
+        assert [str(told.message) for told in recwarn if "data file" in str(told.message)] == []
+
     def test_the_card_shows_pictures_that_were_pushed(self, hub, finished):
         push_run(finished.args.output_dir, "me/pictures")
         files = hub.repos["me/pictures"]

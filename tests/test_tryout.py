@@ -91,6 +91,13 @@ def test_options_that_cannot_be_are_refused(options, message):
         TryArguments("tiny", **options)
 
 
+@pytest.mark.parametrize(
+    ("model", "given", "inputs"), [("tiny", {}, 6), ("a/base", {}, 4), ("tiny", {"inputs_per_function": 5}, 5)]
+)
+def test_a_base_is_asked_for_as_many_inputs_as_it_knows(model, given, inputs):
+    assert TryArguments(model, **given).inputs_per_function == inputs
+
+
 @pytest.mark.slow
 def test_the_tiny_base_is_asked_in_its_own_words(capsys):
     options = TryArguments("tiny", task_kinds=["code_o", "code_i"], max_completion_length=100)
