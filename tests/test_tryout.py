@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoTokenizer
 
 from trl_populora import __main__ as program
+from trl_populora.assets import tiny_base_path
 from trl_populora.evaluation.tryout import Form, Outcome, Question, TryArguments, Tryout, try_model
 from trl_populora.evaluation.tryout_page import show
+from trl_populora.generation.plain import tokenize
 from trl_populora.step.player import Completion
 
 
@@ -96,6 +99,13 @@ def test_options_that_cannot_be_are_refused(options, message):
 )
 def test_a_base_is_asked_for_as_many_inputs_as_it_knows(model, given, inputs):
     assert TryArguments(model, **given).inputs_per_function == inputs
+
+
+def test_a_prompt_that_is_too_long_is_measured_without_a_warning(make_args):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
+    prompt = [{"role": "user", "content": "solve code_o " * tokenizer.model_max_length}]
+    assert len(tokenize(tokenizer, [prompt], make_args())[0]) > tokenizer.model_max_length
+    assert not tokenizer.deprecation_warnings
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def draw_held_out(axis: Axes, run: Run) -> None:
             label = "the base, untrained" if one else "_"
             axis.axhline(base[0], color=GREY if one else color, label=label, linestyle="--", linewidth=1.4)
     if not tables:
-        axis.text(0.5, 0.5, "not evaluated (`eval_dataset`)", ha="center", va="center", transform=axis.transAxes)
+        axis.text(0.5, 0.5, "no held-out tasks were attempted", ha="center", va="center", transform=axis.transAxes)
     axis.set(ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
 
 
