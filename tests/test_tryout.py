@@ -98,7 +98,7 @@ def test_options_that_cannot_be_are_refused(options, message):
     ("model", "given", "inputs"), [("tiny", {}, 6), ("a/base", {}, 4), ("tiny", {"inputs_per_function": 5}, 5)]
 )
 def test_a_base_is_asked_for_as_many_inputs_as_it_knows(model, given, inputs):
-    assert TryArguments(model, **given).inputs_per_function == inputs
+    assert TryArguments(model, **given).inputs == inputs
 
 
 def test_a_prompt_that_is_too_long_is_measured_without_a_warning(make_args):

@@ -81,10 +81,15 @@ class TryArguments:
             raise ValueError(f"`samples` must be a multiple of {ATTEMPTS}, got {self.samples}.")
         if self.vllm and self.adapter:
             raise ValueError("`adapter` is tried with transformers; leave `vllm` out.")
-        if self.inputs_per_function is None:
-            self.inputs_per_function = 6 if self.model == TINY else 4
         if self.prompt_style is not None:
             check_style(self.prompt_style)
+
+    @property
+    def inputs(self) -> int:
+        """Inputs that a code_f proposal must give."""
+        if self.inputs_per_function is None:
+            return 6 if self.model == TINY else 4
+        return self.inputs_per_function
 
 
 @dataclass(frozen=True)
@@ -245,7 +250,7 @@ def _settings_for(options: TryArguments) -> PopuLoRAConfig:
         "unused",
         task_kinds=options.task_kinds,
         teacher_baseline="group",  # no advantages are taken
-        inputs_per_function=options.inputs_per_function,
+        inputs_per_function=options.inputs,
         max_completion_length=options.max_completion_length,
         temperature=options.temperature,
         report_to=[],
