@@ -523,17 +523,13 @@ class PopuLoRATrainer(GRPOTrainer):
     ) -> None:
         """
         Replaces all of a member: weights, optimizer state, rating, age and version. Rows that were still to be trained
-        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank.
+        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank. Keyword arguments tell
+        of the new one: its step, identities of its parents, what made it, and its TrueSkill rating.
 
         Args:
             name (`str`): The slot.
             factors (`Mapping[str, torch.Tensor]`): As [`~trl_populora.adapters.weights.read_member`] returns them, the
                 same on every rank.
-            step (`int`): The optimizer step at which it is born.
-            parents (`Sequence[str]`, *optional*): Identities of those that it comes from.
-            operator (`str`, *optional*, defaults to `"written"`): What made it.
-            mu (`float`, *optional*): The mean of its TrueSkill rating; that of a new member by default.
-            sigma (`float`, *optional*): The standard deviation, likewise.
 
         Raises:
             `KeyError`: If there is no such member.
