@@ -216,7 +216,7 @@ class TestPushed:
         push_run(finished.args.output_dir, "me/pictures")
         files = hub.repos["me/pictures"]
         shown = re.findall(r'src="(plots/[^"]+)"', files["README.md"].decode())
-        empty = ("held_out",)  # the run has not evaluated
+        empty = ("held_out", "curriculum")  # the run has not evaluated, and a random base writes no task
         assert shown == [f"plots/{name}.png" for name in PICTURES if name not in empty]
         assert all(files[name].startswith(b"\x89PNG") for name in shown)
 
@@ -422,7 +422,7 @@ class TestArchive:
         assert metadata.configs == [{"config_name": "default", "data_files": files, "default": True}]
         assert metadata.size_categories == ["n<1K"]
         assert 'load_dataset("me/archive", split="train")' in card
-        assert f"{len(finished.archive)} small verifiable" in card
+        assert f"{len(finished.archive)} verified tasks" in card
         assert "| code_f | 4 |" in card
 
     def test_the_viewer_is_told_every_column_and_none_is_nested_in_another(self, hub, finished, tmp_path):

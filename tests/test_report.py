@@ -210,7 +210,7 @@ def test_a_count_over_the_tasks_of_several_steps_is_no_measure_of_a_task():
     figure = Figure()
     draw_coverage(figure, run)
     assert [list(axis.lines[0].get_ydata()) for axis in figure.axes] == [[10.0, 11.0]]
-    assert [change.name for change in changes(run)] == ["tasks: words", "different features lately"]
+    assert [change.name for change in changes(run)] == ["tasks: words", "different features in recent tasks"]
 
 
 def test_a_run_whose_kinds_measure_nothing_has_no_picture_of_it():

@@ -168,7 +168,7 @@ def draw_curriculum(figure: Figure, run: Run) -> None:
 BREADTH = {
     "curriculum/coverage": ("program structures so far", "distinct structures\n(number)"),
     "curriculum/entropy": ("how evenly they are used", "entropy\n(bits)"),
-    "curriculum/features": ("features of late tasks", "different features\n(number)"),
+    "curriculum/features": ("features in recent tasks", "different features\n(number)"),
 }
 
 
