@@ -523,14 +523,13 @@ class PopuLoRATrainer(GRPOTrainer):
     ) -> None:
         """
         Replaces all of a member: weights, optimizer state, rating, age and version. Rows that were still to be trained
-        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank.
+        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank. Keyword arguments tell
+        of the new one: its step, identities of its parents (`name@version`), what made it, and its TrueSkill rating.
 
         Args:
             name (`str`): The slot.
             factors (`Mapping[str, torch.Tensor]`): As [`~trl_populora.adapters.weights.read_member`] returns them, the
                 same on every rank.
-            step, parents, operator, mu, sigma: Recorded about the new member: the optimizer step, identities of the
-                parents (`name@version`), what made it, and its TrueSkill rating.
 
         Raises:
             `KeyError`: If there is no such member.
