@@ -116,7 +116,7 @@ def cut_run(base: str, output_dir: str, settings: dict, cut: int):
 
 
 def state_of(trainer) -> dict:
-    """Everything that must be equal after equal runs: adapters, nouns, records; times left out."""
+    """Everything that must be equal after equal runs: adapters, state, records; times left out."""
     from trl_populora.adapters.weights import read_member
     from trl_populora.runs.checkpoint import game_state
     from trl_populora.runs.records import read_lines
@@ -125,7 +125,7 @@ def state_of(trainer) -> dict:
     members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.adapters}
     return {
         "members": {f"{m}/{k}": v.numpy().tobytes() for m, factors in members.items() for k, v in factors.items()},
-        "game": json.dumps(game_state(trainer._nouns, trainer.archive)),
+        "game": json.dumps(game_state(trainer._stateful, trainer.archive)),
         "archive": list(trainer.archive.entries()),
         "lineage": read_lines(run / "lineage.jsonl"),
         "history": [timeless(entry) for entry in trainer.state.log_history if "train_loss" not in entry],

@@ -148,6 +148,17 @@ def test_the_command_ends_with_the_problems(tmp_path, monkeypatch, capsys):
     assert "`correct` must return bool, got None" in second
 
 
+def test_a_command_finds_a_module_in_the_folder_where_it_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kind_of_this_folder.py").write_text(
+        "from trl_populora.tasks import CodeO\n\n\nclass K(CodeO): pass\n"
+    )
+    cli.main(["check-kind", "kind_of_this_folder:K"])
+    assert "def f" in capsys.readouterr().out
+    assert sys.path.index(str(tmp_path)) == len(sys.path) - 1, "a file of the folder would hide a library"
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -42,6 +43,54 @@ def test_files_and_tests_that_it_names_are_there():
     assert len(named) > 8
     missing = [path for path in named if not any((root / path).exists() for root in (ROOT, ROOT / "trl_populora"))]
     assert missing == []
+
+
+def names_in(file: str) -> set[str]:
+    """Functions, classes, their methods and constants of a file of the package, methods as `Class.method`."""
+    found = set()
+    for node in ast.parse((ROOT / "trl_populora" / file).read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {each.id for each in targets if isinstance(each, ast.Name)}
+    return found
+
+
+def missing_names(cell: str) -> list[str]:
+    """Names of a cell that do not stand in the file before them."""
+    missing, file = [], ""
+    for word in re.findall(r"`([^`]+)`", cell):
+        if word.endswith(".py"):
+            file = word
+        elif not file or word not in names_in(file):
+            missing.append(f"{file}: {word}")
+    return missing
+
+
+DECIDED = re.findall(
+    r"^\| (.+?) \| (.+) \|$", TEXT.partition("## Where is it decided")[2].partition("##")[0], flags=re.M
+)[1:]
+
+
+def test_twelve_questions_are_answered():
+    assert len(DECIDED) == 12
+    assert all("`: `" in cell for _, cell in DECIDED)
+
+
+@pytest.mark.parametrize(("question", "cell"), DECIDED, ids=[question for question, _ in DECIDED])
+def test_what_decides_stands_in_the_file_before_it(question, cell):
+    assert missing_names(cell) == []
+
+
+def test_a_name_that_is_not_there_is_found():
+    cell = "`step/rules.py`: `PAY`, `choose_price`; `step/held_out.py`: `HeldOut.measure`, `HeldOut.guess`, `PAY`"
+    assert missing_names(cell) == [
+        "step/rules.py: choose_price",
+        "step/held_out.py: HeldOut.guess",
+        "step/held_out.py: PAY",
+    ]
 
 
 def test_every_room_stands_in_the_house():

@@ -205,8 +205,8 @@ def test_every_quick_start_of_the_first_page_is_a_valid_one(options):
     assert args.output_dir == options[options.index("--output_dir") + 1]
 
 
-def test_the_first_page_changes_the_quick_start_in_three_ways():
-    assert len(QUICKSTARTS) == 3
+def test_the_first_page_changes_the_quick_start_in_four_ways():
+    assert len(QUICKSTARTS) == 4
 
 
 def test_every_command_is_explained():

@@ -209,11 +209,16 @@ class TestPushed:
         config = eval(re.search(r"peft_config=(LoraConfig\(.*\))\)\.train", card)[1], {"LoraConfig": LoraConfig})
         assert {name: getattr(config, name) for name in lora} == lora | {"target_modules": set(lora["target_modules"])}
 
+    def test_what_belongs_to_a_population_is_not_doubted(self, hub, finished, recwarn):
+        push_run(finished.args.output_dir, "me/quiet")
+        assert "archive.parquet" in hub.repos["me/quiet"]
+        assert [str(told.message) for told in recwarn if "data file" in str(told.message)] == []
+
     def test_the_card_shows_pictures_that_were_pushed(self, hub, finished):
         push_run(finished.args.output_dir, "me/pictures")
         files = hub.repos["me/pictures"]
         shown = re.findall(r'src="(plots/[^"]+)"', files["README.md"].decode())
-        empty = ("held_out",)  # the run has not evaluated
+        empty = ("held_out", "curriculum")  # the run has not evaluated, and a random base writes no task
         assert shown == [f"plots/{name}.png" for name in PICTURES if name not in empty]
         assert all(files[name].startswith(b"\x89PNG") for name in shown)
 
@@ -419,7 +424,7 @@ class TestArchive:
         assert metadata.configs == [{"config_name": "default", "data_files": files, "default": True}]
         assert metadata.size_categories == ["n<1K"]
         assert 'load_dataset("me/archive", split="train")' in card
-        assert f"{len(finished.archive)} small verifiable" in card
+        assert f"{len(finished.archive)} verified tasks" in card
         assert "| code_f | 4 |" in card
 
     def test_the_viewer_is_told_every_column_and_none_is_nested_in_another(self, hub, finished, tmp_path):

@@ -23,12 +23,20 @@ from trl_populora import __main__ as cli
 from trl_populora.report import live, plots
 from trl_populora.report.canvas import STYLE, draw_payoff, smooth
 from trl_populora.report.charts import draw_rejects
-from trl_populora.report.curves import CURRICULUM, draw_curriculum, draw_held_out, draw_ratings, draw_rewards
+from trl_populora.report.curves import (
+    CURRICULUM,
+    draw_coverage,
+    draw_curriculum,
+    draw_held_out,
+    draw_ratings,
+    draw_rewards,
+)
 from trl_populora.report.live import LiveReport
 from trl_populora.report.load import Run, load_history, load_run, load_samples
 from trl_populora.report.page import page, write_report
 from trl_populora.report.payoff import payoff_size
 from trl_populora.report.plots import PLOTS, plot_run
+from trl_populora.report.summary import changes
 from trl_populora.runs.records import read_lines
 
 
@@ -51,7 +59,8 @@ def visible_text(page: str) -> str:
 class TestPage:
     def test_is_self_contained_and_has_every_picture(self, written):
         page = written.read_text()
-        drawn = {plot.name for plot in PLOTS} - {"thinking"}  # a random base works nothing out
+        # A random base works nothing out, and writes no task that could be measured.
+        drawn = {plot.name for plot in PLOTS} - {"thinking", "curriculum"}
         assert page.count("data:image/png;base64,") == len(drawn)
         assert {path.stem for path in written.parent.glob("plots/*.png")} == drawn
         assert not re.search(r"src=\"(?!data:)|<link|url\(|@import", page), "nothing is loaded from elsewhere"
@@ -112,6 +121,7 @@ class TestPage:
         assert "kept no rollouts" in page_of(run)
         assert [plot.name for plot in PLOTS if not plot.can_be_drawn(load_run(run))] == [
             "thinking",
+            "curriculum",
             "mastery",
             "matches",
         ]
@@ -191,6 +201,16 @@ def test_every_measure_that_a_run_logs_is_drawn(measures, titles):
     drawn = [axis for axis in figure.axes if axis.axison]
     assert [axis.get_title() for axis in drawn] == titles
     assert [list(axis.lines[0].get_ydata()) for axis in drawn] == [[3.0]] * len(titles)
+
+
+def test_a_count_over_the_tasks_of_several_steps_is_no_measure_of_a_task():
+    entries = [{"step": step, "curriculum/words": 3.0, "curriculum/features": 9.0 + step} for step in (1, 2)]
+    run = Run("r", entries)
+    assert run.measures == ["words"]
+    figure = Figure()
+    draw_coverage(figure, run)
+    assert [list(axis.lines[0].get_ydata()) for axis in figure.axes] == [[10.0, 11.0]]
+    assert [change.name for change in changes(run)] == ["tasks: words", "different features in recent tasks"]
 
 
 def test_a_run_whose_kinds_measure_nothing_has_no_picture_of_it():

@@ -56,6 +56,16 @@ def test_a_verdict_names_the_module_or_call_that_is_not_allowed(sandbox, line, n
     assert (verdict.status, verdict.reason) == (Status.POLICY, f"{named} is not allowed")
 
 
+@pytest.mark.parametrize(("letter", "status"), [("e", Status.OK), ("é", Status.POLICY), ("\ud800", Status.POLICY)])
+def test_a_program_is_measured_in_bytes_and_not_in_characters(sandbox, letter, status):
+    program = f"{ADD}# {letter * 60}"
+    (verdict,) = sandbox.run([Job(program, (arguments(1),), limits=Limits(program_bytes=100))])
+    assert verdict.status is status, verdict.reason
+    if status is Status.POLICY:
+        size = len(program.encode("utf-8", "surrogatepass"))
+        assert verdict.reason == f"a program of {size} bytes, more than 100"
+
+
 # Wrong for 2, endless from 3 on, an error for a string.
 CASES = """
 def f(x):

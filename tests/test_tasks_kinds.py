@@ -220,6 +220,23 @@ class Careful(CodeO):
     determinism_runs = 4
 
 
+class Settled(CodeO):
+    """A kind that insists on what happens to be the default."""
+
+    determinism_runs = CodeO.determinism_runs
+
+
+class Heir(Settled):
+    """A kind whose parent has set it."""
+
+
+@pytest.mark.parametrize("kind", [Settled, Heir])
+def test_a_kind_keeps_a_number_of_runs_that_equals_the_default(kind):
+    own = kind()
+    own.configure(KindSettings(determinism_runs=CodeO.determinism_runs + 1))
+    assert own.determinism_runs == CodeO.determinism_runs
+
+
 def test_a_kind_takes_its_settings_itself_and_keeps_its_own():
     settings = KindSettings(determinism_runs=3, inputs_per_function=6, prompt_style="turns")
     kinds = [CodeO(), CodeF(), Careful(), Countdown()]

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-import trl
+import pytest
 
 from tests.populora_run import assert_equal, make_trainer, state_of
 from trl_populora import populora_trainer
@@ -56,10 +56,20 @@ def test_a_step_on_trls_methods_for_generation_equals_one_on_rollout_func(base, 
     assert_equal(*states)
 
 
-def test_the_page_of_versions_is_about_this_window():
-    page = trl_versions.PAGE.read_text()
-    assert f"window `{trl_versions.window()}`" in page, "run benchmarks/trl_versions.py"
-    rows = dict(re.findall(r"^\| ([\d.]+) \| (\w+) \| .* \| none \| works \|$", page, re.MULTILINE))
-    assert rows.get(trl.__version__) == "yes", "all seams of the installed release hold"
+@pytest.mark.parametrize("package", trl_versions.PACKAGES)
+def test_the_page_of_versions_is_about_this_window(package):
+    page, window = trl_versions.PAGE.read_text(), trl_versions.window(package)
+    assert f"`{window}`" in page, "run benchmarks/trl_versions.py"
+    rows = dict(re.findall(rf"^\| {package} ([\d.]+) \| (\w+) \| .* \| none \| works \|$", page, re.MULTILINE))
     inside = [release for release, held in rows.items() if held == "yes"]
-    assert all(release in trl_versions.window().specifier for release in inside)
+    assert inside, "all seams of a release in the window hold"
+    assert all(release in window.specifier for release in inside)
+
+
+def test_releases_at_both_edges_of_a_window_are_tried():
+    window = trl_versions.window("vllm").specifier
+    found = ["0.29.0", "0.30.0", "0.31.0", "0.31.1", "0.32.0", "0.33.0", "0.34.0"]
+    chosen = trl_versions.choose(found, "vllm")
+    assert chosen == ["0.30.0", "0.31.0", "0.32.0", "0.33.0"]
+    assert [release in window for release in chosen] == [False, True, True, False]
+    assert trl_versions.choose(found[:2], "vllm") == ["0.30.0"], "none is inside"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoTokenizer
 
 from trl_populora import __main__ as program
+from trl_populora.assets import tiny_base_path
 from trl_populora.evaluation.tryout import Form, Outcome, Question, TryArguments, Tryout, try_model
 from trl_populora.evaluation.tryout_page import show
+from trl_populora.generation.plain import tokenize
 from trl_populora.step.player import Completion
 
 
@@ -89,6 +92,20 @@ def test_a_cut_completion_is_none_that_a_length_follows_from():
 def test_options_that_cannot_be_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         TryArguments("tiny", **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "inputs"), [("tiny", {}, 6), ("a/base", {}, 4), ("tiny", {"inputs_per_function": 5}, 5)]
+)
+def test_a_base_is_asked_for_as_many_inputs_as_it_knows(model, given, inputs):
+    assert TryArguments(model, **given).inputs == inputs
+
+
+def test_a_prompt_that_is_too_long_is_measured_without_a_warning(make_args):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
+    prompt = [{"role": "user", "content": "solve code_o " * tokenizer.model_max_length}]
+    assert len(tokenize(tokenizer, [prompt], make_args())[0]) > tokenizer.model_max_length
+    assert not tokenizer.deprecation_warnings
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from peft import LoraConfig
 from transformers import BloomConfig, CTRLConfig, Qwen3Config, Qwen3ForCausalLM
 
-from trl_populora.generation.checks import check_vllm
+from trl_populora.generation.checks import WINDOW, check_vllm, warn_of_truncation
 from trl_populora.generation.client import VLLMServerError
 from trl_populora.populora_trainer import PopuLoRATrainer
 
@@ -21,6 +21,11 @@ from .without_extras import without_extras
 
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import trl_versions  # noqa: E402
+
+
 BLOCKED = "import sys; sys.modules['vllm'] = None\n"
 CHECK = "from trl_populora.generation.checks import check_installed; check_installed()"
 
@@ -50,7 +55,11 @@ def test_a_missing_vllm_is_an_error_before_the_base_is_looked_at(tmp_path):
     assert "use_vllm=False" in said
 
 
-def test_a_version_outside_the_window_of_trl_is_an_error(tmp_path):
+def test_the_window_is_that_of_the_extra():
+    assert trl_versions.window("vllm").specifier == WINDOW
+
+
+def test_a_version_outside_the_window_is_an_error(tmp_path):
     """A package named vllm of a version that does not exist yet, first on the path."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()
@@ -62,7 +71,20 @@ def test_a_version_outside_the_window_of_trl_is_an_error(tmp_path):
     said = run_python(CHECK, str(tmp_path))
     assert said.startswith("ImportError: ")
     assert "99.0.0" in said
-    assert "0.31.0" in said
+    assert str(WINDOW) in said
+
+
+CUT = "truncates sampling"
+
+
+@pytest.mark.parametrize(("option", "value"), [("top_p", 0.95), ("top_k", 20), ("min_p", 0.05)])
+def test_truncated_sampling_under_the_correction_is_told(make_args, caplog, option, value):
+    warn_of_truncation(make_args(use_vllm=True, **{option: value}))
+    assert f"`{option}={value}` {CUT}" in caplog.text
+    caplog.clear()
+    warn_of_truncation(make_args(use_vllm=True, vllm_importance_sampling_correction=False, **{option: value}))
+    warn_of_truncation(make_args(use_vllm=True))
+    assert CUT not in caplog.text
 
 
 @pytest.mark.vllm

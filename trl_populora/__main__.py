@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import typing
@@ -325,6 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
     try:
+        # A user's own `module:function` lies where the command runs; last, so that no file there hides a library.
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
         COMMANDS[command](given[1:])
     except KeyboardInterrupt as stop:  # how a run goes on was said where it stopped
         raise SystemExit(128 + signal.SIGINT) from stop

@@ -1,4 +1,4 @@
-"""What has to be there before a run: base model, tokenizer, kinds, sandbox, reward functions, a place to write.
+"""Builds and checks the parts of a run: base model, tokenizer, kinds, sandbox, reward functions, a place to write.
 
 Everything is checked here, before training starts, and each refusal names the value and the way out.
 """
@@ -64,8 +64,8 @@ def load_base(
     Loads a base model as TRL does, in 4 or 8 bits if so configured; a model that is loaded already is passed through.
 
     Raises:
-        `ValueError`: If the model is no text-only causal language model, or the quantisation is given twice, too
-            late, or where [`check_quantised`] refuses it.
+        `ValueError`: If the model is no text-only causal language model; if `quantization_config` is given twice, or
+            beside a loaded model; or if [`check_quantised`] refuses the quantisation.
     """
     if quantization_config is not None and not isinstance(model, str):
         raise ValueError("`quantization_config` comes too late for a loaded model. Give it to `from_pretrained`.")
@@ -94,8 +94,8 @@ def load_base(
 def check_quantised(args: PopuLoRAConfig) -> None:
     """
     Raises:
-        `ValueError`: Where a quantised base cannot be used: under DeepSpeed or FSDP, or beside a vLLM whose samples,
-            drawn from a base that is rounded otherwise, would be taken for the trainer's.
+        `ValueError`: Where a quantised base cannot be used: under DeepSpeed or FSDP; and with vLLM unless importance
+            sampling corrects its samples, because vLLM rounds the base differently.
     """
     plugin = args.deepspeed_plugin
     how = f"ZeRO-{plugin.zero_stage}" if plugin is not None else "FSDP" if _fsdp_version(args) else ""
@@ -136,7 +136,7 @@ def load_tokenizer(
 
 
 def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig) -> Sharing | None:
-    """How the base takes rows with a shared prompt; says once what all rows or their prompts are computed for."""
+    """How rows share prompts (`None`: not). Warns of why prompts, or rows without advantage, are computed in full."""
     reasons = {"Attempts at a task do not share its prompt's computation": why_not_shared(base)}
     if args.beta or args.teacher_beta:
         reasons["Rows without advantage are computed, too"] = "the KL term (`beta` or `teacher_beta`) reaches them"
@@ -159,7 +159,7 @@ def fit_into_context(
     proposing: bool = True,
 ) -> None:
     """
-    Tells the referee how much room there is; leaves out given tasks that have none where there are others.
+    Tells the referee how much room there is; drops given tasks that do not fit.
 
     Raises:
         `ValueError`: If a held-out task does not fit, or no task is left to start from.
@@ -174,7 +174,7 @@ def fit_into_context(
 
 @contextmanager
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Shows other values of some attributes inside the block."""
+    """Gives some attributes other values inside the block."""
     given = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
     try:
@@ -188,7 +188,7 @@ def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
 def check_setup(
     args: Any, unsupported: Mapping[str, Any], model: str | PreTrainedModel, lora_config: LoraConfig
 ) -> None:
-    """Refuses what cannot be used before anything is loaded; raises what the checks do that it calls."""
+    """Refuses what cannot be used, before anything is loaded; raises whatever the checks raise that it calls."""
     refuse_unsupported(args, unsupported)
     check_output_dir(args.output_dir)
     source = resolve_model_path(model) if isinstance(model, str) else model
@@ -226,12 +226,12 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     for kind in kinds:
         kind.configure(args.build(KindSettings))
     if len({kind.name for kind in kinds}) < len(kinds):
-        raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice; its share is the rotation's.")
+        raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice. All take equal turns: list each once.")
     if args.teachers and args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
         logger.warning(
             "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "
-            "with its others of the same kind, and so few say little. `teacher_baseline='group'` compares all of its "
-            "match.",
+            "with its others of the same kind, and the mean of so few is noisy. `teacher_baseline='group'` compares "
+            "all proposals of a match.",
             args.proposals_per_teacher,
             len(kinds),
         )
@@ -289,7 +289,7 @@ def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
 
 
 def reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
-    """The two built in, then the user's, whose weights count beside 1 for each of ours."""
+    """The two built in, which have weight 1 each, then the user's with their weights."""
     extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
     for function in extra:
         if not isinstance(function, (str, PreTrainedModel)):
@@ -369,5 +369,5 @@ def make_game(
 
 
 def make_callbacks(describe: Callable[[], dict[str, Any]], played: Callable[[], Played]) -> list[TrainerCallback]:
-    """What watches a run and writes of it; `describe` gives the contents of `population.json`."""
+    """Callbacks that record a run and report on it; `describe` gives the contents of `population.json`."""
     return [Records(describe), Alarms(played, alert), LiveReport(), TrackerTables(describe)]

@@ -1,4 +1,4 @@
-"""`PopuLoRATrainer`: the population step on the seams of TRL's `GRPOTrainer` (phase 5 and the glue to phases 1 to 4).
+"""`PopuLoRATrainer`: the population step as overrides of TRL's `GRPOTrainer`; the game itself is in `step/rollout.py`.
 
 Shape key: R rows of this rank, W processes, M members, G attempts per task, T completion tokens.
 """
@@ -68,14 +68,14 @@ class PopuLoRATrainer(GRPOTrainer):
     - `_generate_and_score_completions`: adds each row's member, and replaces TRL's advantages by the population's.
     - `_prepare_inputs`: cuts the micro-batches that were planned with the advantages; TRL shuffles and splits.
     - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows;
-      rows without advantage are not computed, and attempts at one task share their prompt.
+      without a KL term rows without advantage are not computed, and attempts at one task share their prompt.
     - `create_optimizer`, `_clip_grad_norm`, `_get_grad_norm`: one parameter group and one gradient norm per member.
     - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives one member's model.
     - `train`: `resume_from_checkpoint=True` takes the newest whole checkpoint; Ctrl-C and SIGTERM leave one.
     - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
     - `save_model`, `_save`: one ordinary PEFT directory per member, `population.json`, the best student at the root.
-    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: members, which
-      DeepSpeed brings itself, the state of the game, and the loss that is not logged yet.
+    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: restore the
+      members (DeepSpeed restores them itself), the state of the game, and the loss that is not logged yet.
     - `create_model_card`, `init_hf_repo`, `push_to_hub`, `_push_from_checkpoint`, `_finish_current_push`: a card of
       the population; uploads of frozen copies while training goes on; a failed one says why and how to complete it.
 
@@ -109,7 +109,7 @@ class PopuLoRATrainer(GRPOTrainer):
     _tag_names = ["trl", "populora", "lora"]
     _name = "PopuLoRA"
 
-    # Set by the classes above, which carry no annotations.
+    # Attributes of the base classes, which do not annotate them.
     args: PopuLoRAConfig
     optimizer: Any
     _buffered_inputs: Any
@@ -121,7 +121,7 @@ class PopuLoRATrainer(GRPOTrainer):
     # What one override leaves for another.
     evolution: EvolutionCallback | None = None
     _closed = False
-    _resumed: checkpoint.RankState | None = None  # until its loss is counted
+    _resumed: checkpoint.RankState | None = None  # just loaded; cleared once its loss is added
     _best_step: int | None = None  # of the members that were loaded at the end
 
     def __init__(
@@ -159,8 +159,8 @@ class PopuLoRATrainer(GRPOTrainer):
         members = add_members(
             base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
         )
-        # TRL would copy an adapter named "default" as reference, which here is the frozen base; warn that arguments of
-        # a loaded model are ignored, which were heeded above; and start an engine without adapters: ours comes below.
+        # Hidden from TRL: `beta`, or it would copy an adapter as reference, which here is the frozen base;
+        # `model_init_kwargs`, or it would warn that they are ignored; `use_vllm`, or its engine would lack adapters.
         hidden = build.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
         completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
         with hidden, without_empty_directories(completions):  # a start that fails below leaves none
@@ -296,7 +296,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
     @property
     def _members_step(self) -> int:
-        """Optimizer steps behind the members: fewer than behind the run that has loaded its best ones at the end."""
+        """Optimizer steps that the members have had: after `load_best_model_at_end` fewer than `global_step`."""
         return self.state.global_step if self._best_step is None else self._best_step
 
     def predict(self, *args, **kwargs):
@@ -312,7 +312,7 @@ class PopuLoRATrainer(GRPOTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """
-        Lets every student attempt every held-out task `eval_attempts` times. Changes nothing of the run. Collective.
+        Lets every student attempt each held-out task `eval_attempts` times. Changes nothing that trains. Collective.
 
         Args:
             eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*): Other tasks than the trainer's.
@@ -320,7 +320,7 @@ class PopuLoRATrainer(GRPOTrainer):
             metric_key_prefix (`str`, *optional*, defaults to `"eval"`): Starts every key.
 
         Returns:
-            `dict[str, float]`: The figures of [`~trl_populora.step.held_out.HeldOut.measure`].
+            `dict[str, float]`: The figures of [`~trl_populora.step.held_out.HeldOut.measure`], which keeps the rates.
 
         Raises:
             `ValueError`: If there are no tasks, or the given ones cannot be used.
@@ -333,7 +333,7 @@ class PopuLoRATrainer(GRPOTrainer):
         students, adapter = self.population.students, self.population.adapter
         untrained = {each.name for each in students if weights.adds_nothing(self.model_wrapped, adapter(each.name))}
         shown = self._members_step, not self.args.disable_tqdm
-        try:  # completions that are logged are the training's
+        try:  # `log_completions` is for rows that train; outside of `pause_training` `log` clears training's metrics
             with pause_training(self.model), build.replace_attributes(self, log_completions=False):
                 metrics = held_out.measure(*sides, students, metric_key_prefix, *shown, untrained)
                 self.log(metrics)
@@ -348,7 +348,7 @@ class PopuLoRATrainer(GRPOTrainer):
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
-    # Phases 1 to 4
+    # Match, propose, verify, solve: the game
 
     def _play(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         """TRL's `rollout_func`: plays one step; the placeholder prompts only say how many rows are expected."""
@@ -390,7 +390,7 @@ class PopuLoRATrainer(GRPOTrainer):
             sampling, most = self.generation_config, self.args.generation_tokens
             return decoding.complete(model, prompt_ids, members, self.router.rows_of, sampling, most), None
 
-    # Phase 5: rewards, advantages, micro-batches
+    # Update: rewards, advantages, micro-batches
 
     def _score(self, played: Played) -> None:
         played.rewards = super()._calculate_rewards(*played.for_reward_functions)
@@ -407,7 +407,7 @@ class PopuLoRATrainer(GRPOTrainer):
         played, mine = self.played, self.played.own_worth
         # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
         self._metrics["train"]["frac_reward_zero_std"][-1] = played.worth.flat
-        self._logs["advantages"].extend(played.worth.advantages.tolist())  # a full deque: TRL's own drop out
+        self._logs["advantages"].extend(played.worth.advantages.tolist())  # full, so this pushes TRL's own out
         for column in ("prompt", "completion"):  # as text: trackio shows messages as "[object Object]"
             texts = [messages[-1]["content"] if messages else "" for messages in self._logs[column]]
             self._logs[column].extend(texts)
@@ -426,12 +426,12 @@ class PopuLoRATrainer(GRPOTrainer):
             self._log_values(metrics)
         return self._buffered_inputs[self._step % steps]
 
-    # Phase 5: the joint update
+    # Update: the joint optimizer step
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
-        # Of all rows, before the update. The loss has its own for a micro-batch.
+        # TRL calls this for old and reference log-probabilities of a whole step. `_compute_loss` puts its own here.
         compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
 
         def forward(batch: batching.Batch) -> torch.Tensor:
@@ -451,7 +451,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
         def log_probs(model, ids, mask, length, **kwargs):
             found = layout.log_probs(partial(compute, **kwargs), model, ids, mask, length, self.scorer.sharing)
-            if self.args.teacher_beta:  # a row that is its own reference has no KL, nor a gradient of it
+            if self.args.teacher_beta:  # students get themselves as reference: their KL term and its gradient are 0
                 students = inputs["member"] >= self.args.teachers
                 inputs["ref_per_token_logps"][students] = found[0].detach()[students]
             return found
@@ -512,14 +512,13 @@ class PopuLoRATrainer(GRPOTrainer):
     ) -> None:
         """
         Replaces all of a member: weights, optimizer state, rating, age and version. Rows that were still to be trained
-        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank.
+        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank. Keyword arguments tell
+        of the new one: its step, identities of its parents (`name@version`), what made it, and its TrueSkill rating.
 
         Args:
             name (`str`): The slot.
             factors (`Mapping[str, torch.Tensor]`): As [`~trl_populora.adapters.weights.read_member`] returns them, the
                 same on every rank.
-            step, parents, operator, mu, sigma: What is told of the new one: the optimizer step, identities of the
-                parents, what made it, and its TrueSkill rating.
 
         Raises:
             `KeyError`: If there is no such member.
@@ -530,15 +529,15 @@ class PopuLoRATrainer(GRPOTrainer):
         if self.optimizer is not None:
             weights.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
         self._buffered_inputs = None
-        self._last_loaded_step = -1  # vLLM may have generated earlier in this step
+        self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
         self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
 
     @property
-    def _nouns(self) -> dict[str, Any]:
-        """What lasts beside members and archive, by its name in `game.json`."""
-        nouns = {"population": self.population, "matchmaker": self.game.matchmaker, "held_out": self.held_out}
-        nouns |= {"features": self.game.features, "deviations": self.scorer.deviations}
-        return {name: noun for name, noun in nouns.items() if noun is not None}
+    def _stateful(self) -> dict[str, Any]:
+        """Objects with a `state_dict` that goes into `game.json`, by their names there."""
+        found = {"population": self.population, "matchmaker": self.game.matchmaker, "held_out": self.held_out}
+        found |= {"features": self.game.features, "deviations": self.scorer.deviations}
+        return {name: each for name, each in found.items() if each is not None}
 
     def _get_output_dir(self, trial=None):
         return self.staging.directory or super()._get_output_dir(trial)
@@ -547,9 +546,9 @@ class PopuLoRATrainer(GRPOTrainer):
         root = Path(self._get_output_dir(trial))
         with self.staging.checkpoint(root, self.state) as unfinished:
             super()._save_checkpoint(model, trial)
-            checkpoint.save_game(unfinished, self._nouns, self.archive, self._rank_state(), self.args)
+            checkpoint.save_game(unfinished, self._stateful, self.archive, self._rank_state(), self.args)
         if self.args.push_to_hub:
-            # The call from within, before it was whole, did nothing.
+            # `super()._save_checkpoint` has called this, too; it did nothing, as the checkpoint was not in place.
             self._push_from_checkpoint(str(root / unfinished.name))
 
     def _rank_state(self) -> checkpoint.RankState:
@@ -579,14 +578,14 @@ class PopuLoRATrainer(GRPOTrainer):
         best = Path(self.state.best_model_checkpoint)
         logger.info("Taking the population of %s (%s).", best, self.state.best_metric)
         self._load_from_checkpoint(best)
-        checkpoint.load_nouns(best, self._nouns, self.archive)
+        checkpoint.load_stateful(best, self._stateful, self.archive)
         if self.args.should_save:
             records.restore_lineage(Path(self.args.output_dir), best / "lineage.jsonl")
         self._best_step = read_population(best)["step"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         checkpoint.load_members(resume_from_checkpoint, self.model_wrapped, self.population, self.shape)
-        self._last_loaded_step = -1  # vLLM may have generated earlier in this step
+        self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         if self.args.device.type == "cpu":
@@ -599,7 +598,7 @@ class PopuLoRATrainer(GRPOTrainer):
 
     def _load_game(self, directory: str) -> None:
         device = self.accelerator.device
-        state = checkpoint.load_game(directory, self.game, self._nouns, self.shape, self.args, device)
+        state = checkpoint.load_game(directory, self.game, self._stateful, self.shape, self.args, device)
         self._step, self._buffered_inputs = state.step, state.buffered
         self.played = Played([], []) if state.played is None else Played.from_state(state.played)
         self._metrics["train"].update(state.metrics)

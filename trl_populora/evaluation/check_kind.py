@@ -1,4 +1,4 @@
-"""`populora check-kind`: tries a task kind of one's own before a run does, without a model (phases 2 to 4).
+"""`populora check-kind`: tries a task kind of one's own before a run does, without a model.
 
 What a model may write is anything, so the parsers are given hostile texts and texts that nearly have the kind's form:
 paragraphs of its own prompts and the fields of given tasks, changed here and there.

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_populora import build
 from trl_populora.adapters.routing import BASE_NAME, Router
-from trl_populora.assets import resolve_model_path
+from trl_populora.assets import TINY, resolve_model_path
 from trl_populora.generation.plain import plain_player, plain_room, sampling_config, tokenize
 from trl_populora.generation.prompting import SHOTS, choose_style
 from trl_populora.generation.texts import decode_texts
@@ -52,7 +52,8 @@ class TryArguments:
         prompt_style (`str`, *optional*): Tries this style alone; else all that the base may know.
         samples (`int`, *optional*, defaults to `8`): Proposals and attempts per kind in each form, a multiple of 4.
         max_completion_length (`int`, *optional*, defaults to `160`): Tokens; a longer completion is cut.
-        inputs_per_function (`int`, *optional*, defaults to `4`): Inputs that a code_f proposal must give.
+        inputs_per_function (`int`, *optional*): Inputs that a code_f proposal must give; 4 by default, and for the
+            embedded base the 6 that it was trained on.
         temperature (`float`, *optional*, defaults to `1.0`): Of the samples, as of a run's.
         vllm (`bool`, *optional*, defaults to `False`): Generate with vLLM, in this process.
         dtype (`str`, *optional*): Of the weights; float32 for the embedded base, bfloat16 for others.
@@ -67,7 +68,9 @@ class TryArguments:
     prompt_style: str | None = field(default=None, metadata={"help": "Try this style alone."})
     samples: int = field(default=8, metadata={"help": "Proposals and attempts per kind in each form."})
     max_completion_length: int = field(default=160, metadata={"help": "Tokens per completion."})
-    inputs_per_function: int = field(default=4, metadata={"help": "Inputs that a code_f proposal must give."})
+    inputs_per_function: int | None = field(
+        default=None, metadata={"help": "Inputs that a code_f proposal must give; 4, and 6 for 'tiny', when unset."}
+    )
     temperature: float = field(default=1.0, metadata={"help": "Of the samples."})
     vllm: bool = field(default=False, metadata={"help": "Generate with vLLM, in this process."})
     dtype: str | None = field(default=None, metadata={"help": "Of the weights."})
@@ -80,6 +83,13 @@ class TryArguments:
             raise ValueError("`adapter` is tried with transformers; leave `vllm` out.")
         if self.prompt_style is not None:
             check_style(self.prompt_style)
+
+    @property
+    def inputs(self) -> int:
+        """Inputs that a code_f proposal must give."""
+        if self.inputs_per_function is None:
+            return 6 if self.model == TINY else 4
+        return self.inputs_per_function
 
 
 @dataclass(frozen=True)
@@ -240,7 +250,7 @@ def _settings_for(options: TryArguments) -> PopuLoRAConfig:
         "unused",
         task_kinds=options.task_kinds,
         teacher_baseline="group",  # no advantages are taken
-        inputs_per_function=options.inputs_per_function,
+        inputs_per_function=options.inputs,
         max_completion_length=options.max_completion_length,
         temperature=options.temperature,
         report_to=[],

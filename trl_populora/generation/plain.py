@@ -81,12 +81,14 @@ def plain_player(
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], args: GRPOConfig) -> list[list[int]]:
     """Token ids of prompts up to where the assistant begins."""
+    # Prompts are measured here to turn away what is too long, of which the tokenizer would warn as of a mistake.
+    quiet = {"tokenizer_kwargs": {"verbose": False}}
     return tokenizer.apply_chat_template(
         prompts,
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
-        **(args.chat_template_kwargs or {}),
+        **(quiet | (args.chat_template_kwargs or {})),
     )["input_ids"]
 
 

@@ -39,7 +39,7 @@ class ChangeDetector:
         self._weights = torch.empty(0, dtype=torch.long)
 
     def detect_changes(self, model: nn.Module, names: Sequence[str]) -> list[bool]:
-        """For each member, whether this rank's part of it differs from what `changed` saw last; then remembers it."""
+        """For each member, whether this rank's part of it differs from what the last call saw; remembers it."""
         flags = []
         for name in names:
             checksum = self._checksum(weights.member_parameters(model, name).values())

@@ -1,8 +1,11 @@
-"""`PopulationGeneration`: TRL's vLLM generation with one adapter per row, colocated or on servers (phases 2 and 4).
+"""`PopulationGeneration`: TRL's vLLM generation with one adapter per row, colocated or on servers.
 
 The base is frozen, so it is loaded once and never sent again. What changes are the adapters: `sync_weights` publishes
-those that moved, each version under a name and id of its own. A colocated engine gets their tensors; servers get
-directories, which lie in shared memory where all servers are on this host: vLLM loads adapters over HTTP by path only.
+those that moved: it loads each new version into vLLM under a name and id of its own, and probes it (checks that vLLM
+uses the new weights). A colocated engine gets tensors; servers get directories, because vLLM loads adapters over HTTP
+by path only. These lie in shared memory where all servers are on this host.
+
+TRL calls `sync_weights` before the first `generate` of an optimizer step (`_last_loaded_step` in the trainer).
 """
 
 from __future__ import annotations
@@ -39,8 +42,9 @@ from .routes import Published
 from .stops import vllm_kwargs
 
 
-# A member whose B moved by more than this root mean square cannot answer as before to the last bit, in any precision.
-# Adam moves it by about the learning rate a step, so newborns pass it and single steps at low rates do not.
+# If a member's B changed by more than this root mean square, its log-probabilities change in any precision: a server
+# that answers with the former ones, bit by bit, still has the former version. Adam changes B by about the learning
+# rate a step, so newborns exceed this, and single steps at low rates do not.
 SEEN_IN_ANY_PRECISION = 1e-4
 
 
@@ -69,7 +73,7 @@ class PopulationGeneration(VLLMGeneration):
 
     Attributes:
         seeds (`Sequence[int]`, *optional*):
-            Of each row's samples in the next `generate`, whatever was sampled before.
+            Sampling seeds, one per row, for the next `generate`.
     """
 
     seeds: Sequence[int] | None = None
@@ -115,7 +119,7 @@ class PopulationGeneration(VLLMGeneration):
             super()._init_vllm()
 
     def _engine_arguments(self) -> dict[str, Any]:
-        """What TRL's engine lacks: adapters, and the base in the precision that the trainer computes in."""
+        """Engine arguments that TRL does not pass: for adapters, and the precision that the trainer computes in."""
         count, config = len(self.members), self.model.peft_config[self.members[0]]
         computed_in = {"bf16": "bfloat16", "fp16": "float16"}
         base_dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
@@ -134,7 +138,7 @@ class PopulationGeneration(VLLMGeneration):
         )
 
     def _whole_prompts(self) -> dict[str, Any]:
-        """Prompts are read whole: after half of one vLLM takes a sample back, which torch's CPU generator refuses."""
+        """No chunked prefill: after part of a prompt vLLM rewinds a row's generator, which on a CPU torch cannot."""
         trained_on = self.model.get_base_model().config.get_text_config().max_position_embeddings
         longest = self.max_model_length or trained_on
         return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}  # 4096 is TRL's
@@ -150,7 +154,7 @@ class PopulationGeneration(VLLMGeneration):
         return min(length for part in gather_object([lengths]) for length in part)
 
     def _connect(self, base_url: str, group_port: int, connection_timeout: float) -> LoRAServers:
-        """What TRL makes its client with."""
+        """Called by TRL in the place of `VLLMClient`."""
         servers = LoRAServers(
             [url.strip().rstrip("/") for url in base_url.split(",")],
             connection_timeout=connection_timeout,
@@ -166,8 +170,8 @@ class PopulationGeneration(VLLMGeneration):
         """
         Publishes every member whose weights changed since it was last published. Collective.
 
-        The new version is in, and probed, before the old one is unloaded. A replaced directory stays until the next
-        publishing. An engine that slept is probed as a whole.
+        The new version is loaded and probed before the old one is unloaded. A replaced directory stays until the next
+        publishing. After sleep mode every adapter of the engine is probed.
 
         Raises:
             `StaleAdapterError`: If vLLM does not sample from what was published.
@@ -182,7 +186,7 @@ class PopulationGeneration(VLLMGeneration):
             self._publish(changed)
 
     def _publish(self, members: Sequence[str]) -> None:
-        """Brings members to where they are sampled from. Every rank takes part, because reading one is collective."""
+        """Loads new versions into engine or servers. Every rank takes part, because reading a member is collective."""
         retired = [self.published[member].path for member in members if member in self.published]
         for member in members:
             self._count += 1
@@ -202,7 +206,7 @@ class PopulationGeneration(VLLMGeneration):
                 self._shelf.retire(path)
 
     def _read(self, member: str) -> dict[str, torch.Tensor]:
-        """A member's factors; for the base those of an adapter that adds nothing, the first member's with zeros."""
+        """A member's factors; for the base zeros in the shapes of the first member's, which add nothing."""
         if member == BASE_NAME:
             return {key: value.zero_() for key, value in self._read(self.members[0]).items()}
         dtype = self.llm.lora_dtype if self.mode == "colocate" else torch.float32
@@ -217,7 +221,7 @@ class PopulationGeneration(VLLMGeneration):
         return adapter
 
     def _has_moved(self, member: str, factors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a member's first B is so far from that of its former version that no precision hides it."""
+        """Whether a member's first B differs from its former version's by more than `SEEN_IN_ANY_PRECISION`."""
         b = next(value for key, value in factors.items() if "lora_B" in key)
         former, self._probed[member] = self._probed.get(member), b
         return former is not None and float((b - former).square().mean().sqrt()) > SEEN_IN_ANY_PRECISION
@@ -251,7 +255,7 @@ class PopulationGeneration(VLLMGeneration):
         if num_generations != 1:
             raise ValueError(f"`num_generations` must be 1, got {num_generations}: repeat the prompts and the rows.")
         all_rows, seeds = self._gather_rows(list(rows))
-        # vLLM's CPU kernels take the index of the base, -1, for the last adapter: it goes as an adapter of zeros.
+        # vLLM's CPU kernels read the index of the base, -1, as the last adapter: so it is published, as zeros.
         if BASE in all_rows and BASE_NAME not in self.published:
             self._publish([BASE_NAME])
         if self.backend is not None:
@@ -263,7 +267,7 @@ class PopulationGeneration(VLLMGeneration):
     def _gather_rows(self, rows: list[int]) -> tuple[list[int], list[int | None]]:
         """
         Rows and seeds of all ranks whose prompts TRL gathers into one call, in the order in which it gathers them. It
-        cuts out a rank's completions by the number of that rank's own rows, so all must have as many.
+        slices the completions as if all ranks had as many rows, so they must.
         """
         mine: tuple[list[int], Sequence[int | None]] = rows, self.seeds or [None] * len(rows)
         gathered: list[Any] = [mine]
@@ -275,8 +279,8 @@ class PopulationGeneration(VLLMGeneration):
         counts = [len(part) for part, _ in gathered]
         if len(set(counts)) > 1:
             raise ValueError(
-                f"Ranks that ask vLLM together must ask for as many rows each, got {', '.join(map(str, counts))} from "
-                "them, in order. Repeat rows of the shorter parts, and throw away what comes back for these."
+                f"Ranks that ask vLLM together must ask for as many rows each, got {', '.join(map(str, counts))} rows "
+                "(in rank order). Fill up the shorter ones by repeating rows, and drop the extra completions."
             )
         all_rows, seeds = zip(*gathered, strict=True)
         return [row for part in all_rows for row in part], [seed for part in seeds for seed in part]
@@ -300,7 +304,7 @@ class PopulationGeneration(VLLMGeneration):
             self._shelf = None
 
     def end(self) -> None:
-        """Ends a colocated engine, for good and before the process group: at exit vLLM would look for groups of it."""
+        """Shuts a colocated engine down for good. Call it before the process group ends: vLLM looks for it at exit."""
         if self.mode == "colocate":
             self.llm.llm_engine.engine_core.shutdown()
 

@@ -23,9 +23,9 @@ CARD = """---
 
 # {name}
 
-{count} small verifiable Python tasks, the archive of a [PopuLoRA](https://arxiv.org/abs/2605.16727) run: LoRA teachers
-on {base} wrote them over {step} steps (`author` is `seed` for those that the run started with), a sandbox ran every
-program and refused what failed, depended on chance or was a duplicate.
+{count} verified tasks, the archive of a [PopuLoRA](https://arxiv.org/abs/2605.16727) run: LoRA teachers
+on {base} wrote them over {step} steps (`author` is `seed` for those that the run started with), a sandbox ran their
+programs and refused what failed, depended on chance or was a duplicate.
 
 | kind | tasks |
 |---|---:|

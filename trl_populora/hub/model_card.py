@@ -29,8 +29,8 @@ CARD = """---
 
 A population of {teachers} teachers and {students} students, LoRA adapters of rank {rank} on one frozen base
 ({base}), after {step} steps of [PopuLoRA](https://arxiv.org/abs/2605.16727) with
-trl-populora on [TRL](https://github.com/huggingface/trl). Teachers write small
-Python tasks ({kinds}), students solve them, a sandbox decides what is true.
+trl-populora on [TRL](https://github.com/huggingface/trl). Teachers write tasks
+of the kinds {kinds}, students solve them, and programs decide which answers are right.
 
 The adapter at the root of this repository is **{best}**, the student with the highest {best_by}.
 

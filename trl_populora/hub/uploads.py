@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
@@ -186,7 +187,9 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
     place_best_student(root)
     draw_for_card(root)
     write_card(root, repo)
-    with hub_errors(repo, str(run)):
+    with hub_errors(repo, str(run)), warnings.catch_warnings():
+        # The archive and the rollouts belong to the population; the client would doubt each of them.
+        warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
         repo = HfApi().create_repo(repo, token=token, private=private, exist_ok=True).repo_id
         commit = HfApi().upload_folder(
             repo_id=repo,

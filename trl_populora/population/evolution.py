@@ -29,7 +29,7 @@ from trl_populora.population.operators import find_operator
 from trl_populora.tasks.bounds import check_least, check_shares
 
 
-# The paper's own eight, evenly. The others of the tables are there to be named.
+# The paper's own eight, evenly. The other operators of the tables are used only where a run names them.
 DEFAULT_MUTATIONS = ("svd_perturb", "layer_gaussian", "component_mask", "full_gaussian")
 DEFAULT_CROSSOVERS = ("dare", "module_swap", "svd_subspace", "extrapolate")
 
@@ -71,7 +71,7 @@ def read_mixture(
 @dataclass(frozen=True)
 class Birth:
     """
-    One replacement to be: everything that decides the child except the parents' weights.
+    A planned replacement: everything that decides the child except the parents' weights.
 
     Args:
         slot (`str`): Name of the member that goes.
@@ -93,7 +93,7 @@ class Birth:
 @dataclass(frozen=True)
 class Breeding:
     """
-    When an event comes, and how it selects and breeds; the options of these names.
+    When an event comes, and how it selects and breeds. Each field but `roles` is the option of the same name.
 
     Args:
         evolve_every (`int`, *optional*, defaults to `10`): Optimizer steps between two events; 0 is never.
@@ -137,7 +137,7 @@ def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Membe
     Args:
         members (`Sequence[Member]`): All members of the role.
         fraction (`float`): Share of them to replace, rounded down, but at least one; 0 replaces nobody.
-        burn_in (`int`): A newborn's rating is its parents' or nobody's; this gives it time to earn its own.
+        burn_in (`int`): Matches before a member can be replaced; until then its rating says little.
     """
     if fraction <= 0:
         return []
@@ -190,18 +190,18 @@ def breed(birth: Birth, parents: Sequence[Factors]) -> Factors:
 
 def newborn_rating(parents: Sequence[Member]) -> tuple[float, float]:
     """
-    Rating `(mu, sigma)` to start with: the parents' mean mu, and their mean variance plus half the prior's sigma
-    squared. The child is near its parents, but how near has to be seen.
+    Rating `(mu, sigma)` to start with: mu is the parents' mean, and sigma^2 the mean of their sigma^2 plus
+    (prior sigma / 2)^2, at most the prior's. The child is near its parents, but how near has to be seen.
 
-    The paper's (second hand) is the prior, 25 / 8.333. It knows nothing of the child, and is far off beside members
-    long known, whose means part with the steps (`benchmarks/ratings.py`).
+    The paper (as others cite it) starts newborns at the prior, mu 25 and sigma 8.333. In a long run that is far from
+    the ratings of the other members, which drift apart (`benchmarks/ratings.py`).
     """
     variance = fmean(parent.sigma**2 for parent in parents) + (PRIOR_SIGMA / 2) ** 2
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
 
 
 def learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
-    """The roles that evolve: where teachers have a rate of their own, a role whose rate is 0 is frozen, all of it."""
+    """The roles that evolve. With `teacher_learning_rate` set, a role whose learning rate is 0 does not."""
     if teachers is None:
         return ROLES
     return tuple(role for role, own in zip(ROLES, (teachers, rate), strict=True) if own)
@@ -209,8 +209,8 @@ def learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
 
 class EvolutionCallback(TrainerCallback):
     """
-    Replaces the weakest members after every `evolve_every`-th optimizer step, when the next one begins: wherever a run
-    ends, it is trained members that are evaluated and saved, and not their untrained children.
+    Replaces the weakest members after every `evolve_every`-th optimizer step, but only when the next one begins. So a
+    run never ends on untrained children: the members that are evaluated and saved are trained.
 
     All ranks draw the same births, because every choice comes from a generator seeded by (seed, step), and breed the
     same children from the same parents; rank 0's copy is broadcast, so that differing hardware cannot part them.

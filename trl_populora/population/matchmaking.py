@@ -1,5 +1,5 @@
 """
-Phase 1 (match) and the rating half of phase 5: who meets whom, and what the meeting says about both.
+Match, and the ratings after a game: who meets whom, and what the meeting says about both.
 
 Pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019) over TrueSkill (Herbrich et al., 2006)
 win probabilities, as in PopuLoRA (arXiv 2605.16727). Ratings follow the matches' scores; `benchmarks/ratings.py`

@@ -1,5 +1,5 @@
 """
-Members and the population: names, roles, ratings, ages and lineage. The noun that every phase shares.
+Members and the population: names, roles, ratings, ages and lineage. Every phase uses them.
 
 Holds plain numbers only (no tensors, no torch), so that every rank can keep its own identical copy.
 """

@@ -53,7 +53,7 @@ def draw_held_out(axis: Axes, run: Run) -> None:
             label = "the base, untrained" if one else "_"
             axis.axhline(base[0], color=GREY if one else color, label=label, linestyle="--", linewidth=1.4)
     if not tables:
-        axis.text(0.5, 0.5, "not evaluated (`eval_dataset`)", ha="center", va="center", transform=axis.transAxes)
+        axis.text(0.5, 0.5, "no held-out tasks were attempted", ha="center", va="center", transform=axis.transAxes)
     axis.set(ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
 
 
@@ -165,10 +165,19 @@ def draw_curriculum(figure: Figure, run: Run) -> None:
     figure.legend([axes.flat[0].lines[-1]], [label.replace(", ", ",\n")], loc="outside lower center")
 
 
+BREADTH = {
+    "curriculum/coverage": ("program structures so far", "distinct structures\n(number)"),
+    "curriculum/entropy": ("how evenly they are used", "entropy\n(bits)"),
+    "curriculum/features": ("features in recent tasks", "different features\n(number)"),
+}
+
+
 def draw_coverage(figure: Figure, run: Run) -> None:
-    axes = figure.subplots(2, 1, sharex=True)
-    axes[0].plot(*run.series("curriculum/coverage"), color=COLORS["teacher"], label="kinds of program seen so far")
-    axes[0].set(ylabel="distinct structures\n(number)")
-    axes[1].plot(*run.series("curriculum/entropy"), color=COLORS["student"], label="entropy of their distribution")
-    axes[1].set(ylabel="entropy\n(bits)")
-    finish(figure, axes[1])
+    names = run.breadth
+    figure.set_figheight(1.4 + 1.4 * len(names))
+    axes = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, name, color in zip(axes, names, SERIES_COLORS, strict=False):
+        label, unit = BREADTH[name]
+        axis.plot(*run.series(name), color=color, label=label)
+        axis.set(ylabel=unit)
+    finish(figure, axes[-1])

@@ -47,12 +47,11 @@ class Run:
     @property
     def measures(self) -> list[str]:
         """
-        What its kinds measure of their tasks, those of programs first; `coverage` and `entropy` are the archive's.
+        What its kinds measure of their tasks, those of programs first; `coverage` and `entropy` are the archive's, and
+        `features` counts over the tasks of several steps.
         """
         found = {key.removeprefix("curriculum/") for key in self.latest if key.startswith("curriculum/")}
-        rest = found - {"coverage", "entropy", *PROGRAM_MEASURES}
-        if not self.latest.get("curriculum/features"):  # the kinds name none
-            rest -= {"features"}
+        rest = found - {"coverage", "entropy", "features", *PROGRAM_MEASURES}
         return [name for name in PROGRAM_MEASURES if name in found] + sorted(rest)
 
     def members(self, role: str) -> list[str]:
@@ -112,6 +111,12 @@ class Run:
     def holds_programs(self) -> bool:
         """Whether its archive has seen a program: kinds of one's own may do without."""
         return bool(self.latest.get("curriculum/coverage"))
+
+    @property
+    def breadth(self) -> list[str]:
+        """Metrics of how wide its tasks are: those of an archive of programs, and features where a kind names any."""
+        of_programs = ["curriculum/coverage", "curriculum/entropy"] if self.holds_programs else []
+        return of_programs + ["curriculum/features"] * bool(self.latest.get("curriculum/features"))
 
     @property
     def pairs(self) -> bool:

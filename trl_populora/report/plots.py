@@ -111,11 +111,12 @@ PLOTS = (
     ),
     Plot(
         "coverage",
-        "Coverage of program space",
-        "Distinct program structures over the whole run, and how evenly they are used.",
+        "How wide the tasks range",
+        "Distinct structures of programs over the whole run, seed tasks included, and how evenly they are used; below "
+        "them the different features (operators, methods, builtins) of the last twelve steps' tasks.",
         draw_coverage,
-        4.2,
-        needs="holds_programs",
+        5.6,
+        needs="breadth",
     ),
     Plot(
         "mastery",

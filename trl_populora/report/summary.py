@@ -82,6 +82,9 @@ def changes(run: Run) -> list[Change]:
         rows[1:1] = [(f"solve/{kind}/rate", f"{kind}: attempts right", "share") for kind in run.kinds]
     rows += [(key, f"reward: {key.split('/')[1]}", "number") for key in rewards]
     rows += [(f"curriculum/{name}", f"tasks: {name.replace('_', ' ')}", "number") for name in run.measures]
+    rows += [("curriculum/features", "different features in recent tasks", "count")] * (
+        "curriculum/features" in run.breadth
+    )
     rows += [
         ("completions/mean_length", "tokens of a completion", "count"),
         ("step_time", "time of a step", "seconds"),

@@ -148,6 +148,9 @@ def curves(run: Run, width: int) -> Table:
     rows: list[tuple[str, str, Form]] = [(f"{t}solve_rate_mean", _held_out(t), "share") for t in run.tables]
     rows += CURVES
     rows += [(f"curriculum/{name}", f"tasks: {name.replace('_', ' ')}", "number") for name in run.measures]
+    rows += [("curriculum/features", "different features in recent tasks", "count")] * (
+        "curriculum/features" in run.breadth
+    )
     rows.append(("step_time", "time of a step", "seconds"))
     for key, name, form in rows:
         _, values = run.series(key)

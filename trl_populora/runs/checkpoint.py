@@ -3,12 +3,17 @@
 A checkpoint holds what the HF `Trainer` writes (optimizer, scheduler, generators, `trainer_state.json`) and
 
     members/<name>/       one ordinary PEFT adapter directory per member
-    population.json       base model, adapter shape, members with ratings and parents; for readers
+    population.json       base model, adapter shape, settings, members, step; a resume checks shape and settings by it
     lineage.jsonl         every replacement so far
     archive.parquet       the task archive
-    game.json             state of population, matchmaker, the archive's coverage, and held-out scores if there are any
-    rank_state_<n>.pt     what one rank has buffered between two generations
-    whole.json            names and sizes of all these files; written last
+    game.json             state of population, matchmaker and features, the archive's coverage; if the run has them,
+                          held-out scores, and the teachers' running deviations
+    rank_state_<n>.pt     of one rank: the count of micro-batches, buffered rows and their step, what is not logged yet
+                          (metrics, loss)
+    whole.json            names and sizes of all these files, number of processes; written last
+
+They are read back in this order: members, `trainer_state.json` (FSDP and DeepSpeed: the members after it), optimizer,
+scheduler, then [`load_game`], and at the first update the generators and the loss that is not logged yet.
 
 It is written into `<output_dir>/_unfinished/` and moved into place once every rank is done, so that a run killed at
 any moment leaves whole checkpoints and, at most, an unfinished one that nothing picks up. Nodes with an `output_dir`
@@ -83,7 +88,7 @@ class Staging:
         accelerator ([`~accelerate.Accelerator`]): Brings the processes together.
 
     Attributes:
-        directory (`str` or `None`): While a checkpoint is written, what stands in the place of the run's directory.
+        directory (`str` or `None`): While a checkpoint is written, the folder to use in place of `output_dir`.
     """
 
     def __init__(self, args: TrainingArguments, accelerator: Accelerator):
@@ -97,7 +102,8 @@ class Staging:
 
         Args:
             root (`Path`): The run's directory.
-            state (`TrainerState`): Its step; where it names the best checkpoint is mended.
+            state (`TrainerState`): Gives the step. Its `best_model_checkpoint`, which `Trainer` looks for in the
+                folder of the unfinished checkpoint, is corrected.
 
         Raises:
             `RuntimeError`: If it could not be written whole; says why and what to resume from.
@@ -117,8 +123,8 @@ class Staging:
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 _move_into_place(unfinished, target, self.accelerator.num_processes)
-        # A full disk shows as any of these, by what was being written. Other ranks are not told: they may sit in any
-        # collective of the engine's own save, which only the end of this process, and the launcher, can break.
+        # A full disk shows as any of these, by what was being written. Other ranks are not told: they may wait in a
+        # collective of the engine's own save, until the launcher sees this process end and ends them, too.
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = f"disk full: {error!s:.300}" if is_disk_full(error, root) else f"{error!s:.300}"
             if self.args.should_save:
@@ -191,7 +197,7 @@ def find_flaw(checkpoint: str | Path) -> str | None:
 
 
 def is_disk_full(error: BaseException, directory: Path) -> bool:
-    """Whether an error means so: torch and safetensors report a failed write without its reason."""
+    """Whether an error means a full disk: torch and safetensors report a failed write without its reason."""
     told = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
     return told or shutil.disk_usage(directory).free < 2**16
 
@@ -259,7 +265,7 @@ class RankState:
         buffered (`list` or `None`): Micro-batches that are still to be trained on.
         played (`dict` or `None`): The step that they are of.
         metrics (`dict[str, list[float]]`): Metrics that are not logged yet.
-        loss (`float`), logged (`int`): The loss since the last log, and the step of that.
+        loss (`float`), logged (`int`): The loss since the last log, and the step of that log.
     """
 
     step: int
@@ -271,30 +277,31 @@ class RankState:
 
 
 def save_game(
-    directory: Path, nouns: Mapping[str, Any], archive: TaskArchive, rank_state: RankState, args: TrainingArguments
+    directory: Path, stateful: Mapping[str, Any], archive: TaskArchive, rank_state: RankState, args: TrainingArguments
 ) -> None:
     """
-    Writes what decides the next step beside members and optimizer: what lasts, and every rank's buffered rows.
+    Writes `game.json`, this rank's `rank_state_<n>.pt` and a copy of `lineage.jsonl`.
 
     Args:
         directory (`Path`): Where to.
-        nouns (`Mapping[str, Any]`): What has a `state_dict`, the same on every rank, by its name in `game.json`.
-        archive ([`TaskArchive`]): Its coverage; the tasks stand in a file of their own.
+        stateful (`Mapping[str, Any]`): Objects with a `state_dict` that is the same on every rank, by their names in
+            `game.json`.
+        archive ([`TaskArchive`]): Its coverage is written here; its tasks have a file of their own.
         rank_state ([`RankState`]): This rank's.
         args ([`~transformers.TrainingArguments`]): Who saves, and where the run is.
     """
     torch.save(vars(rank_state), directory / f"rank_state_{args.process_index}.pt")
     if not args.should_save:
         return
-    write_json(directory / "game.json", game_state(nouns, archive), indent=None)
+    write_json(directory / "game.json", game_state(stateful, archive), indent=None)
     lineage = Path(args.output_dir, "lineage.jsonl")
     if lineage.exists():
         shutil.copyfile(lineage, directory / lineage.name)
 
 
-def game_state(nouns: Mapping[str, Any], archive: TaskArchive) -> dict[str, Any]:
+def game_state(stateful: Mapping[str, Any], archive: TaskArchive) -> dict[str, Any]:
     """The contents of `game.json`."""
-    states = {name: noun.state_dict() for name, noun in nouns.items()}
+    states = {name: each.state_dict() for name, each in stateful.items()}
     return {"format": FORMAT, "coverage": archive.coverage.state_dict()} | states
 
 
@@ -313,7 +320,7 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
 
 def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
     """
-    Puts a saved adapter into a live member. vLLM has to be told.
+    Puts a saved adapter into a live member. A trainer with vLLM then has to set `_last_loaded_step` to -1.
 
     Raises:
         `ValueError`: If the file is missing, cut off, or holds other matrices than the member; the message names it.
@@ -325,10 +332,10 @@ def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
 
 
 def load_game(
-    directory: str, game: Game, nouns: Mapping[str, Any], shape: Shape, args: GRPOConfig, device: torch.device
+    directory: str, game: Game, stateful: Mapping[str, Any], shape: Shape, args: GRPOConfig, device: torch.device
 ) -> RankState:
     """
-    Reads the state of the game back, and takes the run's records back to the checkpoint. Called on every rank.
+    Reads the state of the game back, and cuts the run's records back to the checkpoint's step. Called on every rank.
 
     Returns:
         [`RankState`]: This rank's; if another number of processes saved it, with no rows and nothing to log.
@@ -341,12 +348,12 @@ def load_game(
     processes = read_json(root / MANIFEST)["processes"]
     same_processes = processes == args.world_size
     check_settings(args, root, saved, same_processes)
-    load_nouns(root, nouns, game.archive)
+    load_stateful(root, stateful, game.archive)
     if (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0):
         game.referee.leave_out_long(game.archive)
     if args.should_save:
         output_dir = Path(args.output_dir)
-        if root.resolve().parent != output_dir.resolve():  # the records there are of a run that does not go on
+        if root.resolve().parent != output_dir.resolve():  # its records are of another run
             records.set_aside(output_dir)
         records.take_back(output_dir, saved["step"], root / "lineage.jsonl")
     if same_processes:
@@ -366,19 +373,20 @@ def load_game(
         processes,
         args.world_size,
     )
-    # It goes on within the same `num_iterations` steps: a game has to follow every event of evolution.
+    # The count of micro-batches goes on from this step and not from 0: games then begin where `step` is a multiple of
+    # `num_iterations`, as evolution events do, and a game has to follow every event.
     done = saved["step"]
     return RankState(done * args.steps_per_generation, buffered=None, played=None, metrics={}, loss=0.0, logged=done)
 
 
-def load_nouns(root: Path, nouns: Mapping[str, Any], archive: TaskArchive) -> None:
-    """Ratings, matchmaker, held-out scores and archive of a checkpoint."""
+def load_stateful(root: Path, stateful: Mapping[str, Any], archive: TaskArchive) -> None:
+    """Reads `game.json` into the objects that it has states of, and the archive."""
     state = read_json(root / "game.json")
-    for field, noun in nouns.items():
-        if field in ("held_out", "deviations") and field not in state:  # what a run may begin with when it is resumed
+    for field, each in stateful.items():
+        if field in ("held_out", "deviations") and field not in state:  # a resume may switch these on
             continue
         try:
-            noun.load_state_dict(state[field])
+            each.load_state_dict(state[field])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{root / 'game.json'}: field `{field}` is missing or broken ({error!r}).") from error
     if not isinstance(state.get("coverage"), dict):

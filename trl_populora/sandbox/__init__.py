@@ -1,4 +1,4 @@
-"""The executor: untrusted programs in processes of their own, judged from outside (phases 3 and 4).
+"""The executor: untrusted programs in processes of their own, judged from outside (verify, solve).
 
     trainer: supervisor and judge, knows the golden answers
        |  control socket: orders and events            one private socket pair per job

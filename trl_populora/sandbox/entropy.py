@@ -1,4 +1,4 @@
-"""Guards around everything that makes two runs of a program differ: clocks, hashes, addresses (phase 3).
+"""Guards around everything that makes two runs of a program differ: clocks, hashes, addresses (verify).
 
 `facades` are copies of modules for the program's own imports: `time` and `datetime`, where arithmetic on given dates
 works as ever, and those through which one that is not allowed (`modules.py`) could be reached.

@@ -1,4 +1,4 @@
-"""Guards around what another interpreter would answer otherwise: versions, limits, the insides of objects (phase 3).
+"""Guards around what another interpreter would answer otherwise: versions, limits, the insides of objects (verify).
 
 No repetition on one host sees these. A limit that a program runs into is another in every run, so that what it makes
 of it differs; what the language leaves open is stopped where the program's text asks for it.

@@ -1,4 +1,4 @@
-"""What the sandbox is asked and what it answers: `Job`, `Limits`, `Verdict`, `Status` (phases 3 and 4)."""
+"""What the sandbox is asked and what it answers: `Job`, `Limits`, `Verdict`, `Status`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Limits:
             other program waits.
         memory_bytes (`int`, *optional*, defaults to `512 MiB`): Address space of the process.
         output_bytes (`int`, *optional*, defaults to `65536`): Canonical text of all outputs together.
-        program_bytes (`int`, *optional*, defaults to `262144`): Longest program that is accepted at all.
+        program_bytes (`int`, *optional*, defaults to `262144`): Longest program that is accepted, in UTF-8.
     """
 
     wall_seconds: float = 2.0

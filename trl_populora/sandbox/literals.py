@@ -1,4 +1,4 @@
-"""Reading answers: Python literals from model text, without evaluating anything (phase 4).
+"""Reading answers: Python literals from model text, without evaluating anything.
 
 A token scan comes first. It lets through strings, numbers, brackets, commas, colons, signs and a handful of names,
 under limits on length, nesting, digits and operators. Only text that passed is given to `ast.parse`, and the tree is

@@ -1,4 +1,4 @@
-"""Which modules programs may import, and in which tier of zygote they are warm (phase 3).
+"""Which modules programs may import, and in which tier of zygote they are warm.
 
 The line is drawn at what computes: modules whose results nobody can work out by thinking (digests, checksums, seeded
 generators) are left out, as Absolute Zero Reasoner leaves them out; a scrambler that a program writes itself is in

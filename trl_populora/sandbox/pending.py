@@ -64,8 +64,9 @@ class Pending:
     @property
     def slot(self) -> tuple[bool, int]:
         """
-        Tier and hash seed of the next run. The seed depends on the program and the number of the run alone, so a
-        sequence of jobs can be repeated exactly whatever the load.
+        Tier and number of the hash seed of the next run. The full tier has all modules loaded that programs may
+        import, the light one some. The seed depends on the program and the number of the run alone, so a sequence of
+        jobs can be repeated exactly whatever the load.
         """
         first = zlib.crc32(self.job.program.encode("utf-8", "surrogatepass")) & 1
         number = len(self.runs)

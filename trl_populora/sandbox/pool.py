@@ -1,4 +1,4 @@
-"""`Sandbox`: many programs in, verdicts out; one supervisor thread owns every socket and zygote (phases 3 and 4)."""
+"""`Sandbox`: many programs in, verdicts out; one supervisor thread owns every socket and zygote."""
 
 from __future__ import annotations
 

@@ -43,6 +43,9 @@ TIER = "tier"  # a module of the full tier is wanted
 SO_FAR = "so far"  # one output, before the answer
 MAX_REASON = 300  # characters
 
+# A program that the busy host does not let run is killed after its limit times this, by the clock.
+LONGEST_EXTENSION = 120.0
+
 
 Payload = tuple[int, bool, int, bool, str, str, tuple[str, ...]]
 """

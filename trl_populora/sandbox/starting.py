@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SandboxSettings:
     """
-    What programs may use; the options of these names.
+    What programs may use. Each field is the option of the same name.
 
     Raises:
         `ValueError`: If a number is too small.
     """
 
     sandbox_workers: int | None = None
-    sandbox_seconds: float = 2.0
-    sandbox_memory_mb: int = 512
+    sandbox_seconds: float = Limits.wall_seconds
+    sandbox_memory_mb: int = Limits.memory_bytes >> 20
     sandbox_allow_weak: bool = False
 
     def __post_init__(self):

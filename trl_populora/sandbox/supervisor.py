@@ -1,4 +1,4 @@
-"""The thread behind a `Sandbox`: which run goes to which zygote, what comes back, and what to do when one dies."""
+"""The thread behind a `Sandbox`: gives runs to zygotes (warm processes that fork a child per program), and judges."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .judge import Observation, combine, ended_at_wrong, judge_run
 from .listener import Listener
 from .pending import Pending
 from .places import Places
+from .protocol import LONGEST_EXTENSION
 from .worker import Worker
 
 
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
-LONGEST_EXTENSION = 120.0  # see `zygote.py`
 FAILED_STARTS = 3  # zygotes in a row that may fail to start
 
 
 class Supervisor:
     """
-    All but `submit`, `close` and the properties runs in one thread of its own, so nothing here needs a lock.
+    All but `submit`, `report` and `close` runs in one thread of its own, so nothing here needs a lock.
 
     Args:
         places ([`Places`]): How many programs may be under way.
         seed (`int`): Chooses the hash seeds.
         allow_weak (`bool`): Whether level C is accepted.
-        options (`dict`): What every zygote is told on its command line, and `soft`, whether the soft layer is on.
+        options (`dict`): Of every zygote; `soft` among them: whether the import allow-list and the guards are on.
 
     Raises:
         `RuntimeError`: No zygote starts, or the host is too weak.
@@ -47,7 +47,7 @@ class Supervisor:
         self.pools: dict[tuple[bool, int], list[Worker]] = {}
         self.inbox: deque[Pending] = deque()
         self.queue: deque[Pending] = deque()
-        self.later: deque[Pending] = deque()  # slow ones, which wait until no other does
+        self.later: deque[Pending] = deque()  # slow ones that were put back until nothing else waits
         self.unresolved: set[Pending] = set()
         self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
         self.running: dict[int, Pending] = {}
@@ -85,8 +85,8 @@ class Supervisor:
             raise RuntimeError("the sandbox is closed") from self.failure
         limits = replace(limits, wall_seconds=limits.wall_seconds / job.headroom)
         pending = Pending(job, limits, self.soft)
-        if len(job.program) > limits.program_bytes:
-            reason = f"a program of {len(job.program)} characters, more than {limits.program_bytes}"
+        if (size := len(job.program.encode("utf-8", "surrogatepass"))) > limits.program_bytes:
+            reason = f"a program of {size} bytes, more than {limits.program_bytes}"
             self._resolve(pending, Verdict(Status.POLICY, reason))
             return pending.future
         self.inbox.append(pending)
@@ -122,7 +122,7 @@ class Supervisor:
             self.ready.set()
 
     def _populate(self, slot: tuple[bool, int]) -> None:
-        """The zygotes of one tier and hash seed; the two seeds of every job's first runs share the load."""
+        """Starts a slot's zygotes: one per two workers for seeds 0 and 1, of first runs; one for any other seed."""
         full, index = slot
         copies = (self.workers + 1) // 2 if index < 2 else 1
         pool = self.pools.setdefault(slot, [])
@@ -142,10 +142,10 @@ class Supervisor:
                 break
         while self.later and not self.queue and self.places.has_room_behind(self.later[0]):
             self._dispatch(self.later.popleft())
-        self._tell_pressure()
+        self._tell_whether_busy()
 
     def _dispatch(self, pending: Pending) -> bool:
-        """To the zygote of its slot that has least to do; False when there is no descriptor left for it."""
+        """Gives a job to the least busy zygote of its slot; False when no file descriptor is left."""
         if pending.future.cancelled():
             self.unresolved.discard(pending)
             return True
@@ -159,11 +159,11 @@ class Supervisor:
         return True
 
     def _queue_again(self, pending: Pending) -> None:
-        """Next in its line."""
+        """Puts a job at the front of its queue."""
         (self.later if pending.slow else self.queue).appendleft(pending)
 
-    def _tell_pressure(self) -> None:
-        """Whether jobs wait for a free place, as far as the zygotes with slow children need to know."""
+    def _tell_whether_busy(self) -> None:
+        """Tells all zygotes when the workers become busy or free: their slow children then take turns or run on."""
         busy = self.places.are_taken
         if busy != self.busy:
             self.busy = busy
@@ -171,7 +171,7 @@ class Supervisor:
                 worker.tell(protocol.BUSY if busy else protocol.IDLE)
 
     def _start(self, pending: Pending, worker: Worker) -> bool:
-        """Start the next run; False when there is no descriptor left for it."""
+        """Start the next run; False when no file descriptor is left."""
         number, limits = next(self.numbers), pending.limits
         try:
             theirs = pending.open()
@@ -237,16 +237,16 @@ class Supervisor:
             self._lose(worker, worker.failure or "it ended")
 
     def _settle(self, number: int, pending: Pending) -> None:
-        """Go on with a run of which both the end of file and the zygote's word have come."""
+        """Finishes a run once its answer has ended and the zygote has told of its exit, whichever comes first."""
         if not pending.end_of_file:
             return
         self.listener.forget(pending.socket)
         if pending.event is not None:
             self._drop(number, pending)
-            self._judge(pending)
+            self._finish_run(pending)
 
     def _note_slow(self, number: int, worker: Worker, pending: Pending) -> None:
-        """A slow program stops counting against the programs at a time; without room for it, it begins anew later."""
+        """Moves a slow program to the background, which frees its place; if that is full, it is rerun later."""
         pending.slow = True
         if not pending.foreground:
             return
@@ -263,7 +263,7 @@ class Supervisor:
         self.listener.forget(pending.socket)
         pending.close()
 
-    def _judge(self, pending: Pending) -> None:
+    def _finish_run(self, pending: Pending) -> None:
         data, inputs = bytes(pending.data), len(pending.job.inputs)
         if pending.put_back and os.WIFSIGNALED(pending.event.wait_status) and not pending.event.expired:
             self.later.append(pending)
@@ -344,7 +344,7 @@ class Supervisor:
                 pending = self.running[number]
                 self._listen(number, pending, worker)
                 if self.busy and not pending.foreground:
-                    pending.late_at = _late_at(pending)  # it is stopped, and its time stands still
+                    pending.late_at = _late_at(pending)  # its zygote has paused it, so it cannot be late
 
     def _shut_down(self) -> None:
         workers = self._workers()

@@ -16,7 +16,7 @@ answer can be stored, hashed and compared as a string, and reading it back never
 
 The members of sets are sorted by their own text. So are the pairs of dicts in an *output*; in an *input* they keep the
 order written, which the program can see (`encode(arguments, ordered=True)`). Both forms read back. This file is loaded
-by the trainer and by the sandbox's warm processes alike (phases 3 and 4), so it imports nothing beyond `json`.
+by the trainer and by the sandbox's warm processes alike, so it imports nothing beyond `json`.
 """
 
 from __future__ import annotations

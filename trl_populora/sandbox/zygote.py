@@ -10,7 +10,7 @@ import sys
 
 
 if __name__ == "__main__":
-    # The script's folder comes first on the path. The room is loaded as a package of its own, without its `__init__`.
+    # The script's folder comes first on the path. It is imported as `sandbox_room`, so that trl_populora is not.
     import os
     import types
 
@@ -42,6 +42,7 @@ from .protocol import (
     EVENT,
     EXPIRED,
     FAILED,
+    LONGEST_EXTENSION,
     OK,
     ORDER,
     PROBE,
@@ -55,14 +56,13 @@ from .protocol import (
 )
 
 
-# Found once: every object on the way to a function is one that both sides of a fork write to, and copy a page for.
+# Looked up once: a lookup changes reference counts, and after a fork each such write copies a memory page.
 _close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, os.fork, os.wait4
 _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
-_DESCRIPTORS = 64  # none is above: `_control` begins low, and `confine.py` allows 16
-_LONGEST_EXTENSION = 120.0  # times the limit, for a program that the busy host does not let run
-_PATIENCE_SECONDS = 5.0  # or the limit, if that is longer: who has used no CPU time for so long sleeps
+_DESCRIPTORS = 64  # a child closes those below; none is higher: see `_control`, and `confine.py` allows 16
+_PATIENCE_SECONDS = 5.0  # or the limit, if longer: a program that used no CPU time for so long sleeps, and is killed
 # While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 100: programs that never end
 # then cost their zygote 3 % of a core whatever their number.
 _TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.097
@@ -76,7 +76,7 @@ class Running:
         self.job, self.pid, self.limit, self.owed = job, pid, limit, owed
         self.started = _now()
         self.deadline = self.started + limit
-        self.last_deadline = self.started + limit * _LONGEST_EXTENSION
+        self.last_deadline = self.started + limit * LONGEST_EXTENSION
         self.yields_at: float | None = self.started + owed
         self.used_at_deadline, self.asleep_at = -1.0, _FOREVER
         self.expired = False
@@ -90,16 +90,16 @@ class Running:
 
     def may_go_on(self, now: float, stopped: bool) -> bool:
         """
-        At the deadline: has it not had its CPU time yet, and does it want to run? Then the deadline moves on.
+        Asked at the deadline. True, with a later deadline, if the child has CPU time left and has lately used some.
 
-        A process that sleeps is known by not using the time it is given. For one that is stopped, time stands still.
+        One that uses none of the time it is given sleeps. The time for which a child is stopped does not count.
         """
         used = self.cpu_seconds()
         if self.limit <= used < _FOREVER:
             return False
         if stopped:
             self.used_at_deadline = -1.0
-            self.last_deadline = now + self.limit * _LONGEST_EXTENSION
+            self.last_deadline = now + self.limit * LONGEST_EXTENSION
             self.deadline = now + max(self.limit - used, _PAUSE_SECONDS)
             return True
         if now >= self.last_deadline:
@@ -132,7 +132,7 @@ class Zygote:
         self.poll = select.poll()
         self.poll.register(control, select.POLLIN)
         self.poll.register(self.wake_read, select.POLLIN)
-        # Set up here, before the walls: `set_wakeup_fd` wants to stat the descriptor.
+        # Before the walls, which may refuse the system call by which `set_wakeup_fd` looks at the descriptor.
         signal.signal(signal.SIGCHLD, operator.is_)  # anything that takes two arguments and is not Python code
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
 
@@ -205,7 +205,7 @@ class Zygote:
             self._send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
 
     def _watch(self) -> None:
-        """Kill what has had its time, and report what has had its owed CPU time."""
+        """Kills children that are past their limit; reports as slow those that have used `owed_cpu_seconds`."""
         now = _now()
         for running in self.children.values():
             if running.expired:
@@ -214,12 +214,12 @@ class Zygote:
                 running.expired, running.yields_at = True, None
                 os.kill(running.pid, signal.SIGKILL)
             elif running.yields_at is not None and now >= running.yields_at:
-                self._let_yield(running, now)
+                self._report_slow(running, now)
 
     def _may_go_on(self, running: Running, now: float) -> bool:
         return running.may_go_on(now, self.busy and running in self.background)
 
-    def _let_yield(self, running: Running, now: float) -> None:
+    def _report_slow(self, running: Running, now: float) -> None:
         missing = running.owed - running.cpu_seconds()
         if missing > 0:
             running.yields_at = now + max(missing, 0.001)
@@ -293,7 +293,7 @@ def _set_time_zone() -> None:
 
 
 def _warm_up(guard: soft.Guard) -> None:
-    """Run what every child runs until the interpreter has settled on it; it would do so anew in each of them."""
+    """Runs what every child runs, so that CPython specialises its code here, once, and not in each child."""
     frame = pack_payload((0, False, 100, False, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
     reader, writer = os.pipe()
     os.write(writer, frame)
@@ -303,7 +303,7 @@ def _warm_up(guard: soft.Guard) -> None:
 
 
 def _control(number: int) -> socket.socket:
-    """The trainer's end may have any number, with many files open there; a child closes only low ones."""
+    """Moves the inherited socket, whose number may be high, to a low one: children close only low ones."""
     control = socket.socket(fileno=os.dup(number))
     os.close(number)
     return control

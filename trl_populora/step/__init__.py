@@ -1,6 +1,6 @@
 """One population step: match, propose, verify, solve, reward.
 
-rollout.py     `play_step`, phases 1 to 4 in order
+rollout.py     `play_step`, match, propose, verify and solve in order
 player.py      who answers prompts
 referee.py     what is a task and what is right
 played.py      the one object that a step leaves

@@ -1,4 +1,4 @@
-"""From rewards to advantages, and the factor that makes a joint step equal to each member's own (phase 5).
+"""From rewards to advantages, and the factor that makes a joint step equal to each member's own (update).
 
 All functions take the rows of the whole generation batch, gathered over the ranks, because a group may span ranks; a
 rank keeps its own slice of the result. Shape key: `_R` rows.

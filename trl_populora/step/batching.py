@@ -1,17 +1,17 @@
-"""Phase 5: which rows of a step are computed together, and the micro-batches that are cut accordingly.
+"""Update: which rows of a step are computed together, and the micro-batches that are cut accordingly.
 
 A step's rows are dealt once, by [`plan_micro_batches`], as soon as their advantages are known. A micro-batch holds one
-role where possible, every member's rows stand together in equal numbers (the fast path of the routed LoRA layer), and
-attempts at one task or rows of like length meet, whichever costs less (see `forwards.py`). [`cut`] makes tensors of
-it, without the padding that no row of a micro-batch needs.
+role where possible. The rows of a member stand side by side, and where possible every member has as many as the
+others (the fast path of the routed LoRA layer). Either attempts at one task or rows of like length meet, whichever
+costs less (see `forwards.py`). [`cut`] makes the tensors, without padding that no row of a micro-batch needs.
 
-A micro-batch is bounded by tokens, not by rows: it holds as many as `per_device_train_batch_size` of the longest rows
-would need, so long ones stand alone and short ones in large numbers, and memory is what it would be without dealing.
+A micro-batch is bounded by tokens, not by rows: `per_device_train_batch_size` times the longest prompt and completion.
+So it holds few long rows or many short ones, and needs no more memory than that many of the longest rows.
 
 Many rows of a step have advantage 0: every attempt of their group did equally well. Without a KL term such a row has
 no gradient. It is *blank*: no micro-batch holds it, but it goes on counting in every normaliser, so the update is the
-same but for rounding. A micro-batch that would be empty holds one row with empty masks instead, because processes meet
-in every forward and backward.
+same but for rounding. All other rows are *live*. A micro-batch that would be empty holds one row with empty masks
+instead, because all processes have to run the same number of forwards and backwards.
 
 Shapes: R rows of this rank, B rows of a micro-batch, P prompt tokens, C completion tokens.
 """
@@ -29,7 +29,7 @@ from trl_populora.step.forwards import Layout, Sharing, lay_out
 
 
 Batch = dict[str, torch.Tensor]
-Packs = list[list[int]]  # rows of a micro-batch by the row of the forward that they belong to
+Packs = list[list[int]]  # `packs[i]`: the training rows that row i of the forward computes
 
 # Columns padded on the left to P and on the right to C. `importance_sampling_ratio` is [R, 1] in sequence modes.
 _PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
@@ -72,8 +72,8 @@ def plan_micro_batches(
         sharing ([`~trl_populora.step.forwards.Sharing`], *optional*): How the model takes shared prompts.
 
     Returns:
-        `list[list[list[int]]]`: The packs of each micro-batch, of as many micro-batches as of `size` rows there would
-            be without blank rows. The last ones may be empty.
+        `list[list[list[int]]]`: The packs of each micro-batch. There are `R / size` micro-batches, rounded up, where R
+            counts blank rows as well; the last ones may be empty.
     """
     budget = size * (max(asked) + max(answered))
 
@@ -105,11 +105,12 @@ def plan_micro_batches(
 
 def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int] | None) -> list[list[int]]:
     """
-    Orders the rows of one role, longest first; the members take turns while they have rows.
+    Orders the rows that have a length, longest first; the members take turns while they have rows.
 
     Args:
         members (`Sequence[int]`): Member index per row, shape `[R]`.
-        lengths (`Sequence[int]`): Tokens per row, shape `[R]`; rows of length 0 are left out.
+        lengths (`Sequence[int]`): Tokens per row, shape `[R]`; rows of length 0 are left out: blank rows, and those
+            of the other role.
         prompts (`Sequence[int]`, *optional*): Rows with the same number stay together.
 
     Returns:
@@ -128,16 +129,16 @@ def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence
 def _fill(
     batches: list[list[int]], groups: Sequence[list[int]], size: int, exceeds: Callable[[Sequence[int]], bool]
 ) -> None:
-    """Adds the groups of one role's rows to the last micro-batch while it has room, and to further ones then."""
-    first = True  # a role begins a micro-batch of its own, unless the last one is not filled by the role before
+    """Adds the groups of one role's rows to the last micro-batch while it has room, then to new ones."""
+    first = True  # a role begins a new micro-batch, unless the role before has left the last one unfilled
     for group in groups:
-        splits = ([group[part::count] for part in range(count)] for count in range(1, len(group) + 1))
-        # As few equal parts as have room in a micro-batch.
-        for part in next(split for split in splits if not any(map(exceeds, split))):
+        splits = ([group[start::count] for start in range(count)] for count in range(1, len(group) + 1))
+        # The group, split into the fewest equal pieces that fit into a micro-batch each.
+        for piece in next(split for split in splits if not any(map(exceeds, split))):
             enough = bool(batches) and len(batches[-1]) >= size
-            if not batches or (enough and (first or exceeds(batches[-1] + part))):
+            if not batches or (enough and (first or exceeds(batches[-1] + piece))):
                 batches.append([])
-            for row in part:
+            for row in piece:
                 if batches[-1] and exceeds([*batches[-1], row]):
                     batches.append([])
                 batches[-1].append(row)
@@ -206,7 +207,7 @@ def layout_of(batch: Batch) -> Layout:
     for row, number in enumerate(batch["pack"].tolist()):
         if number >= 0:
             packs.setdefault(number, []).append(row)
-    return Layout([*packs.values()] or [[0]], *_lengths(batch))  # processes meet in every forward and backward
+    return Layout([*packs.values()] or [[0]], *_lengths(batch))  # all processes run as many forwards
 
 
 def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
@@ -220,13 +221,16 @@ def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
 
 def match_ranks(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[str, float]]:
     """
-    The micro-batches of [`cut`] with as many rows as on the other ranks, because TRL gathers a value per row, and
-    with how many rows of all ranks are computed as `live` and how many completion tokens these have as `tokens`; and
-    metrics, means over the ranks. Collective.
+    Pads each micro-batch of [`cut`] with blank rows until all ranks have as many, because TRL gathers a value per row.
+    Collective.
 
     Args:
         batches (`Sequence[dict]`): This rank's.
         rows (`int`): How many rows it has in this step.
+
+    Returns:
+        The micro-batches, each with two counts over all ranks: `live`, the rows that are computed, and `tokens`, their
+        completion tokens; and metrics, averaged over the ranks.
     """
     device = batches[0]["member"].device
     sizes = [(len(b["member"]), live_rows([b]), int(b["completion_mask"].sum())) for b in batches]
@@ -266,8 +270,8 @@ def _lengths(batch: Batch) -> tuple[list[int], list[int]]:
 
 def trim(batch: Batch, multiple: int = 1) -> Batch:
     """
-    Cuts what is padding in every row, `multiple` columns at a time. One prompt token and two of the completion stay: a
-    single column is to TRL's metrics one value per sequence, without a mask.
+    Cuts what is padding in every row, `multiple` columns at a time. At least one prompt column and two completion
+    columns stay: TRL's metrics would take a single column for one value per sequence, without a mask.
     """
     needed = batch["prompt_mask"].any(0)
     left = int(needed.int().argmax()) if needed.any() else len(needed) - 1

@@ -1,4 +1,4 @@
-"""By how much a teacher's rewards usually differ: what its advantages may be divided by (phase 5).
+"""By how much a teacher's rewards usually differ: what its advantages may be divided by (update).
 
 The deviation of one step's few rewards is small where these are nearly equal, and dividing by it makes as much of a
 hundredth as of one half. A member's own memory of it is steadier, and depends on its rows alone, so that joint

@@ -1,4 +1,4 @@
-"""Phase 5: how the rows of a micro-batch enter the model, so that nothing is computed that changes no gradient.
+"""Update: how the rows of a micro-batch enter the model, so that nothing is computed that changes no gradient.
 
 Two things are left out. Blank rows (see `batching.py`) have no gradient. And attempts at one task have one prompt:
 they become branches of one row, in which the prompt stands once and every completion sees the prompt and itself. For

@@ -1,8 +1,9 @@
 """
 Held-out evaluation: how often members solve tasks that nobody trains on.
 
-[`HeldOut`] is what `eval_dataset` becomes. Looking changes nothing: samples are drawn from a generator of their own,
-and ratings, archive and weights stay as they are, so a run with and without evaluation trains the same weights.
+[`HeldOut`] is what `eval_dataset` becomes. Measuring changes nothing that is trained: samples have seeds of their own,
+and ratings, archive and weights stay as they are, so a run with and without evaluation trains the same weights. It
+keeps the rates, by which the best student is chosen.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class HeldOut:
         seed (`int`): Of the samples, the same in every evaluation: two evaluations differ by the weights alone.
         base (`dict[str, dict[str, float]]`, *optional*): Scores of the base per table, measured once.
         rates (`dict[str, float]`, *optional*): Last solve rate on the first table by `name@version`.
-        step (`int`, *optional*): Optimizer steps behind the members when `rates` were measured.
+        step (`int`, *optional*): Optimizer steps that the members had had when `rates` were measured.
     """
 
     tables: dict[str, list[Task]]

@@ -1,4 +1,4 @@
-"""Phase 5: what the loss tells of each micro-batch, as one figure per step."""
+"""Update: what the loss tells of each micro-batch, as one figure per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's own functions say of a step: an advantage estimator for a role, and further metrics (phase 5)."""
+"""What a user's own functions say of a step: an advantage estimator for a role, and further metrics."""
 
 from __future__ import annotations
 

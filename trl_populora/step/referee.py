@@ -1,4 +1,4 @@
-"""What is a task and what is right (phases 3 and 4): task kinds and sandbox, without any model.
+"""What is a task and what is right (verify, solve): task kinds and sandbox, without any model.
 
 Programs are run when a whole batch of completions is there. To start each the moment its completion ends was built and
 taken out again: it hid 0.3 s of a step of 16 s, and ran through six files and vLLM's engine loop.
@@ -171,7 +171,11 @@ class Referee:
         references: Sequence[Sequence[Task]],
         rng: random.Random,
     ) -> list[Task | Refusal]:
-        """What each proposal is: a task, or the reason why not. Duplicates are not looked for."""
+        """
+        What each proposal is: a task, or the first reason why not, in this order: its kind cannot read it; it has
+        control tokens; the sandbox's verdict; its kind does not accept it; its outputs have control tokens; it is held
+        out; it is too long. Duplicates are found later, where ranks meet (`rollout.py`).
+        """
         proposals = [self._parse(*each) for each in zip(kinds, texts, references, strict=True)]
         return self.verify(kinds, proposals, rng)
 

@@ -1,4 +1,4 @@
-"""Phase 5, first half: the two rewards as TRL wants them. What they pay is decided in `step/rules.py`.
+"""Update, first half: the two rewards as TRL wants them. What they pay is decided in `step/rules.py`.
 
 Each scores the rows of its own role and returns `None` for the others, so TRL logs `rewards/teacher_reward/mean` and
 `rewards/student_reward/mean` side by side.

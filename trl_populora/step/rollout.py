@@ -1,4 +1,4 @@
-"""Phases 1 to 4 of a population step: match, propose, verify, solve.
+"""The game of a population step: the phases match, propose, verify and solve.
 
 [`play_step`] is the whole game of one step, read top to bottom. It knows nothing of TRL: a [`Player`] answers prompts,
 a [`Referee`] decides what is true, and [`Played`] holds all that the step leaves.
@@ -34,20 +34,20 @@ class Game:
     What a step is played with.
 
     Args:
-        population, matchmaker, archive: The nouns that carry over from step to step, identical on every rank.
+        population, matchmaker, archive: Their state carries over from step to step; it is the same on every rank.
         referee ([`Referee`]): What is a task and what is right.
         player ([`Player`]): Generates for the members.
         proposals (`int`): Proposals per teacher over all ranks.
         attempts (`int`): Attempts per task, G.
         references (`int`): Archived tasks shown to a proposing teacher, K.
-        students_per_task (`int`): Who attempts a proposal: its match's student, or with 2 another one for half of the
-            attempts.
+        students_per_task (`int`): 1: the match's student makes all attempts at a proposal. 2: it makes half of them,
+            and a second student makes the others.
         replays (`int`): Archived tasks per match that its student attempts beside the proposals, over all ranks.
         shuffle (`bool`): Where there are no teachers: whether a pass through the given tasks is in a new order.
         rules ([`Rules`]): What a proposal and an attempt are worth.
         features ([`Features`]): What the last tasks use; carries over from step to step, too.
         metrics (`Sequence[Callable]`): Further metrics, of the records of a step's rows.
-        seed (`int`): With the step and the rank it decides every random choice, so that a resumed run repeats them.
+        seed (`int`): Seeds, with step and rank, what a step draws; pairs and tokens have generators of their own.
         iterations (`int`): Optimizer steps from one play to the next.
     """
 
@@ -81,8 +81,8 @@ def play_step(game: Game, done: int) -> Played:
         done (`int`): Optimizer steps before this one, which is step `done + 1` wherever steps are written down.
 
     Returns:
-        `Played`: With `teachers * (P + (P + replays) * G)` rows of this rank, all shares of it taken; without teachers
-            `students * P * G`.
+        `Played`: With `teachers * (P + (P + replays) * G)` rows of this rank, where P and replays are this rank's
+            part, the totals divided by the number of processes; without teachers `students * P * G`.
     """
     rng = random.Random(f"{game.seed}/{done}/{game.player.rank}")
     seconds: dict[str, float] = {}
@@ -120,7 +120,7 @@ def _propose(
     game: Game, matches: Sequence[Match], done: int, rng: random.Random
 ) -> tuple[list[Row], list[list[Task]]]:
     """
-    Phase 2: every teacher writes its proposals, the kinds in rotation (shifted each step, so all get their turn).
+    Lets every teacher write its proposals, the kinds in rotation (shifted each step, so all get their turn).
     """
     kinds = list(game.referee.kinds.values())
     share = game.proposals // game.player.world
@@ -140,7 +140,7 @@ def _propose(
 
 
 def _complete(game: Game, rows: Sequence[Row]) -> None:
-    if not rows:  # on no rank
+    if not rows:  # then no rank has any, and none has to take part in `generate`
         return
     completions = game.player.generate([row.prompt for row in rows], [row.member for row in rows])
     for row, completion in zip(rows, completions, strict=True):
@@ -151,7 +151,7 @@ def _verify(
     game: Game, rows: Sequence[Row], references: Sequence[Sequence[Task]], step: int, rng: random.Random
 ) -> tuple[list[Task | Refusal], list[Task]]:
     """
-    Phase 3: the sandbox decides which proposals are tasks; a task that anyone proposed before is a duplicate.
+    Lets the sandbox decide which proposals are tasks; a task that anyone proposed before is a duplicate.
 
     Returns:
         What became of this rank's proposals, and the accepted tasks of all ranks.
@@ -180,7 +180,7 @@ def _verify(
 
 def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
     """
-    One archived task per proposal, of its kind where there is one: it takes the student's time if that is invalid.
+    One archived task per proposal, of its kind where there is one: the student attempts it if the proposal is invalid.
     Drawn before the step's own tasks enter the archive, so that nobody meets a task twice.
     """
     names = list(game.referee.kinds)
@@ -189,8 +189,8 @@ def _fillers(game: Game, rows: Sequence[Row], rng: random.Random) -> list[Task]:
 
 def _draw_replays(game: Game, matches: Sequence[Match], rng: random.Random) -> list[tuple[Match, Task]]:
     """
-    Archived tasks that students attempt beside the proposals, drawn evenly over features: what teachers propose no
-    longer is not forgotten. Each with the match that it belongs to.
+    Archived tasks that students attempt beside the proposals, so that they keep practising what teachers no longer
+    propose; drawn evenly over features. Each with the match that it belongs to.
     """
     owners = [match for match in matches for _ in range(game.replays // game.player.world)]
     if not owners:
@@ -202,8 +202,8 @@ def _draw_replays(game: Game, matches: Sequence[Match], rng: random.Random) -> l
 
 def _next_given(game: Game, done: int) -> list[Task]:
     """
-    This rank's share of the given tasks that are a step's turn: all of them, pass after pass, each pass in an order of
-    its own.
+    This rank's share of the given tasks of this step. The run goes through all tasks pass after pass, each pass in an
+    order of its own.
     """
     kinds, share = list(game.referee.kinds), game.proposals // game.player.world
     size = game.archive.count(kinds)
@@ -216,7 +216,7 @@ def _next_given(game: Game, done: int) -> list[Task]:
 
 
 def _count_features(game: Game, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
-    """The features of this step's tasks by `task_id`, all of which are counted before the rarity of any is told."""
+    """Features of this step's tasks by `task_id`; all are counted first, so rarity does not depend on the order."""
     words = {task.task_id: name_features(game.referee.kinds[task.kind], task) for task in tasks}
     for task in tasks:
         game.features.add(words[task.task_id])
@@ -231,8 +231,8 @@ def _solve(
     further: Sequence[tuple[Match, Task]],
 ) -> list[Row]:
     """
-    Phase 4: the matched student attempts each task G times, those of the proposals first. Where two students attempt
-    each valid proposal, the second half of the attempts is the rival's, a group of its own.
+    Lets the matched student attempt each task G times: first the tasks of the proposals, then the further ones. Where
+    two students attempt each valid proposal, the rival makes the second half of the attempts, a group of its own.
     """
     students, rivals = {match.index: match.student for match in matches}, _find_rivals(game, matches)
     slots = [(p.match, task, not p.valid) for p, task in zip(proposals, tasks, strict=True)]
@@ -262,7 +262,7 @@ def _solve(
 
 
 def _find_rivals(game: Game, matches: Sequence[Match]) -> dict[int, str]:
-    """Per match the student of the next one that has another, so that rows stay even; nobody where one is enough."""
+    """Each match's rival: the student of the next match with another one, so that all get about as many rows."""
     if game.students_per_task < 2:
         return {}
     everybody = [student.name for student in game.population.students]
@@ -274,7 +274,7 @@ def _find_rivals(game: Game, matches: Sequence[Match]) -> dict[int, str]:
 
 
 def _grade(game: Game, proposals: Sequence[Row], tasks: Sequence[Task], rows: Sequence[Row]) -> None:
-    """Phase 4: the sandbox grades; the share of right answers is the proposal's rho."""
+    """Lets the sandbox grade the attempts; the share of right ones is the proposal's `solve_rate`."""
     owners = [task for task in tasks for _ in range(game.attempts)]
     graded = game.referee.grade(owners, [row.completion.text for row in rows])
     for row, grade in zip(rows, graded, strict=True):
@@ -326,8 +326,8 @@ def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[dict[str,
 
 def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict[Match, list[float]]:
     """
-    The student's share of each of the teacher's proposals, per match (archived tasks do not count); of given tasks the
-    share that it solved.
+    Per match the student's share of each proposal of the teacher (archived tasks do not count). Without teachers: the
+    student's solve rate at each given task.
     """
     shares: dict[int, list[float]] = {match.index: [] for match in matches}
     given = {match.index for match in matches if not match.teacher}
@@ -340,7 +340,7 @@ def _shares(matches: Sequence[Match], records: Sequence[dict[str, Any]]) -> dict
 
 
 def _one_of_each(attempts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An attempt of each group: what a student's attempts at one task have in common."""
+    """One attempt of each group, for what is the same in all of them."""
     return list({record["group"]: record for record in attempts}.values())
 
 
@@ -354,7 +354,7 @@ def step_metrics(
         game (`Game`): Names the kinds.
         played (`Played`): The step.
         complexities (`Sequence[dict]`): Of its tasks.
-        new_programs (`int`): How many programs, constants apart, no earlier task had.
+        new_programs (`int`): How many programs are new to the run; other constants alone make no program new.
     """
     kinds, records = game.referee.kinds, played.records
     proposals = [r for r in records if r["role"] == "teacher"]

@@ -12,11 +12,11 @@ guessing gives is estimated three times, and the highest counts:
   is 1/2 for an output `True` or `False` and 1/2 for each of a list or tuple of them.
 * Where inputs are what is guessed (code_i), some are drawn without a look at the task and tried (`TaskKind.guesses`):
   a program that takes one input in four is a lottery, whatever the others lead to.
-* One output does not tell the range it comes from, but many answers do. Where two mistakes were each made more often
-  than the task was solved, the right answer is one of several that were guessed among ([`count_guessed`]). One mistake
-  that most attempts make is no guess: a task that misleads stays worth what the few that see through it leave. A coin
-  with two sides that are not `True` and `False` therefore earns what an honest task earns that half of the attempts
-  solve, 0.5.
+* One answer does not show among how many values it was guessed, but many answers do. If two mistakes were each made
+  more often than the task was solved, the right answer is one of several that were guessed among ([`count_guessed`]).
+  One mistake that most attempts make is no guess: a task that misleads stays worth what the few that see through it
+  leave. A coin with two sides that are not `True` and `False` therefore earns what an honest task earns that half of
+  the attempts solve, 0.5.
 """
 
 from __future__ import annotations
@@ -183,10 +183,10 @@ def student_share(outcome: Outcome) -> float:
     """
     Student's share of one proposal, in [0, 1]; the teacher's is the rest. A match's score is the mean over proposals.
 
-    The right ones among the student's attempts, all of an invalid proposal, and half of a task that nobody solved, or
-    no more often than by guessing: both sides failed. PopuLoRA is not explicit about this rule. A teacher without
-    valid tasks loses every match, so the ratings of its students rise although they solved nothing: compare ratings
-    only beside `propose/valid_rate`. What teachers are paid does not change their score.
+    1 for an invalid proposal. 0.5 for a task that nobody solved, or no more often than by guessing: both sides failed.
+    Else the share of the student's attempts that were right. PopuLoRA is not explicit about this rule. A teacher
+    without valid tasks loses every match, so the ratings of its students rise although they solved nothing: compare
+    ratings only beside `propose/valid_rate`. What teachers are paid does not change their score.
     """
     if not outcome.valid:
         return 1.0
@@ -270,6 +270,6 @@ def find_price(path: str, option: str, choices: Iterable[str]) -> Callable[[Any]
 
 
 def count_guessed(mistakes: Iterable[str]) -> int:
-    """How many attempts are right by guessing alone: fewer than made the second most frequent of these mistakes."""
+    """How many attempts guessing alone gets right: one less than made the second most frequent of these mistakes."""
     _, second = ([count for _, count in Counter(mistakes).most_common(2)] + [0, 0])[:2]
     return max(0, second - 1)

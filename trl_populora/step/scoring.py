@@ -1,4 +1,4 @@
-"""Phase 5, before any forward: what a step's rows are worth, and which of them are computed together."""
+"""Update, before any forward: what a step's rows are worth, and which of them are computed together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trl_populora.tasks.bounds import check_choices
 @dataclass(frozen=True)
 class Scoring:
     """
-    How rows are compared, and how many are computed at once; the options of these names.
+    How rows are compared, and how many are computed at once. Each field is the option of the same name.
 
     Raises:
         `ValueError`: If `teacher_scale` is neither, or scales where `scale_rewards` forbids it.

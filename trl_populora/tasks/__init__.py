@@ -1,4 +1,4 @@
-"""The tasks room: what teachers propose and students solve (phases 2 to 4). Imports without torch."""
+"""The tasks room: what teachers propose and students solve. Imports without torch."""
 
 from __future__ import annotations
 

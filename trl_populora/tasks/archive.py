@@ -1,4 +1,4 @@
-"""The task archive: verified tasks that serve as references (phase 2) and fill free student slots (phase 4).
+"""The task archive: verified tasks, shown to teachers as references, and solved in the place of invalid proposals.
 
 In memory, newest kept: at the cap the oldest task of the same kind makes room (Absolute Zero Reasoner keeps the oldest
 and freezes). Adding, looking up and evicting cost O(1), sampling O(number sampled), however large it is.

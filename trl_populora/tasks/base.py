@@ -1,4 +1,4 @@
-"""What a task is and what a kind of task must answer: the interface behind phases 2 to 4 (propose, verify, solve).
+"""What a task is and what a kind of task must answer: the interface behind propose, verify and solve.
 
 A [`TaskKind`] is one class in one file. It writes both prompts, reads both answers, says what the sandbox has to run
 and decides from the verdict; it holds no state and never runs anything itself. The rollout knows only this interface,

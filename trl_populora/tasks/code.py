@@ -29,15 +29,15 @@ class CodeKind(TaskKind):
     max_program_chars = 3000  # AZR's prompt budget of 6144 tokens holds K = 6 references of about this size
     max_value_chars = 400  # one input or output, as literals; AZR cuts outputs here and makes the cut text the gold
     max_answer_chars = 4000  # ten times the longest gold: longer answers are malformed, not merely wrong
-    determinism_runs = 2  # paper: determinism is checked by running twice
+    determinism_runs = KindSettings.determinism_runs
     measures = complexity.PROGRAM_MEASURES
     cpu_headroom = 2.0  # a task needs half of the limit in CPU time: beside others the same run may need more
     reading = "strict"  # or "tolerant"
     instructions: Mapping[str, str] = templates.TURNS
 
     def configure(self, settings: KindSettings) -> None:
-        """A class that has set `determinism_runs` for itself keeps it."""
-        if type(self).determinism_runs == CodeKind.determinism_runs:
+        """Takes a run's settings. A subclass that sets `determinism_runs` in its body keeps its own number."""
+        if next(each for each in type(self).__mro__ if "determinism_runs" in vars(each)) is CodeKind:
             self.determinism_runs = settings.determinism_runs
         self.reading = settings.reading or ("strict" if settings.prompt_style == "compact" else "tolerant")
         self.instructions = templates.TURNS | dict(settings.prompt_texts or {})

@@ -1,4 +1,4 @@
-"""code_f, induction: the student is given a hint and example pairs and must write the program (phases 2 to 4)."""
+"""code_f, induction: the student is given a hint and example pairs and must write the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""code_i, abduction: the student is given a program and an output and must find an input (phases 2 to 4)."""
+"""code_i, abduction: the student is given a program and an output and must find an input."""
 
 from __future__ import annotations
 

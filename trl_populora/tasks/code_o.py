@@ -1,4 +1,4 @@
-"""code_o, deduction: the student is given a program and an input and must work out the output (phases 2 to 4)."""
+"""code_o, deduction: the student is given a program and an input and must work out the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How demanding programs are, and how much of program space a run has seen (phase 3; the paper's curriculum figures).
+"""How demanding programs are, and how much of program space a run has seen (verify; the paper's curriculum figures).
 
 Standard library `ast` only, one walk per program, linear in its size. Of the packages, radon is dormant, mccabe gives
 one of the four measures and complexipy none of them.

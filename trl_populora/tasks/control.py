@@ -1,4 +1,4 @@
-"""Texts that are more than text to a model: a task that contains one would end a turn or a thought (phase 3).
+"""Texts that are more than text to a model: a task that contains one would end a turn or a thought (verify).
 
 A program, hint, argument or output is put into prompts as it is, and a tokenizer reads `<|im_end|>` there as the token
 that ends a turn, whoever wrote it. Such proposals are rejected, of whatever kind, before anybody is shown them.

@@ -1,4 +1,4 @@
-"""Which parts of a program change nothing, as far as its text proves (phase 3).
+"""Which parts of a program change nothing, as far as its text proves (verify).
 
 An expression is silent if evaluating it changes nothing that anything else can see. It may still raise: where nothing
 in the program could catch that, it ends the run without a result, and so no two results differ; where something could,

@@ -1,4 +1,4 @@
-"""What constants decide in a program: conditions, and operands that are never evaluated (phase 3)."""
+"""What constants decide in a program: conditions, and operands that are never evaluated (verify)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the fenced answer format of the code kinds (phases 2 and 4): strictly, so that one text has one reading.
+"""Reads the fenced answer format of the code kinds: strictly, so that one text has one reading.
 
 A block opens with a line of three backticks and its name and closes with a line of three backticks; blanks may
 follow. The expected blocks stand exactly once and in order. Prose around them is ignored; any other line that starts

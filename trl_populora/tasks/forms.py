@@ -1,4 +1,4 @@
-"""Normal forms: when two programs are the same for duplicates, and when one is new to a run (phase 3).
+"""Normal forms: when two programs are the same for duplicates, and when one is new to a run (verify).
 
 What costs nothing to write must not count as another program: names, layout, comments, and code that does nothing.
 Equal forms mean equal programs: wherever both have a result, it is the same. Where the text does not prove that a

@@ -1,4 +1,4 @@
-"""What somebody answers who has not looked at a task: arguments of the right form (phase 4)."""
+"""What somebody answers who has not looked at a task: arguments of the right form (solve)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a task from a program and its arguments as Python values: for seeds that a user writes (phase 3)."""
+"""Makes a task from a program and its arguments as Python values: for seeds that a user writes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def find_own(path: str, what: str, choices: str) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         missing = isinstance(error, ImportError)
-        way_out = " A module that is not installed needs its folder in `PYTHONPATH`." if missing else ""
+        way_out = " A module that lies elsewhere needs its folder in `PYTHONPATH`." if missing else ""
         raise ValueError(f"Unknown {what} {path!r} ({error}); it must be {choices}.{way_out}") from error
 
 

@@ -1,4 +1,4 @@
-"""Reads what chat models write (phases 2 and 4): tolerant of how blocks are fenced, never of what is in them.
+"""Reads what chat models write (propose, solve): tolerant of how blocks are fenced, never of what is in them.
 
 One text has one reading here, too, as in the strict reader ([`read_blocks`]), of which this is the other choice:
 

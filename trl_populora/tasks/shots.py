@@ -1,4 +1,4 @@
-"""Solved tasks that ship with the code kinds: what small models are shown before their own (phase 4).
+"""Solved tasks that ship with the code kinds: what small models are shown before their own (solve).
 
 They show the format alone: shown a line of reasoning as well, a 135M rambled and forgot the answer (1 of 16 readable).
 Models that reason by themselves are large enough to be shown none.

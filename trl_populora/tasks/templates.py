@@ -1,6 +1,6 @@
 """Every word the models are shown, in one place, and the fences that prompts, parsers and training data share.
 
-Three styles from one set of blocks (phase 2, propose, and phase 4, solve):
+Three styles from one set of blocks (propose and solve):
 
 * `turns`: for instruction-tuned models of any size. A sentence or two of instruction; references are turns before, in
   which the assistant has answered in exactly the format that is read. Small models follow what they have seen done.

@@ -1,4 +1,4 @@
-"""What a program can see of its own text: all of it, some of its names, or none (phase 3).
+"""What a program can see of its own text: all of it, some of its names, or none (verify).
 
 Only what it cannot see may be taken for a matter of writing. Everything here errs to the side of seeing.
 """
