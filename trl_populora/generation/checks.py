@@ -74,7 +74,8 @@ def warn_of_truncation(args: GRPOConfig) -> None:
     Warns where TRL's correction for vLLM takes truncated sampling for another policy.
 
     vLLM's log-probabilities are normalised over the tokens that `top_p`, `top_k` or `min_p` left, the trainer's over
-    the whole vocabulary, so each token's ratio is too small by the probability that was left (TRL issue 6789).
+    the whole vocabulary, so each token's ratio is too small by the probability that was left
+    (github.com/huggingface/trl/issues/6789).
     """
     cut = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
     if args.vllm_importance_sampling_correction and any(cut.values()) and args.process_index == 0:
