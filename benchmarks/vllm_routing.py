@@ -1,14 +1,14 @@
 """Serving eight members in one batch, and publishing them, against the ways there are without routing.
 
-    python benchmarks/vllm_routing.py [--quick] [--tokens 48] [--rank 32] [--clock cpu]
+    python benchmarks/vllm_routing.py [--quick] [--tokens 48] [--rank 32] [--clock cpu] [--model DIR]
 
-Generation, on the tiny base: (a) eight members mixed in one batch, (b) the same rows as eight batches of one member
-each, (c) the same rows all through one member. Interleaved repeats after a warm-up, medians, tokens per second; every
-row is made to give the same number of tokens.
+Generation, on the tiny base or, in bf16, on that of `--model`: (a) eight members mixed in one batch, (b) the same rows
+as eight batches of one member each, (c) the same rows all through one member. Interleaved repeats after a warm-up,
+medians, tokens per second; every row is made to give the same number of tokens.
 
 Publishing: eight members that all moved, from memory, against TRL's own `sync_weights`, which merges one adapter into
-the base, hands every base weight to the engine and takes the adapter out again: once, times eight. At the size of the
-tiny base, and with the shapes of Qwen2.5-0.5B filled at random. `publishing.py` has memory against files.
+the base, hands every base weight to the engine and takes the adapter out again: once, times eight. At the size of that
+base, and with the shapes of Qwen2.5-0.5B filled at random. `publishing.py` has memory against files.
 
 Needs vLLM (on a machine without GPU: `VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1`); no network. On a GPU all of it is
 there, in bf16, with CUDA graphs. Last line: one JSON object.
@@ -120,9 +120,11 @@ class Clock:
         return self.now() - start
 
 
-def measure_generation(clock: Clock, repeats: int, rank: int, tokens: int, directory: str) -> dict[str, float]:
+def measure_generation(
+    clock: Clock, base: str, dtype: torch.dtype, repeats: int, rank: int, tokens: int, directory: str
+) -> dict[str, float]:
     """Tokens per second of each way."""
-    generation, model, names, router = make_generation(tiny_base_path(), rank, SMALL_DTYPE, directory, tokens)
+    generation, model, names, router = make_generation(base, rank, dtype, directory, tokens)
     move(model, names, seed=1)
     generation.sync_weights()
     rng = random.Random(0)
@@ -214,15 +216,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="tokens that each row gives")
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that has other work")
-    parser.add_argument("--quick", action="store_true", help="the tiny size only")
+    parser.add_argument("--quick", action="store_true", help="nothing of the size of 0.5B")
+    parser.add_argument("--model", help="directory of another base than the tiny one, taken in bf16")
     options = parser.parse_args()
     clock = Clock(options.clock)
     repeats = options.repeats or (3 if options.quick else 7)
     publishings = min(3, repeats)
 
     with tempfile.TemporaryDirectory() as directory:
-        rates = measure_generation(clock, repeats, options.rank, options.tokens, directory)
-        bases = {"tiny": (tiny_base_path(), SMALL_DTYPE)}
+        small, dtype = (options.model, torch.bfloat16) if options.model else (tiny_base_path(), SMALL_DTYPE)
+        rates = measure_generation(clock, small, dtype, repeats, options.rank, options.tokens, directory)
+        bases = {"small": (small, dtype)}
         if not options.quick:
             bases["0.5B"] = (make_half_billion(os.path.join(directory, "half")), torch.bfloat16)
         publishing = {}
@@ -230,7 +234,7 @@ def main() -> None:
             publishing[size] = measure_publishing(clock, base, options.rank, dtype, publishings, directory)
 
     rows = f"{ROWS_PER_MEMBER} rows each, {options.tokens} tokens a row"
-    print(f"\n{MEMBERS} members, rank {options.rank}, {rows}, tiny base")
+    print(f"\n{MEMBERS} members, rank {options.rank}, {rows}, {options.model or 'tiny base'}")
     for name, text in {"mixed": "(a) mixed", "sequential": "(b) one after the other", "one": "(c) one member"}.items():
         print(f"  {text:<26}{rates[name]:>9.0f} tokens/s")
     for size, values in publishing.items():
@@ -244,8 +248,8 @@ def main() -> None:
         "mixed_vs_sequential": rates["mixed"] / rates["sequential"],
         "publish_vs_trl": 8 * publishing[largest]["trl"] / publishing[largest]["ours"],
         "publish_seconds_8": publishing[largest]["ours"],
-        "publish_vs_trl_tiny": 8 * publishing["tiny"]["trl"] / publishing["tiny"]["ours"],
-        "publish_seconds_8_tiny": publishing["tiny"]["ours"],
+        "publish_vs_trl_tiny": 8 * publishing["small"]["trl"] / publishing["small"]["ours"],
+        "publish_seconds_8_tiny": publishing["small"]["ours"],
         "publish_nothing_seconds": publishing[largest]["nothing"],
         "tokens_per_s": {name: round(rate) for name, rate in rates.items()},
     }
