@@ -54,7 +54,7 @@ BODIES = [
 FULL_BODY = "import statistics\nfrom fractions import Fraction\n"
 LOOP = "def f(x):\n    while True:\n        x += 1\n# {n}"
 BOMB = "def f(x):\n    a = []\n    while True:\n        a.append(bytes(10**6))\n# {n}"
-ROOMY = Limits(wall_seconds=60.0)
+ROOMY = Limits(cpu_seconds=60.0)
 
 
 def program(number: int) -> str:
@@ -215,7 +215,7 @@ def rolling(sandbox: Sandbox, seconds: float, bad: str | None, limit: float) -> 
             number += 1
             is_bad = bad is not None and number % 100 == 50
             source = bad.format(n=number) if is_bad else program(number)
-            flying[sandbox.submit(Job(source, text, limits=Limits(wall_seconds=limit)))] = is_bad
+            flying[sandbox.submit(Job(source, text, limits=Limits(cpu_seconds=limit)))] = is_bad
         done, _ = wait(flying, timeout=1.0, return_when=FIRST_COMPLETED)
         for future in done:
             good += not flying.pop(future) and future.result().ok
@@ -230,7 +230,7 @@ def batch_seconds(sandbox: Sandbox, count: int, bad: str | None, limit: float) -
     text = (encode((5,)),)
     sources = [bad.format(n=n) if bad and n % 100 == 50 else program(n) for n in range(count)]
     start = time.perf_counter()
-    sandbox.run([Job(source, text, limits=Limits(wall_seconds=limit)) for source in sources])
+    sandbox.run([Job(source, text, limits=Limits(cpu_seconds=limit)) for source in sources])
     return time.perf_counter() - start
 
 
@@ -239,7 +239,7 @@ def kill_latency(sandbox: Sandbox, repeats: int = 15, limit: float = 0.3) -> flo
     late = []
     for number in range(repeats):
         start = time.perf_counter()
-        (verdict,) = sandbox.run([Job(LOOP.format(n=number), (encode((5,)),), limits=Limits(wall_seconds=limit))])
+        (verdict,) = sandbox.run([Job(LOOP.format(n=number), (encode((5,)),), limits=Limits(cpu_seconds=limit))])
         assert verdict.status == "timeout"
         late.append(time.perf_counter() - start - limit)
     return 1000 * statistics.median(late)

@@ -64,6 +64,9 @@ CANDIDATES: dict[str, dict[str, str]] = {
     "learnability_slow": {"teacher_reward": "learnability", "teacher_learning_rate": SLOW},
     "confirmed_slow": {"teacher_reward": "confirmed", "teacher_learning_rate": SLOW},
     "single_agent": {"single_agent": "true", "evolve_every": "0"},
+    # The race: twice the members on the pay that won, against one adapter with the rows of a pair, and with all rows.
+    "race_4t4s": {"teachers": "4", "students": "4", "teacher_reward": "rarity", "teacher_learning_rate": SLOW},
+    "single_agent_all_rows": {"single_agent": "true", "evolve_every": "0", "proposals_per_teacher": "32"},
 }
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "held out, base": lambda run: run["held_out"][-1]["base"],

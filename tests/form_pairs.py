@@ -292,7 +292,7 @@ def pairs(count: int, seed: int) -> Iterator[tuple[str, str]]:
 def differing(given: list[tuple[str, str]], workers: int = 2) -> tuple[int, list[tuple[str, str, str, str]]]:
     """In how many pairs both had a result, and those whose results differ, with the results."""
     texts = list(dict.fromkeys(text for pair in given for text in pair))
-    with Sandbox(workers=workers, limits=Limits(wall_seconds=5)) as sandbox:
+    with Sandbox(workers=workers, limits=Limits(cpu_seconds=5)) as sandbox:
         verdicts = sandbox.run(Job(text, (encode(values, ordered=True),)) for text in texts for values in INPUTS)
     outputs = [verdict.outputs[0] if verdict.ok else None for verdict in verdicts]
     results = {text: outputs[i * len(INPUTS) : (i + 1) * len(INPUTS)] for i, text in enumerate(texts)}

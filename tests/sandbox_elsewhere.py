@@ -86,7 +86,7 @@ def run(folder):
                 case.program,
                 tuple(encode(call) for call in case.calls),
                 runs=case.runs,
-                limits=Limits(wall_seconds=case.seconds if soft else 0.5, memory_bytes=case.memory),
+                limits=Limits(cpu_seconds=case.seconds if soft else 0.5, memory_bytes=case.memory),
             )
             for case in cases
         ]

@@ -378,7 +378,7 @@ TRICKS: dict[str, Teacher] = {
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with Sandbox(workers=2, limits=Limits(wall_seconds=0.2)) as sandbox:
+    with Sandbox(workers=2, limits=Limits(cpu_seconds=0.2)) as sandbox:
         yield sandbox
 
 

@@ -120,6 +120,8 @@ class Broken:
         ("correct", lambda *_: 1, "`correct` must return bool, got 1 for Task"),
         ("chance", lambda *_: 2.0, "`chance` must lie between 0 and 1, got 2.0"),
         ("guesses", lambda *_: ["24"], "`guesses` must give attempts, got '24'"),
+        ("features", lambda *_: ["sum"], r"`features` must return tuple, got \['sum'\] for Task"),
+        ("features", lambda *_: (7,), "`features` must give words, got 7 for Task"),
         ("complexity", lambda *_: {"depth": 1.0}, "`complexity` measures depth, which `measures` lacks"),
         ("complexity", lambda *_: {"step": 1.0}, "`complexity` cannot be written down .*'step', which has a meaning"),
     ],

@@ -19,6 +19,7 @@ from tests.populora_run import SETTINGS, make_trainer
 from trl_populora import __main__ as cli
 from trl_populora.adapters.weights import read_member, write_member
 from trl_populora.evaluation.cross_play import assemble, cross_play, run_prefixes, score_members, solve_rates
+from trl_populora.generation.plain import sampling_config
 from trl_populora.given_tasks import read_tasks
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
@@ -30,7 +31,7 @@ from trl_populora.tasks.archive import TaskArchive
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with Sandbox(workers=2, limits=Limits(wall_seconds=1.0)) as sandbox:
+    with Sandbox(workers=2, limits=Limits(cpu_seconds=1.0)) as sandbox:
         yield sandbox
 
 
@@ -162,6 +163,19 @@ class TestSavedPopulations:
             assert {name: getattr(args, name) for name in sampling} == defaults | kept
             assert args.model_init_kwargs["revision"] == ("v1" if kept is sampling else "main")
             assert (config.temperature, 65 in config.eos_token_id) == (0.7, kept is sampling)
+
+    def test_a_player_without_a_trainer_samples_with_the_settings_of_trls(self, random_base, tmp_path):
+        options = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
+        options |= {"generation_kwargs": {"stop_token_ids": [65], "no_repeat_ngram_size": 7}}
+        trainer = make_trainer(random_base, str(tmp_path / "run"), options | {"save_strategy": "no"})
+        base = trainer.model.get_base_model().generation_config
+        own = sampling_config(base, trainer.processing_class, trainer.args).to_dict()
+        trainer.close()
+        trls = trainer.generation_config.to_dict()
+        assert {*own.pop("eos_token_id")} == {*trls.pop("eos_token_id")}
+        assert trls.pop("stop_token_ids") == [65], "which is among the ends"
+        assert own == trls
+        assert own["no_repeat_ngram_size"] == 7
 
     @pytest.mark.parametrize("seed", [3, None])
     def test_a_player_without_a_trainer_says_what_the_trainers_would(self, runs, random_base, tmp_path, seed):

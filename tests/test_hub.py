@@ -246,6 +246,7 @@ class TestPushed:
         assert (scores["HumanEval"].dataset_revision, scores["HumanEval"].metric_type) == ("sha256:abc", "pass@1")
         assert scores["HumanEval"].dataset_args == {"questions": 164, "how": command}
         assert "| HumanEval | 20.1 ± 6.1 | 18.9 | 164 | sha256:abc | `populora evaluate me/scored" in card
+        assert "| AIME 24 | 3.3 | 0.0 | 30 | as of 2026-11-24 | `populora evaluate me/scored" in card
         assert "| Held-out tasks of the run | 50.0 | 25.0 | 12 | 0123 | `trainer.evaluate()` with `eval_att" in card
 
     def test_figures_of_other_weights_are_neither_pushed_nor_left(self, hub, finished, tmp_path):

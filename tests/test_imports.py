@@ -77,7 +77,7 @@ def test_the_house_has_few_floors_and_a_short_top_level():
 
 LONGEST_FILE, LONGEST_BODY = 400, 60
 LONGER = {
-    "populora_trainer.py": 643,  # the one class that shows all overrides beside each other
+    "populora_trainer.py": 600,  # the one class that shows all overrides beside each other
 }
 
 

@@ -78,7 +78,7 @@ def test_seed_tasks_are_run_before_students_are_graded_by_them(
 def test_a_given_task_needs_half_of_the_limit_at_most(make_args, random_base, lora, seed_tasks):
     """As a proposed one: its attempts run beside other work, and some would not end in time."""
     program = "def f(a):\n    n = 0\n    for i in range(2_000_000): n += i & 3\n    return n"
-    with Sandbox(workers=1, limits=Limits(wall_seconds=60)) as sandbox:
+    with Sandbox(workers=1, limits=Limits(cpu_seconds=60)) as sandbox:
         seconds = min(v.cpu_seconds for v in sandbox.run([Job(program, (encode((1,)),))] * 3))
         task = make_task("code_i", program, [(1,)], sandbox=sandbox)
     rows = Dataset.from_list([each.to_record() for each in (*seed_tasks, task)])

@@ -23,7 +23,7 @@ from trl_populora.tasks.base import measure_complexity
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with Sandbox(workers=2, limits=Limits(wall_seconds=1.0)) as sandbox:
+    with Sandbox(workers=2, limits=Limits(cpu_seconds=1.0)) as sandbox:
         yield sandbox
 
 

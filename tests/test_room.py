@@ -25,7 +25,7 @@ LONG = "def f(a):\n    total = 0\n" + "".join(f"    total += a * {n}\n" for n in
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with Sandbox(workers=1, limits=Limits(wall_seconds=1.0)) as sandbox:
+    with Sandbox(workers=1, limits=Limits(cpu_seconds=1.0)) as sandbox:
         yield sandbox
 
 

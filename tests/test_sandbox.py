@@ -13,7 +13,7 @@ ADD = "def f(x, y=1):\n    return x + y\n"
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with Sandbox(workers=2, limits=Limits(wall_seconds=5.0)) as box:
+    with Sandbox(workers=2, limits=Limits(cpu_seconds=5.0)) as box:
         yield box
 
 
@@ -101,7 +101,7 @@ def test_a_program_ends_at_its_first_wrong_output(sandbox, inputs, status, outpu
 
 def test_an_endless_input_after_right_outputs_is_a_timeout(sandbox):
     job = attempt(CASES, [0, 1, 3], [0, 1, 3])
-    (verdict,) = sandbox.run([Job(job.program, job.inputs, limits=Limits(wall_seconds=0.3), gold=job.gold)])
+    (verdict,) = sandbox.run([Job(job.program, job.inputs, limits=Limits(cpu_seconds=0.3), gold=job.gold)])
     assert verdict.status is Status.TIMEOUT
 
 
@@ -192,7 +192,7 @@ def test_wrong_jobs_are_refused(arguments, error):
 
 
 def test_wrong_limits_are_refused():
-    for wrong in ({"wall_seconds": 0}, {"memory_bytes": 1 << 20}, {"output_bytes": 0}, {"wall_seconds": float("nan")}):
+    for wrong in ({"cpu_seconds": 0}, {"memory_bytes": 1 << 20}, {"output_bytes": 0}, {"cpu_seconds": float("nan")}):
         with pytest.raises(ValueError, match="must"):
             Limits(**wrong)
     with pytest.raises(ValueError, match="workers"):

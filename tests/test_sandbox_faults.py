@@ -39,7 +39,7 @@ def inner_pid(worker):
 def test_killed_zygotes_are_replaced_and_their_jobs_run_again():
     with Sandbox(workers=2) as box:
         slow = "def f(x):\n    n = 0\n    for i in range(1500000): n += i\n    return x"
-        futures = [box.submit(Job(f"{slow}\n# {i}", ONE, limits=Limits(wall_seconds=30))) for i in range(4)]
+        futures = [box.submit(Job(f"{slow}\n# {i}", ONE, limits=Limits(cpu_seconds=30))) for i in range(4)]
         wait_until(lambda: any(each.jobs for each in box._supervisor._workers()))
         for worker in box._supervisor._workers():
             os.kill(inner_pid(worker), signal.SIGKILL)
@@ -49,7 +49,7 @@ def test_killed_zygotes_are_replaced_and_their_jobs_run_again():
 
 def test_a_job_whose_zygote_dies_twice_is_reported():
     with Sandbox(workers=1) as box:
-        future = box.submit(Job(LOOP, ONE, limits=Limits(wall_seconds=60)))
+        future = box.submit(Job(LOOP, ONE, limits=Limits(cpu_seconds=60)))
         for _ in range(2):
             wait_until(lambda: any(each.jobs and each.healthy for each in box._supervisor._workers()))
             worker = next(each for each in box._supervisor._workers() if each.jobs)
@@ -63,7 +63,7 @@ def test_a_job_whose_zygote_dies_twice_is_reported():
 
 def test_without_namespaces_a_program_ends_with_its_zygote():
     with Sandbox(workers=1, without=("namespaces",)) as box:
-        box.submit(Job(LOOP, ONE, limits=Limits(wall_seconds=60)))
+        box.submit(Job(LOOP, ONE, limits=Limits(cpu_seconds=60)))
         wait_until(lambda: any(each.jobs and each.healthy for each in box._supervisor._workers()))
         zygote = next(each for each in box._supervisor._workers() if each.jobs).process.pid
         wait_until(lambda: len(sessions_alive({zygote})) == 2)
@@ -115,7 +115,7 @@ def test_what_a_dead_zygote_leaves_is_killed():
 def test_a_stopped_zygote_is_replaced(monkeypatch):
     monkeypatch.setattr(supervisor_module, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(supervisor_module, "LONGEST_EXTENSION", 10.0)
-    with Sandbox(workers=1, limits=Limits(wall_seconds=0.3)) as box:
+    with Sandbox(workers=1, limits=Limits(cpu_seconds=0.3)) as box:
         for worker in box._supervisor._workers():
             os.kill(inner_pid(worker), signal.SIGSTOP)
         verdicts = box.run([Job("def f(x): return x", ONE)] * 3)
@@ -131,7 +131,7 @@ OWNER = """
     box = Sandbox(workers=2)
     for i in range(4):
         program = f"def f(x):\\n    while True: pass\\n# {{i}}"
-        box.submit(Job(program, (encode((1,)),), limits=Limits(wall_seconds=600)))
+        box.submit(Job(program, (encode((1,)),), limits=Limits(cpu_seconds=600)))
     while sum(len(each.jobs) for each in box._supervisor._workers()) < 4:
         time.sleep(0.01)
     print(*[each.process.pid for each in box._supervisor._workers()], flush=True)
@@ -196,7 +196,7 @@ def test_a_thousand_jobs_at_once_and_no_growth():
 
 def test_payloads_beyond_the_socket_buffer():
     text = "x" * 3_000_000
-    limits = Limits(wall_seconds=30, output_bytes=8_000_000)
+    limits = Limits(cpu_seconds=30, output_bytes=8_000_000)
     with Sandbox(workers=2, limits=limits) as box:
         inputs = tuple(encode((text + str(i),), max_bytes=1 << 23) for i in range(2))
         jobs = [Job("def f(x): return len(x)", inputs), Job("def f(x): return x * 2", inputs[:1])]
@@ -249,7 +249,7 @@ def test_inputs_that_are_not_canonical_are_errors_of_the_job():
 
 def test_a_loop_dies_soon_after_its_limit():
     # The lateness includes everything between the trainer and the kernel.
-    with Sandbox(workers=1, limits=Limits(wall_seconds=0.3)) as box:
+    with Sandbox(workers=1, limits=Limits(cpu_seconds=0.3)) as box:
         verdicts = [box.run([Job(LOOP, ONE)])[0] for _ in range(5)]
     assert {verdict.status for verdict in verdicts} == {"timeout"}
     # What it used, whatever else the machine did; `benchmarks/sandbox.py` measures the clock on a quiet one.
@@ -258,14 +258,14 @@ def test_a_loop_dies_soon_after_its_limit():
 
 @pytest.mark.parametrize("body", ["time.sleep(99)", "while True: time.sleep(0.01)"])
 def test_a_program_that_sleeps_is_ended_by_the_clock(body):
-    with Sandbox(workers=1, limits=Limits(wall_seconds=0.1), soft=False) as box:
+    with Sandbox(workers=1, limits=Limits(cpu_seconds=0.1), soft=False) as box:
         (verdict,) = box.run([Job(f"import time\ndef f(x):\n    {body}", ONE)])
     assert verdict.reason == "still running after 0.1 s"
     assert verdict.cpu_seconds < 0.1 < verdict.wall_seconds < 0.1 * LONGEST_EXTENSION + 2
 
 
 def test_slow_programs_do_not_hold_up_the_others():
-    limits = Limits(wall_seconds=300, memory_bytes=64 << 20)
+    limits = Limits(cpu_seconds=300, memory_bytes=64 << 20)
     with Sandbox(workers=2) as box:
         loops = [box.submit(Job(f"{LOOP}\n# {i}", ONE, limits=limits)) for i in range(12)]
         quick = [box.submit(Job(f"def f(x): return x + {i}", ONE, limits=limits)) for i in range(40)]
@@ -276,7 +276,7 @@ def test_slow_programs_do_not_hold_up_the_others():
 def test_an_honest_slow_program_among_endless_ones_is_not_called_endless():
     # It needs about a sixth of its limit in CPU time; ten loops and a hundred quick programs want the cores as well.
     slow = "def f(x):\n    n = 0\n    for i in range(2_000_000): n += i & 3\n    return n"
-    limits = Limits(wall_seconds=1.0, memory_bytes=64 << 20)
+    limits = Limits(cpu_seconds=1.0, memory_bytes=64 << 20)
     with Sandbox(workers=2, limits=limits) as box:
         loops = [box.submit(Job(f"{LOOP}\n# {i}", ONE)) for i in range(10)]
         honest = [box.submit(Job(f"{slow}\n# {i}", ONE)) for i in range(3)]
@@ -289,7 +289,7 @@ def test_an_honest_slow_program_among_endless_ones_is_not_called_endless():
 def test_where_memory_is_short_slow_programs_wait_and_have_all_their_time():
     """One place in the background: the others that are slow begin anew when it is free, and quick ones do not wait."""
     slow = "def f(x):\n    n = 0\n    for i in range(1_000_000): n += i & 3\n    return n"
-    with Sandbox(workers=1, limits=Limits(wall_seconds=0.5)) as box:
+    with Sandbox(workers=1, limits=Limits(cpu_seconds=0.5)) as box:
         box._supervisor.places.memory = 0
         loops = [box.submit(Job(f"{LOOP}\n# {i}", ONE)) for i in range(3)]
         honest = [box.submit(Job(f"{slow}\n# {i}", ONE, runs=2)) for i in range(3)]
@@ -306,7 +306,7 @@ def test_where_memory_is_short_slow_programs_wait_and_have_all_their_time():
 def test_low_memory_is_reported_and_other_jobs_go_on():
     bomb = "def f(x):\n    a = []\n    while True: a.append(bytes(10**6))"
     with Sandbox(workers=2) as box:
-        limits = Limits(wall_seconds=30, memory_bytes=100 << 20)
+        limits = Limits(cpu_seconds=30, memory_bytes=100 << 20)
         verdicts = box.run(
             [Job(f"{bomb}\n# {i}", ONE, limits=limits) for i in range(6)] + [Job("def f(x): return 3", ONE)]
         )
@@ -348,7 +348,7 @@ def test_the_wall_clock_does_not_matter():
 
 def test_cancelled_and_mixed_use_from_threads():
     with Sandbox(workers=1) as box:
-        blocker = box.submit(Job(LOOP, ONE, limits=Limits(wall_seconds=0.5)))
+        blocker = box.submit(Job(LOOP, ONE, limits=Limits(cpu_seconds=0.5)))
         doomed = [box.submit(Job("f = abs")) for _ in range(20)]
         cancelled = [future for future in doomed if future.cancel()]
         assert cancelled

@@ -16,7 +16,7 @@ SLOW = "def f(x):\n    n = 0\n    for i in range({}): n += i & 3\n    return n"
 
 
 def cpu_seconds(program):
-    with Sandbox(workers=1, limits=Limits(wall_seconds=60)) as box:
+    with Sandbox(workers=1, limits=Limits(cpu_seconds=60)) as box:
         return min(verdict.cpu_seconds for verdict in box.run([Job(program, ONE)] * 3))
 
 
@@ -28,7 +28,7 @@ def test_a_task_is_admitted_only_well_inside_the_limit(kind):
     assert (job.runs, job.headroom) == (2, kind.cpu_headroom)
     strict = replace(job, headroom=4 * job.headroom)  # far enough from the limit that no other work decides
     for times, asked, status in ((6, job, "ok"), (3, strict, "timeout")):
-        with Sandbox(workers=1, limits=Limits(wall_seconds=times * needed)) as box:
+        with Sandbox(workers=1, limits=Limits(cpu_seconds=times * needed)) as box:
             (checked,) = box.run([asked])
             (tried,) = box.run([Job(program, ONE)])
         assert (checked.status, tried.status) == (status, "ok"), checked

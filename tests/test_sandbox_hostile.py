@@ -40,7 +40,7 @@ def job(case, seconds=None, hoped_for=None):
         case.program,
         tuple(encode(call) for call in case.calls),
         runs=1 if hoped_for else case.runs,
-        limits=Limits(wall_seconds=seconds or case.seconds, memory_bytes=case.memory),
+        limits=Limits(cpu_seconds=seconds or case.seconds, memory_bytes=case.memory),
         gold=Gold((hoped_for,) * len(case.calls)) if hoped_for else None,
     )
 

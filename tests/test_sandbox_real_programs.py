@@ -94,7 +94,7 @@ def test_every_program_is_judged_and_agrees_or_is_explained(name):
     rows = read_rows(name)
     pairs = [(index, row["snippet"], *pair) for index, row in enumerate(rows) for pair in list(calls(row))[:2]]
     jobs = [by_python(snippet, given, runs=2) for _, snippet, given, _ in pairs]
-    with Sandbox(workers=2, limits=Limits(wall_seconds=30)) as sandbox:
+    with Sandbox(workers=2, limits=Limits(cpu_seconds=30)) as sandbox:
         verdicts = sandbox.run(jobs)
     found = {}
     for (index, _, _, recorded), verdict in zip(pairs, verdicts, strict=True):
@@ -118,7 +118,7 @@ def test_inputs_as_tasks_keep_them_give_what_python_gives(name):
                 if number < 2 or written != encode(arguments):
                     plain = given.strip().removeprefix("f(").removesuffix(")") if CALL.match(given) else given
                     pairs.append((row["snippet"], plain, written))
-    with Sandbox(workers=2, limits=Limits(wall_seconds=30)) as sandbox:
+    with Sandbox(workers=2, limits=Limits(cpu_seconds=30)) as sandbox:
         pythons = sandbox.run([by_python(snippet, given) for snippet, given, _ in pairs])
         ours = sandbox.run([Job(snippet, (written,)) for snippet, _, written in pairs])
     disagreeing = [

@@ -288,6 +288,14 @@ def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
     return Dataset.from_dict({"prompt": [prompt] * (args.rows_per_step // args.attempts_per_task)})
 
 
+def learning_rates(args: PopuLoRAConfig, population: Population) -> dict[str, float]:
+    """Of each adapter."""
+    rates = dict.fromkeys(population.adapters, args.learning_rate)
+    if args.teacher_learning_rate is not None:
+        rates |= dict.fromkeys((each.name for each in population.teachers), args.teacher_learning_rate)
+    return rates
+
+
 def reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     """The two built in, which have weight 1 each, then the user's with their weights."""
     extra = [] if extra is None else extra if isinstance(extra, list) else [extra]

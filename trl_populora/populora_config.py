@@ -66,7 +66,8 @@ class PopuLoRAConfig(GRPOConfig):
         attempts_per_task (`int`, *optional*, defaults to `8`):
             Attempts of the matched student at each task, the group of the GRPO baseline (AZR: 8).
         references_per_proposal (`int`, *optional*, defaults to `6`):
-            Archived tasks shown to a teacher when it proposes code_i or code_o (AZR: 6). code_f shows one program.
+            Archived tasks shown to a teacher when it proposes code_i or code_o (AZR: 6). code_f shows one
+            program, in `turns` solved examples, too.
         inputs_per_function (`int`, *optional*, defaults to `10`):
             Inputs a code_f proposal must give; half are shown to the student (AZR: 10).
         prompt_style (`str`, *optional*):

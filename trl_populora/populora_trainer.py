@@ -1,7 +1,4 @@
-"""`PopuLoRATrainer`: the population step as overrides of TRL's `GRPOTrainer`; the game itself is in `step/rollout.py`.
-
-Shape key: R rows of this rank, W processes, M members, G attempts per task, T completion tokens.
-"""
+"""`PopuLoRATrainer`: the population step as overrides of TRL's `GRPOTrainer`; the game is in `step/rollout.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
@@ -30,12 +27,12 @@ from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.files import without_empty_directories
 from trl_populora.generation import decoding, prompting, stops
 from trl_populora.generation.sampling import pause_training, seed_samples
-from trl_populora.generation.texts import decode_texts
+from trl_populora.generation.texts import as_completions
 from trl_populora.hub import uploads
-from trl_populora.hub.model_card import write_card
+from trl_populora.hub.trainer import HubTrainer
 from trl_populora.hub.warm_start import warm_start
 from trl_populora.population.evolution import EvolutionCallback
-from trl_populora.population.members import POPULATION_FILE, PRIOR_MU, PRIOR_SIGMA, Population, read_population
+from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs import checkpoint, nodes, records
 from trl_populora.runs.interrupts import StopAtSignals
@@ -54,7 +51,7 @@ from trl_populora.step.scoring import Scorer, Scoring
 logger = logging.getLogger(__name__)
 
 
-class PopuLoRATrainer(GRPOTrainer):
+class PopuLoRATrainer(HubTrainer):
     """
     Trains a population of LoRA teachers and students on one frozen base, from PopuLoRA (arXiv 2605.16727).
 
@@ -76,8 +73,7 @@ class PopuLoRATrainer(GRPOTrainer):
     - `save_model`, `_save`: one ordinary PEFT directory per member, `population.json`, the best student at the root.
     - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: restore the
       members (DeepSpeed restores them itself), the state of the game, and the loss that is not logged yet.
-    - `create_model_card`, `init_hf_repo`, `push_to_hub`, `_push_from_checkpoint`, `_finish_current_push`: a card of
-      the population; uploads of frozen copies while training goes on; a failed one says why and how to complete it.
+    - [`~trl_populora.hub.trainer.HubTrainer`], between the two: a card of the population, uploads while it trains.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]):
@@ -94,8 +90,7 @@ class PopuLoRATrainer(GRPOTrainer):
             Held-out tasks in the same format, or several tables by name, for [`evaluate`] and `eval_strategy`.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer with a chat template; loaded with the base when `None`.
-        reward_processing_classes, callbacks, optimizers (*optional*):
-            As in TRL; an optimizer of your own must cover every member.
+        reward_processing_classes, callbacks, optimizers (*optional*): As in TRL; an optimizer must cover every member.
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
             Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
         peft_config ([`~peft.LoraConfig`], *optional*):
@@ -110,13 +105,10 @@ class PopuLoRATrainer(GRPOTrainer):
     _name = "PopuLoRA"
 
     # Attributes of the base classes, which do not annotate them.
-    args: PopuLoRAConfig
     optimizer: Any
     _buffered_inputs: Any
     log_completions: bool
-    control: TrainerControl
     eos_token_ids: list[int]
-    hub_model_id: str
 
     # What one override leaves for another.
     evolution: EvolutionCallback | None = None
@@ -234,13 +226,12 @@ class PopuLoRATrainer(GRPOTrainer):
         self.use_vllm, self._last_loaded_step = True, -1
 
     def _add_callbacks(self) -> None:
-        adapter = self.population.adapter
         if self.args.evolve_every:
             self.evolution = EvolutionCallback(
                 self.args.breeding,
                 Path(self.args.output_dir, "lineage.jsonl"),
                 self.population,
-                read=lambda name: weights.read_member(self.model_wrapped, adapter(name)),
+                read=lambda name: weights.read_member(self.model_wrapped, self.population.adapter(name)),
                 replace=self.replace_member,
                 log=self._log_values,
             )
@@ -372,20 +363,15 @@ class PopuLoRATrainer(GRPOTrainer):
         most, longest = None if self.use_vllm else self.args.generation_tokens, self.args.max_completion_length
         with seed_samples(seeds):
             completion_ids, logprobs = decoding.complete_in_parts(self._complete, prompt_ids, rows, most, longest)
-        texts = decode_texts(self.processing_class, prompt_ids, completion_ids)
-        each_logprobs = [None] * len(texts) if logprobs is None else logprobs
-        return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, each_logprobs, strict=True)]
+        return as_completions(self.processing_class, prompt_ids, completion_ids, logprobs)
 
     def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
         if self.use_vllm or self._generates_whole:
             with self.router.rows_of(members):
                 return self._generate_single_turn(prompt_ids, None, {}, 1)
-        unwrapped = unwrap_model_for_generation(
-            self.model_wrapped,
-            self.accelerator,
-            generation_kwargs=self.generation_kwargs,
-            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-        )
+        kwargs = {"generation_kwargs": self.generation_kwargs}
+        kwargs["gradient_checkpointing_kwargs"] = self.args.gradient_checkpointing_kwargs
+        unwrapped = unwrap_model_for_generation(self.model_wrapped, self.accelerator, **kwargs)
         with profiling_context(self, "transformers.generate"), unwrapped as model:
             sampling, most = self.generation_config, self.args.generation_tokens
             return decoding.complete(model, prompt_ids, members, self.router.rows_of, sampling, most), None
@@ -480,9 +466,7 @@ class PopuLoRATrainer(GRPOTrainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None:
             optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            rates = dict.fromkeys(self.population.adapters, self.args.learning_rate)
-            if (rate := self.args.teacher_learning_rate) is not None:
-                rates |= dict.fromkeys((each.name for each in self.population.teachers), rate)
+            rates = build.learning_rates(self.args, self.population)
             groups = optim.member_param_groups(self.model, rates, self.args.weight_decay)
             self.optimizer = optimizer_class(groups, **kwargs)
         return super().create_optimizer(model)
@@ -588,9 +572,7 @@ class PopuLoRATrainer(GRPOTrainer):
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        if self.args.device.type == "cpu":
-            # With several CPU processes it is "cpu:0", to which transformers 5.17 (vLLM's) would load, and torch
-            # cannot.
+        if self.args.device.type == "cpu":  # "cpu:0" with several processes, to which torch cannot load
             self.args.__dict__["_setup_devices"] = torch.device("cpu")
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
@@ -610,31 +592,6 @@ class PopuLoRATrainer(GRPOTrainer):
             self._tr_loss += self._resumed.loss
             self._globalstep_last_logged = self._resumed.logged
             self._resumed = None
-
-    # The Hub
-
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None, **details):
-        root = Path(self.args.output_dir)
-        if self.is_world_process_zero() and (root / POPULATION_FILE).exists():
-            write_card(root, self.hub_model_id or model_name or root.name, tags, details)
-
-    def init_hf_repo(self, token=None, **kwargs):
-        with self.uploads.hub_errors():
-            super().init_hf_repo(token=token, **kwargs)
-
-    def push_to_hub(self, commit_message="End of training", **kwargs):
-        if self.is_world_process_zero():
-            uploads.draw_for_card(Path(self.args.output_dir))
-        with self.uploads.hub_errors():
-            return super().push_to_hub(commit_message=commit_message, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        if self.staging.directory is None and self.is_world_process_zero() and self.uploads.are_due:
-            self.callback_handler.on_push_begin(self.args, self.state, self.control)
-            self.uploads.start(Path(checkpoint_folder), self.hub_model_id, self.state.global_step)
-
-    def _finish_current_push(self):
-        self.uploads.finish(self.hub_model_id)
 
     def _log_values(self, values: Mapping[str, float]) -> None:
         """Adds to TRL's metrics of this step."""

@@ -54,6 +54,7 @@ ANSWERS: dict[str, tuple[tuple[type, ...], Any]] = {
     "chance": ((float, int), 0.0),
     "guesses": ((list,), []),
     "complexity": ((dict,), {}),
+    "features": ((tuple,), ()),
 }
 TWICE = ("parse_proposal", "accept")  # the same arguments must give the same answer
 
@@ -130,6 +131,8 @@ class KindCheck:
                 read_task(value.to_record(), "the task")
             except ValueError as error:
                 return f"returned a task that can seed no other run: {error}"
+        if method == "features" and (strange := [word for word in value if not isinstance(word, str)]):
+            return f"must give words, got {strange[0]!r:.80}"
         if method == "complexity":
             try:
                 undeclared = measure_complexity(self.kind, given).keys() - set(self.kind.measures)
@@ -186,6 +189,8 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Sandbox, write: C
 
     given = len(own)
     _run_given(check, referee, own)
+    for task in own:
+        check.ask("features", task)
     texts = [*HOSTILE, *_change([*prompts, *(text for task in own for text in _list_fields(task))], rng)]
     own += _try_proposals(check, referee, texts, references)
     shown = own[:TRIED]
@@ -227,6 +232,7 @@ def _try_proposals(check: KindCheck, referee: Referee, texts: Sequence[str], ref
     referee.chances(tasks)
     for task in tasks:
         check.ask("complexity", task)
+        check.ask("features", task)
     check.counts |= {"proposals": len(formed), "tasks": len(tasks)}
     return tasks
 

@@ -25,7 +25,7 @@ from trl_populora.adapters.routing import BASE_NAME, Router
 from trl_populora.assets import TINY, resolve_model_path
 from trl_populora.generation.plain import plain_player, plain_room, sampling_config, tokenize
 from trl_populora.generation.prompting import SHOTS, choose_style
-from trl_populora.generation.texts import decode_texts
+from trl_populora.generation.texts import as_completions
 from trl_populora.given_tasks import load_archive
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.player import Completion, Messages, Player
@@ -313,7 +313,7 @@ def _vllm_player(
         ids = tokenize(tokenizer, prompts, args)
         outputs = engine.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
         written = [list(output.outputs[0].token_ids) for output in outputs]
-        return [Completion(*row) for row in zip(ids, written, decode_texts(tokenizer, ids, written), strict=True)]
+        return as_completions(tokenizer, ids, written)
 
     return Player(generate)
 

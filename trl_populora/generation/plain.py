@@ -15,7 +15,7 @@ from trl_populora.step.room import prompt_room, trained_context
 from . import decoding
 from .sampling import seed_samples
 from .stops import STOPS, end_tokens, warn_of_unknown
-from .texts import decode_texts
+from .texts import as_completions
 
 
 def sampling_config(base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig) -> GenerationConfig:
@@ -73,8 +73,7 @@ def plain_player(
         ids = tokenize(tokenizer, prompts, args)
         with seed_samples(seeds):
             completions = complete(model, ids, [index[name] for name in names], router.rows_of, config)
-        texts = decode_texts(tokenizer, ids, completions)
-        return [Completion(*row) for row in zip(ids, completions, texts, strict=True)]
+        return as_completions(tokenizer, ids, completions)
 
     return Player(generate)
 

@@ -54,6 +54,11 @@ class Figure:
     dataset: str | None = None
     task: str | None = None
 
+    @property
+    def asked(self) -> str:
+        """Which questions: their revision, or from which day they are where the Hub's own were asked."""
+        return self.revision or f"as of {self.date}"
+
 
 def read_figures(root: Path, population: dict[str, Any], repo: str) -> list[Figure]:
     """
@@ -151,7 +156,7 @@ def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -
             date=figure.date,
             source_url=f"{constants.ENDPOINT}/{repo}",
             source_name="populora evaluate",
-            notes=f"{METRIC} of {best}; {figure.how.replace('`', '')}; questions {figure.revision}",
+            notes=f"{METRIC} of {best}; {figure.how.replace('`', '')}; questions {figure.asked}",
         )
         with write_whole(root / RESULTS / f"populora_{figure.name}.yaml") as unfinished:
             unfinished.write_text(yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False))
@@ -166,7 +171,7 @@ def results_table(figures: Sequence[Figure], best: str, chosen_by: str) -> str:
     for each in figures:
         value = f"{each.value:.1f}" + ("" if each.margin is None else f" ± {each.margin:.1f}")
         base = "" if each.base is None else f"{each.base:.1f}"
-        rows.append(f"| {each.title} | {value} | {base} | {each.questions} | {each.revision} | {each.how} |")
+        rows.append(f"| {each.title} | {value} | {base} | {each.questions} | {each.asked} | {each.how} |")
     picked = chosen_by != "rating" and any(each.name == "held_out" for each in figures)
     note = f"{best} was chosen by its held-out tasks, which makes that figure a little high." if picked else ""
     return "\n".join(["", "## Evaluation", "", *rows, *(["", note] if note else []), ""])

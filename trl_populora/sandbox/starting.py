@@ -26,7 +26,7 @@ class SandboxSettings:
     """
 
     sandbox_workers: int | None = None
-    sandbox_seconds: float = Limits.wall_seconds
+    sandbox_seconds: float = Limits.cpu_seconds
     sandbox_memory_mb: int = Limits.memory_bytes >> 20
     sandbox_allow_weak: bool = False
 
@@ -40,7 +40,7 @@ class SandboxSettings:
     @property
     def limits(self) -> Limits:
         """Of one run of one program."""
-        return Limits(wall_seconds=self.sandbox_seconds, memory_bytes=self.sandbox_memory_mb << 20)
+        return Limits(cpu_seconds=self.sandbox_seconds, memory_bytes=self.sandbox_memory_mb << 20)
 
 
 def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather: Callable[[list], list]) -> Sandbox:

@@ -83,7 +83,7 @@ class Supervisor:
     def submit(self, job: Job, limits: Limits) -> Future[Verdict]:
         if self.closed:
             raise RuntimeError("the sandbox is closed") from self.failure
-        limits = replace(limits, wall_seconds=limits.wall_seconds / job.headroom)
+        limits = replace(limits, cpu_seconds=limits.cpu_seconds / job.headroom)
         pending = Pending(job, limits, self.soft)
         if (size := len(job.program.encode("utf-8", "surrogatepass"))) > limits.program_bytes:
             reason = f"a program of {size} bytes, more than {limits.program_bytes}"
@@ -186,7 +186,7 @@ class Supervisor:
             self.places.take(pending)
             self.running[number] = pending
             kind = protocol.PROBE if pending.probe_of else protocol.START
-            seconds, owed, memory = limits.wall_seconds, limits.owed_cpu_seconds, limits.memory_bytes
+            seconds, owed, memory = limits.cpu_seconds, limits.owed_cpu_seconds, limits.memory_bytes
             try:
                 worker.start(kind, number, theirs.fileno(), seconds, owed, memory)
             except OSError as error:
@@ -288,7 +288,7 @@ class Supervisor:
     # Births and deaths of zygotes.
 
     def _probe(self, worker: Worker) -> None:
-        pending = Pending(Job("", ("",) * len(health.PROBES)), Limits(wall_seconds=10.0), self.soft)
+        pending = Pending(Job("", ("",) * len(health.PROBES)), Limits(cpu_seconds=10.0), self.soft)
         pending.probe_of = worker
         self._start(pending, worker)
 
@@ -376,7 +376,7 @@ class Supervisor:
 
 
 def _late_at(pending: Pending) -> float:
-    return time.monotonic() + pending.limits.wall_seconds * LONGEST_EXTENSION + GRACE_SECONDS
+    return time.monotonic() + pending.limits.cpu_seconds * LONGEST_EXTENSION + GRACE_SECONDS
 
 
 _alive: weakref.WeakSet[Supervisor] = weakref.WeakSet()

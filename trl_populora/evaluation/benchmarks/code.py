@@ -74,7 +74,7 @@ class SandboxBackend(CodeExecutionBackend):
         if language != "python" or not isinstance(code, str):
             raise ValueError(f"Only Python programs can be run, got {language}.")
         limits = Limits(
-            wall_seconds=timeout, memory_bytes=MEMORY_BYTES, output_bytes=OUTPUT_BYTES, program_bytes=PROGRAM_BYTES
+            cpu_seconds=timeout, memory_bytes=MEMORY_BYTES, output_bytes=OUTPUT_BYTES, program_bytes=PROGRAM_BYTES
         )
         given = encode((self.before + code, self.may_leave), max_bytes=PROGRAM_BYTES)
         verdict = self.sandbox.submit(Job(_PRINTS, (given,), limits=limits)).result()
