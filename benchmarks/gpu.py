@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                # writes runs/gpu/results.json and runs/gpu/table.md
     python benchmarks/gpu.py --only environment "7B"        # some parts; those of earlier calls stay in the results
+    python benchmarks/gpu.py --model models/Qwen2.5-0.5B-Instruct    # three parts more, on a base of yours
     python benchmarks/gpu.py --dry-run                      # everything small, on a CPU: its figures mean nothing
 
 Each part is a process of its own with a time limit, and writes `runs/gpu/<part>.log`; one that fails or overruns is
@@ -71,11 +72,27 @@ POPULATION = {
     "solve": "seconds.solve",
     "update": "seconds.update",
     "log-probability difference to vLLM": "logp_difference",
+    "share of the card's peak, propose and solve": "share_of_peak.solve",
+    "share of the card's peak, update": "share_of_peak.update",
 }
 PREDICTED = {
     "GiB in use at the peak": "predicted_gib",
     "solve": "predicted_seconds.propose and solve",
     "update": "predicted_seconds.log-probs and update",
+    "share of the card's peak, propose and solve": "0.6",
+    "share of the card's peak, update": "0.35",
+}
+VS_TRL = {"step against TRL's": "step_ratio_vs_trl", "update against TRL's": "update_ratio_vs_trl"}
+ROUTING = {
+    "8 members mixed against one, tokens/s": "mixed_vs_one",
+    "mixed against one after the other": "mixed_vs_sequential",
+    "publishing 8 against TRL's sync": "publish_vs_trl",
+    "seconds to publish 8": "publish_seconds_8",
+}
+ROUTING_EXPECTED = {
+    "8 members mixed against one, tokens/s": "0.95",
+    "mixed against one after the other": "2",
+    "publishing 8 against TRL's sync": "10",
 }
 PARTS = (
     Part(
@@ -136,11 +153,7 @@ PARTS = (
         4,
         "vs_trl.py --gpu --width 1024",
         "vs_trl.py --small --rounds 1 --steps 1 --width 128",
-        {
-            "step against TRL's": "step_ratio_vs_trl",
-            "update against TRL's": "update_ratio_vs_trl",
-            "update at 7B-like lengths": "update_ratio_long",
-        },
+        VS_TRL | {"update at 7B-like lengths": "update_ratio_long"},
         {"step against TRL's": "0.8", "update against TRL's": "0.5", "update at 7B-like lengths": "0.35"},
     ),
     Part(
@@ -148,17 +161,8 @@ PARTS = (
         3,
         "vllm_routing.py",
         "vllm_routing.py --quick --repeats 1 --tokens 8",
-        {
-            "8 members mixed against one, tokens/s": "mixed_vs_one",
-            "mixed against one after the other": "mixed_vs_sequential",
-            "publishing 8 against TRL's sync": "publish_vs_trl",
-            "seconds to publish 8": "publish_seconds_8",
-        },
-        {
-            "8 members mixed against one, tokens/s": "0.95",
-            "mixed against one after the other": "2",
-            "publishing 8 against TRL's sync": "10",
-        },
+        ROUTING,
+        ROUTING_EXPECTED,
     ),
     Part(
         "operators",
@@ -169,6 +173,20 @@ PARTS = (
         {},
     ),
 )
+
+
+def parts_on(model: str) -> tuple[Part, ...]:
+    """The parts on a base of the user's, in bf16."""
+    recipe = f"gpu_population.py recipes/Qwen2.5-0.5B-Instruct/config_2t2s.yaml --model {model} --steps 2"
+    against = f"vs_trl.py --only step --model {model} --rounds 1 --steps 1"
+    routing = f"vllm_routing.py --quick --model {model}"
+    expected = {"step against TRL's": "0.6", "update against TRL's": "0.4"}
+    small = f"{routing} --repeats 1 --tokens 8"
+    return (
+        Part("your model", 5, recipe, f"{recipe} --dry-run", POPULATION, PREDICTED),
+        Part("your model, vs_trl", 6, f"{against} --gpu", f"{against} --small", VS_TRL, expected),
+        Part("your model, vllm_routing", 3, routing, small, ROUTING, ROUTING_EXPECTED),
+    )
 
 
 def environment() -> dict:
@@ -269,10 +287,10 @@ def cell(value: object) -> str:
     return MISSING if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def table(results: dict[str, dict]) -> str:
+def table(results: dict[str, dict], parts: Sequence[Part] = PARTS) -> str:
     """Every figure of every part, measured or not."""
     lines = ["| part | figure | measured | expected |", "|---|---|---|---|"]
-    for part in PARTS:
+    for part in parts:
         result = results.get(part.name, {"status": MISSING, "figures": {}})
         found = {} if result.get("dry") else result["figures"]
         status = result["status"] + (", a dry run" if result.get("dry") else "")
@@ -286,21 +304,22 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def chosen(names: Sequence[str] | None) -> list[Part]:
+def chosen(names: Sequence[str] | None, parts: Sequence[Part]) -> list[Part]:
     """
     Raises:
         `ValueError`: If there is no part of such a name.
     """
-    known = {part.name: part for part in PARTS}
+    known = {part.name: part for part in parts}
     if unknown := [name for name in names or () if name not in known]:
         raise ValueError(f"There is no part {unknown[0]!r}; there are {', '.join(known)}.")
-    return [part for part in PARTS if names is None or part.name in names]
+    return [part for part in parts if names is None or part.name in names]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--only", nargs="+", metavar="PART", help=", ".join(part.name for part in PARTS))
+    parser.add_argument("--model", help="directory of a base: further parts run on it")
     parser.add_argument("--output", default="runs/gpu", help="directory")
     parser.add_argument("--environment", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--tests", action="store_true", help=argparse.SUPPRESS)
@@ -310,7 +329,8 @@ def main() -> None:
         return
     directory = Path(options.output).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    path, parts = directory / "results.json", chosen(options.only)
+    path, known = directory / "results.json", PARTS + (parts_on(options.model) if options.model else ())
+    parts = chosen(options.only, known)
     results = json.loads(path.read_text()) if path.exists() else {}
     for number, part in enumerate(parts, 1):
         limit = part.limit(options.dry_run)
@@ -318,8 +338,8 @@ def main() -> None:
         results[part.name] = run(part, directory, options.dry_run)
         print(f"{results[part.name]['status']} ({results[part.name]['seconds']:.0f} s)", flush=True)
         path.write_text(json.dumps(results, indent=1))
-        (directory / "table.md").write_text(table(results))
-    print(f"\n{table(results)}\n{path}")
+        (directory / "table.md").write_text(table(results, known))
+    print(f"\n{table(results, known)}\n{path}")
     sys.exit(any(results[part.name]["status"] != "done" for part in parts))
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_population.py recipes/Qwen2.5-Coder-7B/config_4t4s.yaml                # one 80 GB GPU
     python benchmarks/gpu_population.py recipes/Qwen2.5-Coder-7B/config_4t4s_24gb.yaml --completion 256
+    python benchmarks/gpu_population.py recipes/Qwen2.5-0.5B-Instruct/config_2t2s.yaml --model DIR
     python benchmarks/gpu_population.py recipes/Qwen2.5-Coder-7B/config_4t4s.yaml --dry-run      # small, on a CPU
 
 Nothing is downloaded: weights are random, the tokenizer is the embedded base's. A random base writes noise up to the
@@ -12,7 +13,8 @@ are the recipe's. Generation is vLLM's where the recipe says so; where vLLM is n
 completions have 256 tokens.
 
 Memory and seconds stand beside what recipes/budget.py predicts for these rows on this card; the first step, a warm-up,
-is left out of the seconds. The last line is one JSON object.
+is left out of the seconds. `share_of_peak` is how much of the card's arithmetic or bandwidth, whichever bounds a phase
+by those sums, was made use of. With `--model` the base is that of a directory. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,7 +34,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 import torch  # noqa: E402
-from budget import GIB, GPUS, Gpu, Rows, Shape, engines_of, memory, seconds  # noqa: E402
+from budget import (  # noqa: E402
+    DECODING_UTILIZATION,
+    GIB,
+    GPUS,
+    TRAINING_UTILIZATION,
+    Gpu,
+    Rows,
+    Shape,
+    engines_of,
+    memory,
+    seconds,
+)
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
 from trl import TrlParser, get_quantization_config  # noqa: E402
 
@@ -135,6 +148,11 @@ def figures(trainer: PopuLoRATrainer, model: MemberConfig, shape: Shape, watch: 
     budget = memory(args, model, shape, gpu, 1, max(prompts))
     phases = {name: mean(history, f"time/{name}") for name in ("match", "propose", "verify", "solve", "update")}
     predicted = seconds(args, shape, gpu, engines_of(args, 1), 1, budget.cache_tokens, like) if known else {}
+    reached = {}
+    if predicted:  # for the shares of the peak that the budget assumes
+        playing, updating = predicted.values()
+        reached["solve"] = DECODING_UTILIZATION * playing / (phases["propose"] + phases["solve"])
+        reached["update"] = TRAINING_UTILIZATION * updating / phases["update"]
     allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return {
         "rows": args.rows_per_step,
@@ -144,6 +162,7 @@ def figures(trainer: PopuLoRATrainer, model: MemberConfig, shape: Shape, watch: 
         "live_rows": like.live,
         "seconds": phases | {"total": sum(phases.values())},
         "predicted_seconds": predicted,
+        "share_of_peak": reached,
         "used_gib": max(watch.used) / GIB or None,
         "allocated_gib": allocated / GIB or None,
         "predicted_gib": budget.on_one_gpu / GIB,
@@ -157,16 +176,16 @@ def main() -> None:
     parser.add_argument("recipe", help="YAML file")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--completion", type=int, help="tokens of a completion, instead of the recipe's")
+    parser.add_argument("--model", help="directory of a base, in the place of a random one of the recipe's shape")
     parser.add_argument("--dry-run", action="store_true", help="two narrow layers on a CPU; its figures mean nothing")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         args, model = read(options.recipe, options, f"{directory}/run")
-        shape = Shape.of(model.model_name_or_path)
-        print(f"{model.model_name_or_path}, random, {args.rows_per_step} rows a step", flush=True)
-        if options.dry_run:
-            shape = SMALL
+        name = options.model or model.model_name_or_path
+        print(f"{name}{'' if options.model else ', random'}, {args.rows_per_step} rows a step", flush=True)
+        shape = SMALL if options.dry_run and not options.model else Shape.of(name)
         device, dtype = ("cpu", torch.float32) if options.dry_run else ("cuda", torch.bfloat16)
-        base = make_base(shape, Path(directory, "base"), device, dtype)
+        base = options.model or make_base(shape, Path(directory, "base"), device, dtype)
         if not options.dry_run:
             torch.cuda.empty_cache()
         args.model_init_kwargs = {"dtype": model.dtype}

@@ -19,6 +19,7 @@ import gpu  # noqa: E402
 import ratings  # noqa: E402
 import scaling  # noqa: E402
 
+from trl_populora.assets import tiny_base_path  # noqa: E402
 from trl_populora.population.matchmaking import Match  # noqa: E402
 from trl_populora.population.members import Population  # noqa: E402
 
@@ -26,7 +27,10 @@ from .without_extras import without_extras  # noqa: E402
 
 
 NEEDED = {"vllm_routing": ["vllm"], "7B in 4 bits": ["bitsandbytes"], "tests": ["vllm", "bitsandbytes"]}
+NEEDED["your model, vllm_routing"] = NEEDED["vllm_routing"]
 ONLY_ON_A_GPU = {"gpu", "memory_gib", "used_gib", "logp_difference", "train_ratio_8_vs_1"}
+ONLY_ON_A_GPU |= {"share_of_peak.solve", "share_of_peak.update"}
+GPU_PARTS = (*gpu.PARTS, *gpu.parts_on(str(tiny_base_path())))
 
 
 def test_every_benchmark_finds_what_it_measures():
@@ -43,7 +47,7 @@ class TestGpu:
 
     def test_all_parts_are_there_and_take_forty_minutes_at_most(self):
         assert sum(part.minutes for part in gpu.PARTS) <= 40
-        for part in gpu.PARTS:
+        for part in GPU_PARTS:
             for command in (part.command, part.small):
                 script, *options = command.split()
                 files = [f"benchmarks/{script}", *(option for option in options if option.endswith(".yaml"))]
@@ -64,11 +68,12 @@ class TestGpu:
         assert gpu.figures_in("nothing {here}\n") == {}
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("part", gpu.PARTS, ids=lambda part: part.name)
+    @pytest.mark.parametrize("part", GPU_PARTS, ids=lambda part: part.name)
     def test_a_dry_run_comes_to_every_figure_that_needs_no_gpu(self, part, tmp_path, monkeypatch):
         for name, value in without_extras(but=NEEDED.get(part.name, ())).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", ["", "--dry-run", "--only", part.name, "--output", str(tmp_path)])
+        own = ["--model", str(tiny_base_path())] if part not in gpu.PARTS else []
+        monkeypatch.setattr(sys, "argv", ["", "--dry-run", "--only", part.name, "--output", str(tmp_path), *own])
         with pytest.raises(SystemExit) as ended:
             gpu.main()
         result = json.loads((tmp_path / "results.json").read_text())[part.name]
