@@ -229,6 +229,17 @@ def test_measured_values_stand_behind_their_running_mean():
     assert (smooth(values, run), 2.0, None) in lines
 
 
+@pytest.mark.parametrize("draw", [draw_rewards, draw_ratings("teacher"), draw_coverage])
+def test_a_first_step_is_seen(draw):
+    """A line through one point has no length."""
+    known = {"rewards/teacher_reward/mean": 0.1, "rewards/student_reward/mean": -0.5, "curriculum/coverage": 4.0}
+    figure = Figure()
+    draw(figure, Run("run", [{"step": 1, "member/teacher_0/mu": 24.0, **known}], []))
+    lines = [line for axis in figure.axes for line in axis.lines if len(line.get_xdata()) == 1]
+    assert lines
+    assert all(line.get_marker() == "o" for line in lines)
+
+
 @pytest.mark.parametrize(("members", "bands"), [(2, 0), (3, 0), (4, 1)])
 def test_a_band_over_members_needs_four(members, bands):
     keys = {f"member/teacher_{n}/mu": 25.0 + n for n in range(members)}

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trl_populora.report.canvas import COLORS, mean
+from trl_populora.report.canvas import COLORS, mean, whole_numbers
 from trl_populora.report.load import Run
 
 
@@ -35,6 +35,7 @@ def draw_mastery(figure: Figure, run: Run) -> None:
     _draw_map(axes[1], map_mastery(attempts, features, width), features, width, "student", "attempts right")
     for axis in axes:
         axis.set_xlim(0.5, run.step + 0.5)
+        axis.xaxis.set_major_locator(whole_numbers(5))
     figure.supxlabel("population step (grey: too few)", fontsize=9)
 
 
