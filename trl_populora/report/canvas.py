@@ -97,8 +97,9 @@ def whole_numbers(ticks: int) -> MaxNLocator:
 def finish(figure: Figure, lowest: Axes) -> None:
     """Names the steps, and puts one legend for the whole figure below it, where it covers nothing."""
     name_steps(lowest)
-    for line in (line for axis in figure.axes for line in axis.lines):
-        if len(line.get_xydata()) == 1:  # a run's first step: through one point there is no line
+    lines: list[Any] = [line for axis in figure.axes for line in axis.lines]
+    for line in lines:
+        if len(line.get_xdata()) == 1:  # a run's first step: through one point there is no line
             line.set(marker="o", markersize=4)
     if any(axis.get_legend_handles_labels()[0] for axis in figure.axes):
         figure.legend(loc="outside lower center", ncols=2)
