@@ -77,8 +77,9 @@ MISSED = """() => window.stops.filter(each => !window.met.has(each) && each.tabI
 
 
 def failures_of(request) -> list[str]:
-    """Why a request failed; a page that is left cancels the loading of its search, which is no failure."""
-    is_left = request.failure == "net::ERR_ABORTED" and re.search(r"/workers/search|/search\.json$", request.url)
+    """Why a request failed; a page that is left cancels the loading of search and icon, which is no failure."""
+    late = r"/workers/search|/search\.json$|/favicon\.png$"
+    is_left = request.failure == "net::ERR_ABORTED" and re.search(late, request.url)
     return [] if is_left else [f"{request.url}: {request.failure}"]
 
 
