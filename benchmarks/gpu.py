@@ -329,7 +329,7 @@ def main() -> None:
         return
     directory = Path(options.output).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    path, known = directory / "results.json", PARTS + (parts_on(options.model) if options.model else ())
+    path, known = directory / "results.json", [*PARTS, *(parts_on(options.model) if options.model else ())]
     parts = chosen(options.only, known)
     results = json.loads(path.read_text()) if path.exists() else {}
     for number, part in enumerate(parts, 1):

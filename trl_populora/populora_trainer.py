@@ -105,6 +105,7 @@ class PopuLoRATrainer(HubTrainer):
     _name = "PopuLoRA"
 
     # Attributes of the base classes, which do not annotate them.
+    args: PopuLoRAConfig
     optimizer: Any
     _buffered_inputs: Any
     log_completions: bool

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from transformers import TrainerControl
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from trl_populora.hub import uploads
 from trl_populora.hub.model_card import write_card
 from trl_populora.population.members import POPULATION_FILE
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.runs.checkpoint import Staging
 
 
@@ -21,7 +20,7 @@ class HubTrainer(GRPOTrainer):
     """
 
     # `PopuLoRATrainer` makes the last two.
-    args: PopuLoRAConfig
+    args: GRPOConfig
     control: TrainerControl
     hub_model_id: str
     staging: Staging
