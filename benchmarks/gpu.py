@@ -79,7 +79,7 @@ PREDICTED = {
     "GiB in use at the peak": "predicted_gib",
     "solve": "predicted_seconds.propose and solve",
     "update": "predicted_seconds.log-probs and update",
-    "share of the card's peak, propose and solve": "0.6",
+    "share of the card's peak, propose and solve": "0.4",
     "share of the card's peak, update": "0.35",
 }
 VS_TRL = {"step against TRL's": "step_ratio_vs_trl", "update against TRL's": "update_ratio_vs_trl"}

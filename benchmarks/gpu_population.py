@@ -38,6 +38,7 @@ from budget import (  # noqa: E402
     DECODING_UTILIZATION,
     GIB,
     GPUS,
+    LORA_SLOWDOWN,
     TRAINING_UTILIZATION,
     Gpu,
     Rows,
@@ -137,6 +138,15 @@ def mean(history: list[dict], key: str) -> float | None:
     return statistics.mean(values) if values else None
 
 
+def share_of_peak(predicted: dict[str, float], phases: dict[str, float], vllm: bool) -> dict[str, float]:
+    """What the seconds of the budget, and the shares that it assumes, say of those that were measured."""
+    shares = {"update": TRAINING_UTILIZATION * predicted["log-probs and update"] / phases["update"]}
+    if vllm:  # of transformers the budget assumes the time of a token, no share
+        playing = predicted["propose and solve"] / (phases["propose"] + phases["solve"])
+        shares["solve"] = DECODING_UTILIZATION / LORA_SLOWDOWN * playing
+    return shares
+
+
 def figures(trainer: PopuLoRATrainer, model: MemberConfig, shape: Shape, watch: Watch) -> dict:
     """What was measured, beside what the budget says of rows like the last step's."""
     args, history = trainer.args, [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -148,11 +158,6 @@ def figures(trainer: PopuLoRATrainer, model: MemberConfig, shape: Shape, watch: 
     budget = memory(args, model, shape, gpu, 1, max(prompts))
     phases = {name: mean(history, f"time/{name}") for name in ("match", "propose", "verify", "solve", "update")}
     predicted = seconds(args, shape, gpu, engines_of(args, 1), 1, budget.cache_tokens, like) if known else {}
-    reached = {}
-    if predicted:  # for the shares of the peak that the budget assumes
-        playing, updating = predicted.values()
-        reached["solve"] = DECODING_UTILIZATION * playing / (phases["propose"] + phases["solve"])
-        reached["update"] = TRAINING_UTILIZATION * updating / phases["update"]
     allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return {
         "rows": args.rows_per_step,
@@ -162,7 +167,7 @@ def figures(trainer: PopuLoRATrainer, model: MemberConfig, shape: Shape, watch: 
         "live_rows": like.live,
         "seconds": phases | {"total": sum(phases.values())},
         "predicted_seconds": predicted,
-        "share_of_peak": reached,
+        "share_of_peak": share_of_peak(predicted, phases, args.use_vllm) if predicted else {},
         "used_gib": max(watch.used) / GIB or None,
         "allocated_gib": allocated / GIB or None,
         "predicted_gib": budget.on_one_gpu / GIB,

@@ -16,6 +16,7 @@ import trueskill
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import gpu  # noqa: E402
+import gpu_population  # noqa: E402
 import ratings  # noqa: E402
 import scaling  # noqa: E402
 
@@ -61,6 +62,14 @@ class TestGpu:
         table = gpu.table({"7B": {"status": "done", "seconds": 1.0, "dry": False, "figures": figures}})
         assert "| | GiB in use at the peak | 60.2 | 57.5 |" in table
         assert "| | update | not measured | not measured |" in table
+
+    def test_a_share_of_the_peak_is_the_assumed_one_where_the_seconds_are(self):
+        predicted = {"propose and solve": 30.0, "log-probs and update": 20.0}
+        phases = {"propose": 10.0, "solve": 20.0, "update": 40.0}
+        assert gpu_population.share_of_peak(predicted, phases, vllm=True) == pytest.approx(
+            {"solve": 0.4, "update": 0.175}
+        )
+        assert gpu_population.share_of_peak(predicted, phases, vllm=False) == pytest.approx({"update": 0.175})
 
     @pytest.mark.parametrize("log", ['{"a": 1}\n', 'refleaks.html{"a": 1}\n', '{"b": 2}\n{"a": 1}\nleaked {}\n'])
     def test_figures_are_found_among_last_words(self, log):
