@@ -59,6 +59,7 @@ CANDIDATES: dict[str, dict[str, str]] = {
     "paper_pulled": {"teacher_beta": "0.05"},
     "rarity_slow": {"teacher_reward": "rarity", "teacher_learning_rate": SLOW},
     "rarity_replay": {"teacher_reward": "rarity", "replay": "0.25"},
+    "rarity_slow_replay": {"teacher_reward": "rarity", "teacher_learning_rate": SLOW, "replay": "0.25"},
     "rarity_running": {"teacher_reward": "rarity", "teacher_scale": "running"},
     "rarity_unevolved": {"teacher_reward": "rarity", "evolve_every": "0"},
     "learnability_slow": {"teacher_reward": "learnability", "teacher_learning_rate": SLOW},
