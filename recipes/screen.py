@@ -46,6 +46,7 @@ HELD_OUT, PROBES, ATTEMPTS = 120, 4, 4  # tasks; probes for each operation; atte
 BLOCK = 10  # steps
 MASTERED, FORGOTTEN, ENOUGH = 0.8, 0.5, 12  # solve rates of a feature in a block of so many attempts
 SLOW = "5.0e-4"
+REPLAYED = {"replay": "0.25", "per_device_train_batch_size": "16"}  # a step of 192 rows instead of 144
 CANDIDATES: dict[str, dict[str, str]] = {
     "paper": {},
     "learnability": {"teacher_reward": "learnability"},
@@ -54,12 +55,12 @@ CANDIDATES: dict[str, dict[str, str]] = {
     "progress": {"teacher_reward": "progress"},
     "regret": {"teacher_reward": "regret", "students_per_task": "2"},
     "paper_slow": {"teacher_learning_rate": SLOW},
-    "paper_replay": {"replay": "0.25"},
+    "paper_replay": REPLAYED,
     "paper_running": {"teacher_scale": "running"},
     "paper_pulled": {"teacher_beta": "0.05"},
     "rarity_slow": {"teacher_reward": "rarity", "teacher_learning_rate": SLOW},
-    "rarity_replay": {"teacher_reward": "rarity", "replay": "0.25"},
-    "rarity_slow_replay": {"teacher_reward": "rarity", "teacher_learning_rate": SLOW, "replay": "0.25"},
+    "rarity_replay": {"teacher_reward": "rarity", **REPLAYED},
+    "rarity_slow_replay": {"teacher_reward": "rarity", "teacher_learning_rate": SLOW, **REPLAYED},
     "rarity_running": {"teacher_reward": "rarity", "teacher_scale": "running"},
     "rarity_unevolved": {"teacher_reward": "rarity", "evolve_every": "0"},
     "learnability_slow": {"teacher_reward": "learnability", "teacher_learning_rate": SLOW},

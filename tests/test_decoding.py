@@ -16,8 +16,10 @@ from transformers import (
     Qwen2Config,
     Qwen3NextConfig,
 )
+from transformers.cache_utils import DynamicLayer
 
 from trl_populora.generation import decoding
+from trl_populora.generation.cache import RoomyLayer
 from trl_populora.generation.decoding import complete, complete_whole, why_whole
 
 from .adapter_models import make_population
@@ -120,6 +122,36 @@ def test_prompts_that_are_read_in_parts_are_read_the_same(name, monkeypatch):
     tokens = 2 * decoding.READ_SHARE * max(map(len, PROMPTS))
     assert complete(model, PROMPTS, [0] * len(PROMPTS), no_route, settings(), tokens) == whole
     assert read == [2, 2], "of the four prompts"
+
+
+def test_a_token_is_written_where_a_selection_left_room_and_joined_where_not():
+    def new(tokens):
+        return torch.randn(3, 2, tokens, 4), torch.randn(3, 2, tokens, 4)
+
+    torch.manual_seed(0)
+    plain, first = DynamicLayer(), new(5)
+    plain.update(*first)
+    roomy = RoomyLayer(plain, room=2)
+    rows = torch.tensor([2, 0, 0])
+    for layer in (plain, roomy):
+        layer.batch_select_indices(rows)
+    places = []
+    for _ in range(3):
+        token = new(1)
+        for told, expected in zip(roomy.update(*token), plain.update(*token), strict=True):
+            assert torch.equal(told, expected)
+        places.append((roomy.keys.data_ptr(), roomy.values.data_ptr()))
+    assert places[0] == places[1] != places[2]
+    assert roomy.get_seq_length() == 8
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_round_joins_nothing(name, monkeypatch):
+    model, joined = base(BASES[name]), []
+    update = DynamicLayer.update
+    monkeypatch.setattr(DynamicLayer, "update", lambda self, *given: joined.append(self) or update(self, *given))
+    complete(model, PROMPTS, [0] * len(PROMPTS), no_route, settings())
+    assert not any(isinstance(layer, RoomyLayer) for layer in joined)
 
 
 def test_parts_are_refused_where_ranks_have_to_meet():

@@ -17,6 +17,7 @@ from peft import PeftModel
 from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from .attention import group_queries
+from .cache import join
 
 
 ROUND = 8  # tokens: more keep ended rows longer, fewer call `generate` more often
@@ -119,7 +120,7 @@ def complete(
     for some in (slice(start, start + size) for start in range(0, len(ids), size)):
         with torch.no_grad(), route([member for member, _ in [*number][some]]):
             read.append(_read(model, ids[some], mask[some]))
-    cache = _join(read)
+    cache = join(read, ROUND)
     going = torch.tensor(group, device=model.device)
 
     rows = order
@@ -188,14 +189,3 @@ def _read(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Ten
         logits_to_keep=1,
     )
     return output.past_key_values
-
-
-def _join(parts: list[Cache]) -> Cache:
-    """One cache of all rows, layer by layer, so that no more than one layer is held twice. Takes the parts apart."""
-    first, *others = parts
-    for layers in zip(*(part.layers for part in parts), strict=True) if others else ():
-        for name in ("keys", "values"):
-            setattr(layers[0], name, torch.cat([getattr(layer, name) for layer in layers]))
-            for layer in layers[1:]:
-                setattr(layer, name, None)
-    return first
