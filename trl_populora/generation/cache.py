@@ -1,7 +1,7 @@
-"""A cache with room for the tokens of a round, in which a token is written; transformers' copies the whole for each.
+"""A cache with room for the tokens of a round: a token is written into it.
 
-`DynamicCache` joins the keys and values of a new token to those before it: for every token all of the cache is read and
-written once more. Between two rounds `decoding` copies it anyway, when rows leave, and can leave room for the next one.
+`DynamicCache` joins the keys and values of a new token to those before it, so that for every token the whole cache is
+read and written once more. Between two rounds `decoding` copies it anyway, when rows leave; that copy leaves the room.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RoomyLayer(DynamicLayer):
     def _copy(self, given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         _, heads, length, width = given.shape
         copy = given.new_empty(len(rows), heads, length + self.room, width)
-        copy[:, :, :length] = given[rows]
+        torch.index_select(given, 0, rows, out=copy[:, :, :length])
         return copy
 
     def _show(self, length: int) -> None:
