@@ -46,7 +46,7 @@ HELD_OUT, PROBES, ATTEMPTS = 120, 4, 4  # tasks; probes for each operation; atte
 BLOCK = 10  # steps
 MASTERED, FORGOTTEN, ENOUGH = 0.8, 0.5, 12  # solve rates of a feature in a block of so many attempts
 SLOW = "5.0e-4"
-REPLAYED = {"replay": "0.25", "per_device_train_batch_size": "16"}  # a step of 192 rows instead of 144
+REPLAYED = {"replay": "0.34", "per_device_train_batch_size": "26"}  # 208 rows for two pairs instead of 144
 CANDIDATES: dict[str, dict[str, str]] = {
     "paper": {},
     "learnability": {"teacher_reward": "learnability"},
