@@ -9,7 +9,8 @@ A candidate is `recipes/tiny/config_2t2s.yaml` on the base that half-knows and o
 `CANDIDATES` lists; further options go to every run. Runs lie in `<output>/<candidate>/seed_<n>`, use one thread, are
 saved every 20 steps and go on where they stopped when the command is given again; several commands can share the work.
 Students are scored every 25 steps on held-out programs, at the end on *probes* too: one-line programs for each
-half-known operation, with inputs on which the base's mistake shows. All figures are kept in `<output>/screen.json`;
+half-known operation, with inputs on which the base's mistake shows, and so is the mean of a run's students, as the
+model that `populora export --merge_students` writes. All figures are kept in `<output>/screen.json`;
 with that file in a new `<output>`, its runs stand in the table beside those made there.
 """
 
@@ -19,6 +20,7 @@ import argparse
 import json
 import math
 import random
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,11 +33,13 @@ from tiny_documents import DialogueWriter
 from tiny_gate import PROGRAMS_TRIED, one_line_programs, probes
 from tiny_headroom import train
 from tiny_programs import OPERATIONS
-from tiny_scores import EVAL_LEVELS, random_task
+from tiny_scores import EVAL_LEVELS, Scorer, random_task
 
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.evaluation.cross_play import assemble
+from trl_populora.hub.export import STUDENTS, export_member
 from trl_populora.report.load import load_evaluations, load_run
+from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import Task
 
 
@@ -77,6 +81,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "below its best": lambda run: max(entry["mean"] for entry in run["held_out"]) - run["held_out"][-1]["mean"],
     "probes, base": lambda run: run["probes"].get(BASE_NAME, math.nan),
     "students ": lambda run: _mean([rate for name, rate in run["probes"].items() if name != BASE_NAME]),
+    "mean of the students, held out": lambda run: run.get("merged", {}).get(STUDENTS, {}).get("held_out", math.nan),
     "least valid": lambda run: min(run["valid"]),
     "features, first 20": lambda run: run["features"][0],
     "last 20": lambda run: run["features"][-1],
@@ -112,16 +117,45 @@ def options_of(candidate: str, output: Path, steps: int, model: Path) -> list[st
     return [word for name, value in (given | CANDIDATES[candidate]).items() for word in (f"--{name}", value)]
 
 
+def probe_tasks() -> list[Task]:
+    programs = one_line_programs(random.Random("probes"), PROGRAMS_TRIED)
+    return [task for own in probes(KIND, programs, PROBES, random.Random("probes")).values() for task in own]
+
+
 def score_probes(run: Path) -> dict[str, float]:
     """Share of right answers of the base and of each student of a finished run, over all probes; measured once."""
     path = run / "probes.json"
     if not path.exists():
-        programs = one_line_programs(random.Random("probes"), PROGRAMS_TRIED)
-        tasks = [task for own in probes(KIND, programs, PROBES, random.Random("probes")).values() for task in own]
         with assemble([str(run)], seed=0) as contest:
-            rates = contest.score([BASE_NAME, *contest.students], tasks, ATTEMPTS)
+            rates = contest.score([BASE_NAME, *contest.students], probe_tasks(), ATTEMPTS)
         path.write_text(json.dumps(rates, indent=1) + "\n")
     return json.loads(path.read_text())
+
+
+def score_merged(run: Path) -> dict[str, dict[str, float]]:
+    """
+    Shares of right answers to held-out tasks and probes of each student of a finished run and of the mean of several,
+    each exported as a model of its own and asked in the same way; measured once.
+    """
+    path = run / "merged.json"
+    if not path.exists():
+        members = json.loads((run / "population.json").read_text())["members"]
+        names = [member["name"] for member in members if member["role"] == "student"]
+        rates: dict[str, dict[str, float]] = {}
+        with tempfile.TemporaryDirectory() as directory, Sandbox() as sandbox:
+            for name in [*names, None] if len(names) > 1 else names:
+                model = Path(directory, name or "mean")
+                told = export_member(str(run), model, name, merge=True, merge_students=name is None)
+                scorer = Scorer(model, sandbox)
+                torch.manual_seed(0)
+                rates[told] = {"held_out": _rate(scorer, held_out_tasks()), "probes": _rate(scorer, probe_tasks())}
+        path.write_text(json.dumps(rates, indent=1) + "\n")
+    return json.loads(path.read_text())
+
+
+def _rate(scorer: Scorer, tasks: Sequence[Task]) -> float:
+    kind = scorer.kinds[KIND]
+    return float(scorer.grade(kind, tasks, scorer.attempts(kind, tasks, ATTEMPTS), ATTEMPTS).mean())
 
 
 def measure(run: Path) -> dict[str, Any]:
@@ -129,7 +163,7 @@ def measure(run: Path) -> dict[str, Any]:
     A run's figures: by blocks of 10 steps the valid share and live rows, by blocks of 20 the number of different
     features, new shapes per valid proposal and the share that nobody solves; evaluations; probes; features forgotten.
     """
-    records = load_run(run)
+    records, finished = load_run(run), (run / "trainer_state.json").exists()
     proposals = [row for row in records.rows if row["role"] == "teacher"]
     valid = [row for row in proposals if row["valid"]]
     attempts = [row for row in records.rows if row["role"] == "student" and row["features"]]
@@ -157,7 +191,8 @@ def measure(run: Path) -> dict[str, Any]:
             }
             for entry in load_evaluations(run)
         ],
-        "probes": score_probes(run) if (run / "trainer_state.json").exists() else {},
+        "probes": score_probes(run) if finished else {},
+        "merged": score_merged(run) if finished else {},
         "forgotten": count_forgotten(attempts),
     }
 

@@ -52,6 +52,8 @@ def test_a_run_is_measured_kept_and_not_made_twice(tmp_path, monkeypatch, capsys
     assert run["steps"] == 2
     assert [entry["step"] for entry in run["held_out"]] == [0, 2]
     assert set(run["probes"]) == {"base", "student_0", "student_1"}
+    assert [*run["merged"]] == ["student_0", "student_1", screen.STUDENTS]
+    assert all(set(rates) == {"held_out", "probes"} for rates in run["merged"].values())
     assert len(run["valid"]) == len(run["live"]) == len(run["features"]) == 1
     made = (tmp_path / "rarity" / "seed_3" / "metrics.jsonl").stat().st_mtime_ns
     screen.main()
