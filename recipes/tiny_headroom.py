@@ -56,10 +56,15 @@ def coin(seed: int) -> Callable[[Answer], float]:
 
 def build(run: Path, seed: int, options: list[str], config: Path = CONFIG) -> PopuLoRATrainer:
     """The trainer of a recipe's run with `PAPERS` settings, unless options name others; it is saved every 20 steps."""
+    return build_trainer(*parse(run, seed, options, config))
+
+
+def parse(
+    run: Path, seed: int, options: list[str], config: Path = CONFIG
+) -> tuple[TrainArguments, PopuLoRAConfig, MemberConfig]:
     given = ["--config", str(config), "--seed", str(seed), "--output_dir", str(run), "--save_strategy", "steps"]
     given += ["--save_steps", "20", "--save_total_limit", "1", *PAPERS, *options]
-    parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig))
-    return build_trainer(*parser.parse_args_and_config(given))
+    return TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig)).parse_args_and_config(given)
 
 
 def train(run: Path, seed: int, random_rewards: bool, options: list[str], config: Path = CONFIG) -> None:

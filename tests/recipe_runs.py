@@ -57,8 +57,11 @@ def save_qwen(path: Path) -> str:
 def arguments_of(name: str, output_dir: Path, **overrides) -> list[str]:
     """Arguments of `train_populora.py` for a smoke run of a recipe."""
     settings = SMALL | {"output_dir": output_dir} | overrides
-    if yaml.safe_load(CONFIGS[name].read_text()).get("evolve_every", True):  # on by default
+    recipe = yaml.safe_load(CONFIGS[name].read_text())
+    if recipe.get("evolve_every", True):  # on by default
         settings["evolve_every"] = 1
+    if recipe.get("replay"):
+        settings["per_device_train_batch_size"] = 8  # of 16 rows for two pairs, archived tasks included
     overrides = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     return ["--config", str(CONFIGS[name]), *overrides]
 

@@ -22,6 +22,7 @@ from trl_populora.runs.lines import PLAYED
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 import arms_race  # noqa: E402
+import tiny_headroom  # noqa: E402
 
 
 pages, runs = arms_race.pages, arms_race.runs
@@ -51,16 +52,16 @@ def output(random_base, seed_tasks, tmp_path_factory):
     return root
 
 
-def test_every_variant_is_made_of_the_settings_of_one_recipe():
+@pytest.mark.parametrize("variant", arms_race.VARIANTS)
+def test_every_variant_is_a_recipe_with_the_papers_pay(variant, tmp_path):
     recipe = yaml.safe_load(arms_race.CONFIG.read_text())
     assert float(arms_race.RATE) == float(recipe["learning_rate"])
-    assert arms_race.options_of("seed_tasks", 75)[:2] == ["--teachers", "0"]
-    for settings in arms_race.VARIANTS.values():
-        sizes = {name: int(settings.get(name, recipe[name])) for name in ("teachers", "proposals_per_teacher")}
-        sizes["teachers"] = 1 if "single_agent" in settings else sizes["teachers"]
-        rows = math.prod(sizes.values()) * (1 + recipe["attempts_per_task"])
-        rows = rows or recipe["students"] * sizes["proposals_per_teacher"] * recipe["attempts_per_task"]
-        assert rows % recipe["per_device_train_batch_size"] == 0
+    options = arms_race.options_of(variant, 75)
+    _, args, _ = tiny_headroom.parse(tmp_path / "run", 0, options, arms_race.CONFIG)
+    assert (args.max_steps, args.teacher_reward, args.replay) == (75, "paper", 0)
+    pairs = 1 if args.single_agent else max(args.teachers, args.students)
+    rows = pairs * args.proposals_per_teacher * (1 + args.attempts_per_task)
+    assert args.rows_per_step == (rows if args.teachers else 4 * 9 * args.attempts_per_task)
 
 
 @pytest.fixture
