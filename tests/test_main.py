@@ -247,7 +247,7 @@ def test_what_the_user_can_mend_is_one_line(command, tmp_path):
         (["--task_kinds", "nowhere:Kind"], "No module named 'nowhere'"),
         (["--lora_dropout", "0.1"], "`lora_dropout=0.1` is not supported"),
         (["--load_best_model_at_end", "true"], "requires the save and eval strategy to match"),
-        (["--teecher", "3"], "'--teecher', '3'"),
+        (["--teecher", "3"], "there is no option `--teecher 3`. `populora train --help` lists all"),
         (["--resume_from_checkpoint", "nowhere"], "nowhere"),
         (["--model_name_or_path", "nowhere"], "huggingface.co"),
     ],
@@ -261,6 +261,12 @@ def test_what_a_training_command_refuses_is_one_line(command, options, told, tmp
         cli.main([command, *recipe, *options])
     assert re.search(f"^populora {command}: .*{told}", end.value.code)
     assert "\n" not in end.value.code
+
+
+def test_a_word_that_is_no_option_is_named_with_the_page_of_options():
+    told = "populora push: there is no option `me/mine`. `populora push --help` lists all."
+    with pytest.raises(SystemExit, match=f"^{told}$"):
+        cli.main(["push", "runs/mine", "me/mine"])
 
 
 def test_a_refusal_is_all_that_a_training_command_says(tmp_path):

@@ -102,7 +102,7 @@ def train(arguments: Sequence[str]) -> None:
         parser.error("argument --config: expected one argument")
     if not arguments:
         parser.error("what to train? Give a recipe, `--config recipes/tiny/quickstart.yaml`, or options; see --help.")
-    run_training(*parser.parse_args_and_config(list(arguments)))
+    run_training(*_parse_known(parser, "train", arguments))
 
 
 # argparse would list 250 options twice.
@@ -368,7 +368,18 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
         return (options(**vars(plain.parse_args(given))),)
     from trl import TrlParser
 
-    return TrlParser((options,), **about).parse_args_and_config(given)
+    return _parse_known(TrlParser((options,), **about), command, given)
+
+
+def _parse_known(parser: typing.Any, command: str, arguments: Sequence[str]) -> tuple:
+    """
+    Raises:
+        `ValueError`: If a word is no option.
+    """
+    *options, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
+    if unknown:
+        raise ValueError(f"there is no option `{' '.join(unknown)}`. `populora {command} --help` lists all.")
+    return tuple(options)
 
 
 def _local(run: str) -> str:
