@@ -372,10 +372,6 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
 
 
 def _parse_known(parser: typing.Any, command: str, arguments: Sequence[str]) -> tuple:
-    """
-    Raises:
-        `ValueError`: If a word is no option.
-    """
     *options, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
     if unknown:
         raise ValueError(f"there is no option `{' '.join(unknown)}`. `populora {command} --help` lists all.")
