@@ -14,6 +14,7 @@ from html import escape
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from arms_race_runs import BLOCK, KINDS, MEASURES, Run, mean
 
@@ -151,7 +152,9 @@ def verdict(numbers: Sequence[float]) -> str:
     return "reproduces" if low > 0 else "does not: the opposite" if high < 0 else "cannot be told"
 
 
-def differences(runs: Runs, figure: Callable[[Run], float], of: str, against: str | None) -> list[float]:
+def differences(
+    runs: Mapping[str, Mapping[Any, Any]], figure: Callable[[Any], float], of: str, against: str | None
+) -> list[float]:
     """A figure of a variant by seed, less that of the other variant with the same seed; unknown ones are left out."""
     if against is None:
         numbers = [figure(runs[of][seed]) for seed in sorted(runs[of])]
@@ -181,11 +184,13 @@ def interval(numbers: Sequence[float]) -> str:
     return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
-def paired_table(runs: Runs, reference: str) -> list[list[str]]:
+def paired_table(
+    runs: Mapping[str, Mapping[Any, Any]], reference: str, figures: Mapping[str, Callable[[Any], float]] = COMPARED
+) -> list[list[str]]:
     """What each variant has more than the reference, seed by seed; a claim needs an interval without zero."""
     others = [name for name in runs if name != reference]
     rows = [["difference: mean [95 %], signs", *others]]
-    for name, figure in COMPARED.items():
+    for name, figure in figures.items():
         rows.append([name, *(told(differences(runs, figure, other, reference)) for other in others)])
     return rows
 

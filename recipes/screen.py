@@ -4,6 +4,7 @@ Screens what teachers are paid for and what keeps them sane, each candidate for 
     python recipes/screen.py --candidates paper rarity --seeds 0 1 2
     python recipes/screen.py --candidates regret --seeds 0 --steps 40      # a first look, minutes
     python recipes/screen.py --table_only                                  # of all runs so far
+    python recipes/screen.py --table_only --against single_agent_replay    # and what each has more than that one
 
 A candidate is `recipes/tiny/config_2t2s.yaml` on the base that half-knows and on code_o alone, with the settings that
 `CANDIDATES` lists; further options go to every run. Runs lie in `<output>/<candidate>/seed_<n>`, use one thread, are
@@ -28,7 +29,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from arms_race_page import markdown, spread
+from arms_race_page import markdown, paired_table, spread
 from tiny_documents import DialogueWriter
 from tiny_gate import PROGRAMS_TRIED, one_line_programs, probes
 from tiny_headroom import train
@@ -37,7 +38,7 @@ from tiny_scores import EVAL_LEVELS, Scorer, random_task
 
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.evaluation.cross_play import assemble
-from trl_populora.hub.export import STUDENTS, export_member
+from trl_populora.hub.export import export_member
 from trl_populora.report.load import load_evaluations, load_run
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import Task
@@ -70,9 +71,16 @@ CANDIDATES: dict[str, dict[str, str]] = {
     "learnability_slow": {"teacher_reward": "learnability", "teacher_learning_rate": SLOW},
     "confirmed_slow": {"teacher_reward": "confirmed", "teacher_learning_rate": SLOW},
     "single_agent": {"single_agent": "true", "evolve_every": "0"},
-    # The race: twice the members on the pay that won, against one adapter with the rows of a pair, and with all rows.
-    "race_4t4s": {"teachers": "4", "students": "4", "teacher_reward": "rarity", "teacher_learning_rate": SLOW},
-    "single_agent_all_rows": {"single_agent": "true", "evolve_every": "0", "proposals_per_teacher": "32"},
+    # The race: twice the members with what won, against one adapter with the rows of a pair, and with those of four.
+    "race_4t4s": {
+        "teachers": "4",
+        "students": "4",
+        "teacher_reward": "rarity",
+        "teacher_learning_rate": SLOW,
+        **REPLAYED,
+    },
+    "single_agent_replay": {"single_agent": "true", "evolve_every": "0", **REPLAYED},
+    "single_agent_all_rows": {"single_agent": "true", "evolve_every": "0", "proposals_per_teacher": "32", **REPLAYED},
 }
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "held out, base": lambda run: run["held_out"][-1]["base"],
@@ -80,8 +88,8 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "worst": lambda run: run["held_out"][-1]["worst"],
     "below its best": lambda run: max(entry["mean"] for entry in run["held_out"]) - run["held_out"][-1]["mean"],
     "probes, base": lambda run: run["probes"].get(BASE_NAME, math.nan),
-    "students ": lambda run: _mean([rate for name, rate in run["probes"].items() if name != BASE_NAME]),
-    "mean of the students, held out": lambda run: run.get("merged", {}).get(STUDENTS, {}).get("held_out", math.nan),
+    "students' probes": lambda run: _mean([rate for name, rate in run["probes"].items() if name != BASE_NAME]),
+    "as one model, held out": lambda run: [math.nan, *(own["held_out"] for own in run.get("merged", {}).values())][-1],
     "least valid": lambda run: min(run["valid"]),
     "features, first 20": lambda run: run["features"][0],
     "last 20": lambda run: run["features"][-1],
@@ -90,6 +98,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "live rows": lambda run: _mean(run["live"]),
     "forgotten": lambda run: run["forgotten"],
 }
+COMPARED = {name: COLUMNS[name] for name in ("students", "worst", "students' probes", "as one model, held out")}
 
 
 def _mean(numbers: Sequence[float]) -> float:
@@ -135,7 +144,7 @@ def score_probes(run: Path) -> dict[str, float]:
 def score_merged(run: Path) -> dict[str, dict[str, float]]:
     """
     Shares of right answers to held-out tasks and probes of each student of a finished run and of the mean of several,
-    each exported as a model of its own and asked in the same way; measured once.
+    each exported as a model of its own and asked in the same way, the mean last; measured once.
     """
     path = run / "merged.json"
     if not path.exists():
@@ -229,7 +238,7 @@ def gather(output: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 def table(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
     """A row per candidate: mean and standard deviation over its seeds."""
-    rows = [["candidate", "steps x seeds", *(name.strip() for name in COLUMNS)]]
+    rows = [["candidate", "steps x seeds", *COLUMNS]]
     for name, runs in kept.items():
         cells = [spread(map(column, runs.values())) for column in COLUMNS.values()]
         rows.append([name, f"{min(run['steps'] for run in runs.values())} x {len(runs)}", *cells])
@@ -244,6 +253,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=HALF_KNOWN, help="model directory")
     parser.add_argument("--output", type=Path, default=Path("runs/screen"))
     parser.add_argument("--table_only", action="store_true", help="train nothing")
+    parser.add_argument("--against", choices=[*CANDIDATES], metavar="NAME", help="compare the others with it")
     options, settings = parser.parse_known_args()
     torch.set_num_threads(1)  # two threads beside any other process are slower than one
     for seed in [] if options.table_only else options.seeds:
@@ -252,7 +262,10 @@ def main() -> None:
             if not (run / "trainer_state.json").exists():
                 train(run, seed, False, [*options_of(name, options.output, options.steps, options.model), *settings])
             print(f"{run}: {json.dumps(measure(run))}", flush=True)
-    print(markdown(table(gather(options.output))))
+    kept = gather(options.output)
+    print(markdown(table(kept)))
+    if options.against in kept:
+        print(markdown(paired_table(kept, options.against, COMPARED)))
 
 
 if __name__ == "__main__":

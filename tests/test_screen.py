@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trl_populora.hub.export import STUDENTS
 from trl_populora.step.rules import PAY
 
 
@@ -40,6 +41,26 @@ def test_held_out_tasks_are_the_same_every_time_and_all_of_one_kind():
     assert len({task.task_id for task in first}) == screen.HELD_OUT
 
 
+def test_runs_are_compared_seed_by_seed_and_the_mean_of_the_students_stands_for_a_population():
+    def run(held_out: float, merged: dict[str, float]) -> dict:
+        held = [{"mean": held_out, "worst": held_out - 0.01}]
+        probes = {"base": 0.2, "student_0": held_out}
+        alone = {name: {"held_out": rate} for name, rate in merged.items()}
+        return {"held_out": held, "probes": probes, "merged": alone}
+
+    kept = {
+        "race_4t4s": {n: run(0.5, {"student_0": 0.4, STUDENTS: 0.6}) for n in "01"},
+        "single_agent_replay": {"1": run(0.45, {"student_0": 0.5})},
+    }
+    _, *rows = screen.paired_table(kept, "single_agent_replay", screen.COMPARED)
+    assert dict(rows) == {
+        "students": "+0.050, one seed",
+        "worst": "+0.050, one seed",
+        "students' probes": "+0.050, one seed",
+        "as one model, held out": "+0.100, one seed",
+    }
+
+
 @pytest.mark.slow
 def test_a_run_is_measured_kept_and_not_made_twice(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(screen, "HELD_OUT", 4)
@@ -52,7 +73,7 @@ def test_a_run_is_measured_kept_and_not_made_twice(tmp_path, monkeypatch, capsys
     assert run["steps"] == 2
     assert [entry["step"] for entry in run["held_out"]] == [0, 2]
     assert set(run["probes"]) == {"base", "student_0", "student_1"}
-    assert [*run["merged"]] == ["student_0", "student_1", screen.STUDENTS]
+    assert [*run["merged"]] == ["student_0", "student_1", STUDENTS]
     assert all(set(rates) == {"held_out", "probes"} for rates in run["merged"].values())
     assert len(run["valid"]) == len(run["live"]) == len(run["features"]) == 1
     made = (tmp_path / "rarity" / "seed_3" / "metrics.jsonl").stat().st_mtime_ns
