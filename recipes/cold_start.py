@@ -29,7 +29,7 @@ from trl import SFTConfig, SFTTrainer, TrlParser, get_quantization_config
 
 from trl_populora.__main__ import TrainArguments
 from trl_populora.adapters.checks import check_is_base
-from trl_populora.assets import TINY, resolve_model_path, tiny_eval_tasks
+from trl_populora.assets import TINY, resolve_model_path
 from trl_populora.build import (
     check_output_dir,
     fit_into_context,
@@ -40,7 +40,7 @@ from trl_populora.build import (
 )
 from trl_populora.generation.plain import plain_room
 from trl_populora.generation.prompting import choose_style
-from trl_populora.given_tasks import load_archive, load_held_out, read_tasks
+from trl_populora.given_tasks import load_archive, load_held_out, read_held_out, read_tasks
 from trl_populora.model_options import MemberConfig, base_options, group_options, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.forwards import score_labels_alone
@@ -100,7 +100,7 @@ def write_documents(
     archive = load_archive(
         read_tasks(recipe.seed_tasks), kinds, args.prompt_style, args.archive_size, args.references_per_proposal
     )
-    tables = read_tasks(tiny_eval_tasks() if recipe.eval_tasks == TINY else recipe.eval_tasks)
+    tables = read_held_out(recipe.eval_tasks, args.task_kinds)
     held_out = None if tables is None else load_held_out(tables, kinds, archive, args)
     referee = make_referee(args, kinds, base, tokenizer, held_out)
 

@@ -70,6 +70,7 @@ def read_source(source: str) -> tuple[dict[str, torch.Tensor], dict]:
     if source not in ("any", "hub", "wheel"):
         raise ValueError(f"`source` must be hub, wheel or any, got {source!r}.")
     if source != "wheel":
+        print(f"Asking the Hub for {NAME}; where it is not reached that takes a minute.", file=sys.stderr)
         try:
             return _read(NAME)
         except OSError as error:

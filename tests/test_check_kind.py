@@ -29,7 +29,10 @@ SEEDS = load_seed_tasks(RECIPES / "arithmetic_seeds.jsonl")
 
 
 GIVEN = r"--- (\d+) tasks given; (\d+) texts as proposals: (\d+) well-formed, of the first (\d+) (\d+) became tasks"
-ANSWERED = r"--- (\d+) texts as answers to (\d+) of the (\d+) tasks: (\d+) well-formed, of the first (\d+) (\d+) right"
+ANSWERED = (
+    r"--- (\d+) texts as answers to (\d+) of the (\d+) tasks, given and made: (\d+) well-formed, of the first (\d+) "
+    r"(\d+) right"
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,7 @@ def test_the_command_shows_prompts_and_finds_nothing_wrong_with_the_recipe(capsy
     assert "Reach the target with" in shown
     given, texts, formed, ran, became = map(int, re.search(GIVEN, shown).groups())
     assert given == len(SEEDS), "those of the file"
+    assert re.search(r"became tasks \(\w+ \d+", shown), "why the others did not"
     assert texts >= formed >= ran >= became > 5, "the texts nearly have the kind's form"
     attempts, to, tasks, well_formed, graded, right = map(int, re.search(ANSWERED, shown).groups())
     assert (attempts, tasks) == (texts * to, given + became), "each is an answer to each, given or proposed"
@@ -89,6 +93,9 @@ class Broken:
 @pytest.mark.parametrize(
     ("method", "broken", "told"),
     [
+        ("reference_count", lambda *_: 2.5, "`reference_count` must return int, got 2.5 for 6"),
+        ("write_proposal", lambda *_: None, "`write_proposal` must return str, got None for Task"),
+        ("write_proposal", lambda *_: "text", "`parse_proposal` refuses what `write_proposal` wrote for 'text'"),
         ("proposal_prompt", lambda *_: "text", r"`proposal_prompt` must return list, got 'text' for \[Task"),
         ("solving_prompt", lambda *_: [{"content": "?"}], "`solving_prompt` must return messages with `role` and"),
         (

@@ -8,6 +8,7 @@ import pytest
 
 from tests.games import G, make_game, solve_by_plan
 from tests.small_run import small_args, small_trainer
+from trl_populora.given_tasks import read_held_out
 from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
 from trl_populora.report.load import load_last_task, load_run, load_samples
@@ -135,3 +136,10 @@ def test_its_report_shows_what_there_is(run):
     page = write_report(path).read_text()
     assert "student_1" in page
     assert "teacher_0" not in page
+
+
+def test_the_embedded_bases_held_out_tasks_are_those_of_the_kinds_that_are_played():
+    assert set(read_held_out("tiny", ["code_o", "own:Kind"])["kind"]) == {"code_o"}
+    assert read_held_out("none", ["code_o"]) is None
+    with pytest.raises(ValueError, match="`eval_tasks=tiny` holds no task of the kinds own:Kind. Name a table that"):
+        read_held_out("tiny", ["own:Kind"])

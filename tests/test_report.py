@@ -89,6 +89,13 @@ class TestPage:
         population = json.loads((finished / "population.json").read_text())
         assert [name for name in (*population["settings"], *population["lora"]) if name not in text] == []
 
+    def test_a_birth_tells_the_childs_rating_and_that_of_whom_it_replaced(self, finished):
+        text = visible_text(page_of(finished))
+        for birth in read_lines(finished / "lineage.jsonl"):
+            replaced = birth["replaced"]
+            told = f"{birth['child']} {birth['step']} {birth['mu']:.2f} {replaced['member']} {replaced['mu']:.2f}"
+            assert told in text
+
     def test_what_a_model_wrote_is_escaped(self, finished, tmp_path):
         run = tmp_path / "run"
         shutil.copytree(finished, run)

@@ -34,13 +34,13 @@ class TrainArguments:
             Table of seed tasks: a JSON lines or parquet file, or the name of a dataset on the Hub. Those of the
             package when unset: Python, or for the compact prompts of the embedded base its language.
         eval_tasks (`str`, *optional*):
-            Table of held-out tasks, likewise; `tiny` is the one that ships for the embedded base.
+            Table of held-out tasks, likewise; `tiny` is the one that ships for the embedded base, of the kinds played.
         resume (`bool`, *optional*, defaults to `False`):
             Continue from the newest whole checkpoint in `output_dir`, or start afresh if there is none.
     """
 
     seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
-    eval_tasks: str | None = field(default=None, metadata={"help": "Held-out tasks, as seed_tasks; or 'tiny'."})
+    eval_tasks: str | None = field(default=None, metadata={"help": "Held-out tasks, as seed_tasks; 'tiny'; 'none'."})
     resume: bool = field(default=False, metadata={"help": "Continue from the newest whole checkpoint in output_dir."})
 
 
@@ -113,8 +113,8 @@ def build_trainer(recipe, args, model):
     """The trainer that the arguments of a training command describe."""
     from trl import get_quantization_config
 
-    from trl_populora.assets import TINY, tiny_eval_tasks
-    from trl_populora.given_tasks import read_tasks
+    from trl_populora.assets import TINY
+    from trl_populora.given_tasks import read_held_out, read_tasks
     from trl_populora.model_options import base_options, member_lora
     from trl_populora.populora_trainer import PopuLoRATrainer
 
@@ -123,7 +123,7 @@ def build_trainer(recipe, args, model):
         model=model.model_name_or_path or TINY,
         args=args,
         train_dataset=read_tasks(recipe.seed_tasks),
-        eval_dataset=read_tasks(tiny_eval_tasks() if recipe.eval_tasks == TINY else recipe.eval_tasks),
+        eval_dataset=read_held_out(recipe.eval_tasks, args.task_kinds),
         quantization_config=get_quantization_config(model),
         peft_config=member_lora(model),
     )

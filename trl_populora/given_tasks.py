@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from trl import GRPOConfig
 
-from trl_populora.assets import real_seed_tasks
+from trl_populora.assets import TINY, real_seed_tasks, tiny_eval_tasks
 from trl_populora.sandbox import Job, Status
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.player import Player
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 def read_tasks(source: str | None):
     """
-    A table of tasks from a file or the Hub, or `None` where none is named.
+    A table of tasks from a file or the Hub; `None` where none is named, or `none` on a command line.
 
     Raises:
         `ValueError`: If there is no such file or dataset.
     """
-    if source is None:
+    if source in (None, "none"):
         return None
     formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
     suffix = Path(source).suffix
@@ -44,6 +44,25 @@ def read_tasks(source: str | None):
         return load_dataset(source, split="train")
     except (FileNotFoundError, ConnectionError) as error:
         raise ValueError(f"The tasks {source!r} cannot be read ({error}).") from error
+
+
+def read_held_out(source: str | None, kinds: Sequence[str]):
+    """
+    A table of held-out tasks, likewise; `tiny` is the embedded base's, as far as a run plays their kinds.
+
+    Raises:
+        `ValueError`: If it cannot be read, or plays none of their kinds.
+    """
+    if source != TINY:
+        return read_tasks(source)
+    table = read_tasks(tiny_eval_tasks())
+    played = [number for number, kind in enumerate(table["kind"]) if kind in kinds]
+    if not played:
+        raise ValueError(
+            f"`eval_tasks=tiny` holds no task of the kinds {', '.join(kinds)}. Name a table that does, or set "
+            "`eval_tasks` and `eval_steps` to none, `eval_strategy` to no and `eval_on_start` to false."
+        )
+    return table.select(played)
 
 
 def built_in_tasks(style: str | None) -> list[Task]:

@@ -11,6 +11,7 @@ import inspect
 import random
 import signal
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +43,9 @@ HOSTILE = (
 
 # What each method that a run asks must answer with, and what stands in for an answer that is none.
 ANSWERS: dict[str, tuple[tuple[type, ...], Any]] = {
+    "reference_count": ((int,), 0),
     "proposal_prompt": ((list,), []),
+    "write_proposal": ((str,), ""),
     "parse_proposal": ((Proposal, Reject, Refusal), Reject.FORMAT),
     "check": ((Job, type(None)), None),
     "accept": ((Task, Reject, Refusal), Reject.ERROR),
@@ -68,19 +71,25 @@ class KindCheck:
         kind ([`TaskKind`]): The kind.
         problems (`list[str]`): A sentence each, with kind, method and what it was given; the same trouble once.
         counts (`dict[str, int]`): How many texts became a proposal, a task, a well-formed and a right attempt.
+        refused (`Counter`): Why proposals became no task, how often.
     """
 
     kind: TaskKind
     problems: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
     _told: set[tuple] = field(default_factory=set)
 
     def watch(self) -> TaskKind:
         """The kind as the referee is given it: every answer is looked at, and one that is none becomes a problem."""
-        methods = {name: partialmethod(_ask, self, name) for name in ANSWERS}
+        methods = {name: partialmethod(_ask, self, name) for name in ANSWERS if self.has(name)}
         watched = copy.copy(self.kind)
         watched.__class__ = type(type(self.kind).__name__, (type(self.kind),), methods)
         return watched
+
+    def has(self, method: str) -> bool:
+        """Whether the kind's class answers this itself."""
+        return getattr(type(self.kind), method) is not getattr(TaskKind, method)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """What a method answers, or what stands in for that if it raises, takes too long or answers otherwise."""
@@ -177,10 +186,10 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Sandbox, write: C
     archive, own = TaskArchive(), [task for task in tasks if task.kind == kind.name]
     for task in tasks:
         archive.add(task)
-    references = archive.sample(kind.reference_kinds, kind.reference_count(REFERENCES), rng)
     prompts = []
     for style in STYLES:
         referee.style = style
+        references = referee.draw_references(watched, archive, REFERENCES, random.Random(0))
         prompt, _ = referee.proposal_prompt(watched, references)
         prompts.append(check.show("proposal_prompt", prompt))
         write(f"--- a teacher is shown, in the style {style}\n{prompts[-1]}\n")
@@ -191,6 +200,7 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Sandbox, write: C
     _run_given(check, referee, own)
     for task in own:
         check.ask("features", task)
+        _read_back(check, task)
     texts = [*HOSTILE, *_change([*prompts, *(text for task in own for text in _list_fields(task))], rng)]
     own += _try_proposals(check, referee, texts, references)
     shown = own[:TRIED]
@@ -199,11 +209,12 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Sandbox, write: C
         asked = check.show("solving_prompt", referee.solving_prompt(shown[0]))
         write(f"--- a student is asked, in the style {style}\n{asked}\n")
     _try_attempts(check, referee, texts, shown)
-    count = check.counts
+    count, refused = check.counts, ", ".join(f"{reason} {n}" for reason, n in check.refused.most_common())
     write(
         f"--- {given} tasks given; {len(texts)} texts as proposals: {count['proposals']} well-formed, of the first "
-        f"{min(RUNS, count['proposals'])} {count['tasks']} became tasks\n"
-        f"--- {len(texts) * len(shown)} texts as answers to {len(shown)} of the {len(own)} tasks: "
+        f"{min(RUNS, count['proposals'])} {count['tasks']} became tasks"
+        f"{f' ({refused})' if refused else ''}\n"
+        f"--- {len(texts) * len(shown)} texts as answers to {len(shown)} of the {len(own)} tasks, given and made: "
         f"{count['well-formed attempts']} well-formed, of the first {min(RUNS, count['well-formed attempts'])} "
         f"{count['right attempts']} right\n"
     )
@@ -223,12 +234,21 @@ def _run_given(check: KindCheck, referee: Referee, tasks: Sequence[Task]) -> Non
             check.tell("accept", f"finds other outputs than given task {number} has: {outcome.outputs!r:.80}")
 
 
+def _read_back(check: KindCheck, task: Task) -> None:
+    """A given task as teachers are shown it: the kind must be able to read it."""
+    text = check.ask("write_proposal", task) if check.has("write_proposal") else ""
+    if text and not isinstance(check.ask("parse_proposal", text, [task]), Proposal):
+        check.tell("parse_proposal", "refuses what `write_proposal` wrote", [text])
+
+
 def _try_proposals(check: KindCheck, referee: Referee, texts: Sequence[str], references: Sequence[Task]) -> list[Task]:
     """Gives texts to `parse_proposal`; returns the tasks that came of them."""
     formed = [text for text in texts if isinstance(check.ask("parse_proposal", text, references), Proposal)]
     judged = formed[:RUNS]
     kinds, shown = [check.kind.name] * len(judged), [references] * len(judged)
-    tasks = [task for task in referee.judge(kinds, judged, shown, random.Random(0)) if isinstance(task, Task)]
+    outcomes = list(referee.judge(kinds, judged, shown, random.Random(0)))
+    tasks = [outcome for outcome in outcomes if isinstance(outcome, Task)]
+    check.refused.update(outcome.reason.value for outcome in outcomes if isinstance(outcome, Refusal))
     referee.chances(tasks)
     for task in tasks:
         check.ask("complexity", task)

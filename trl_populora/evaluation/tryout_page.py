@@ -32,6 +32,8 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
                 yield f"{str(each):<{width}}  {kind:<8}  {'  '.join(cells)}"
     for each, why in found.left_out.items():
         yield f"{str(each):<{width}}  not tried: {_printable(why)}"
+    if any(each.shots for each in forms):
+        yield "Teachers are asked without shots (solved tasks), which are for students alone."
     yield ""
     yield from _failures(found, form)
     yield f"{found.tokens_per_second:.0f} tokens a second; {_share(found.cut)} of the completions were cut."

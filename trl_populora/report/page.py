@@ -218,15 +218,16 @@ def _members(run: Run) -> str:
 def _births(run: Run) -> str:
     if not run.lineage:
         return '<p class="note">Nobody has been replaced yet.</p>'
-    header = ("child", "step", "its mu", "in place of", "parents", "operator", "cosine to parents")
+    header = ("child", "step", "its mu", "in place of", "whose mu", "parents", "operator", "cosine to parents")
     body = []
     for event in run.lineage:
         replaced = event["replaced"]
         cells = [
             escape(event["child"]),
             str(event["step"]),
-            _number(replaced["mu"], ".2f"),
+            _number(event["mu"], ".2f"),
             escape(replaced["member"]),
+            _number(replaced["mu"], ".2f"),
             escape(", ".join(parent["member"] for parent in event["parents"])),
             escape(event["operator"]),
             ", ".join(_number(value, ".2f") for value in event.get("cosine", [])),

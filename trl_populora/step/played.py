@@ -28,10 +28,10 @@ def in_a_line(text: str) -> str:
 @dataclass
 class Row:
     """
-    One training row. The fields up to `pay` are the columns that reward functions and records see; what the rules make
-    of it is `pay`, and of a proposal `share`, the student's. `dropped` counts references that a proposal prompt had no
-    room for; `reject_detail` is `reject_reason` in a sentence; `features` are words for what the proposed task
-    uses.
+    One training row. The fields up to `program` are the columns that reward functions and records see. What the rules
+    make of it is `pay`, and of a proposal `share`, the student's. `program` is the task's, proposed or attempted.
+    `dropped` counts references that a proposal prompt had no room for; `reject_detail` is `reject_reason` in a
+    sentence; `features` are words for what the proposed task uses.
     """
 
     role: str
@@ -49,6 +49,7 @@ class Row:
     progress: float = 0.0
     rival: float = float("nan")
     pay: float = 0.0
+    program: str = ""
     share: float = float("nan")
     attempts: int = 0
     archived: bool = False
@@ -59,15 +60,16 @@ class Row:
     completion: Completion = Completion([], [], "")
     group: str = ""
 
-    COLUMNS = (
+    TOLD = (  # to other ranks, too
         *("role", "member", "kind", "match", "task_id", "valid", "reject_reason", "solve_rate", "correct"),
         *("well_formed", "chance", "rarity", "progress", "rival", "pay"),
     )
+    COLUMNS = (*TOLD, "program")
 
     @property
     def outcome(self) -> Outcome:
         """Of a proposal, what its price may depend on."""
-        names = ("kind", "valid", "solve_rate", "attempts", "chance", "rarity", "progress")
+        names = ("kind", "valid", "solve_rate", "attempts", "chance", "rarity", "progress", "program")
         rival = None if math.isnan(self.rival) else self.rival
         return Outcome(reason=self.reject_reason, rival=rival, **{name: getattr(self, name) for name in names})
 
@@ -79,7 +81,7 @@ class Row:
     def record(self) -> dict[str, Any]:
         """What the other ranks need to know of it."""
         further = ("share", "archived", "dropped", "reject_detail", "group")
-        return {name: getattr(self, name) for name in (*self.COLUMNS, *further)} | {
+        return {name: getattr(self, name) for name in (*self.TOLD, *further)} | {
             "thinking": has_thinking(self.completion.text),
             "solved": self.role == "teacher" and self.outcome.solved,
         }

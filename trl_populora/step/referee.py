@@ -68,7 +68,8 @@ class Referee:
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
         """Archived tasks that a proposing teacher is shown; a kind that writes no program needs the first of them."""
-        drawn = archive.sample(kind.reference_kinds, kind.reference_count(k), rng)
+        count = checked(kind.name, "reference_count", kind.reference_count(k), (int,))
+        drawn = archive.sample(kind.reference_kinds, count, rng)
         if self._shows_turns(kind) and not kind.writes_program:
             drawn += archive.sample([kind.name], k, rng)
         return drawn
@@ -132,7 +133,8 @@ class Referee:
         if not self._shows_turns(kind):
             return ask(shown)
         about, examples = ([], shown) if kind.writes_program else (shown[:1], shown[1:])
-        written = [(task, text) for task in examples if (text := kind.write_proposal(task))]
+        texts = [checked(kind.name, "write_proposal", kind.write_proposal(task), (str,)) for task in examples]
+        written = [(task, text) for task, text in zip(examples, texts, strict=True) if text]
         subjects = [[] if kind.writes_program else [task] for task, _ in written]
         return show_before([ask(subject) for subject in (*subjects, about)], [text for _, text in written])
 

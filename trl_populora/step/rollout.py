@@ -171,7 +171,7 @@ def _verify(
                     outcomes[index] = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
     for row, outcome in zip(rows, outcomes, strict=True):
         if isinstance(outcome, Task):
-            row.valid, row.task_id = True, outcome.task_id
+            row.valid, row.task_id, row.program = True, outcome.task_id, outcome.program
         else:
             row.reject_reason, row.reject_detail = outcome.reason.value, in_a_line(outcome.detail)
         row.well_formed = row.reject_reason != Reject.FORMAT.value
@@ -251,6 +251,7 @@ def _solve(
                 match,
                 task.task_id,
                 valid=True,
+                program=task.program,
                 archived=archived,
                 prompt=prompt,
                 group=f"rank {game.player.rank} task {slot}{'' if member == own else ' rival'}",
@@ -303,9 +304,8 @@ def _price(
     """What this rank's proposals and attempts are worth; the rules are asked once for each."""
     for row in proposals:
         if row.valid:
-            used, row.attempts = words[row.task_id], game.attempts
-            row.rarity, row.progress = game.features.rarity(used), game.features.progress(used)
-            row.features = used
+            row.features, row.attempts = words[row.task_id], game.attempts
+            row.rarity, row.progress = game.features.rarity(row.features), game.features.progress(row.features)
         row.pay, row.share = game.rules.teacher_reward(row.outcome), game.rules.student_share(row.outcome)
     for row in attempts:
         row.pay = game.rules.student_reward(row.answer)

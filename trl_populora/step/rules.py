@@ -48,6 +48,7 @@ class Outcome:
             from -1 to 1.
         rival (`float`, *optional*): Where two students attempt each task, half of the attempts each, the share of the
             second one's that were right; `None` where one does.
+        program (`str`, *optional*, defaults to `""`): The task's program.
 
     Raises:
         `ValueError`: If a valid proposal's `solve_rate` is outside [0, 1] or NaN.
@@ -62,6 +63,7 @@ class Outcome:
     rarity: float = 0.0
     progress: float = 0.0
     rival: float | None = None
+    program: str = ""
 
     def __post_init__(self):
         if self.valid and not 0.0 <= self.solve_rate <= 1.0:
