@@ -23,7 +23,7 @@ HERE = "tests.test_own_parts"
 FILES = {
     "own_reward": """
 def pay(outcome):
-    return 3.0 if outcome.program else 2.0
+    return 3.0 if outcome.valid else 2.0
 
 def pay_attempt(answer):
     return float(answer.correct)

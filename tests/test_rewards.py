@@ -20,7 +20,9 @@ def fitting(prompts, completions, *, completion_ids=None, solve_rate, **columns)
 
 
 def test_a_reward_function_for_other_columns_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"`right` asks for `answer`, `solution`\. .* these do: prompts, .* pay\.$"):
+    with pytest.raises(
+        TypeError, match=r"`right` asks for `answer`, `solution`\. .* these do: prompts, .* pay, program\.$"
+    ):
         check_arguments(right)
     with pytest.raises(TypeError, match=r"`brief` is called with more .*`\*\*columns`"):
         check_arguments(brief)

@@ -37,6 +37,17 @@ def columns(rows: list[Row]) -> dict[str, list]:
     return {name: [getattr(row, name) for row in rows] for name in Row.COLUMNS}
 
 
+def test_a_price_may_depend_on_the_program(sandbox, seed_tasks):
+    game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan)
+    game.rules = Rules(teacher_reward=lambda outcome: float(len(outcome.program)))
+    rows = play_step(game, 0).rows
+    programs = {task.task_id: task.program for task in game.archive}
+    assert all(row.program == programs.get(row.task_id, "") for row in rows), "of attempts, too"
+    paid = [row.pay for row in rows if row.role == "teacher"]
+    assert paid[:3] == [len(row.program) for row in rows if row.role == "teacher"][:3]
+    assert min(paid[:3]) > paid[3] == 0.0, "the last one is no task"
+
+
 class TestTruthTable:
     def test_proposals(self, played):
         rows = [row for row in played[1].rows if row.role == "teacher"]
