@@ -1,6 +1,7 @@
 """How a step grows with rows, members and processes, on the embedded base.
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py
+    OMP_NUM_THREADS=1 python benchmarks/scaling.py --generation_tokens 45000    # no more attempts at once
     python benchmarks/scaling.py --rows 24 48 --members 2 4 --at 24 --ranks 1 2 --batch 8 --rounds 1 --tokens 24
 
 Three sweeps: rows of a step with 2 teachers and 2 students; members at `--at` rows; and processes (DDP over gloo) with
@@ -104,7 +105,8 @@ def launch(options: argparse.Namespace, ranks: int, directory: str) -> dict[str,
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port)]
     config = ROOT / "accelerate_configs" / ("cpu_ddp.yaml" if ranks > 1 else "single.yaml")
     command += ["--config_file", str(config), "--num_processes", str(ranks), *(["--cpu"] if ranks == 1 else [])]
-    settings = {name: getattr(options, name) for name in ("model", "rank", "tokens", "batch", "rounds", "steps")}
+    shared = ("model", "rank", "tokens", "batch", "rounds", "steps", "generation_tokens")
+    settings = {name: value for name in shared if (value := getattr(options, name)) is not None}
     command += [__file__, "--worker", directory, "--rows", str(min(options.rows) * ranks)]
     command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
@@ -148,6 +150,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="base model")
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of every completion")
+    parser.add_argument("--generation_tokens", type=int, help="tokens in the cache at once, as in a recipe")
     parser.add_argument("--batch", type=int, default=24, help="rows of a micro-batch")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="counted steps per round and size")

@@ -176,6 +176,7 @@ def make_trainer(
         inputs_per_function=6,
         per_device_train_batch_size=options.batch,
         max_completion_length=options.tokens,
+        generation_tokens=getattr(options, "generation_tokens", None),
         max_steps=options.steps + 2,
         learning_rate=1e-7,
         evolve_every=0 if single else 1,
