@@ -125,6 +125,7 @@ def main(settings: dict) -> None:
     result = {"evaluated": [evaluate(settings | mode) for mode in modes]} if modes else run(settings)
     if PartialState().is_main_process:
         print("RESULT " + json.dumps(result), flush=True)
+    PartialState().destroy_process_group()  # else gloo's threads may abort a process at its end
 
 
 def _sum(factors) -> float:
