@@ -185,6 +185,9 @@ def parts_on(model: str) -> tuple[Part, ...]:
     return (
         Part("your model", 5, recipe, f"{recipe} --dry-run", POPULATION, PREDICTED),
         Part("your model, vs_trl", 6, f"{against} --gpu", f"{against} --small", VS_TRL, expected),
+        Part(
+            "your model, vs_trl on vLLM", 5, f"{against} --gpu --vllm", f"{against} --small --vllm", VS_TRL, expected
+        ),
         Part("your model, vllm_routing", 3, routing, small, ROUTING, ROUTING_EXPECTED),
     )
 

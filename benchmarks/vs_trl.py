@@ -4,16 +4,22 @@
     python benchmarks/vs_trl.py --only step    # or `--only long`
     python benchmarks/vs_trl.py --gpu --width 1024
     python benchmarks/vs_trl.py --only step --model runs/merged --rounds 1 --steps 1    # a pretrained base, in bf16
+    python benchmarks/vs_trl.py --only step --vllm      # an engine of vLLM for each side
     python benchmarks/vs_trl.py --small --rounds 1 --steps 1 --width 128    # walks through; its figures mean nothing
 
 *Whole steps.* Our trainer plays and trains as in the quick start, with twice the members and half the proposals, so
-that a step has the same 144 rows. After each of its steps TRL's own `GRPOTrainer`, with stock PEFT and one adapter of
-the same rank, generates for the very prompts of that step in one batch, throws away what it sampled, and trains on our
-step's rows with our rewards: both train on the same tokens. What the sandbox and the rest of the game cost is ours
-alone. The learning rate is 1e-7 on both sides, so that all adapters go on sampling like the base and as long
-completions on either side; `live_rows` is the base's share, at the start of a run. `--model` takes a directory of a
-base that plays without further training, as `populora export` merges one; both sides compute in its type, and
-`peak_memory_ratio` is of what the process holds beyond what it held before a side's steps.
+that a step has the same 144 rows; `--pairs 2` gives it the quick start's 2T+2S. After each of its steps TRL's own
+`GRPOTrainer`, with stock PEFT and one adapter of the same rank, generates for the very prompts of that step in one
+batch, throws away what it sampled, and trains on our step's rows with our rewards: both train on the same tokens. What
+the sandbox and the rest of the game cost is ours alone. The learning rate is 1e-7 on both sides, so that all adapters
+go on sampling like the base and as long completions on either side; `live_rows` is the base's share, at the start of a
+run. `peak_memory_ratio` is of what the process holds beyond what it held before a side's steps.
+
+`--model` takes a directory of a base that plays without further training, as `populora export` merges one; both sides
+compute in bf16. `--layers 6` keeps the first six layers, enough to walk through. With `--vllm` each side generates
+with an engine of its own in this process: ours serves one LoRA per request and is sent adapters, TRL's is sent the
+merged weights at every step. On a CPU both compute in fp32 then and without oneDNN's packed
+weights, which TRL could not replace.
 
 *The update alone at 7B-like proportions.* A random Qwen3 of `--width`, prompts of 700 tokens, completions of 50 to
 2048 with a long tail (lognormal, median 250), groups of 8 attempts; a share `--live` of the groups and proposals, as
@@ -29,8 +35,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -38,6 +46,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +62,7 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from step_overhead import CLOCKS  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.generation import vllm_generation  # noqa: E402
 
 from trl_populora import populora_trainer  # noqa: E402
 from trl_populora.assets import resolve_model_path  # noqa: E402
@@ -64,8 +74,10 @@ from trl_populora.step.player import Completion  # noqa: E402
 from trl_populora.step.rules import Rules  # noqa: E402
 
 
-PAIRS = 4  # teachers, and students
+PAIRS = 4  # teachers, and students, unless an option says otherwise
+PROPOSALS = 16  # of all teachers in a whole step
 RANK = 16
+ENGINE_ON_CPU = {"enforce_eager": True, "dtype": "float32"}  # it would compile for minutes
 PHASES = ("generate", "rest", "update")
 LONG = SimpleNamespace(prompt=700, median=250, shortest=50, longest=2048, proposals=2, attempts=8, batch=4)
 
@@ -134,10 +146,11 @@ class Ours:
     """A population, whose steps are kept for TRL."""
 
     def __init__(self, base, clock, steps: int, directory: str, **options: Any):
+        pairs = options.pop("pairs", PAIRS)
         args = PopuLoRAConfig(
             f"{directory}/ours",
-            teachers=PAIRS,
-            students=PAIRS,
+            teachers=pairs,
+            students=pairs,
             evolve_every=0,
             sandbox_workers=1,
             save_rollouts=False,
@@ -212,7 +225,7 @@ class Theirs:
         return {
             "prompt_ids": [row.completion.prompt_ids for row in step.rows],
             "completion_ids": [row.completion.completion_ids for row in step.rows],
-            "logprobs": None,
+            "logprobs": [row.completion.logprobs for row in step.rows] if trainer.use_vllm else None,
             "fixed_reward": step.rewards,
         }
 
@@ -242,24 +255,49 @@ def lora() -> LoraConfig:
     return LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
+def save_cut(path: str, dtype: str, layers: int, directory: str) -> str:
+    """The directory of a base with the first layers alone."""
+    AutoModelForCausalLM.from_pretrained(path, dtype=dtype, num_hidden_layers=layers).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(path).save_pretrained(directory)
+    return directory
+
+
 def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dict, dict, float, float]:
     """Median seconds by phase of ours and of TRL's, the share of live rows, and the ratio of peak memory."""
     settings = {"attempts_per_task": 8, "per_device_train_batch_size": 16, "max_completion_length": 200}
-    dtype, path = (options.model and "bfloat16") or "float32", resolve_model_path(options.model or "tiny")
+    dtype = "bfloat16" if COMMON["bf16"] and options.model else "float32"
+    path = resolve_model_path(options.model or "tiny")
+    if options.layers:
+        path = save_cut(path, dtype, options.layers, f"{directory}/base")
     if options.model:
         settings["per_device_train_batch_size"] = 8
     if options.small:
         settings = {"attempts_per_task": 2, "per_device_train_batch_size": 16, "max_completion_length": 16}
-    rows = PAIRS * 4 * (1 + settings["attempts_per_task"])
-    game = {"proposals_per_teacher": 4, "references_per_proposal": 2, "inputs_per_function": 6}
+    if options.vllm:
+        settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 1024}
+        settings["vllm_gpu_memory_utilization"] = 0.2
+    proposals, rest = divmod(PROPOSALS, options.pairs)
+    if rest or not proposals:
+        raise ValueError(f"--pairs {options.pairs}: {PROPOSALS} proposals are to be shared out evenly.")
+    rows = PROPOSALS * (1 + settings["attempts_per_task"])
+    game = {"pairs": options.pairs, "proposals_per_teacher": proposals}
+    game |= {"references_per_proposal": 2, "inputs_per_function": 6}
     game["model_init_kwargs"] = {"dtype": dtype}
+    if options.vllm and not options.gpu:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
+        game["vllm_engine_kwargs"] = ENGINE_ON_CPU
+        vllm_generation.LLM = functools.partial(vllm_generation.LLM, **ENGINE_ON_CPU)
+        import_module("vllm._custom_ops")._supports_onednn = False  # whose packed weights TRL could not replace
     if options.model:
         game |= {"task_kinds": ["code_o", "code_i"], "shots": 0, "prompt_style": "turns"}
-    ours = Ours(options.model or "tiny", clock, options.steps, directory, **settings, **game)
+    ours = Ours(path, clock, options.steps, directory, **settings, **game)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     theirs = Theirs(base, AutoTokenizer.from_pretrained(path), clock, rows, options.steps, directory, **settings)
-    theirs.trainer.eos_token_ids = ours.trainer.eos_token_ids
-    theirs.trainer.generation_config.update(eos_token_id=ours.trainer.eos_token_ids)
+    ends = theirs.trainer.eos_token_ids = ours.trainer.eos_token_ids
+    if options.vllm:
+        theirs.trainer.vllm_generation.generation_kwargs = {"stop_token_ids": ends}
+    else:
+        theirs.trainer.generation_config.update(eos_token_id=ends)
     written = []
     for _ in range(options.rounds):
         with ours.memory:
@@ -268,7 +306,9 @@ def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dic
         with theirs.memory:
             theirs.train(ours.played)
     ours.trainer.close()
-    print(f"{options.model or 'tiny'}, rank {RANK}, {rows} rows a step, {len(ours.recorder.steps)} steps; ", end="")
+    engine = "vLLM" if options.vllm else "transformers"
+    print(f"{options.model or 'tiny'}, {engine}, rank {RANK}, {rows} rows a step, ", end="")
+    print(f"{len(ours.recorder.steps)} steps; ", end="")
     print("sampled tokens: ", end="")
     print(f"{statistics.mean(written):.0f} in a step of ours, {statistics.mean(theirs.sampled):.0f} in one of TRL's")
     print(f"peak beyond what was held before: {ours.memory.peak:.2f} and {theirs.memory.peak:.2f} GiB")
@@ -372,8 +412,9 @@ def medians(recorder: Recorder) -> dict[str, float]:
     return {name: statistics.median(step[name] for step in recorder.steps) for name in (*PHASES, "total")}
 
 
-def print_table(ours: dict[str, float], theirs: dict[str, float], live: float) -> None:
-    print(f"{'seconds':10}{'8 adapters':>12}{'TRL, 1':>12}{'ratio':>8}    live rows {live:.2f}")
+def print_table(ours: dict[str, float], theirs: dict[str, float], live: float, pairs: int = PAIRS) -> None:
+    adapters = f"{2 * pairs} adapters"
+    print(f"{'seconds':10}{adapters:>12}{'TRL, 1':>12}{'ratio':>8}    live rows {live:.2f}")
     for name in (*PHASES, "total"):
         ratio = f"{ours[name] / theirs[name]:8.3f}" if theirs[name] > 0.001 else f"{'-':>8}"
         print(f"{name:10}{ours[name]:12.3f}{theirs[name]:12.3f}{ratio}")
@@ -391,13 +432,16 @@ def main() -> None:
     parser.add_argument("--live", type=float, default=0.54, help="share of live rows in the second part")
     parser.add_argument("--small", action="store_true", help="few and short rows")
     parser.add_argument("--model", help="directory of a base for the first part, in place of the embedded one")
+    parser.add_argument("--layers", type=int, help="of the model, in the first part")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="teachers, and students, in the first part")
+    parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the first part")
     parser.add_argument("--gpu", action="store_true", help="both sides in bf16 on a GPU")
     options = parser.parse_args()
     if options.small:
         vars(LONG).update(prompt=20, median=8, shortest=4, longest=16, attempts=2)
     if options.gpu:
         COMMON.update(use_cpu=False, bf16=True)
-    if options.model:
+    if options.model and not options.vllm:
         COMMON.update(bf16=True)
     clock = CLOCKS[options.clock]()
     for module in (rollout, populora_trainer):  # whose own timers name the phases
@@ -408,7 +452,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         if options.only != "long":
             ours, theirs, live, memory = whole_steps(options, clock, f"{directory}/step")
-            print_table(ours, theirs, live)
+            print_table(ours, theirs, live, options.pairs)
             figures["peak_memory_ratio"] = memory
             figures["step_ratio_vs_trl"] = ours["total"] / theirs["total"]
             figures["update_ratio_vs_trl"] = ours["update"] / theirs["update"]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +20,13 @@ from trl_populora import __main__ as program
 from trl_populora.runs.lines import read_lines
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+RECIPES = Path(__file__).parents[1] / "recipes"
+sys.path.insert(0, str(RECIPES))
 
 import get_smollm2  # noqa: E402
 
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "SmolLM2-135M-Instruct" / "config_2t2s.yaml"
+RECIPE = RECIPES / "SmolLM2-135M-Instruct" / "config_2t2s.yaml"
 
 
 needs_wheel = pytest.mark.skipif(
@@ -94,6 +96,19 @@ def test_a_real_model_is_tried_and_trains_for_two_steps(of_wheel, tmp_path, caps
     assert all(map(math.isfinite, losses))
     members = {path.name for path in (tmp_path / "members").iterdir()}
     assert members == {"teacher_0", "teacher_1", "student_0", "student_1"}
+
+
+@needs_wheel
+@pytest.mark.slow
+def test_six_of_its_layers_step_beside_stock_trl(of_wheel):
+    command = [sys.executable, "benchmarks/vs_trl.py", "--only", "step", "--model", str(of_wheel), "--layers", "6"]
+    command += ["--pairs", "2", "--small", "--rounds", "1", "--steps", "1"]
+    done = subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "transformers, rank 16, 48 rows a step" in done.stdout
+    assert "4 adapters" in done.stdout
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["step_ratio_vs_trl"] > 0
 
 
 @needs_wheel
