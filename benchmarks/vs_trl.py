@@ -272,14 +272,15 @@ def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dic
     if options.model:
         settings["per_device_train_batch_size"] = 8
     if options.small:
-        settings = {"attempts_per_task": 2, "per_device_train_batch_size": 16, "max_completion_length": 16}
+        settings = {"attempts_per_task": 2, "per_device_train_batch_size": 8, "max_completion_length": 16}
     if options.vllm:
         settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 1024}
         settings["vllm_gpu_memory_utilization"] = 0.2
-    proposals, rest = divmod(PROPOSALS, options.pairs)
+    together = PROPOSALS // 2 if options.small else PROPOSALS
+    proposals, rest = divmod(together, options.pairs)
     if rest or not proposals:
-        raise ValueError(f"--pairs {options.pairs}: {PROPOSALS} proposals are to be shared out evenly.")
-    rows = PROPOSALS * (1 + settings["attempts_per_task"])
+        raise ValueError(f"--pairs {options.pairs}: {together} proposals are to be shared out evenly.")
+    rows = together * (1 + settings["attempts_per_task"])
     game = {"pairs": options.pairs, "proposals_per_teacher": proposals}
     game |= {"references_per_proposal": 2, "inputs_per_function": 6}
     game["model_init_kwargs"] = {"dtype": dtype}

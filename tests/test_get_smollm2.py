@@ -105,7 +105,7 @@ def test_six_of_its_layers_step_beside_stock_trl(of_wheel):
     command += ["--pairs", "2", "--small", "--rounds", "1", "--steps", "1"]
     done = subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "transformers, rank 16, 48 rows a step" in done.stdout
+    assert "transformers, rank 16, 24 rows a step" in done.stdout
     assert "4 adapters" in done.stdout
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["step_ratio_vs_trl"] > 0
