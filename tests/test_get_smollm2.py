@@ -108,7 +108,7 @@ def test_six_of_its_layers_step_beside_stock_trl(of_wheel):
     assert "transformers, rank 16, 24 rows a step" in done.stdout
     assert "4 adapters" in done.stdout
     figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures["step_ratio_vs_trl"] > 0
+    assert figures.keys() == {"peak_memory_ratio", "step_ratio_vs_trl", "update_ratio_vs_trl", "live_rows"}
 
 
 @needs_wheel
