@@ -24,13 +24,13 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from transformers import TrainerCallback
 
 from tests import fsdp_worker, held_out_worker, populora_run
 from tests.fixed_rows import POPULATION, TEACHERS, play_fixed_rows
+from tests.launching import leave
 from trl_populora.adapters.optim import withhold_gradients
 from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
 from trl_populora.build import check_quantised, refuse_unsupported
@@ -327,7 +327,7 @@ def main(base: str, output: str, *scenarios: str) -> None:
         path = Path(output, scenario, f"rank_{os.environ['RANK']}.pt")
         path.parent.mkdir(exist_ok=True)
         torch.save(seen, path)
-    PartialState().destroy_process_group()  # else gloo's threads may abort the process at its end
+    leave()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from accelerate import PartialState
 from transformers import TrainerCallback
 
+from tests.launching import leave
 from tests.populora_run import make_trainer, state_of
 
 
@@ -79,7 +80,7 @@ def main(base: str, own: Path, common: Path) -> None:
     told["common"] = run(base, common / "run", save_steps=1, max_steps=1)
     told["alone"] = run(base, own / "alone", absent=1, save_strategy="no")
     print("RESULT " + json.dumps(told), flush=True)
-    PartialState().destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

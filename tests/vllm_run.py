@@ -14,6 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.trainer_utils import get_last_checkpoint
 
+from tests.launching import leave
 from tests.populora_run import HELD_OUT, letters
 from tests.small_run import small_trainer
 from tests.vllm_models import largest_difference, logprobs_of, randomise
@@ -125,7 +126,7 @@ def main(settings: dict) -> None:
     result = {"evaluated": [evaluate(settings | mode) for mode in modes]} if modes else run(settings)
     if PartialState().is_main_process:
         print("RESULT " + json.dumps(result), flush=True)
-    PartialState().destroy_process_group()  # else gloo's threads may abort a process at its end
+    leave()
 
 
 def _sum(factors) -> float:

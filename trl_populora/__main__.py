@@ -152,8 +152,8 @@ def run_training(recipe, args, model) -> None:
             _say(f"There is no picture: {way_out}")
     if args.use_vllm:
         trainer.vllm_generation.end()
-    # Left to the end of the interpreter, gloo's threads abort a process now and then (pytorch#179291), and the
-    # launcher calls a finished run failed.
+    # A process that ends connected may be aborted by its threads for collectives, and the launcher then calls a
+    # finished run failed (pytorch#190489).
     trainer.accelerator.end_training()
 
 
