@@ -14,7 +14,6 @@ import torch
 from accelerate.state import AcceleratorState
 
 from tests.backend_worker import without_compiler
-from tests.launching import leave
 from trl_populora.__main__ import train
 
 
@@ -26,7 +25,6 @@ def main(result: str, arguments: list[str]) -> None:
     if state.is_main_process:
         connected = torch.distributed.is_initialized()
         Path(result).write_text(json.dumps({"world": state.num_processes, "stage": stage, "connected": connected}))
-    leave()
 
 
 if __name__ == "__main__":
