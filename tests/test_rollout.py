@@ -17,8 +17,9 @@ from trl_populora.step.player import Completion
 from trl_populora.step.rewards import student_reward, teacher_reward
 from trl_populora.step.rollout import _find_rivals, play_step
 from trl_populora.step.rules import Rules, price_proposals
-from trl_populora.tasks import CodeF, CodeI, CodeO
-from trl_populora.tasks.base import measure_complexity
+from trl_populora.tasks import CodeF, CodeI, CodeO, Reject, Task
+from trl_populora.tasks.answers import measure_complexity
+from trl_populora.tasks.base import KindSettings, Refusal
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +157,33 @@ def test_a_coin_earns_its_teacher_nothing(sandbox, seed_tasks):
     assert played.metrics["solve/frac_none"] == 0.0
 
 
+EVENS, HALVES = "def f(a):\n    return [x for x in a if x % 2 == 0]", "def f(a):\n    return [x // 2 for x in a]"
+FIRST = "def f(a, b):\n    return a"
+
+
+@pytest.mark.parametrize(
+    ("kind", "program", "given", "copied"),
+    [
+        (CodeI, EVENS, "[3, 4]", True),
+        (CodeI, HALVES, "[3, 4]", False),
+        (CodeI, FIRST, "1, 2", False),
+        (CodeO, EVENS, "[4]", True),
+        (CodeO, EVENS, "[3, 4]", False),
+        (CodeO, FIRST, "1, 2", False),
+    ],
+)
+@pytest.mark.parametrize("style", ["turns", "chat", "compact"])
+def test_a_task_that_copying_solves_is_none(sandbox, seed_tasks, kind, program, given, copied, style):
+    kind = kind()
+    kind.configure(KindSettings(prompt_style=style))
+    referee = make_game(sandbox, seed_tasks, None, None, kinds=(kind,)).referee
+    (found,) = referee.judge([kind.name], [proposal(program, given)], [[]], random.Random(0))
+    if copied and style != "compact":
+        assert found == Refusal(Reject.COPIED, "what the student is shown is a right answer")
+    else:
+        assert isinstance(found, Task)
+
+
 def test_code_f_is_graded_by_what_the_program_does(sandbox, seed_tasks):
     inputs = "\n".join(str(n) for n in (1, 2, 3, 4))
     teach_text = f"```inputs\n{inputs}\n```\n```message\nwhat it does\n```"
@@ -290,7 +318,7 @@ def test_a_wrong_answer_of_a_kind_names_kind_and_method(sandbox, seed_tasks, met
         play_step(game, 0)
 
 
-@pytest.mark.parametrize("method", ["chance", "guesses", "complexity"])
+@pytest.mark.parametrize("method", ["chance", "guesses", "copies", "complexity"])
 def test_an_estimate_that_fails_is_told_once_and_ends_no_run(sandbox, seed_tasks, method, caplog):
     class Odd(CodeO):
         name = f"failing_{method}"

@@ -22,8 +22,8 @@ from trl_populora.sandbox import Job, Sandbox
 from trl_populora.step.player import Messages
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import STYLES, Attempt, Proposal, Refusal, Reject, Task, TaskArchive, TaskKind
+from trl_populora.tasks.answers import checked, measure_complexity
 from trl_populora.tasks.archive import read_task
-from trl_populora.tasks.base import checked, measure_complexity
 
 
 TEXTS, RUNS = 1000, 100  # changed texts; of those that parse, how many run
@@ -56,6 +56,7 @@ ANSWERS: dict[str, tuple[tuple[type, ...], Any]] = {
     "identify_mistake": ((str,), ""),
     "chance": ((float, int), 0.0),
     "guesses": ((list,), []),
+    "copies": ((list,), []),
     "complexity": ((dict,), {}),
     "features": ((tuple,), ()),
 }
@@ -131,7 +132,7 @@ class KindCheck:
             return f"must give an answer that is a text, got {value.answer!r:.80}"
         if method == "chance" and not 0 <= value <= 1:
             return f"must lie between 0 and 1, got {value!r}"
-        if method == "guesses" and (strange := [guess for guess in value if not isinstance(guess, Attempt)]):
+        if method in ("guesses", "copies") and (strange := [each for each in value if not isinstance(each, Attempt)]):
             return f"must give attempts, got {strange[0]!r:.80}"
         if method == "accept" and isinstance(value, Task):
             if value.kind != self.kind.name:

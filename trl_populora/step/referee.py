@@ -14,8 +14,9 @@ from statistics import fmean
 
 from trl_populora.sandbox import Job, Sandbox, Verdict
 from trl_populora.step.player import Messages
+from trl_populora.tasks.answers import checked, estimate
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Attempt, Proposal, Refusal, Reject, Task, TaskKind, checked, estimate
+from trl_populora.tasks.base import Attempt, Proposal, Refusal, Reject, Task, TaskKind
 from trl_populora.tasks.control import THINK_TAGS, screen
 from trl_populora.tasks.templates import show_before
 
@@ -176,7 +177,7 @@ class Referee:
         """
         What each proposal is: a task, or the first reason why not, in this order: its kind cannot read it; it has
         control tokens; the sandbox's verdict; its kind does not accept it; its outputs have control tokens; it is held
-        out; it is too long. Duplicates are found later, where ranks meet (`rollout.py`).
+        out; it is too long; copying solves it. Duplicates are found later, where ranks meet (`rollout.py`).
         """
         proposals = [self._parse(*each) for each in zip(kinds, texts, references, strict=True)]
         return self.verify(kinds, proposals, rng)
@@ -189,7 +190,11 @@ class Referee:
             checked(kind, "check", self.kinds[kind].check(proposal), _JOB) if isinstance(proposal, Proposal) else None
             for kind, proposal in zip(kinds, proposals, strict=True)
         )
-        return [self._accept(*each, rng) for each in zip(kinds, proposals, verdicts, strict=True)]
+        found = [self._accept(*each, rng) for each in zip(kinds, proposals, verdicts, strict=True)]
+        tasks = [each for each in found if isinstance(each, Task)]
+        copied = {task for task, right in zip(tasks, self._try("copies", tasks), strict=True) if any(right)}
+        refusal = Refusal(Reject.COPIED, "what the student is shown is a right answer")
+        return [refusal if each in copied else each for each in found]
 
     def _parse(self, kind: str, text: str, shown: Sequence[Task]) -> Proposal | Refusal:
         parsed = checked(kind, "parse_proposal", self.kinds[kind].parse_proposal(text, shown), (Proposal, *_REFUSED))
@@ -245,19 +250,24 @@ class Referee:
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
         """What guessing gives at each task, by the form of its answer and by the guesses that its kind makes."""
-        guesses = [
-            (number, task, attempt)
-            for number, task in enumerate(tasks)
-            for attempt in checked(task.kind, "guesses", estimate(self.kinds[task.kind], "guesses", [], task), (list,))
-        ]
-        trials = [estimate(self.kinds[task.kind], "trial", None, task, attempt) for _, task, attempt in guesses]
-        verdicts = self._run(job and replace(job, headroom=GUESS_HEADROOM) for job in trials)
-        right: list[list[bool]] = [[] for _ in tasks]
-        for (number, task, attempt), verdict in zip(guesses, verdicts, strict=True):
-            hit = attempt.well_formed and estimate(self.kinds[task.kind], "correct", False, task, attempt, verdict)
-            right[number].append(checked(task.kind, "correct", hit, (bool,)))
+        right = self._try("guesses", tasks)
         told = [checked(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks]
         return [max(one, fmean(tried) if tried else 0.0) for one, tried in zip(told, right, strict=True)]
+
+    def _try(self, method: str, tasks: Sequence[Task]) -> list[list[bool]]:
+        """For each task, which of the answers that its kind's `method` gives are right."""
+        answers = [
+            (number, task, attempt)
+            for number, task in enumerate(tasks)
+            for attempt in checked(task.kind, method, estimate(self.kinds[task.kind], method, [], task), (list,))
+        ]
+        trials = [estimate(self.kinds[task.kind], "trial", None, task, attempt) for _, task, attempt in answers]
+        verdicts = self._run(job and replace(job, headroom=GUESS_HEADROOM) for job in trials)
+        right: list[list[bool]] = [[] for _ in tasks]
+        for (number, task, attempt), verdict in zip(answers, verdicts, strict=True):
+            hit = attempt.well_formed and estimate(self.kinds[task.kind], "correct", False, task, attempt, verdict)
+            right[number].append(checked(task.kind, "correct", hit, (bool,)))
+        return right
 
     def _run(self, jobs: Iterable[Job | None]) -> list[Verdict | None]:
         """Verdicts of the jobs, `None` where there is nothing to run; equal jobs run once."""

@@ -1,7 +1,7 @@
-"""The game of a population step: the phases match, propose, verify and solve.
+"""The game of a population step, [`play_step`] from top to bottom: match, propose, verify and solve.
 
-[`play_step`] is the whole game of one step, read top to bottom. It knows nothing of TRL: a [`Player`] answers prompts,
-a [`Referee`] decides what is true, and [`Played`] holds all that the step leaves.
+It knows nothing of TRL: a [`Player`] answers prompts, a [`Referee`] decides what is true, and [`Played`] holds all
+that the step leaves.
 
 Shapes: R rows of this rank, P proposals per teacher on this rank, G attempts per task.
 """
@@ -22,8 +22,9 @@ from trl_populora.step.played import Played, Row, in_a_line
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
 from trl_populora.step.rules import Rules, count_guessed
+from trl_populora.tasks.answers import measure_complexity
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Refusal, Reject, Task, measure_complexity
+from trl_populora.tasks.base import Refusal, Reject, Task
 from trl_populora.tasks.complexity import PROGRAM_MEASURES
 from trl_populora.tasks.features import CANDIDATES, Features, draw_evenly, name_features
 

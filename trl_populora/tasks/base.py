@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, lru_cache
-from numbers import Real
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .bounds import check_choices, check_least
@@ -31,8 +29,6 @@ from .bounds import check_choices, check_least
 if TYPE_CHECKING:
     from trl_populora.sandbox.jobs import Job, Verdict
 
-
-logger = logging.getLogger(__name__)
 
 STYLES = ("turns", "chat", "compact")
 READINGS = ("tolerant", "strict")
@@ -60,6 +56,7 @@ class Reject(str, Enum):
     LEAKED_PROGRAM = "leaked_program"
     CONTROL_TOKEN = "control_token"
     TOO_LONG = "too_long"
+    COPIED = "copied"
 
     # Plain `str(reject)` differs between Python versions for mixed-in enums; metric keys need the value everywhere.
     def __str__(self) -> str:
@@ -120,7 +117,7 @@ class Task:
             `ValueError`: If a column is missing or holds the wrong type; the message names the column and `where`.
         """
         fields: dict[str, Any] = {}
-        for column, (wanted, required) in _COLUMNS.items():
+        for column, (wanted, required) in COLUMNS.items():
             value = record.get(column)
             if value is None:
                 if required:
@@ -149,7 +146,7 @@ class Task:
 
 
 _TEXT, _TEXTS, _COUNT = "a string", "a list of strings", "a non-negative integer"
-_COLUMNS = {  # column: (what it must be, whether a row without it is refused)
+COLUMNS = {  # column: (what it must be, whether a row without it is refused)
     "kind": (_TEXT, True),
     "program": (_TEXT, True),
     "inputs": (_TEXTS, True),
@@ -316,7 +313,7 @@ class TaskKind(ABC):
     def chance(self, task: Task) -> float:
         """
         The share of attempts that guessing would get right, from 0 to 1. A task that is solved no more often counts as
-        unsolved: it earns its teacher nothing. Where this raises, it is 0; see [`estimate`].
+        unsolved: it earns its teacher nothing. Where this raises, it is 0; see `answers.py`.
         """
         return 0.0
 
@@ -324,6 +321,13 @@ class TaskKind(ABC):
         """
         Answers of somebody who has not looked at the task, the same each time. They are tried, and the share of them
         that is right is what guessing gives, if it is more than `chance`.
+        """
+        return []
+
+    def copies(self, task: Task) -> list[Attempt]:
+        """
+        Answers that only give back what the student is shown. They are tried, and a task for which one is right is
+        refused: students would learn to copy, which is easier than to work a task out.
         """
         return []
 
@@ -340,58 +344,3 @@ class TaskKind(ABC):
         rare, what is being learned and what is replayed ([`~trl_populora.tasks.features.Features`]).
         """
         return ()
-
-
-def estimate(kind: TaskKind, method: str, unknown: Any, *arguments: Any) -> Any:
-    """
-    What a kind's `method` says, or `unknown` if it raises: an estimate that fails is no reason to end a run. The log
-    tells of it once, with the traceback.
-    """
-    try:
-        return getattr(kind, method)(*arguments)
-    except Exception as error:
-        _tell_once(kind.name, method, type(error).__name__)
-        return unknown
-
-
-@lru_cache
-def _tell_once(kind: str, method: str, error: str) -> None:
-    logger.warning(
-        "task kind %r: `%s` raised %s. For such tasks it counts as if it knew nothing; `populora check-kind` tries "
-        "a kind before a run.",
-        *(kind, method, error),
-        exc_info=True,
-    )
-
-
-# What a measure cannot be called: columns of the archive, and what `curriculum/` means already.
-_RESERVED = {*_COLUMNS, "key", "match", "solve_rate", "coverage", "entropy", "features"}
-
-
-def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
-    """
-    A kind's `complexity` of a task, by names that can stand in the metrics and be columns of the archive.
-
-    Raises:
-        `TypeError`: If it is no dict of numbers; names kind and method.
-        `ValueError`: If a measure's name is taken.
-    """
-    measures = checked(kind.name, "complexity", estimate(kind, "complexity", {}, task), (dict,))
-    for name, value in measures.items():
-        if not isinstance(name, str) or not isinstance(value, Real):
-            raise TypeError(
-                f"task kind {kind.name!r}: `complexity` must give numbers by name, got {name!r}: {value!r:.80}"
-            )
-        if name in _RESERVED:
-            raise ValueError(
-                f"task kind {kind.name!r}: `complexity` calls a measure {name!r}, which has a meaning already."
-            )
-    return {name: float(value) for name, value in measures.items()}
-
-
-def checked(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> Any:
-    """What a kind has answered, which may be a user's own."""
-    if not isinstance(value, wanted):
-        names = " or ".join(each.__name__ for each in wanted)
-        raise TypeError(f"task kind {kind!r}: `{method}` must return {names}, got {value!r:.80}")
-    return value

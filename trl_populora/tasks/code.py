@@ -33,6 +33,7 @@ class CodeKind(TaskKind):
     measures = complexity.PROGRAM_MEASURES
     cpu_headroom = 2.0  # a task needs half of the limit in CPU time: beside others the same run may need more
     reading = "strict"  # or "tolerant"
+    refuses_copies = False
     instructions: Mapping[str, str] = templates.TURNS
 
     def configure(self, settings: KindSettings) -> None:
@@ -40,6 +41,8 @@ class CodeKind(TaskKind):
         if next(each for each in type(self).__mro__ if "determinism_runs" in vars(each)) is CodeKind:
             self.determinism_runs = settings.determinism_runs
         self.reading = settings.reading or ("strict" if settings.prompt_style == "compact" else "tolerant")
+        # The embedded base's figures were measured with such tasks.
+        self.refuses_copies = settings.prompt_style not in (None, "compact")
         self.instructions = templates.TURNS | dict(settings.prompt_texts or {})
 
     def read_blocks(self, text: str, names: Sequence[str]) -> list[str]:
@@ -167,6 +170,14 @@ class ProgramWithInput(CodeKind):
         output = values.decode(task.outputs[0])
         bits = output if isinstance(output, (list, tuple)) else [output]
         return 0.5 ** len(bits) if bits and all(isinstance(bit, bool) for bit in bits) else 0.0
+
+    def copies(self, task: Task) -> list[Attempt]:
+        """What the student is shown beside the program, as the answer; nothing in the compact style."""
+        _, shown = self.show_given(task)
+        try:
+            return [Attempt(True, self.read_answer(shown))] if self.refuses_copies else []
+        except ProgramError:
+            return []
 
     @abstractmethod
     def show_given(self, task: Task) -> tuple[str, str]:

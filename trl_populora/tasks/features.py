@@ -21,7 +21,8 @@ from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Any
 
-from .base import Task, TaskKind, checked
+from .answers import checked
+from .base import Task, TaskKind
 from .forms import walk_living
 from .programs import bound_names, function_tree
 

@@ -1,0 +1,183 @@
+"""
+Scores the students of finished runs, their base and the adapter that they started from on held-out tasks.
+
+    python recipes/score_held_out.py runs/smollm2-2t2s runs/smollm2-2t2s-1 \
+        --tasks held_out.jsonl --start runs/smollm2-cold
+
+Every contender attempts every task `--attempts` times, sampled as its run samples. What a contender got right lies in
+`<output>/<contender>.json` as soon as it is known, and is not asked again. The table, also in `<output>/table.md`:
+
+    right      share of the attempts that are right, and half of its 95 % interval over tasks; then the same by kind
+    over it    what that is above the adapter that the students started from (without `--start` above the base), paired
+               by task: mean and 95 % interval
+    any, all   share of the tasks that one attempt or every attempt got right; the others are mixed
+    majority   share of the tasks that the most frequent answer gets right; a tie counts in parts
+    worked     share of the attempts that work the task out before they answer
+
+The intervals are over tasks, for one run each; whether self-play helps is told by several seeds. The last line is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from arms_race_page import markdown
+from tqdm import tqdm
+
+from trl_populora.adapters.routing import BASE_NAME
+from trl_populora.evaluation.cross_play import Contest, assemble
+from trl_populora.files import write_json
+from trl_populora.runs.checkpoint import write_member_file
+from trl_populora.tasks import Task, load_seed_tasks
+from trl_populora.tasks.fences import has_thinking
+
+
+START = "start"
+Try = tuple[bool, str, bool]  # right, the answer (empty if unreadable), worked
+
+
+def try_tasks(
+    contest: Contest, member: str, name: str, tasks: Sequence[Task], options: argparse.Namespace
+) -> list[list[Try]]:
+    """A contender's attempts at each task; every contender has the same random numbers."""
+    torch.manual_seed(0)
+    prompts = {task: contest.referee.solving_prompt(task) for task in tasks}
+    order = sorted(range(len(tasks)), key=lambda index: len(prompts[tasks[index]][-1]["content"]))
+    rows = [index for index in order for _ in range(options.attempts)]
+    found: list[list[Try]] = [[] for _ in tasks]
+    for first in tqdm(range(0, len(rows), options.batch), desc=name, unit="batch"):
+        places = rows[first : first + options.batch]
+        part = [tasks[index] for index in places]
+        texts = [each.text for each in contest.player.generate([prompts[task] for task in part], [member] * len(part))]
+        grades = contest.referee.grade(part, texts)
+        for index, text, grade in zip(places, texts, grades, strict=True):
+            found[index].append((grade.right, grade.attempt.answer, has_thinking(text)))
+    return found
+
+
+def score(
+    contest: Contest, member: str, name: str, tasks: Sequence[Task], options: argparse.Namespace
+) -> list[list[Try]]:
+    """
+    The contender's attempts from its file, or anew.
+
+    Raises:
+        ValueError: If the file is of other tasks or another number of attempts.
+    """
+    path = options.output / f"{name.replace(' ', '-')}.json"
+    asked = {"attempts": options.attempts, "tasks": digest(tasks)}
+    if path.exists():
+        kept = json.loads(path.read_text())
+        if kept["asked"] != asked:
+            raise ValueError(f"{path} holds other tasks or another number of attempts. Give another `--output`.")
+    else:
+        kept = {"asked": asked, "tries": try_tasks(contest, member, name, tasks, options)}
+        write_json(path, kept)
+    return kept["tries"]
+
+
+def digest(tasks: Sequence[Task]) -> str:
+    return hashlib.sha256("".join(task.task_id for task in tasks).encode()).hexdigest()[:16]
+
+
+def majority(tries: Sequence[Try]) -> float:
+    """Whether the most frequent answer is right; of several that are as frequent, the share that is."""
+    counts = Counter(answer for _, answer, _ in tries if answer)
+    most = max(counts.values(), default=0)
+    right = {answer: correct for correct, answer, _ in tries}
+    return fmean(right[answer] for answer, count in counts.items() if count == most) if most else 0.0
+
+
+def margin(values: Sequence[float]) -> float:
+    """1.96 standard errors of the mean over tasks."""
+    return 1.96 * stdev(values) / math.sqrt(len(values))
+
+
+def rates(tries: Sequence[Sequence[Try]]) -> list[float]:
+    return [fmean(right for right, *_ in group) for group in tries]
+
+
+def figures(
+    tries: Sequence[Sequence[Try]], start: Sequence[Sequence[Try]] | None, tasks: Sequence[Task]
+) -> dict[str, Any]:
+    """A contender's columns of the table: numbers, or pairs of a mean and half of its interval."""
+    own = rates(tries)
+    found: dict[str, Any] = {"right": [fmean(own), margin(own)]}
+    for kind in sorted({task.kind for task in tasks}):
+        found[kind] = fmean(rate for rate, task in zip(own, tasks, strict=True) if task.kind == kind)
+    if start is not None:
+        above = [mine - theirs for mine, theirs in zip(own, rates(start), strict=True)]
+        found["over it"] = [fmean(above), margin(above)]
+    return found | {
+        "any": fmean(rate > 0 for rate in own),
+        "all": fmean(rate == 1 for rate in own),
+        "majority": fmean(map(majority, tries)),
+        "worked": fmean(worked for group in tries for *_, worked in group),
+    }
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """A row for each contender; what one starts from has nothing to be above."""
+    columns = max(found.values(), key=len)
+    return [["", *columns]] + [
+        [name, *(cell(figure.get(column), signed=column == "over it") for column in columns)]
+        for name, figure in found.items()
+    ]
+
+
+def cell(value: float | Sequence[float] | None, signed: bool) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    mean, half = value
+    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]" if signed else f"{mean:.3f} ± {half:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="directories of runs or of their checkpoints, on one base")
+    parser.add_argument("--tasks", required=True, help="as --eval_tasks; recipes/published_tasks.py makes some")
+    parser.add_argument("--start", type=Path, help="the adapter that all members started from (warm_start)")
+    parser.add_argument("--attempts", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=64, help="answers sampled at once")
+    parser.add_argument("--output", type=Path, default=Path("runs/held_out"))
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    tasks = load_seed_tasks(options.tasks)
+    tries: dict[str, list[list[Try]]] = {}
+    for run in options.runs:
+        with assemble([run], model_init_kwargs={"dtype": "bfloat16"}, bf16=True) as contest:
+            kinds = contest.referee.kinds
+            if strange := ", ".join(sorted({task.kind for task in tasks} - kinds.keys())):
+                raise ValueError(f"{options.tasks} has tasks of {strange}; {run} plays {', '.join(kinds)}.")
+            if BASE_NAME not in tries:
+                tries[BASE_NAME] = score(contest, BASE_NAME, BASE_NAME, tasks, options)
+            for slot in contest.students:
+                name = f"{Path(run).name} {contest.names[slot]}"
+                tries[name] = score(contest, slot, name, tasks, options)
+            if options.start and START not in tries:  # last, because it takes a student's place
+                write_member_file(contest.model, contest.students[0], options.start / "adapter_model.safetensors")
+                tries[START] = score(contest, contest.students[0], START, tasks, options)
+    first = START if options.start else BASE_NAME
+    before = tries.pop(first)
+    found = {first: figures(before, None, tasks)}
+    found |= {name: figures(each, before, tasks) for name, each in tries.items()}
+    text = markdown(table(found)) + "\n"
+    (options.output / "table.md").write_text(text)
+    print(text)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

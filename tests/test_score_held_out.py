@@ -1,0 +1,80 @@
+"""`recipes/score_held_out.py`: students of a run, its base and what it started from on held-out tasks."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.recipe_runs import RECIPES
+from trl_populora.tasks import load_seed_tasks
+
+
+sys.path.insert(0, str(RECIPES))
+
+import score_held_out  # noqa: E402
+
+
+RIGHT, WRONG, OTHER, UNREADABLE = (True, "1", True), (False, "2", True), (False, "3", False), (False, "", False)
+
+
+@pytest.mark.parametrize(
+    ("tries", "share"),
+    [
+        ([RIGHT, RIGHT, WRONG], 1.0),
+        ([RIGHT, WRONG, WRONG], 0.0),
+        ([RIGHT, WRONG], 0.5),
+        ([RIGHT, WRONG, OTHER, UNREADABLE, UNREADABLE], 1 / 3),
+        ([RIGHT, UNREADABLE, UNREADABLE], 1.0),
+        ([UNREADABLE], 0.0),
+    ],
+)
+def test_the_majority_is_of_readable_answers_and_shares_ties(tries, share):
+    assert score_held_out.majority(tries) == pytest.approx(share)
+
+
+def test_a_contender_is_compared_task_by_task(seed_tasks):
+    tasks = seed_tasks[:2]
+    start = [[RIGHT, WRONG], [WRONG, OTHER]]
+    found = score_held_out.figures([[RIGHT, RIGHT], [RIGHT, WRONG]], start, tasks)
+    assert found["right"][0] == 0.75
+    assert found["over it"] == pytest.approx([0.5, 0.0]), "both tasks gain as much: the pairs do not spread"
+    assert (found["any"], found["all"], found["majority"], found["worked"]) == (1.0, 0.5, 0.75, 1.0)
+    rows = score_held_out.table({"start": score_held_out.figures(start, None, tasks), "student": found})
+    assert rows[0][:2] == ["", "right"]
+    assert rows[1][rows[0].index("over it")] == ""
+    assert rows[2][rows[0].index("over it")] == "+0.500 [+0.500, +0.500]"
+
+
+def test_a_finished_run_is_scored_once(finished, seed_tasks, tmp_path, monkeypatch, capsys):
+    tasks, output = tmp_path / "tasks.jsonl", tmp_path / "scores"
+    given = [
+        json.dumps(task.to_record()) + "\n"
+        for kind in ("code_o", "code_i")
+        for task in seed_tasks
+        if task.kind == kind
+    ]
+    tasks.write_text("".join(given[:2]))
+    words = [str(finished), "--tasks", str(tasks), "--attempts", "2", "--output", str(output)]
+    words += ["--start", str(finished / "members" / "student_0")]
+
+    def run() -> dict:
+        monkeypatch.setattr(sys, "argv", ["score_held_out.py", *words])
+        score_held_out.main()
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    found = run()
+    assert list(found) == ["start", "base", "run student_0", "run student_1"]
+    assert found["run student_0"]["over it"][0] == 0, "it is the adapter itself, with the same random numbers"
+    assert "over it" not in found["start"]
+    assert len(load_seed_tasks(tasks)) == len(json.loads((output / "start.json").read_text())["tries"]) == 2
+    kept = output / "base.json"
+    kept.write_text(kept.read_text().replace("false", "true"))
+    assert run()["base"]["right"][0] == 1.0, "what is known is read, not asked again"
+    words[words.index("--attempts") + 1] = "3"
+    with pytest.raises(ValueError, match="another number of attempts"):
+        run()
+    tasks.write_text(given[-1])
+    with pytest.raises(ValueError, match="has tasks of code_i; .* plays letters, code_o"):
+        run()
