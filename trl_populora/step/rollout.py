@@ -1,9 +1,7 @@
 """The game of a population step, [`play_step`] from top to bottom: match, propose, verify and solve.
 
 It knows nothing of TRL: a [`Player`] answers prompts, a [`Referee`] decides what is true, and [`Played`] holds all
-that the step leaves.
-
-Shapes: R rows of this rank, P proposals per teacher on this rank, G attempts per task.
+that the step leaves. Shapes: R rows of this rank, P proposals per teacher on this rank, G attempts per task.
 """
 
 from __future__ import annotations
