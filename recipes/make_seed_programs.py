@@ -20,10 +20,14 @@ from typing import Any
 
 from trl_populora.assets import real_seed_tasks
 from trl_populora.sandbox import Sandbox
-from trl_populora.tasks import Task, make_task
+from trl_populora.tasks import CodeI, CodeO, Task, TaskKind, make_task
+from trl_populora.tasks.base import KindSettings
 from trl_populora.tasks.forms import normal_forms
 
 
+KINDS: tuple[TaskKind, ...] = (CodeO(), CodeI())
+for _kind in KINDS:
+    _kind.configure(KindSettings(prompt_style="turns"))
 SOURCE = Path(__file__).with_name("seed_programs.txt")
 _HEADING = re.compile(r"# (?P<level>[123]) (?P<topic>[a-z]+)(?:: (?P<hint>.+))?\n")
 
@@ -77,11 +81,28 @@ def read_programs(text: str) -> list[SeedProgram]:
 
 
 def tasks_of(program: SeedProgram, sandbox: Sandbox) -> Iterator[Task]:
-    """A code_o and a code_i task on different inputs, and a code_f task on all of them where there is a hint."""
-    for kind, call in zip(("code_o", "code_i"), program.calls, strict=False):
-        yield make_task(kind, program.program, [call], sandbox=sandbox)
+    """
+    A code_o and a code_i task on different inputs, and a code_f task on all of them where there is a hint. None that
+    copying solves: of some programs every output is an input as well.
+    """
+    calls = list(program.calls)
+    for kind in KINDS:
+        for call in calls:
+            task = make_task(kind.name, program.program, [call], sandbox=sandbox)
+            if not is_copied(kind, task, sandbox):
+                calls.remove(call)
+                yield task
+                break
     if program.hint:
         yield make_task("code_f", program.program, program.calls, message=program.hint, sandbox=sandbox)
+
+
+def is_copied(kind: TaskKind, task: Task, sandbox: Sandbox) -> bool:
+    """Whether giving back what is shown solves a task."""
+    answers = kind.copies(task)
+    jobs = [kind.trial(task, answer) for answer in answers]
+    verdicts = [sandbox.run([job])[0] if job else None for job in jobs]
+    return any(kind.correct(task, *each) for each in zip(answers, verdicts, strict=True))
 
 
 def write_tasks(path: Path) -> int:

@@ -15,7 +15,7 @@ from trl_populora.given_tasks import built_in_tasks, load_archive
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.sandbox import Job, Sandbox
 from trl_populora.sandbox.values import decode, key
-from trl_populora.tasks import TASK_KINDS, CodeF, TaskArchive, load_seed_tasks, resolve_kind
+from trl_populora.tasks import TASK_KINDS, CodeF, TaskArchive, load_seed_tasks, make_task, resolve_kind
 from trl_populora.tasks.base import Proposal, Task
 from trl_populora.tasks.forms import normal_forms
 from trl_populora.tasks.programs import function_tree
@@ -51,7 +51,7 @@ def test_they_are_what_the_recipe_writes(tmp_path):
 
 def test_kinds_and_levels_are_all_there_in_like_shares():
     rows = [json.loads(line) for line in Path(real_seed_tasks()).read_text().splitlines()]
-    for kind, least in (("code_o", 70), ("code_i", 70), ("code_f", 12)):
+    for kind, least in (("code_o", 70), ("code_i", 60), ("code_f", 12)):
         levels = Counter(row["level"] for row in rows if row["kind"] == kind)
         assert set(levels) == {1, 2, 3}
         assert min(levels.values()) >= least
@@ -74,6 +74,15 @@ def test_every_task_passes_as_a_proposal_of_its_kind_would(tasks, sandbox):
             assert len({key(decode(text)) for text in task.outputs[task.visible :]}) > 2
         else:
             assert kind.chance(task) == 0
+
+
+def test_no_task_is_solved_by_giving_back_what_is_shown(tasks, sandbox):
+    kinds = {kind.name: kind for kind in make_seed_programs.KINDS}
+    assert not [
+        task for task in tasks if task.kind in kinds and make_seed_programs.is_copied(kinds[task.kind], task, sandbox)
+    ]
+    evens = "def f(a):\n    return [x for x in a if x % 2 == 0]"
+    assert make_seed_programs.is_copied(kinds["code_i"], make_task("code_i", evens, [([3, 4],)]), sandbox)
 
 
 class _Unmoved:

@@ -121,7 +121,7 @@ def test_the_tiny_base_is_asked_in_its_own_words(capsys):
 
 def test_a_base_that_says_nothing_ends_with_one(random_base, capsys):
     with pytest.raises(SystemExit) as stop:
-        program.main(["try", random_base, "--samples", "4", "--task_kinds", "code_o", "--max_completion_length", "8"])
+        program.main(["try", random_base, "--samples", "16", "--task_kinds", "code_o", "--max_completion_length", "8"])
     assert stop.value.code == 1
     said = capsys.readouterr().out
     assert "Nothing can be learned yet with" in said
