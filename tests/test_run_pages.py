@@ -21,7 +21,7 @@ from trl_populora.runs.records import LINEAGE, METRICS, TIMES, read_lines
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks import make_task
 from trl_populora.tasks.archive import read_task
-from trl_populora.tasks.base import _COLUMNS, Reject
+from trl_populora.tasks.base import COLUMNS, Reject
 
 
 FILES = (Path(__file__).parent.parent / "docs" / "files.md").read_text()
@@ -179,7 +179,7 @@ class TestFiles:
 
     def test_seed_tasks_have_the_columns_that_are_read(self):
         assert columns("Seed tasks") == [
-            (name, "required" if needed else "optional") for name, (_, needed) in _COLUMNS.items()
+            (name, "required" if needed else "optional") for name, (_, needed) in COLUMNS.items()
         ]
 
     def test_the_row_that_the_page_shows_is_a_task_and_is_what_its_program_writes(self):
