@@ -14,6 +14,8 @@ Every contender attempts every task `--attempts` times, sampled as its run sampl
     majority   share of the tasks that the most frequent answer gets right; a tie counts in parts
     worked     share of the attempts that work the task out before they answer
 
+`copying` is what giving back the given block reaches: a student that is no better may have learned just that. In the
+compact style it has no row.
 The intervals are over tasks, for one run each; whether self-play helps is told by several seeds. The last line is one
 JSON object.
 """
@@ -42,7 +44,7 @@ from trl_populora.tasks import Task, load_seed_tasks
 from trl_populora.tasks.fences import has_thinking
 
 
-START = "start"
+START, COPYING = "start", "copying"
 Try = tuple[bool, str, bool]  # right, the answer (empty if unreadable), worked
 
 
@@ -163,6 +165,9 @@ def main() -> None:
                 raise ValueError(f"{options.tasks} has tasks of {strange}; {run} plays {', '.join(kinds)}.")
             if BASE_NAME not in tries:
                 tries[BASE_NAME] = score(contest, BASE_NAME, BASE_NAME, tasks, options)
+                copies = contest.referee.try_answers("copies", tasks)
+                if any(copies):  # none is tried in the compact style
+                    tries[COPYING] = [[(any(right), "copied", False)] for right in copies]
             for slot in contest.students:
                 name = f"{Path(run).name} {contest.names[slot]}"
                 tries[name] = score(contest, slot, name, tasks, options)

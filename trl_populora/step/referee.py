@@ -192,7 +192,7 @@ class Referee:
         )
         found = [self._accept(*each, rng) for each in zip(kinds, proposals, verdicts, strict=True)]
         tasks = [each for each in found if isinstance(each, Task)]
-        copied = {task for task, right in zip(tasks, self._try("copies", tasks), strict=True) if any(right)}
+        copied = {task for task, right in zip(tasks, self.try_answers("copies", tasks), strict=True) if any(right)}
         refusal = Refusal(Reject.COPIED, "what the student is shown is a right answer")
         return [refusal if each in copied else each for each in found]
 
@@ -250,11 +250,11 @@ class Referee:
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
         """What guessing gives at each task, by the form of its answer and by the guesses that its kind makes."""
-        right = self._try("guesses", tasks)
+        right = self.try_answers("guesses", tasks)
         told = [checked(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks]
         return [max(one, fmean(tried) if tried else 0.0) for one, tried in zip(told, right, strict=True)]
 
-    def _try(self, method: str, tasks: Sequence[Task]) -> list[list[bool]]:
+    def try_answers(self, method: str, tasks: Sequence[Task]) -> list[list[bool]]:
         """For each task, which of the answers that its kind's `method` gives are right."""
         answers = [
             (number, task, attempt)
