@@ -68,20 +68,22 @@ def try_tasks(
 
 
 def score(
-    contest: Contest, member: str, name: str, tasks: Sequence[Task], options: argparse.Namespace
+    contest: Contest, member: str, name: str, source: str | Path, tasks: Sequence[Task], options: argparse.Namespace
 ) -> list[list[Try]]:
     """
     The contender's attempts from its file, or anew.
 
     Raises:
-        ValueError: If the file is of other tasks or another number of attempts.
+        ValueError: If the file is of another `source` (a directory), other tasks or another number of attempts.
     """
     path = options.output / f"{name.replace(' ', '-')}.json"
-    asked = {"attempts": options.attempts, "tasks": digest(tasks)}
+    asked = {"of": str(Path(source).resolve()), "attempts": options.attempts, "tasks": digest(tasks)}
     if path.exists():
         kept = json.loads(path.read_text())
         if kept["asked"] != asked:
-            raise ValueError(f"{path} holds other tasks or another number of attempts. Give another `--output`.")
+            raise ValueError(
+                f"{path} is of another run, other tasks or another number of attempts. Give another `--output`."
+            )
     else:
         kept = {"asked": asked, "tries": try_tasks(contest, member, name, tasks, options)}
         write_json(path, kept)
@@ -164,16 +166,16 @@ def main() -> None:
             if strange := ", ".join(sorted({task.kind for task in tasks} - kinds.keys())):
                 raise ValueError(f"{options.tasks} has tasks of {strange}; {run} plays {', '.join(kinds)}.")
             if BASE_NAME not in tries:
-                tries[BASE_NAME] = score(contest, BASE_NAME, BASE_NAME, tasks, options)
+                tries[BASE_NAME] = score(contest, BASE_NAME, BASE_NAME, BASE_NAME, tasks, options)
                 copies = contest.referee.try_answers("copies", tasks)
                 if any(copies):  # none is tried in the compact style
                     tries[COPYING] = [[(any(right), "copied", False)] for right in copies]
             for slot in contest.students:
                 name = f"{Path(run).name} {contest.names[slot]}"
-                tries[name] = score(contest, slot, name, tasks, options)
+                tries[name] = score(contest, slot, name, run, tasks, options)
             if options.start and START not in tries:  # last, because it takes a student's place
                 write_member_file(contest.model, contest.students[0], options.start / "adapter_model.safetensors")
-                tries[START] = score(contest, contest.students[0], START, tasks, options)
+                tries[START] = score(contest, contest.students[0], START, options.start, tasks, options)
     first = START if options.start else BASE_NAME
     before = tries.pop(first)
     found = {first: figures(before, None, tasks)}
