@@ -82,7 +82,7 @@ def score(
         kept = json.loads(path.read_text())
         if kept["asked"] != asked:
             raise ValueError(
-                f"{path} is of another run, other tasks or another number of attempts. Give another `--output`."
+                f"{path} is of another run, other tasks or another number of attempts; give `--output`."
             )
     else:
         kept = {"asked": asked, "tries": try_tasks(contest, member, name, tasks, options)}
