@@ -81,9 +81,7 @@ def score(
     if path.exists():
         kept = json.loads(path.read_text())
         if kept["asked"] != asked:
-            raise ValueError(
-                f"{path} is of another run, other tasks or another number of attempts; give `--output`."
-            )
+            raise ValueError(f"{path} is of another run, other tasks or another number of attempts; give `--output`.")
     else:
         kept = {"asked": asked, "tries": try_tasks(contest, member, name, tasks, options)}
         write_json(path, kept)
