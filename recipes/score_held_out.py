@@ -77,7 +77,11 @@ def score(
         ValueError: If the file is of another `source` (a directory), other tasks or another number of attempts.
     """
     path = options.output / f"{name.replace(' ', '-')}.json"
-    asked = {"of": str(Path(source).resolve()), "attempts": options.attempts, "tasks": digest(tasks)}
+    asked = {
+        "of": str(source.resolve() if isinstance(source, Path) else source),
+        "attempts": options.attempts,
+        "tasks": digest(tasks),
+    }
     if path.exists():
         kept = json.loads(path.read_text())
         if kept["asked"] != asked:
@@ -170,7 +174,7 @@ def main() -> None:
                     tries[COPYING] = [[(any(right), "copied", False)] for right in copies]
             for slot in contest.students:
                 name = f"{Path(run).name} {contest.names[slot]}"
-                tries[name] = score(contest, slot, name, run, tasks, options)
+                tries[name] = score(contest, slot, name, Path(run), tasks, options)
             if options.start and START not in tries:  # last, because it takes a student's place
                 write_member_file(contest.model, contest.students[0], options.start / "adapter_model.safetensors")
                 tries[START] = score(contest, contest.students[0], START, options.start, tasks, options)
