@@ -229,7 +229,7 @@ def savings(base: str, output: str) -> dict:
     every = {(loss, checkpointing) for loss in LOSS_TYPES for checkpointing in (False, True)}
     seen = {}
     for loss, checkpointing in sorted(every if os.environ.get("POPULORA_SAVINGS") == "all" else SAVINGS):
-        options = {"loss_type": loss, "gradient_checkpointing": checkpointing, "per_device_train_batch_size": 6}
+        options = {"loss_type": loss, "gradient_checkpointing": checkpointing, "per_device_train_batch_size": 2}
         for whole in (False, True):
             trainer = make_trainer(base, output, evolve_every=0, max_steps=1, **CLIPPED, **options)
             if whole:

@@ -11,6 +11,7 @@ from trl_populora.adapters.routing import Route
 from trl_populora.step.batching import (
     Batch,
     add_blank_rows,
+    by_micro_batch,
     cut,
     layout_of,
     live_rows,
@@ -128,6 +129,22 @@ def test_blank_rows_are_in_no_forward():
         assert layout_of(batch).heads == [0]
     for batch in dealt[:2]:
         assert Route(batch["member"][layout_of(batch).heads].tolist()).ordered
+
+
+@pytest.mark.parametrize(("together", "forwards"), [(False, 2), (True, 5)])
+def test_blank_micro_batches_have_a_forward_where_ranks_meet_in_it(together, forwards):
+    whole = make_rows(shuffled({0: 8, 1: 8, 2: 32, 3: 32}))
+    rows = set(random.Random(3).sample(range(80), 21))
+    computed = []
+
+    def forward(batch: Batch) -> torch.Tensor:
+        computed.append(batch)
+        return batch["completion_ids"].float()
+
+    batches = [batch | {"row": batch["prompt"]} for batch in deal(whole, 16, live=rows)]
+    found = by_micro_batch(forward, batches, 80, 20, together)
+    assert len(computed) == forwards
+    assert {row for row in range(80) if not found[row].isnan().any()} == rows
 
 
 @pytest.mark.parametrize("sharing", [None, Sharing(False, 0.0), Sharing(False, 0.01)])

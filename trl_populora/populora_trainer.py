@@ -148,10 +148,8 @@ class PopuLoRATrainer(HubTrainer):
         tokenizer = build.load_tokenizer(base, processing_class, args)
         self.population = Population(args.teachers, args.students, args.single_agent)
         self.router, self.uploads = Router(), uploads.Uploads(args)  # `Trainer` makes the repository
-        autocast = not build.is_zero3(args)
-        members = add_members(
-            base, self.population.adapters, lora_config, self.router, args.seed, autocast_adapter_dtype=autocast
-        )
+        in_fp32 = not build.is_zero3(args)
+        members = add_members(base, self.population.adapters, lora_config, self.router, args.seed, in_fp32)
         # Hidden from TRL: `beta`, or it would copy an adapter as reference, which here is the frozen base;
         # `model_init_kwargs`, or it would warn that they are ignored; `use_vllm`, or its engine would lack adapters.
         hidden = build.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
@@ -211,12 +209,12 @@ class PopuLoRATrainer(HubTrainer):
         """Where completions end, and whether ended rows may leave a batch."""
         known, given = self.eos_token_ids, self.args.generation_kwargs
         self.eos_token_ids = stops.end_tokens(self.processing_class, known, given, self.chat_template_kwargs)
+        self._sharded = build.is_zero3(self.args) or self.is_fsdp_enabled  # ranks meet in every forward
         self.generation_config.update(eos_token_id=self.eos_token_ids, stop_strings=None)
         if not self.args.use_vllm:
             stops.warn_of_unknown(given)
-            sharded = build.is_zero3(self.args) or self.is_fsdp_enabled
-            decoding.check_parts(self.args.generation_tokens, sharded)
-            self._generates_whole = decoding.why_whole(base.config, self.generation_config, sharded)
+            decoding.check_parts(self.args.generation_tokens, self._sharded)
+            self._generates_whole = decoding.why_whole(base.config, self.generation_config, self._sharded)
 
     def _start_vllm(self) -> None:
         from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
@@ -426,12 +424,14 @@ class PopuLoRATrainer(HubTrainer):
             with self.router.rows_of(batch["member"][layout.heads]):
                 return layout.log_probs(compute, model, *batching.join(batch), self.scorer.sharing)[0]
 
-        members = self.played.own_worth.members
-        rows = batching.part(input_ids, attention_mask, logits_to_keep, members)
+        rows = batching.part(input_ids, attention_mask, logits_to_keep, self.played.own_worth.members)
         batches = batching.cut(rows, self.played.plan, self.args.pad_to_multiple_of or 1)
-        return batching.by_micro_batch(forward, batches, len(input_ids), logits_to_keep), None, None
+        return batching.by_micro_batch(forward, batches, len(input_ids), logits_to_keep, self._sharded), None, None
 
     def _compute_loss(self, model, inputs):
+        # Blank on all ranks: a gradient is needed of the last one, in which they meet, and of each by DeepSpeed.
+        if not (inputs["live"] or self.accelerator.sync_gradients or self.is_deepspeed_enabled):
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         layout = batching.layout_of(inputs)
         self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # outlives the backward
         compute = super()._get_per_token_logps_and_entropies
@@ -449,8 +449,8 @@ class PopuLoRATrainer(HubTrainer):
         on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
         self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
         # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
-        rows = len(inputs["member"]) / self.args.per_device_train_batch_size
-        return loss * (rows if LOSS_NORMALISERS[self.loss_type] == "rows" else 1.0)
+        by_rows = LOSS_NORMALISERS[self.loss_type] == "rows"
+        return loss * (len(inputs["member"]) / self.args.per_device_train_batch_size if by_rows else 1.0)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.is_deepspeed_enabled:
