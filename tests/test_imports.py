@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "trl_populora"
 
 # A room may import rooms of lower floors, for running or for type checking, and none of its own floor.
 FLOORS = [
-    {"sandbox", "model_options", "assets", "files", "errors"},
+    {"sandbox", "model_options", "assets", "files", "errors", "__version__"},  # the last is no room
     {"tasks", "adapters"},
     {"population"},
     {"step"},

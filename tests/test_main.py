@@ -11,6 +11,7 @@ import math
 import re
 import subprocess
 import sys
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,18 @@ def test_the_version_is_told(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"populora {trl_populora.__version__}\n"
+
+
+def test_a_checkout_that_is_not_installed_knows_its_version(tmp_path):
+    """As the benchmarks run from one on a machine that has the other packages."""
+    others = [path for path in Path(sysconfig.get_path("purelib")).iterdir() if "trl_populora" not in path.name]
+    for path in (*others, Path(trl_populora.__file__).parent):
+        (tmp_path / path.name).symlink_to(path)
+    program = "from trl_populora.runs.saved_population import versions; print(versions()['trl-populora'])"
+    for arguments in (["-m", "trl_populora", "--version"], ["-c", program]):
+        command = [sys.executable, "-S", *arguments]  # -S: of the installed packages only those in `tmp_path`
+        told = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+        assert told.stdout.split()[-1:] == [trl_populora.__version__], told.stderr
 
 
 def test_recipes_are_listed_with_their_first_line(capsys):

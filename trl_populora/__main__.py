@@ -18,9 +18,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
+from trl_populora import __version__
 from trl_populora.errors import end_with, sentence_of, way_to_install
 
 
@@ -319,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="\n".join(["commands:"] + [f"  {name:<14} {run.__doc__}" for name, run in COMMANDS.items()]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"populora {version('trl-populora')}")
+    parser.add_argument("--version", action="version", version=f"populora {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each has --help")
     # On some CPUs bitsandbytes says at every import that a faster kernel is a package away.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -16,6 +16,7 @@ from typing import Any
 from peft import PeftModel
 from trl import GRPOConfig
 
+from trl_populora import __version__
 from trl_populora.adapters.weights import saved_step
 from trl_populora.files import FORMAT
 from trl_populora.population.members import POPULATION_FILE, read_population
@@ -159,8 +160,8 @@ def describe(game: Game, shape: Shape, args: GRPOConfig, step: int, held_out: He
 @cache
 def versions() -> dict[str, str]:
     """Of Python and the packages on which the figures of a run depend."""
-    packages = ("trl-populora", "trl", "transformers", "peft", "torch")
-    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+    own = {"python": platform.python_version(), "trl-populora": __version__}  # known of a checkout, too
+    return own | {name: version(name) for name in ("trl", "transformers", "peft", "torch")}
 
 
 def _settings(args: GRPOConfig) -> dict[str, Any]:
