@@ -23,6 +23,9 @@ from trl_populora.adapters.weights import adds_nothing, read_member, save_member
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device(os.environ.get("POPULORA_GPU_TESTS_ON", "cuda"))
+# Of fp32 gradients. On an H200 those of stock PEFT differ by up to 1.4e-4 between rows together and one by one, and
+# ours by up to 3.1e-4 from them; both are as near to those in fp64. On a CPU it is 2e-7 at most.
+NEAR = 1e-3 if DEVICE.type == "cuda" else 1e-6
 ON = {"use_cpu": DEVICE.type == "cpu", "bf16": DEVICE.type == "cuda"}
 ROWS = {  # equal segments are two batched matmuls, others a matmul each
     "equal segments": [0, 0, 1, 1, 2, 2],
@@ -96,7 +99,7 @@ def test_gradients_in_fp32_are_those_of_stock_peft(saved, rows):
     joint = joint_gradients(model.train(), router, names, rows, ids)
     for index, name in enumerate(names):
         if own := [i for i, row in enumerate(rows) if row == index]:
-            assert error(joint[name], alone(stock(saved, name, wide_base()).train(), ids[own]), name) < 1e-4
+            assert error(joint[name], alone(stock(saved, name, wide_base()).train(), ids[own]), name) < NEAR
         else:
             assert not any(value.any() for value in joint[name].values())
 
@@ -147,7 +150,7 @@ def test_gradients_on_a_base_in_4_bits_are_those_of_stock_peft(saved):
     joint = joint_gradients(model.train(), router, names, rows, ids)
     for index, name in enumerate(names):
         own = ids[[i for i, row in enumerate(rows) if row == index]]
-        assert error(joint[name], alone(stock(saved, name, quantised()).train(), own), name) < 1e-4
+        assert error(joint[name], alone(stock(saved, name, quantised()).train(), own), name) < NEAR
 
 
 def test_a_run_in_bf16_with_checkpointing_moves_every_member_and_keeps_it_in_fp32(base, tmp_path):
