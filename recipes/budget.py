@@ -44,11 +44,15 @@ GIB = 2**30
 CHARS_PER_TOKEN = 3.0  # Python source under Qwen's tokenizer; every digit is a token of its own
 RESERVE = 2.0 * GIB  # CUDA context, NCCL, allocator
 GRAPHS = 1.0 * GIB  # vLLM's CUDA graphs
-TRAINING_UTILIZATION = 0.35  # of peak FLOP/s
+TRAINING_UTILIZATION = 0.35  # of peak FLOP/s; 0.47 was measured on an H200 with 16,384 tokens in a forward of 7B
 DECODING_UTILIZATION = 0.6  # of peak bandwidth or FLOP/s
 LORA_SLOWDOWN = 1.5  # serving adapters costs a third of the decoding rate, however many there are (vLLM PR 11267)
 MEAN_COMPLETION = 0.3  # of `max_completion_length`
-TRANSFORMERS_ROUND = 0.06  # seconds to start the kernels of a token for all rows of a batch, members' included
+
+# Measured on an H200 with bases of 28 and 30 layers (benchmarks/RESULTS.md): seconds a layer takes to start its kernels,
+# members' included, however little they have to do. Other hosts are faster or slower at it than that one.
+DECODING_START = 0.005  # for a token of all rows of a batch, by transformers
+TRAINING_START = 0.024  # for a micro-batch: forward, recomputation, backward
 
 # Measured on the embedded base; nobody knows it of a larger one. Mean of `batch/live_rows` over the 24 steps of
 # recipes/tiny/quickstart.yaml, seed 0, on 22 November 2026; over 60 steps of recipes/tiny_headroom.py it was 0.48.
@@ -332,7 +336,8 @@ def seconds(
     vLLM decodes as fast as weights and cache are read or multiplied, whichever is slower. Transformers has a batch
     until its last row has ended, which may be at the limit. Training takes 8 FLOP per parameter and token: forward,
     its recomputation, the way back through frozen weights, and the old log-probabilities, which only vLLM needs; of
-    that the share of [`levers`]. A micro-batch of blank rows still reads the weights three times.
+    that the share of [`levers`]. A micro-batch takes at least as long as its kernels take to start, and under DeepSpeed
+    those of blank rows are computed, too.
     """
     row = like.prompt + like.completion
     rows = args.rows_per_step / engines
@@ -345,14 +350,14 @@ def seconds(
         proposals = args.teachers * args.proposals_per_teacher
         at_once = max(1, cache_tokens // (like.prompt + args.max_completion_length)) if cache_tokens else rows
         batches = math.ceil(proposals / at_once) + math.ceil((rows - proposals) / at_once)
-        playing = batches * args.max_completion_length * TRANSFORMERS_ROUND
+        playing = batches * args.max_completion_length * shape.num_hidden_layers * DECODING_START
     work = args.rows_per_step / processes * row * (8 if args.use_vllm else 6) * shape.parameters
-    share = math.prod(levers(args, shape, like).values())
-    blank = (1 - share) * args.micro_batches(processes) * 3 * 2 * shape.parameters
-    return {
-        "propose and solve": playing,
-        "log-probs and update": share * work / (gpu.flops * TRAINING_UTILIZATION) + blank / gpu.bandwidth,
-    }
+    parts = args.micro_batches(processes)
+    live = parts * math.prod(levers(args, shape, like).values())
+    start = shape.num_hidden_layers * TRAINING_START
+    updating = live * max(work / parts / (gpu.flops * TRAINING_UTILIZATION), start)
+    blank = (parts - live if processes > 1 else 1) * start
+    return {"propose and solve": playing, "log-probs and update": updating + blank}
 
 
 def read_recipe(path: str, output_dir: str = "runs/budget", **changes: int) -> tuple[PopuLoRAConfig, MemberConfig]:
