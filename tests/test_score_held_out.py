@@ -72,6 +72,10 @@ def test_a_finished_run_is_scored_once(finished, seed_tasks, tmp_path, monkeypat
     kept = output / "base.json"
     kept.write_text(kept.read_text().replace("false", "true"))
     assert run()["base"]["right"][0] == 1.0, "what is known is read, not asked again"
+    words[-1] = str(finished / "members" / "student_1")
+    with pytest.raises(ValueError, match="start.json is of another run"):
+        run()
+    words[-1] = str(finished / "members" / "student_0")
     words[words.index("--attempts") + 1] = "3"
     with pytest.raises(ValueError, match="another number of attempts"):
         run()
