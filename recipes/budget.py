@@ -49,8 +49,8 @@ DECODING_UTILIZATION = 0.6  # of peak bandwidth or FLOP/s
 LORA_SLOWDOWN = 1.5  # serving adapters costs a third of the decoding rate, however many there are (vLLM PR 11267)
 MEAN_COMPLETION = 0.3  # of `max_completion_length`
 
-# Measured on an H200 with bases of 28 and 30 layers (benchmarks/RESULTS.md): seconds a layer takes to start its kernels,
-# members' included, however little they have to do. Other hosts are faster or slower at it than that one.
+# Measured on an H200 with bases of 28 and 30 layers (benchmarks/RESULTS.md): seconds a layer takes to start its
+# kernels, members' included, however little they have to do. Other hosts are faster or slower at it than that one.
 DECODING_START = 0.005  # for a token of all rows of a batch, by transformers
 TRAINING_START = 0.024  # for a micro-batch: forward, recomputation, backward
 
@@ -336,8 +336,8 @@ def seconds(
     vLLM decodes as fast as weights and cache are read or multiplied, whichever is slower. Transformers has a batch
     until its last row has ended, which may be at the limit. Training takes 8 FLOP per parameter and token: forward,
     its recomputation, the way back through frozen weights, and the old log-probabilities, which only vLLM needs; of
-    that the share of [`levers`]. A micro-batch takes at least as long as its kernels take to start, and under DeepSpeed
-    those of blank rows are computed, too.
+    that the share of [`levers`]. A micro-batch takes at least as long as its kernels take to start; under DeepSpeed,
+    so with several processes, those of blank rows are computed, too.
     """
     row = like.prompt + like.completion
     rows = args.rows_per_step / engines
