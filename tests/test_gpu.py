@@ -150,7 +150,7 @@ def test_gradients_on_a_base_in_4_bits_are_those_of_stock_peft(saved):
     joint = joint_gradients(model.train(), router, names, rows, ids)
     for index, name in enumerate(names):
         own = ids[[i for i, row in enumerate(rows) if row == index]]
-        assert error(joint[name], alone(stock(saved, name, quantised()).train(), own), name) < NEAR
+        assert error(joint[name], alone(stock(saved, name, quantised()).train(), own), name) < 1e-4
 
 
 def test_a_run_in_bf16_with_checkpointing_moves_every_member_and_keeps_it_in_fp32(base, tmp_path):
