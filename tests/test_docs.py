@@ -101,6 +101,14 @@ def test_the_settings_for_the_embedded_base_let_it_write_tasks_of_every_kind(tmp
     assert all(rate > 0.5 for rate in rates.values()), rates
 
 
+def test_the_settings_for_a_small_base_are_those_of_its_cold_start():
+    (settings,) = re.findall(r"PopuLoRAConfig\(([^()]*warm_start[^()]*)\)", PAGES["guides/grpo.md"].read_text())
+    given = eval(f"(lambda _, **given: given)({settings})")
+    recipe = yaml.safe_load((ROOT / "recipes/SmolLM2-135M-Instruct/config_2t2s.yaml").read_text())
+    own = {name: value for name, value in given.items() if name != "max_steps"}
+    assert own == {name: recipe[name] for name in own}
+
+
 def test_the_first_run_is_read_as_the_page_says(play, base, capsys):
     sizes = {"proposals_per_teacher": 8, "attempts_per_task": 4, "per_device_train_batch_size": 16}
     make_trainer(base, "runs/quickstart", sizes | {"max_steps": 1, "save_strategy": "no"}).train()
