@@ -1,8 +1,9 @@
 """
 What a base is shown before self-play: the run's own prompts, each with an answer that the run's referee accepts.
 
-Proposals are tasks that exist, as they would be written, with others of the run as references. Answers to code_o and
-code_i are direct or worked out line by line (`execution_traces.py`), forwards: for code_i an input is tried. Used by
+Proposals are tasks of the run and simple ones, as they would be written, with others of the run as references. With
+tasks of the run alone, which are about as hard as a small base can read, most of what it then proposes does not run.
+Answers to code_o and code_i are direct or worked out line by line (`execution_traces.py`), forwards: for code_i an input is tried. Used by
 `cold_start.py`.
 """
 
@@ -81,7 +82,7 @@ class DocumentWriter:
         Args:
             count (`int`): Documents.
             worked (`float`): Share of the answers to code_o and code_i that are worked out.
-            further (`int`): Simple tasks of `tiny_programs.py` that are answered beside the run's.
+            further (`int`): Simple tasks of `tiny_programs.py` that are proposed and answered beside the run's.
         """
         if not 0 <= worked <= 1:
             raise ValueError(f"`worked` is a share, between 0 and 1, got {worked}.")
@@ -92,7 +93,7 @@ class DocumentWriter:
         documents = []
         for kind in kinds:
             thought = round(answers * worked) if kind.name in OPENINGS else 0
-            documents += self.proposals(kind, proposals)
+            documents += self.proposals(kind, known, proposals)
             documents += self.answers(kind, known, thought, self._work_out)
             documents += self.answers(kind, known, answers - thought, _answer)
         self.rng.shuffle(documents)
@@ -104,9 +105,9 @@ class DocumentWriter:
         tasks = [random_task(kinds[n % len(kinds)], self.rng.choice(LEVELS), writer) for n in range(count)]
         return [task for task in tasks if task not in self.referee.held_out]
 
-    def proposals(self, kind: TaskKind, count: int) -> list[Document]:
+    def proposals(self, kind: TaskKind, tasks: Sequence[Task], count: int) -> list[Document]:
         """Tasks of a kind as a teacher would propose them."""
-        drawn = [task for task in self._draw(kind, self.archive, count) if kind.write_proposal(task)]
+        drawn = [task for task in self._draw(kind, tasks, count) if kind.write_proposal(task)]
         asked = [self.referee.proposal_prompt(kind, self._shown(kind, task)) for task in drawn]
         texts = [kind.write_proposal(task) for task in drawn]
         shown = [references for _, references in asked]

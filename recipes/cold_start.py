@@ -58,14 +58,14 @@ class ColdStartArguments(TrainArguments):
             line by line before. The others are direct, which a small base at first gets right as often: with half of
             each, self-play left only direct ones after 12 steps, and nothing to learn.
         further_tasks (`int`, *optional*, defaults to `600`): Simple tasks that `tiny_programs.py` makes, to be
-            answered beside those of the run.
+            proposed and answered beside those of the run.
         documents_per_step (`int`, *optional*, defaults to `8`): Of one optimizer step.
         cold_start_rate (`float`, *optional*, defaults to `1e-3`): Learning rate, falling to 0.
     """
 
     documents: int = field(default=1000, metadata={"help": "Proposals and answers that are shown, each once."})
     worked: float = field(default=1.0, metadata={"help": "Share of the code_o and code_i answers worked out."})
-    further_tasks: int = field(default=600, metadata={"help": "Simple tasks to be answered beside the run's."})
+    further_tasks: int = field(default=600, metadata={"help": "Simple tasks beside the run's."})
     documents_per_step: int = field(default=8, metadata={"help": "Documents of one optimizer step."})
     cold_start_rate: float = field(default=1e-3, metadata={"help": "Learning rate, falling to 0."})
 

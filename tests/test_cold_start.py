@@ -77,6 +77,18 @@ def test_a_proposal_is_no_repetition_of_its_references(sandbox):
     assert all(each.answer not in [turn["content"] for turn in each.prompt] for each in proposals)
 
 
+def test_simple_tasks_are_proposed_beside_those_of_the_run(sandbox):
+    def new(further: int) -> float:
+        writer = make_writer(sandbox, "turns", kinds=["code_o", "code_i"])
+        known = {kind.write_proposal(task) for kind in writer.referee.kinds.values() for task in writer.archive}
+        documents = writer.write(100, worked=0, further=further)
+        proposals = [each.answer for each in documents if each.name.startswith("propose")]
+        return sum(text not in known for text in proposals) / len(proposals)
+
+    assert new(0) == 0
+    assert 0.2 < new(400) < 0.8
+
+
 def test_what_a_completion_has_no_room_for_is_not_shown(sandbox):
     documents = make_writer(sandbox, "turns", longest=150).write(60, worked=0.5, further=12)
     assert documents
