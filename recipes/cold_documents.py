@@ -3,8 +3,8 @@ What a base is shown before self-play: the run's own prompts, each with an answe
 
 Proposals are tasks of the run and simple ones, as they would be written, with others of the run as references. With
 tasks of the run alone, which are about as hard as a small base can read, most of what it then proposes does not run.
-Answers to code_o and code_i are direct or worked out line by line (`execution_traces.py`), forwards: for code_i an input is tried. Used by
-`cold_start.py`.
+Answers to code_o and code_i are direct or worked out line by line (`execution_traces.py`), forwards: for code_i an
+input is tried. Used by `cold_start.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ and the items that loops take have lines of their own:
     seen.append(1); seen = [3, 1]
     return 1 * 2 = 2
 
-Comprehensions, helper functions and recursive calls are one step. The program runs in the sandbox: behind it stands a
+Before it stand lines of its parts, which are operations too, of a comprehension for each item, and the additions of a
+sum: a small model does one of them at a time. Helper functions, recursive calls and what a `lambda` does are one step.
+The program runs in the sandbox: behind it stands a
 copy of its `f` that calls the recorder of `trace_recorder.py`, which writes the lines. A program whose `f` holds
 `try`, `with`, `match`, `yield`, `global` or a class, or a value that is no plain data, has no trace, nor has a call
 that takes too long. The embedded base learned from `tiny_traces.py`, which knows its grammar.
@@ -98,6 +100,7 @@ class _Instrument:
     def __init__(self, function: ast.FunctionDef):
         self.function = function
         self.variables = {name for node in ast.walk(function) for name in bound_names(node)}
+        self.found: dict[str, str] = {}  # parts by name, as they stand in the program
 
     def copy(self) -> ast.FunctionDef:
         self.function.name, self.function.decorator_list = "_traced", []
@@ -113,8 +116,15 @@ class _Instrument:
             case ast.Assign() | ast.AnnAssign(value=ast.expr()):
                 return self.assignment(node)
             case ast.AugAssign(target=ast.Name(id=name)):
+                added = self.part(node.value)
                 begun = self.step(f"{name} = ", ast.BinOp(_load(name), node.op, node.value))
+                node.value = added
                 return [ast.Expr(begun), node, ast.Expr(_call("value", _load(name))), self.changed(name)]
+            case ast.Expr(value=ast.Call(args=[_, *_])):
+                given = [self.part(each) for each in node.value.args]
+                begun = self.step("", node, "")
+                node.value.args = given
+                return [ast.Expr(begun), node, ast.Expr(_call("value", ast.Constant(None))), self.changed()]
             case ast.Return():
                 node.value = self.noted("return ", node.value or ast.Constant(None))
             case ast.If() | ast.While():
@@ -154,33 +164,95 @@ class _Instrument:
         return ast.Expr(_call("changed", _texts(told), _call_of("_variables")))
 
     def noted(self, target: str | ast.stmt, value: ast.expr, mark: str = " = ") -> ast.expr:
-        """The value, noted on its way."""
-        return ast.Call(self.step(target, value, mark), [value], [])
+        """The value, noted on its way, and its parts before it."""
+        within = self.within(value)
+        return ast.Call(self.step(target, value, mark), [within], [])
 
-    def step(self, target: str | ast.stmt, value: ast.AST, mark: str = " = ") -> ast.Call:
+    def part(self, node: ast.expr) -> ast.expr:
+        """A part of a statement; an operation has a line of its own, and what it gives stands for it."""
+        if not isinstance(node, (ast.BinOp, ast.Call, ast.Subscript, ast.ListComp, ast.SetComp)):
+            return self.within(node)
+        noted = self.repeated(node, name := f"_part{len(self.found)}")
+        node.part, self.found[name] = name, ast.unparse(node)
+        return noted
+
+    def repeated(self, node: ast.expr, name: str = "", target: str = "", mark: str = " = ") -> ast.expr:
+        """An expression that is noted every time that it has a value."""
+        within = self.within(node)
+        return ast.Call(self.step(target, node, mark, name), [within], [])
+
+    def within(self, node: ast.expr) -> ast.expr:
+        """An expression whose parts are noted."""
+        new = copy.copy(node)
+        match node:
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
+                new.generators = [self.generator(each) for each in node.generators]
+                new.elt = node.elt if isinstance(node.elt, (ast.Name, ast.Constant)) else self.repeated(node.elt)
+            case ast.Call():
+                if isinstance(node.func, ast.Name) and node.func.id == "sum" and "sum" not in self.variables:
+                    new.func = ast.Attribute(_load("_recorder"), "sum", ast.Load())
+                elif isinstance(node.func, ast.Attribute):
+                    new.func = ast.Attribute(self.part(node.func.value), node.func.attr, ast.Load())
+                new.args = [self.part(each) for each in node.args]
+            case ast.Lambda() | ast.DictComp() | ast.JoinedStr() | ast.NamedExpr():
+                pass
+            case _:
+                for name, value in ast.iter_fields(node):
+                    if isinstance(value, ast.expr):
+                        setattr(new, name, self.part(value))
+                    elif isinstance(value, list):
+                        setattr(new, name, [self.part(each) if isinstance(each, ast.expr) else each for each in value])
+        return new
+
+    def generator(self, node: ast.comprehension) -> ast.comprehension:
+        conditions = [self.repeated(each, "", "if ", ": ") for each in node.ifs]
+        return ast.comprehension(node.target, self.part(node.iter), conditions, node.is_async)
+
+    def step(self, target: str | ast.stmt, value: ast.AST, mark: str = " = ", part: str | None = None) -> ast.Call:
         if any(isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await)) for node in ast.walk(value)):
             raise _CannotFollow("yield")
         before = [target] if isinstance(target, str) else self.parts(target)
         before[-1] = before[-1].removesuffix(_MARK)
-        return _call("step", _texts(before), _texts(self.parts(value)), _call_of("_variables"), ast.Constant(mark))
+        texts = self.parts(value)
+        found = {name: self.found[name] for name in texts[1::2] if name in self.found}
+        asked = [_texts(before), _texts(texts), _call_of("_variables"), ast.Constant(mark), _told(found)]
+        return _call("step", *asked) if part is None else _call("part", ast.Constant(part), *asked)
 
     def parts(self, node: ast.AST) -> list[str]:
-        """Text and names of variables in turn; what the node binds or changes keeps its name."""
+        """Text and names of variables and parts in turn; what the node binds or changes keeps its name."""
         kept = {name for each in ast.walk(node) for name in bound_names(each)} | _roots(node)
         return _SLOT.split(_text(_Slots(self.variables - kept).visit(copy.deepcopy(node))))
 
 
 class _Slots(ast.NodeTransformer):
-    """Marks the variables whose values are put in."""
+    """Marks the variables and parts whose values are put in."""
 
     def __init__(self, names: set[str]):
         self.names = names
+        self.whole = False  # what is repeated is shown as it stands
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if hasattr(node, "part") and not self.whole:
+            return _load(f"{_MARK}{node.part}{_MARK}")
+        return super().visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.Name:  # noqa: N802 - ast's own name for it
         return _load(f"{_MARK}{node.id}{_MARK}") if node.id in self.names else node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.JoinedStr:  # noqa: N802
         return node  # quotes within quotes would be hard to read
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> ast.AST:  # noqa: N802
+        for each in node.generators:
+            each.iter = self.visit(each.iter)
+        whole, self.whole = self.whole, True
+        node.elt = self.visit(node.elt)
+        for each in node.generators:
+            each.ifs = [self.visit(condition) for condition in each.ifs]
+        self.whole = whole
+        return node
+
+    visit_SetComp = visit_GeneratorExp = visit_ListComp  # noqa: N815
 
 
 def _roots(node: ast.AST) -> set[str]:
@@ -214,6 +286,10 @@ def _load(name: str) -> ast.Name:
 
 def _texts(texts: Sequence[str]) -> ast.Tuple:
     return ast.Tuple([ast.Constant(text) for text in texts], ast.Load())
+
+
+def _told(texts: dict[str, str]) -> ast.Dict:
+    return ast.Dict([ast.Constant(name) for name in texts], [ast.Constant(text) for text in texts.values()])
 
 
 def _call_of(function: str) -> ast.Call:

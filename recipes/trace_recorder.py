@@ -23,30 +23,62 @@ class Recorder:
     def __init__(self, lines: int, characters: int, value: int):
         self.left_lines, self.left_characters, self.longest = lines, characters, value
         self.lines: list[str] = []
+        self.begun: list[tuple] = []
 
-    def step(self, target: tuple, expression: tuple, names: dict, mark: str):
+    def step(self, target: tuple, expression: tuple, names: dict, mark: str, parts: dict):
         """
         Begins a line; what it returns takes the value of the expression, which comes next.
 
         Args:
-            target, expression (`tuple[str, ...]`): Text and names of variables in turn, text first.
+            target, expression (`tuple[str, ...]`): Text and names in turn, text first. A name is a variable's, or
+                stands for a part of the expression.
             names (`dict[str, object]`): The variables.
             mark (`str`): What stands between expression and value; the value is not noted where it is empty.
+            parts (`dict[str, str]`): What stands for parts that get no value.
         """
         self.seen = {name: self.show(value) for name, value in names.items()}
-        self.target, self.text, self.mark = self.put_in(target), self.put_in(expression), mark
+        self.begun.append((target, expression, mark, self.seen, dict(parts)))
         return self.value
+
+    def part(self, name: str, *step):
+        """Begins the line of a part, whose value stands for it in what it is a part of."""
+        self.step(*step)
+        return lambda value: self.part_value(name, value)
 
     def value(self, value):
         """Ends the line."""
-        line = self.target + self.text
-        if self.mark:
-            shown = self.show(bool(value) if self.mark == ": " else value)
-            if shown is None:
-                raise Untraceable(type(value).__name__)
-            line += self.mark + shown if shown != self.text else ""
-        self.note(line)
+        target, text, shown = self.ended(value)
+        if shown is None:
+            raise Untraceable(type(value).__name__)
+        self.note(target + text + (shown if shown != self.mark + text else ""))
         return value
+
+    def part_value(self, name: str, value):
+        """Ends the line of a part; a value that is no plain data has none."""
+        target, text, shown = self.ended(value)
+        if shown is not None and shown != self.mark + text:
+            self.note(target + text + shown)
+        if self.begun:
+            self.begun[-1][-1][name] = text if shown is None else shown.removeprefix(self.mark)
+        return value
+
+    def ended(self, value) -> tuple:
+        """Target and expression with values put in, and the value with the mark before it; `None` without a text."""
+        target, text, self.mark, self.seen, parts = self.begun.pop()
+        known = {**self.seen, **parts}
+        shown = self.show(bool(value) if self.mark == ": " else value) if self.mark else ""
+        return self.put_in(target, known), self.put_in(text, known), None if shown is None else self.mark + shown
+
+    def sum(self, values, *start):
+        """The built-in, with a line of its additions."""
+        values = list(values)
+        if len(values) > 1 and not start and all(type(value) is int for value in values):
+            total, additions = values[0], []
+            for value in values[1:]:
+                additions.append(f"{total} + {f'({value})' if value < 0 else value} = {total + value}")
+                total += value
+            self.note(", ".join(additions))
+        return sum(values, *start)
 
     def item(self, target: str, value) -> None:
         """A line for what a loop takes next."""
@@ -77,12 +109,12 @@ class Recorder:
         if min(self.left_lines, self.left_characters) < 0:
             raise Untraceable("too long")
 
-    def put_in(self, parts: tuple) -> str:
-        """Text with the values of its variables; a variable without one that can be shown keeps its name."""
+    def put_in(self, parts: tuple, known: dict) -> str:
+        """Text with the values of its names; a variable without one that can be shown keeps its name."""
         texts = list(parts)
         for place in range(1, len(parts), 2):
             before, after = texts[place - 1], parts[place + 1]
-            shown = self.seen.get(parts[place])
+            shown = known.get(parts[place])
             if shown is None:
                 continue
             negative = shown.startswith("-") and (before.endswith("-") or after.startswith(" **"))
