@@ -32,7 +32,7 @@ from trl_populora.sandbox import Job, Sandbox, values
 from trl_populora.tasks.programs import FUNCTION, bound_names, function_tree
 
 
-MAX_LINES, MAX_CHARACTERS, MAX_VALUE = 40, 1600, 120
+MAX_LINES, MAX_CHARACTERS, MAX_VALUE = 60, 2000, 120
 RECORDER = Path(__file__).with_name("trace_recorder.py")
 ENTRY = f"""
 _recorder = Recorder({MAX_LINES}, {MAX_CHARACTERS}, {MAX_VALUE})
