@@ -4,32 +4,35 @@ What a base is shown before self-play: the run's own prompts, each with an answe
 Proposals are tasks of the run and simple ones, as they would be written, with others of the run as references. With
 tasks of the run alone, which are about as hard as a small base can read, most of what it then proposes does not run.
 Answers to code_o and code_i are direct or worked out line by line (`execution_traces.py`), forwards: for code_i an
-input is tried. Used by `cold_start.py`.
+input is tried, often after one that misses. Used by `cold_start.py`.
 """
 
 from __future__ import annotations
 
 import random
+import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from execution_traces import trace
+from execution_traces import Trace, trace
 from tiny_documents import DialogueWriter
 from tiny_scores import random_task
 
+from trl_populora.sandbox import values
 from trl_populora.step.player import Messages
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task, TaskKind
-from trl_populora.tasks.templates import arguments, fence, input_block, output_block, program_block
+from trl_populora.tasks.templates import arguments, fence, input_block, literal, output_block, program_block
 
 
 PROPOSALS = 0.4  # of all documents
 LEVELS = (1, 2, 3)  # of the simple tasks
 DRAWN = 3  # times as many are drawn as are wanted: some do not fit
-# What a worked answer begins with: parameters of code_o stand in the prompt, those of code_i are tried.
-OPENINGS = {CodeO.name: lambda task: [], CodeI.name: lambda task: [f"try {arguments(task.inputs[0])}"]}
+WORKED = CodeO.name, CodeI.name
+MISSES = 0.6  # of the worked answers to code_i: before the input that is right one is tried that is not
 ANSWERS = {
     CodeO.name: lambda task: fence(output_block(task.outputs[0])),
     CodeI.name: lambda task: fence(input_block(task.inputs[0])),
@@ -92,7 +95,7 @@ class DocumentWriter:
         answers = round(count / len(kinds)) - proposals
         documents = []
         for kind in kinds:
-            thought = round(answers * worked) if kind.name in OPENINGS else 0
+            thought = round(answers * worked) if kind.name in WORKED else 0
             documents += self.proposals(kind, known, proposals)
             documents += self.answers(kind, known, thought, self._work_out)
             documents += self.answers(kind, known, answers - thought, _answer)
@@ -135,12 +138,15 @@ class DocumentWriter:
 
     def _work_out(self, tasks: list[Task]) -> list[str]:
         """Worked answers; an empty text, which is no answer, where a program cannot be followed."""
-        traces = trace([(task.program, task.inputs[0]) for task in tasks], self.referee.sandbox)
+        tried = [[task.inputs[0]] for task in tasks]
+        for task, inputs in zip(tasks, tried, strict=True):
+            if task.kind == CodeI.name and self.rng.random() < MISSES:
+                inputs.insert(0, values.encode(vary(values.decode(task.inputs[0]), self.rng), ordered=True))
+        calls = [(task.program, given) for task, inputs in zip(tasks, tried, strict=True) for given in inputs]
+        traces = iter(trace(calls, self.referee.sandbox))
         return [
-            "\n".join(["<think>", *OPENINGS[task.kind](task), *each.lines, "</think>", _answer([task])[0]])
-            if each and each.output == task.outputs[0]
-            else ""
-            for task, each in zip(tasks, traces, strict=True)
+            _worked(task, [(given, next(traces)) for given in inputs])
+            for task, inputs in zip(tasks, tried, strict=True)
         ]
 
     def _draw(self, kind: TaskKind, tasks: Iterable[Task], count: int) -> list[Task]:
@@ -157,6 +163,39 @@ class DocumentWriter:
         about = [] if kind.writes_program else [task]
         others = [each for each in drawn[len(about) :] if each.program != task.program]
         return about + others[: self.references]
+
+
+def vary(value: Any, rng: random.Random) -> Any:
+    """The same value but for one number, letter or truth in it, if it has any."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + rng.choice((-3, -2, -1, 1, 2, 3))
+    if isinstance(value, str) and value:
+        place = rng.randrange(len(value))
+        return value[:place] + rng.choice(string.ascii_lowercase) + value[place + 1 :]
+    if isinstance(value, (list, tuple)) and value:
+        place = rng.randrange(len(value))
+        return type(value)([*value[:place], vary(value[place], rng), *value[place + 1 :]])
+    if isinstance(value, dict) and value:
+        key = rng.choice(list(value))
+        return value | {key: vary(value[key], rng)}
+    return value
+
+
+def _worked(task: Task, tries: list[tuple[str, Trace | None]]) -> str:
+    """An answer with its work: inputs that miss, then the task's own."""
+    *missed, (own, last) = tries
+    if last is None or last.output != task.outputs[0]:
+        return ""
+    lines = []
+    for given, found in missed:
+        if found is not None and found.output != task.outputs[0]:
+            *before, end = found.lines
+            lines += [f"try {arguments(given)}", *before, f"{end}, not {literal(task.outputs[0])}"]
+    if task.kind == CodeI.name:  # parameters of code_o stand in the prompt
+        lines.append(f"try {arguments(own)}")
+    return "\n".join(["<think>", *lines, *last.lines, "</think>", _answer([task])[0]])
 
 
 def _answer(tasks: list[Task]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,19 @@ def test_simple_tasks_are_proposed_beside_those_of_the_run(sandbox):
 
     assert new(0) == 0
     assert 0.2 < new(400) < 0.8
+
+
+def test_an_input_that_misses_is_often_tried_before_the_one_that_is_right(sandbox):
+    documents = make_writer(sandbox, "turns", kinds=["code_o", "code_i"]).write(300, worked=1, further=200)
+    tries = {
+        kind: [each.answer.count("\ntry ") for each in documents if each.name == f"solve {kind}"] for kind in KINDS
+    }
+    assert set(tries["code_o"]) == {0}
+    assert set(tries["code_i"]) == {1, 2}
+    assert 0.3 < tries["code_i"].count(2) / len(tries["code_i"]) < 0.6
+    missed = [re.findall(r"^try (.*)\n(?:(?!try).*\n)*?return .*, not ", each.answer, re.M) for each in documents]
+    given = [re.search(r"```input\n(.*)\n```$", each.answer) for each in documents]
+    assert all(text != found[1] for texts, found in zip(missed, given, strict=True) for text in texts)
 
 
 def test_what_a_completion_has_no_room_for_is_not_shown(sandbox):
