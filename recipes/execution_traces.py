@@ -1,22 +1,23 @@
 """
 Works programs out line by line: what a small model can imitate between `<think>` and `</think>`.
 
-A line is one executed statement with the values put in and then the result; what else it changed follows. Conditions
-and the items that loops take have lines of their own:
+A line is one operation with the values put in and then the result; what else a statement changed follows. The parts of
+a statement come before it and what they give stands for them in it; conditions, the items of loops and comprehensions,
+and the additions of a sum have lines of their own:
 
-    if len([1, 5]) > 1: True
+    len([1, 5]) = 2
+    if 2 > 1: True
     for x in [1, 5]
     x = 1
     total = 0 + 1 = 1
     seen.append(1); seen = [3, 1]
-    return 1 * 2 = 2
+    1 * 2 = 2
+    return 2 + 3 = 5
 
-Before it stand lines of its parts, which are operations too, of a comprehension for each item, and the additions of a
-sum: a small model does one of them at a time. Helper functions, recursive calls and what a `lambda` does are one step.
-The program runs in the sandbox: behind it stands a
-copy of its `f` that calls the recorder of `trace_recorder.py`, which writes the lines. A program whose `f` holds
-`try`, `with`, `match`, `yield`, `global` or a class, or a value that is no plain data, has no trace, nor has a call
-that takes too long. The embedded base learned from `tiny_traces.py`, which knows its grammar.
+Helper functions, recursive calls and what a `lambda` does are one step. The program runs in the sandbox: behind it
+stands a copy of its `f` that calls the recorder of `trace_recorder.py`, which writes the lines. A program whose `f`
+holds `try`, `with`, `match`, `yield`, `global` or a class, or a value that is no plain data, has no trace, nor has a
+call that takes too long. The embedded base learned from `tiny_traces.py`, which knows its grammar.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ def test_an_input_that_misses_is_often_tried_before_the_one_that_is_right(sandbo
     assert set(tries["code_i"]) == {1, 2}
     assert 0.3 < tries["code_i"].count(2) / len(tries["code_i"]) < 0.6
     missed = [re.findall(r"^try (.*)\n(?:(?!try).*\n)*?return .*, not ", each.answer, re.M) for each in documents]
+    assert sum(map(len, missed)) > 10
     given = [re.search(r"```input\n(.*)\n```$", each.answer) for each in documents]
     assert all(text != found[1] for texts, found in zip(missed, given, strict=True) for text in texts)
 
