@@ -15,8 +15,8 @@ Every contender attempts every task `--attempts` times, sampled as its run sampl
     worked     share of the attempts that work the task out before they answer
 
 `copying` is what giving back the given block reaches: a student that is no better may have learned just that. In the
-compact style it has no row.
-The intervals are over tasks, for one run each; whether self-play helps is told by several seeds. The last line is one
+compact style it has no row. A run of several students has a row for their mean, and several runs have one for all.
+The intervals are over tasks; whether self-play helps is told by several seeds. The last line is one
 JSON object.
 """
 
@@ -132,6 +132,15 @@ def figures(
     }
 
 
+def mean_figures(
+    contenders: Sequence[Sequence[Sequence[Try]]], start: Sequence[Sequence[Try]] | None, tasks: Sequence[Task]
+) -> dict[str, Any]:
+    """Those columns that mean something for several contenders' attempts together."""
+    together = [[each for tries in of_a_task for each in tries] for of_a_task in zip(*contenders, strict=True)]
+    found = figures(together, start, tasks)
+    return {column: figure for column, figure in found.items() if column not in ("any", "all", "majority")}
+
+
 def table(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """A row for each contender; what one starts from has nothing to be above."""
     columns = max(found.values(), key=len)
@@ -162,6 +171,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     tasks = load_seed_tasks(options.tasks)
     tries: dict[str, list[list[Try]]] = {}
+    students: dict[str, list[str]] = {}
     for run in options.runs:
         with assemble([run], model_init_kwargs={"dtype": "bfloat16"}, bf16=True) as contest:
             kinds = contest.referee.kinds
@@ -175,6 +185,7 @@ def main() -> None:
             for slot in contest.students:
                 name = f"{Path(run).name} {contest.names[slot]}"
                 tries[name] = score(contest, slot, name, Path(run), tasks, options)
+                students.setdefault(f"{Path(run).name} mean", []).append(name)
             if options.start and START not in tries:  # last, because it takes a student's place
                 write_member_file(contest.model, contest.students[0], options.start / "adapter_model.safetensors")
                 tries[START] = score(contest, contest.students[0], START, options.start, tasks, options)
@@ -182,6 +193,10 @@ def main() -> None:
     before = tries.pop(first)
     found = {first: figures(before, None, tasks)}
     found |= {name: figures(each, before, tasks) for name, each in tries.items()}
+    means = {"mean": [name for names in students.values() for name in names]} if len(students) > 1 else {}
+    for name, names in (students | means).items():
+        if len(names) > 1:
+            found[name] = mean_figures([tries[each] for each in names], before, tasks)
     text = markdown(table(found)) + "\n"
     (options.output / "table.md").write_text(text)
     print(text)

@@ -47,6 +47,15 @@ def test_a_contender_is_compared_task_by_task(seed_tasks):
     assert rows[2][rows[0].index("over it")] == "+0.500 [+0.500, +0.500]"
 
 
+def test_a_mean_is_over_the_attempts_of_all_and_paired_by_task(seed_tasks):
+    start = [[RIGHT, WRONG], [WRONG, OTHER]]
+    better, worse = [[RIGHT, RIGHT], [RIGHT, WRONG]], [[WRONG, WRONG], [WRONG, WRONG]]
+    found = score_held_out.mean_figures([better, worse], start, seed_tasks[:2])
+    assert found["right"][0] == 0.375
+    assert found["over it"][0] == pytest.approx(0.125)
+    assert not {"any", "all", "majority"} & found.keys(), "of twice as many attempts they are something else"
+
+
 def test_a_finished_run_is_scored_once(finished, seed_tasks, tmp_path, monkeypatch, capsys):
     tasks, output = tmp_path / "tasks.jsonl", tmp_path / "scores"
     given = [
@@ -65,9 +74,11 @@ def test_a_finished_run_is_scored_once(finished, seed_tasks, tmp_path, monkeypat
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     found = run()
-    assert list(found) == ["start", "base", "run student_0", "run student_1"]
+    assert list(found) == ["start", "base", "run student_0", "run student_1", "run mean"]
     assert found["run student_0"]["over it"][0] == 0, "it is the adapter itself, with the same random numbers"
     assert "over it" not in found["start"]
+    both = [found[f"run student_{n}"]["right"][0] for n in (0, 1)]
+    assert found["run mean"]["right"][0] == pytest.approx(sum(both) / 2)
     assert len(load_seed_tasks(tasks)) == len(json.loads((output / "start.json").read_text())["tries"]) == 2
     kept = output / "base.json"
     kept.write_text(kept.read_text().replace("false", "true"))
