@@ -16,8 +16,7 @@ Every contender attempts every task `--attempts` times, sampled as its run sampl
 
 `copying` is what giving back the given block reaches: a student that is no better may have learned just that. In the
 compact style it has no row. A run of several students has a row for their mean, and several runs have one for all.
-The intervals are over tasks; whether self-play helps is told by several seeds. The last line is one
-JSON object.
+The intervals are over tasks; whether self-play helps is told by several seeds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def figures(
 
 
 def mean_figures(
-    contenders: Sequence[Sequence[Sequence[Try]]], start: Sequence[Sequence[Try]] | None, tasks: Sequence[Task]
+    contenders: Sequence[Sequence[Sequence[Try]]], start: Sequence[Sequence[Try]], tasks: Sequence[Task]
 ) -> dict[str, Any]:
     """Those columns that mean something for several contenders' attempts together."""
     together = [[each for tries in of_a_task for each in tries] for of_a_task in zip(*contenders, strict=True)]
