@@ -10,13 +10,16 @@ Every contender attempts every task `--attempts` times, sampled as its run sampl
     right      share of the attempts that are right, and half of its 95 % interval over tasks; then the same by kind
     over it    what that is above the adapter that the students started from (without `--start` above the base), paired
                by task: mean and 95 % interval
+    uncopied   the same over the tasks that giving back the given block does not solve
     any, all   share of the tasks that one attempt or every attempt got right; the others are mixed
     majority   share of the tasks that the most frequent answer gets right; a tie counts in parts
+    readable   share of the attempts that hold an answer; the others are cut off, or break the format
     worked     share of the attempts that work the task out before they answer
 
-`copying` is what giving back the given block reaches: a student that is no better may have learned just that. In the
-compact style it has no row. A run of several students has a row for their mean, and several runs have one for all.
-The intervals are over tasks; whether self-play helps is told by several seeds. The last line is one JSON object.
+`copying` is what giving back the given block reaches: a student that is no better may have learned just that, and one
+whose gain is gone in `uncopied` has. In the compact style there are neither. A run of several students has a row for
+their mean, and several runs have one for all. The intervals are over tasks; whether self-play helps is told by several
+seeds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -113,9 +116,20 @@ def rates(tries: Sequence[Sequence[Try]]) -> list[float]:
 
 
 def figures(
-    tries: Sequence[Sequence[Try]], start: Sequence[Sequence[Try]] | None, tasks: Sequence[Task]
+    tries: Sequence[Sequence[Try]],
+    start: Sequence[Sequence[Try]] | None,
+    tasks: Sequence[Task],
+    copied: Sequence[bool] = (),
 ) -> dict[str, Any]:
-    """A contender's columns of the table: numbers, or pairs of a mean and half of its interval."""
+    """
+    A contender's columns of the table: numbers, or pairs of a mean and half of its interval.
+
+    Args:
+        tries (`Sequence`): The contender's attempts at each task.
+        start (`Sequence`, *optional*): Those of what it is compared with.
+        tasks (`Sequence[Task]`): The tasks.
+        copied (`Sequence[bool]`): Which tasks giving back the given block solves; empty if that is not tried.
+    """
     own = rates(tries)
     found: dict[str, Any] = {"right": [fmean(own), margin(own)]}
     for kind in sorted({task.kind for task in tasks}):
@@ -123,20 +137,27 @@ def figures(
     if start is not None:
         above = [mine - theirs for mine, theirs in zip(own, rates(start), strict=True)]
         found["over it"] = [fmean(above), margin(above)]
+        rest = [gain for gain, is_copied in zip(above, copied, strict=True) if not is_copied] if copied else []
+        if len(rest) > 1:
+            found["uncopied"] = [fmean(rest), margin(rest)]
     return found | {
         "any": fmean(rate > 0 for rate in own),
         "all": fmean(rate == 1 for rate in own),
         "majority": fmean(map(majority, tries)),
+        "readable": fmean(bool(answer) for group in tries for _, answer, _ in group),
         "worked": fmean(worked for group in tries for *_, worked in group),
     }
 
 
 def mean_figures(
-    contenders: Sequence[Sequence[Sequence[Try]]], start: Sequence[Sequence[Try]], tasks: Sequence[Task]
+    contenders: Sequence[Sequence[Sequence[Try]]],
+    start: Sequence[Sequence[Try]],
+    tasks: Sequence[Task],
+    copied: Sequence[bool] = (),
 ) -> dict[str, Any]:
     """Those columns that mean something for several contenders' attempts together."""
     together = [[each for tries in of_a_task for each in tries] for of_a_task in zip(*contenders, strict=True)]
-    found = figures(together, start, tasks)
+    found = figures(together, start, tasks, copied)
     return {column: figure for column, figure in found.items() if column not in ("any", "all", "majority")}
 
 
@@ -144,7 +165,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """A row for each contender; what one starts from has nothing to be above."""
     columns = max(found.values(), key=len)
     return [["", *columns]] + [
-        [name, *(cell(figure.get(column), signed=column == "over it") for column in columns)]
+        [name, *(cell(figure.get(column), signed=column in ("over it", "uncopied")) for column in columns)]
         for name, figure in found.items()
     ]
 
@@ -170,6 +191,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     tasks = load_seed_tasks(options.tasks)
     tries: dict[str, list[list[Try]]] = {}
+    copied: list[bool] = []
     students: dict[str, list[str]] = {}
     for run in options.runs:
         with assemble([run], model_init_kwargs={"dtype": "bfloat16"}, bf16=True) as contest:
@@ -180,7 +202,8 @@ def main() -> None:
                 tries[BASE_NAME] = score(contest, BASE_NAME, BASE_NAME, BASE_NAME, tasks, options)
                 copies = contest.referee.try_answers("copies", tasks)
                 if any(copies):  # none is tried in the compact style
-                    tries[COPYING] = [[(any(right), "copied", False)] for right in copies]
+                    copied = [any(right) for right in copies]
+                    tries[COPYING] = [[(right, "copied", False)] for right in copied]
             for slot in contest.students:
                 name = f"{Path(run).name} {contest.names[slot]}"
                 tries[name] = score(contest, slot, name, Path(run), tasks, options)
@@ -191,11 +214,11 @@ def main() -> None:
     first = START if options.start else BASE_NAME
     before = tries.pop(first)
     found = {first: figures(before, None, tasks)}
-    found |= {name: figures(each, before, tasks) for name, each in tries.items()}
+    found |= {name: figures(each, before, tasks, copied) for name, each in tries.items()}
     means = {"mean": [name for names in students.values() for name in names]} if len(students) > 1 else {}
     for name, names in (students | means).items():
         if len(names) > 1:
-            found[name] = mean_figures([tries[each] for each in names], before, tasks)
+            found[name] = mean_figures([tries[each] for each in names], before, tasks, copied)
     text = markdown(table(found)) + "\n"
     (options.output / "table.md").write_text(text)
     print(text)

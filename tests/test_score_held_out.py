@@ -41,10 +41,20 @@ def test_a_contender_is_compared_task_by_task(seed_tasks):
     assert found["right"][0] == 0.75
     assert found["over it"] == pytest.approx([0.5, 0.0]), "both tasks gain as much: the pairs do not spread"
     assert (found["any"], found["all"], found["majority"], found["worked"]) == (1.0, 0.5, 0.75, 1.0)
+    assert found["readable"] == 1.0
+    assert "uncopied" not in found, "nobody tried to copy"
     rows = score_held_out.table({"start": score_held_out.figures(start, None, tasks), "student": found})
     assert rows[0][:2] == ["", "right"]
     assert rows[1][rows[0].index("over it")] == ""
     assert rows[2][rows[0].index("over it")] == "+0.500 [+0.500, +0.500]"
+
+
+def test_a_gain_by_copying_is_told_from_others(seed_tasks):
+    start, student = [[WRONG], [WRONG], [UNREADABLE]], [[RIGHT], [WRONG], [WRONG]]
+    found = score_held_out.figures(student, start, seed_tasks[:3], copied=[True, False, False])
+    assert found["over it"][0] == pytest.approx(1 / 3)
+    assert found["uncopied"] == [0.0, 0.0]
+    assert score_held_out.figures(start, start, seed_tasks[:3])["readable"] == pytest.approx(2 / 3)
 
 
 def test_a_mean_is_over_the_attempts_of_all_and_paired_by_task(seed_tasks):
