@@ -147,6 +147,16 @@ def test_an_answer_as_long_as_the_context_is_refused_before_anything_is_asked(ro
         evaluate(root, "--max_tokens", "1024", "--out", str(root / "long"))
 
 
+def test_a_server_that_does_not_start_says_why(root):
+    out = root / "starts-not"
+    (out / "_evaluation").mkdir(parents=True)
+    (out / "_evaluation" / "server.log").write_text("ValueError: of another server\n")
+    flags = "--dtype float32 --enforce-eager --max-model-len 99999999"
+    reason = r"`server_args` takes its flags\): Value error, User-specified max_model_len \(99999999\) is greater"
+    with pytest.raises(SystemExit, match=reason):
+        evaluate(root, "--server_args", flags, "--out", str(out))
+
+
 def test_what_is_finished_is_not_done_again(root):
     log = root / "run" / "_evaluation" / "server.log"
     before = log.stat().st_mtime_ns, (root / "run" / "evaluation.json").read_text()
@@ -155,8 +165,9 @@ def test_what_is_finished_is_not_done_again(root):
 
 
 def test_answers_of_an_interrupted_run_are_not_asked_for_again(root):
-    """The server of the job has ended, so every answer has to come from what is there."""
+    """No server answers, so every answer has to come from what is there: the next one has another port."""
     job = root / "run" / "_evaluation" / "student_0.json"
+    job.write_text(json.dumps(json.loads(job.read_text()) | {"url": "http://127.0.0.1:9", "concurrency": 3}))
     results = list((root / "run" / "_evaluation").glob("*/student_0-*/result.json"))
     before = [json.loads(path.read_text()) for path in results]
     for path in results:

@@ -43,9 +43,9 @@ class Pair:
         path = self.directory / "error.json"
         return json.loads(path.read_text())["error"] if path.exists() else None
 
-    def graded(self) -> int:
-        """Answers graded so far."""
-        return sum(path.read_bytes().count(b"\n") for path in self.directory.glob("reviews/*/*.jsonl"))
+    def answered(self) -> int:
+        """Answers so far; they are graded when all are there."""
+        return sum(path.read_bytes().count(b"\n") for path in self.directory.glob("predictions/*/*.jsonl"))
 
 
 def make_pairs(
@@ -177,7 +177,7 @@ def _watch(pairs: Sequence[Pair], processes: dict, server: Server, say: Callable
             say(f"{done} {pair.contender.name} on {BENCHMARKS[pair.benchmark].title}: {outcome}")
         if time.perf_counter() > next_word:
             next_word += 60
-            graded = sum(pair.graded() for pair in pairs)
-            say(f"{graded} answers graded after {(time.perf_counter() - started) / 60:.0f} minutes")
+            answers = sum(pair.answered() for pair in pairs)
+            say(f"{answers} answers after {(time.perf_counter() - started) / 60:.0f} minutes")
         if running:
             time.sleep(0.2)

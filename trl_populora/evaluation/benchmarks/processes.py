@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,5 +42,12 @@ def end(process: subprocess.Popen, seconds: float = 20.0) -> None:
     process.wait()
 
 
-def last_lines(log: Path, number: int = 15) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-number:])
+def tell_end(log: Path, number: int = 15) -> str:
+    """
+    Why a process ended, from what it printed: the first error that it names, because later ones only follow from it,
+    or else its last lines.
+    """
+    text = log.read_text(errors="replace")
+    # pydantic counts its errors in the first line and says what they are in the next ones
+    error = re.search(r"(?:\b\w+(?:Error|Exception): (?!\d+ validation)|Value error, )\S.*", text)
+    return error.group() if error else "\n".join(text.splitlines()[-number:])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trl_populora.adapters.folding import fold_patterns
 from trl_populora.evaluation.benchmarks.contenders import BASE, Contender, revision_flags
-from trl_populora.evaluation.benchmarks.processes import end, last_lines, start
+from trl_populora.evaluation.benchmarks.processes import end, start, tell_end
 from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.hub.model_card import VLLM_RANKS
 
@@ -47,8 +47,8 @@ class Server:
         if self.process is not None and self.process.poll() is not None:
             assert self.log is not None
             raise RuntimeError(
-                f"The vLLM server ended with code {self.process.returncode}. The end of {self.log}:\n"
-                f"{last_lines(self.log)}"
+                f"The vLLM server ended with code {self.process.returncode} (see {self.log}; `server_args` takes its "
+                f"flags): {tell_end(self.log)}"
             )
 
     def models(self) -> dict[str, bool]:
@@ -136,6 +136,7 @@ def run_server(base: str, contenders: Sequence[Contender], flags: str, log: Path
     adapters = [_as_vllm_reads(each, log.parent / "adapters") for each in contenders if each.adapter]
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", base, "--served-model-name", BASE]
     command += ["--host", "127.0.0.1", "--port", str(port), *_flags(adapters), *shlex.split(flags)]
+    log.unlink(missing_ok=True)  # an earlier server's errors would pass for this one's
     process = start(command, log)
     try:
         server = Server(f"http://127.0.0.1:{port}", process, log)

@@ -48,6 +48,8 @@ def task_config(job: dict[str, Any], name: str, directory: Path) -> TaskConfig:
         work_dir=str(directory),
         no_timestamp=True,
         use_cache=str(directory) if begun else None,
+        # Otherwise answers that another server gave, if only at another port, would be refused. They are graded anew.
+        rerun_review=begun,
     )
     # Given to the constructor, it would ask for EvalScope's own containers.
     config.sandbox.enabled = True
