@@ -42,12 +42,19 @@ def end(process: subprocess.Popen, seconds: float = 20.0) -> None:
     process.wait()
 
 
+# As a traceback ends, after what vLLM's log puts before it; an error that a warning mentions is none. pydantic counts
+# its errors in the first line and says what they are in the next ones.
+_ENDS_IN = re.compile(
+    r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?\s*([\w.]*(?:Error|Exception): (?!\d+ validation)\S.*|Value error, \S.*)",
+    re.MULTILINE,
+)
+
+
 def tell_end(log: Path, number: int = 15) -> str:
     """
     Why a process ended, from what it printed: the first error that it names, because later ones only follow from it,
     or else its last lines.
     """
     text = log.read_text(errors="replace")
-    # pydantic counts its errors in the first line and says what they are in the next ones
-    error = re.search(r"(?:\b\w+(?:Error|Exception): (?!\d+ validation)|Value error, )\S.*", text)
-    return error.group() if error else "\n".join(text.splitlines()[-number:])
+    error = _ENDS_IN.search(text)
+    return error.group(1) if error else "\n".join(text.splitlines()[-number:])
