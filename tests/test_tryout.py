@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from trl_populora import __main__ as program
@@ -63,6 +64,29 @@ def test_what_stands_in_the_way_is_named(proposals, answers, obstacles):
     said = "\n".join(show(found, TryArguments("a/base")))
     assert ("Nothing can be learned yet" in said) == bool(obstacles)
     assert ("prompt_style: turns" in said) != bool(obstacles)
+
+
+def test_the_settings_that_fit_are_a_recipe_of_what_was_tried(make_args):
+    found = tryout(
+        {
+            ("teacher", TURNS): [GOOD] * 4,
+            ("student", TURNS): [NOTHING] * 4,
+            ("student", SHOTS): [GOOD, READ] * 2,
+        }
+    )
+    options = TryArguments("a/base", task_kinds=["code_o", "code_i"], temperature=0.7)
+    lines = list(show(found, options))
+    settings = yaml.safe_load("\n".join(lines[lines.index("Settings that fit:") + 1 : -1]))
+    args = make_args(**settings)
+    assert (args.prompt_style, args.shots, args.max_completion_length) == ("turns", 3, 64)
+    assert (args.task_kinds, args.temperature, args.inputs_per_function) == (["code_o", "code_i"], 0.7, 4)
+
+
+@pytest.mark.parametrize(("temperature", "advised"), [(1.0, True), (0.7, False)])
+def test_a_cooler_sample_is_a_way_out_where_it_was_not_tried(temperature, advised):
+    found = tryout({("teacher", TURNS): [NOTHING] * 4, ("student", TURNS): [NOTHING] * 4})
+    said = "\n".join(show(found, TryArguments("a/base", temperature=temperature)))
+    assert ("`--temperature 0.7`" in said) == advised
 
 
 def test_failures_are_shown_with_their_reason_and_command_no_terminal():

@@ -10,6 +10,7 @@ from .tryout import Form, TryArguments, Tryout
 
 
 EXCERPT = 12  # lines of a failed text
+COOLER = 0.7  # at which a 135M's proposals are read twice as often as at 1
 CERTAINTY = 1.96  # standard errors on both sides of a share
 
 
@@ -41,23 +42,26 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     yield ""
     if obstacles := found.obstacles():
         yield f"Nothing can be learned yet with {form}: {', and '.join(obstacles)}."
-        yield from _ways_out(obstacles)
+        yield from _ways_out(obstacles, options)
         return
     yield "Settings that fit:"
+    yield f"  task_kinds: [{', '.join(options.task_kinds)}]"
     yield f"  prompt_style: {form.style}"
     yield f"  shots: {form.shots}"
     yield f"  max_completion_length: {found.advise_length()}"
     yield f"  inputs_per_function: {options.inputs}"
+    yield f"  temperature: {options.temperature}"
     yield f"Completions end at the tokens {', '.join(map(str, sorted(found.ends)))}, which the trainer finds itself."
 
 
-def _ways_out(obstacles: Sequence[str]) -> Iterator[str]:
+def _ways_out(obstacles: Sequence[str], options: TryArguments) -> Iterator[str]:
     if obstacles == ["every answer is right"]:
         yield "The tasks are too easy for this base: give harder ones with `--seed_tasks`, or train without a try."
         return
+    cooler = f"`--temperature {COOLER}` makes fewer mistakes; " if options.temperature > COOLER else ""
     yield (
         "Ways out: a cold start (`recipes/cold_start.py`) teaches the format; a larger or instruction-tuned base "
-        "knows it; `--max_completion_length` may cut answers; `--samples 64` tells small shares from none."
+        f"knows it; {cooler}`--max_completion_length` may cut answers; `--samples 64` tells small shares from none."
     )
 
 
