@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 
 import pytest
 
@@ -103,6 +104,15 @@ def test_the_scan_is_linear_in_unclosed_strings():
 def test_parsing_warns_about_nothing(recwarn):
     parse_bounded("def f(x):\n    return x is 1 or '\\d'")
     assert not recwarn.list
+
+
+def test_parsing_brings_back_no_warning_that_was_told():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            parse_bounded("def f(x):\n    return x is 1")
+            warnings.warn("to be told once", FutureWarning, stacklevel=1)
+    assert len(told) == 1
 
 
 PROGRAM = 'def f(x):\n    """Doc."""\n    # a remark\n    y = x + 1\n    return y * "2"\n'

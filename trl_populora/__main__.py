@@ -94,7 +94,7 @@ def train(arguments: Sequence[str]) -> None:
     from trl_populora.model_options import MemberConfig, group_options
     from trl_populora.populora_config import PopuLoRAConfig
 
-    # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename in every step.
+    # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
     group_options(parser, TrainArguments, PopuLoRAConfig)

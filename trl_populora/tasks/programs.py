@@ -21,6 +21,7 @@ MAX_CHAIN = (
     200  # tokens in a row between commas, brackets summed up: each may be a level of the tree (`----1`, `a.b.c`)
 )
 FUNCTION = "f"
+_OF_PARSED_TEXT = ("ignore", None, Warning, re.compile("<unknown>"), 0)  # the file that `ast.parse` names
 
 
 class ProgramError(ValueError):
@@ -55,12 +56,20 @@ def parse_bounded(program: str) -> ast.Module:
         raise ProgramError(Reject.OVERSIZED, f"program of {len(program)} characters, at most {MAX_PROGRAM_CHARS}")
     _scan(program)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an invalid escape or `1is 2` in untrusted text is no concern of the log
-            return ast.parse(program)
+        _ignore_warnings_of_parsed_text()
+        return ast.parse(program)
     # ValueError: null bytes, lone surrogates, integers over the digit limit. The other two: trees that are too deep.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ProgramError(Reject.SYNTAX, f"{type(error).__name__}: {error}") from error
+
+
+def _ignore_warnings_of_parsed_text() -> None:
+    """
+    An invalid escape or `1is 2` in untrusted text is no concern of the log. The filter stays: with one that comes and
+    goes, as in `catch_warnings`, Python forgets what else was told and tells it again in every step.
+    """
+    if warnings.filters[:1] != [_OF_PARSED_TEXT]:
+        warnings.filterwarnings("ignore", module=_OF_PARSED_TEXT[3].pattern)
 
 
 def check_program(program: str) -> None:
