@@ -30,6 +30,7 @@ from trl_populora.report.curves import (
     draw_held_out,
     draw_ratings,
     draw_rewards,
+    draw_thinking,
 )
 from trl_populora.report.live import LiveReport
 from trl_populora.report.load import Run, load_history, load_run, load_samples
@@ -245,6 +246,12 @@ def test_a_first_step_is_seen(draw):
     lines = [line for axis in figure.axes for line in axis.lines if len(line.get_xdata()) == 1]
     assert lines
     assert all(line.get_marker() == "o" for line in lines)
+
+
+def test_a_legend_names_only_what_was_measured():
+    figure = Figure()
+    draw_thinking(figure, Run("run", [{"step": step, "solve/thinking_rate": 0.5} for step in (1, 2)], []))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fresh tasks"]
 
 
 @pytest.mark.parametrize(("members", "bands"), [(2, 0), (3, 0), (4, 1)])

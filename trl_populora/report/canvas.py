@@ -101,6 +101,8 @@ def finish(figure: Figure, lowest: Axes) -> None:
     for line in lines:
         if len(line.get_xdata()) == 1:  # a run's first step: through one point there is no line
             line.set(marker="o", markersize=4)
+        if len(line.get_xdata()) == 0:  # not measured in this run: nothing that a legend could name
+            line.set_label(None)
     if any(axis.get_legend_handles_labels()[0] for axis in figure.axes):
         figure.legend(loc="outside lower center", ncols=2)
 

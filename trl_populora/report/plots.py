@@ -178,7 +178,7 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
     records = load_run(run)
 
     def paint(figure: Figure) -> None:
-        figure.suptitle(f"{records.name}: dotted lines mark evolution events")
+        figure.suptitle(records.name + (": dotted lines mark evolution events" if records.births else ""))
         parts: Any = figure.subfigures(len(OVERVIEW) // 2, 2)
         for part, plot in zip(parts.flat, OVERVIEW, strict=True):
             part.suptitle(plot.title)
