@@ -10,7 +10,7 @@ from .tryout import Form, TryArguments, Tryout
 
 
 EXCERPT = 12  # lines of a failed text
-COOLER = 0.7  # at which a 135M's proposals are read twice as often as at 1
+COOLER = 0.7  # at which small bases are read more often, see benchmarks/RESULTS.md
 CERTAINTY = 1.96  # standard errors on both sides of a share
 
 
