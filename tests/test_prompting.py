@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,15 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.code_tasks import DOUBLE
 from tests.models import CHATML, make_tokenizer, save_base
-from trl_populora.assets import tiny_base_path
+from trl_populora.assets import real_seed_tasks, tiny_base_path
 from trl_populora.generation.prompting import choose_shots, choose_style
 from trl_populora.generation.texts import as_completions
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.step.referee import Referee
-from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Refusal, Task, TaskArchive, TaskKind
+from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Refusal, Task, TaskArchive, TaskKind, load_seed_tasks
+from trl_populora.tasks.base import KindSettings
 
 
 TURNS = {"prompt_style": "turns", "max_completion_length": 200}
@@ -70,8 +72,32 @@ def test_code_f_is_shown_proposals_of_its_own_kind_about_other_programs(sandbox,
         assert task.program in turn["content"]
     text = prompt[1]["content"]
     assert kind.parse_proposal(text, kept).program == about.program, "it is about the first"
-    kind.inputs_per_task = 5  # examples with another number of inputs would speak against the prompt
+    kind.inputs_per_task = 5  # examples with fewer inputs would speak against the prompt
     assert roles(referee.proposal_prompt(kind, kept)[0]) == "u"
+
+
+def test_code_f_is_shown_as_many_inputs_as_it_is_asked_for_of_examples_that_have_more(sandbox, seed_tasks):
+    kind, example = CodeF(inputs_per_task=3), next(task for task in seed_tasks if task.kind == "code_f")
+    written = kind.parse_proposal(kind.write_proposal(example), [example])
+    assert written.inputs == example.inputs[:3]
+    assert len(example.inputs) > 3
+    constant = replace(example, outputs=(example.outputs[0],) * 3 + example.outputs[3:])
+    assert kind.write_proposal(constant) == "", "these three alone would be refused"
+
+
+@pytest.mark.parametrize("count", [4, 10], ids=["as `populora try` asks", "as a run asks"])
+def test_no_teacher_of_a_chat_model_proposes_without_having_seen_how(sandbox, count):
+    settings = KindSettings(prompt_style="turns", inputs_per_function=count)
+    kinds = {name: kind() for name, kind in TASK_KINDS.items()}
+    archive, rng = TaskArchive(), random.Random(0)
+    for task in load_seed_tasks(real_seed_tasks()):
+        archive.add(task)
+    referee = Referee(kinds, sandbox, "turns")
+    for kind in kinds.values():
+        kind.configure(settings)
+        for _ in range(20):
+            prompt, _ = referee.proposal_prompt(kind, referee.draw_references(kind, archive, 2, rng))
+            assert len(prompt) >= 3, kind.name
 
 
 def test_the_reference_that_a_proposal_is_about_stays_where_there_is_little_room(sandbox, seed_tasks):

@@ -66,10 +66,11 @@ class CodeF(CodeKind):
         return templates.user_turn(text)
 
     def write_proposal(self, task: Task) -> str:
-        """Nothing for a task with another number of inputs than is asked for."""
-        if len(task.inputs) != self.inputs_per_task:
+        """As many of its inputs as are asked for; nothing where it has fewer, or where those give one output."""
+        count = self.inputs_per_task
+        if len(task.inputs) < count or _is_constant(task.outputs[:count]):
             return ""
-        inputs = "\n".join(map(templates.arguments, task.inputs))
+        inputs = "\n".join(map(templates.arguments, task.inputs[:count]))
         return templates.fence(("inputs", inputs), ("message", task.message))
 
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal:
@@ -118,8 +119,7 @@ class CodeF(CodeKind):
         outputs = self.outputs_of(verdict)
         if isinstance(outputs, Refusal):
             return outputs
-        first, *others = (values.decode(text) for text in outputs)
-        if all(values.equal(first, other) for other in others):
+        if _is_constant(outputs):
             return Refusal(Reject.CONSTANT_OUTPUT, "all inputs give the same output")
         pairs = list(zip(proposal.inputs, outputs, strict=True))
         rng.shuffle(pairs)
@@ -172,11 +172,17 @@ class CodeF(CodeKind):
         return references[0].program
 
 
+def _is_constant(outputs: Sequence[str]) -> bool:
+    first, *others = map(values.decode, outputs)
+    return all(values.equal(first, other) for other in others)
+
+
 def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
     """Swaps a pair into the hidden ones if these would all be met by one constant."""
-    last, *others = (values.decode(output) for _, output in pairs[: visible - 1 : -1])
-    if not others or not all(values.equal(last, other) for other in others):
+    hidden = [output for _, output in pairs[visible:]]
+    if len(hidden) == 1 or not _is_constant(hidden):
         return
+    last = values.decode(hidden[-1])
     for index in range(visible):
         if not values.equal(last, values.decode(pairs[index][1])):
             pairs[index], pairs[-1] = pairs[-1], pairs[index]

@@ -58,9 +58,9 @@ TURNS = {
     "must work out what `f` returns.",
     "code_i/propose": "Write one new short Python function `f` and one input for it. A reader will be shown the "
     "function and what it returns, and must find the input.",
-    "code_f/propose": "Write {count} different inputs for this Python function, one per line, and a message that "
-    "hints at what it does. A reader will be shown some inputs with what the function returns, and the message, and "
-    "must write the function.",
+    "code_f/propose": "Write {count} different inputs for this Python function, one per line in an ```inputs block, "
+    "then a ```message block that hints at what it does. A reader will be shown some inputs with what the function "
+    "returns, and the message, and must write the function.",
     "code_o/solve": "What does `f` return for this input? Work it out, then write the value in an ```output block.",
     "code_i/solve": "For which input does `f` return this output? Work it out, then write the arguments in an "
     "```input block.",
