@@ -411,12 +411,24 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
     assert [*archive] == seeds != [*earlier], "its authors are no members of this run"
 
 
-@pytest.mark.parametrize(("shown", "told"), [(2, ["No task of code_i to start from"]), (0, [])])
-def test_a_kind_without_a_task_to_start_from_is_told(shown, told, seed_tasks, make_args, caplog):
-    args = make_args(task_kinds=["code_o", "code_i"], references_per_proposal=shown)
-    given = Dataset.from_list([task.to_record() for task in seed_tasks if task.kind == "code_o"])
-    load_archive(given, make_kinds(args), args.prompt_style, args.archive_size, args.references_per_proposal)
-    assert [line.partition(":")[0] for line in caplog.messages if line.startswith("No task")] == told
+@pytest.mark.parametrize(
+    ("given", "settings", "told"),
+    [
+        (["code_o"], {"references_per_proposal": 2}, ["code_i"]),
+        (["code_o"], {"references_per_proposal": 0}, []),
+        (["code_o", "code_f"], {"inputs_per_function": 4}, []),
+        (["code_o", "code_f"], {"inputs_per_function": 5}, ["code_f"]),
+        (["code_o", "code_f"], {"inputs_per_function": 5, "prompt_style": "chat"}, []),
+    ],
+    ids=["no task", "none is shown", "enough inputs", "too few inputs", "no proposal is shown"],
+)
+def test_a_kind_whose_teachers_see_no_example_is_told(given, settings, told, seed_tasks, make_args, caplog):
+    kinds = ["code_o", "code_f" if "code_f" in given else "code_i"]
+    args = make_args(task_kinds=kinds, **{"prompt_style": "turns"} | settings)
+    table = Dataset.from_list([task.to_record() for task in seed_tasks if task.kind in given])
+    load_archive(table, make_kinds(args), args.prompt_style, args.archive_size, args.references_per_proposal)
+    lines = [line for line in caplog.messages if line.startswith("No task")]
+    assert [line.removeprefix("No task of ").partition(" to start from")[0] for line in lines] == told
 
 
 def test_yaml_and_overrides_reach_the_config(tmp_path):

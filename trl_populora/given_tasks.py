@@ -99,15 +99,21 @@ def load_archive(
     for task in tasks:  # an archive of another run names authors and steps of that run
         archive.add(replace(task, author=Task.author, step=Task.step))
     check_archive(archive, kinds, references is not None)
-    shown = {name: kind.reference_kinds for name, kind in kinds.items() if kind.reference_kinds}
-    bare = [name for name, references in shown.items() if not archive.sample(references, 1, random.Random(0))]
+    bare = [name for name, kind in kinds.items() if kind.reference_kinds and not _has_example(archive, kind, style)]
     if bare and references:
         logger.warning(
-            "No task of %s to start from: teachers see no example of them at first, and may write nothing valid. Add "
-            "seed tasks of these kinds, or leave them out of `task_kinds`.",
+            "No task of %s to start from that teachers could be shown: they see no example at first, and may write "
+            "nothing valid. Add seed tasks of these kinds (code_f: of `inputs_per_function` inputs or more), or leave "
+            "them out of `task_kinds`.",
             ", ".join(bare),
         )
     return archive
+
+
+def _has_example(archive: TaskArchive, kind: TaskKind, style: str | None) -> bool:
+    if kind.shows_turns(style or "") and not kind.writes_program:
+        return any(kind.write_proposal(task) for task in archive if task.kind == kind.name)
+    return bool(archive.sample(kind.reference_kinds, 1, random.Random(0)))
 
 
 def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing: bool) -> None:

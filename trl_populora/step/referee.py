@@ -34,7 +34,7 @@ GUESS_HEADROOM = 4.0  # a guess may take a quarter of the limit: nobody waits fo
 
 @dataclass(frozen=True)
 class Grade:
-    """An attempt as it was read, whether it is right, and what it comes to (see `TaskKind.said`)."""
+    """An attempt as it was read, whether it is right, and what it comes to (see `TaskKind.identify_mistake`)."""
 
     attempt: Attempt
     right: bool
@@ -71,7 +71,7 @@ class Referee:
         """Archived tasks that a proposing teacher is shown; a kind that writes no program needs the first of them."""
         count = checked(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
-        if self._shows_turns(kind) and not kind.writes_program:
+        if kind.shows_turns(self.style) and not kind.writes_program:
             drawn += archive.sample([kind.name], k, rng)
         return drawn
 
@@ -123,15 +123,11 @@ class Referee:
         ]
         return any(self.room(prompt) < 0 for prompt in prompts)
 
-    def _shows_turns(self, kind: TaskKind) -> bool:
-        """Whether references are turns in which a proposal was asked for and written."""
-        return self.style == "turns" and type(kind).write_proposal is not TaskKind.write_proposal
-
     def _ask_for_task(self, kind: TaskKind, shown: Sequence[Task]) -> Messages:
         def ask(references: Sequence[Task]) -> Messages:
             return checked(kind.name, "proposal_prompt", kind.proposal_prompt(references, self.style), (list,))
 
-        if not self._shows_turns(kind):
+        if not kind.shows_turns(self.style):
             return ask(shown)
         about, examples = ([], shown) if kind.writes_program else (shown[:1], shown[1:])
         texts = [checked(kind.name, "write_proposal", kind.write_proposal(task), (str,)) for task in examples]

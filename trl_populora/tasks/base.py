@@ -278,6 +278,10 @@ class TaskKind(ABC):
         """
         return ""
 
+    def shows_turns(self, style: str) -> bool:
+        """Whether references are turns in which a proposal was asked for and written."""
+        return style == "turns" and type(self).write_proposal is not TaskKind.write_proposal
+
     @abstractmethod
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal | Reject:
         """Reads a teacher's completion (without its end-of-turn token). Must never raise on any text."""
