@@ -41,12 +41,14 @@ from tqdm import tqdm
 from trl_populora.adapters.routing import BASE_NAME
 from trl_populora.evaluation.cross_play import Contest, assemble
 from trl_populora.files import write_json
+from trl_populora.population.members import read_population
 from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.tasks import Task, load_seed_tasks
+from trl_populora.runs.saved_population import check_one_moment
+from trl_populora.tasks import Task, load_seed_tasks, resolve_kind
 from trl_populora.tasks.fences import has_thinking
 
 
-START, COPYING = "start", "copying"
+START, COPYING, ADAPTER_FILE = "start", "copying", "adapter_model.safetensors"
 Try = tuple[bool, str, bool]  # right, the answer (empty if unreadable), worked
 
 
@@ -69,29 +71,73 @@ def try_tasks(
     return found
 
 
-def score(
-    contest: Contest, member: str, name: str, source: str | Path, tasks: Sequence[Task], options: argparse.Namespace
-) -> list[list[Try]]:
+def find_contenders(options: argparse.Namespace, tasks: Sequence[Task]) -> dict[str, str | Path]:
     """
-    The contender's attempts from its file, or anew.
+    The name of each contender and where it comes from: a directory, or `base`.
 
     Raises:
-        ValueError: If the file is of another `source` (a directory), other tasks or another number of attempts.
+        ValueError: If a run cannot be read, was not saved to its end or does not play a task's kind, if two runs have
+            one name, if there is no adapter in `--start`.
     """
-    path = options.output / f"{name.replace(' ', '-')}.json"
-    asked = {
-        "of": str(source.resolve() if isinstance(source, Path) else source),
-        "attempts": options.attempts,
-        "tasks": digest(tasks),
-    }
-    if path.exists():
-        kept = json.loads(path.read_text())
-        if kept["asked"] != asked:
-            raise ValueError(f"{path} is of another run, other tasks or another number of attempts; give `--output`.")
-    else:
-        kept = {"asked": asked, "tries": try_tasks(contest, member, name, tasks, options)}
-        write_json(path, kept)
-    return kept["tries"]
+    if options.start and not (options.start / ADAPTER_FILE).is_file():
+        raise ValueError(f"{options.start} holds no {ADAPTER_FILE}; `--start` is the directory given as `warm_start`.")
+    found: dict[str, str | Path] = {BASE_NAME: BASE_NAME} | ({START: options.start} if options.start else {})
+    for run in map(Path, options.runs):
+        saved = read_population(run)
+        check_one_moment(run, saved)
+        kinds = [resolve_kind(kind).name for kind in saved["settings"]["task_kinds"]]
+        if strange := ", ".join(sorted({task.kind for task in tasks} - set(kinds))):
+            raise ValueError(f"{options.tasks} has tasks of {strange}; {run} plays {', '.join(kinds)}.")
+        names = [student_name(run, member["name"]) for member in saved["members"] if member["role"] == "student"]
+        if taken := found.keys() & set(names):
+            raise ValueError(f"Two runs have a {min(taken)}; give runs whose directories have different names.")
+        found |= dict.fromkeys(names, run)
+    return found
+
+
+def student_name(run: Path, member: str) -> str:
+    return f"{run.resolve().name} {member}"
+
+
+class Scores:
+    """
+    Every contender's attempts, each in a file of its own.
+
+    Raises:
+        ValueError: If a file is of another source (a directory), other tasks or another number of attempts. All are
+            read first: attempts take long.
+    """
+
+    def __init__(self, sources: Mapping[str, str | Path], tasks: Sequence[Task], options: argparse.Namespace):
+        self.tasks, self.options = tasks, options
+        self.asked = {
+            name: {
+                "of": str(source.resolve() if isinstance(source, Path) else source),
+                "attempts": options.attempts,
+                "tasks": digest(tasks),
+            }
+            for name, source in sources.items()
+        }
+        self.known: dict[str, list[list[Try]]] = {}
+        for name, asked in self.asked.items():
+            if (path := self.path(name)).exists():
+                kept = json.loads(path.read_text())
+                differs = [key for key in asked if kept["asked"][key] != asked[key]]
+                if differs:
+                    words = ", ".join(f"{key} {kept['asked'][key]}, here {asked[key]}" for key in differs)
+                    raise ValueError(f"{path} answers another question ({words}); give another `--output`.")
+                self.known[name] = kept["tries"]
+
+    def path(self, name: str) -> Path:
+        return self.options.output / f"{name.replace(' ', '-')}.json"
+
+    def of(self, contest: Contest, member: str, name: str) -> list[list[Try]]:
+        """The contender's attempts from its file, or anew."""
+        if name not in self.known:
+            self.known[name] = try_tasks(contest, member, name, self.tasks, self.options)
+            self.options.output.mkdir(parents=True, exist_ok=True)
+            write_json(self.path(name), {"asked": self.asked[name], "tries": self.known[name]})
+        return self.known[name]
 
 
 def digest(tasks: Sequence[Task]) -> str:
@@ -188,29 +234,26 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="answers sampled at once")
     parser.add_argument("--output", type=Path, default=Path("runs/held_out"))
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
     tasks = load_seed_tasks(options.tasks)
+    scores = Scores(find_contenders(options, tasks), tasks, options)
     tries: dict[str, list[list[Try]]] = {}
     copied: list[bool] = []
     students: dict[str, list[str]] = {}
-    for run in options.runs:
-        with assemble([run], model_init_kwargs={"dtype": "bfloat16"}, bf16=True) as contest:
-            kinds = contest.referee.kinds
-            if strange := ", ".join(sorted({task.kind for task in tasks} - kinds.keys())):
-                raise ValueError(f"{options.tasks} has tasks of {strange}; {run} plays {', '.join(kinds)}.")
+    for run in map(Path, options.runs):
+        with assemble([str(run)], model_init_kwargs={"dtype": "bfloat16"}, bf16=True) as contest:
             if BASE_NAME not in tries:
-                tries[BASE_NAME] = score(contest, BASE_NAME, BASE_NAME, BASE_NAME, tasks, options)
+                tries[BASE_NAME] = scores.of(contest, BASE_NAME, BASE_NAME)
                 copies = contest.referee.try_answers("copies", tasks)
                 if any(copies):  # none is tried in the compact style
                     copied = [any(right) for right in copies]
                     tries[COPYING] = [[(right, "copied", False)] for right in copied]
             for slot in contest.students:
-                name = f"{Path(run).name} {contest.names[slot]}"
-                tries[name] = score(contest, slot, name, Path(run), tasks, options)
-                students.setdefault(f"{Path(run).name} mean", []).append(name)
+                name = student_name(run, contest.names[slot])
+                tries[name] = scores.of(contest, slot, name)
+                students.setdefault(student_name(run, "mean"), []).append(name)
             if options.start and START not in tries:  # last, because it takes a student's place
-                write_member_file(contest.model, contest.students[0], options.start / "adapter_model.safetensors")
-                tries[START] = score(contest, contest.students[0], START, options.start, tasks, options)
+                write_member_file(contest.model, contest.students[0], options.start / ADAPTER_FILE)
+                tries[START] = scores.of(contest, contest.students[0], START)
     first = START if options.start else BASE_NAME
     before = tries.pop(first)
     found = {first: figures(before, None, tasks)}

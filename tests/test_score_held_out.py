@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -93,13 +94,43 @@ def test_a_finished_run_is_scored_once(finished, seed_tasks, tmp_path, monkeypat
     kept = output / "base.json"
     kept.write_text(kept.read_text().replace("false", "true"))
     assert run()["base"]["right"][0] == 1.0, "what is known is read, not asked again"
-    words[-1] = str(finished / "members" / "student_1")
-    with pytest.raises(ValueError, match="start.json is of another run"):
-        run()
-    words[-1] = str(finished / "members" / "student_0")
-    words[words.index("--attempts") + 1] = "3"
-    with pytest.raises(ValueError, match="another number of attempts"):
-        run()
-    tasks.write_text(given[-1])
-    with pytest.raises(ValueError, match="has tasks of code_i; .* plays letters, code_o"):
-        run()
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        ("attempts", r"base.json answers another question \(attempts 2, here 1\)"),
+        ("start", r"start.json answers another question \(of .*student_1, here .*student_0\)"),
+        ("no start", "holds no adapter_model.safetensors; `--start`"),
+        ("kind", "has tasks of code_i; .* plays letters, code_o"),
+        ("name", "Two runs have a run student_0"),
+        ("cut off", "was not saved to its end"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_anybody_is_asked(
+    spoilt, message, finished, seed_tasks, tmp_path, monkeypatch
+):
+    def ask(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["score_held_out.py", *words, "--output", str(output)])
+        score_held_out.main()
+
+    tasks, output, other = tmp_path / "tasks.jsonl", tmp_path / "scores", tmp_path / "other" / "run"
+    kind = "code_i" if spoilt == "kind" else "code_o"
+    tasks.write_text(json.dumps(next(task.to_record() for task in seed_tasks if task.kind == kind)) + "\n")
+    start = finished / "members" / "student_0"
+    words = [str(finished), "--tasks", str(tasks), "--attempts", "1"]
+    if spoilt in ("attempts", "start"):
+        output.mkdir()
+        asked = {"of": "base", "attempts": 2} if spoilt == "attempts" else {"of": str(start.with_name("student_1"))}
+        kept = {"attempts": 1, "tasks": score_held_out.digest(load_seed_tasks(str(tasks)))} | asked
+        path = output / ("base.json" if spoilt == "attempts" else "start.json")
+        path.write_text(json.dumps({"asked": kept, "tries": []}))
+    if spoilt in ("name", "cut off"):
+        shutil.copytree(finished, other)
+        words.insert(1, str(other))
+    if spoilt == "cut off":
+        (other / "members" / "student_0" / "adapter_model.safetensors").unlink()
+    before = sorted(output.glob("*"))
+    with pytest.raises(ValueError, match=message):
+        ask(*words, "--start", str(tmp_path if spoilt == "no start" else start))
+    assert sorted(output.glob("*")) == before
