@@ -21,8 +21,8 @@ from transformers import TrainerControl, TrainerState
 
 from trl_populora import __main__ as cli
 from trl_populora.report import live, plots
-from trl_populora.report.canvas import STYLE, draw_payoff, smooth
-from trl_populora.report.charts import draw_rejects
+from trl_populora.report.canvas import COLORS, STYLE, draw_payoff, smooth
+from trl_populora.report.charts import draw_rejects, draw_times
 from trl_populora.report.curves import (
     CURRICULUM,
     draw_coverage,
@@ -252,6 +252,33 @@ def test_a_legend_names_only_what_was_measured():
     figure = Figure()
     draw_thinking(figure, Run("run", [{"step": step, "solve/thinking_rate": 0.5} for step in (1, 2)], []))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fresh tasks"]
+
+
+def test_the_legend_of_what_tasks_demand_shows_the_line_that_it_names():
+    """With births marked, too: these are dotted lines, and drawn last."""
+    figure = Figure()
+    draw_curriculum(figure, Run("r", [{"step": n, "curriculum/words": 3.0} for n in (1, 2)], lineage=[{"step": 1}]))
+    (legend,) = figure.legends
+    named = dict(zip([text.get_text() for text in legend.get_texts()], legend.get_lines(), strict=True))
+    assert {name: line.get_linestyle() for name, line in named.items()} == {
+        "mean over the step's valid tasks": "-",
+        "evolution": ":",
+    }
+    assert named["mean over the step's valid tasks"].get_color() == COLORS["teacher"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.004, "< 0.01"), (0.77, "0.77"), (50.4, "50"), (231.0, "231"), (9.96, "10")]
+)
+def test_seconds_are_written_as_people_write_them(seconds, shown):
+    figure = Figure()
+    draw_times(figure, Run("r", [{"step": 1, "time/solve": seconds}]))
+    assert f"solve ({shown} s)" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_captions_are_plain_sentences():
+    """Page and terminal show them as they are."""
+    assert not [plot.name for plot in PLOTS if "`" in plot.title + plot.caption]
 
 
 @pytest.mark.parametrize(("members", "bands"), [(2, 0), (3, 0), (4, 1)])

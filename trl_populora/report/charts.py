@@ -108,13 +108,18 @@ PHASE_COLORS = {"match": "#444444", "propose": "#D55E00", "verify": "#009E73", "
 PHASE_COLORS |= {"evolve": "#CC79A7"}
 
 
+def seconds(value: float) -> str:
+    if value < 0.01:
+        return "< 0.01"
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
 @on_one_axis
 def draw_times(axis: Axes, run: Run) -> None:
     steps = [entry["step"] for entry in run.history]
     values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in PHASE_COLORS]
     means = [sum(series) / len(series) for series in values]
-    shown = [f"{mean:.2g}" if mean >= 0.01 else "< 0.01" for mean in means]
-    labels = [f"{phase} ({mean} s)" for phase, mean in zip(PHASE_COLORS, shown, strict=True)]
+    labels = [f"{phase} ({seconds(mean)} s)" for phase, mean in zip(PHASE_COLORS, means, strict=True)]
     bottom = [0.0] * len(steps)
     for series, label, color in zip(values, labels, PHASE_COLORS.values(), strict=True):
         axis.bar(steps, series, width=1, bottom=bottom, color=color, label=label, linewidth=0)

@@ -63,7 +63,7 @@ PLOTS = (
     Plot(
         "thinking",
         "Worked answers",
-        "Share of the students' attempts that work the task out in `<think>` before they answer.",
+        "Share of the students' attempts that work the task out in <think> before they answer.",
         draw_thinking,
         needs="thinks",
     ),
