@@ -254,10 +254,12 @@ def test_a_legend_names_only_what_was_measured():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fresh tasks"]
 
 
-def test_the_legend_of_what_tasks_demand_shows_the_line_that_it_names():
-    """With births marked, too: these are dotted lines, and drawn last."""
+@pytest.mark.parametrize("measures", [["words"], ["words", "letters", "signs"]])
+def test_the_legend_of_what_tasks_demand_shows_the_line_that_it_names(measures):
+    """With births marked, too: these are dotted lines, and drawn last. A third measure leaves a fourth place empty."""
+    known = {f"curriculum/{name}": 3.0 for name in measures}
     figure = Figure()
-    draw_curriculum(figure, Run("r", [{"step": n, "curriculum/words": 3.0} for n in (1, 2)], lineage=[{"step": 1}]))
+    draw_curriculum(figure, Run("r", [{"step": n} | known for n in (1, 2)], lineage=[{"step": 1}]))
     (legend,) = figure.legends
     named = dict(zip([text.get_text() for text in legend.get_texts()], legend.get_lines(), strict=True))
     assert {name: line.get_linestyle() for name, line in named.items()} == {

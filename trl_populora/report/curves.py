@@ -156,14 +156,14 @@ def draw_curriculum(figure: Figure, run: Run) -> None:
         plot_smoothed(axis, run, f"curriculum/{name}", color=COLORS["teacher"], marker=".", markersize=3)
         title, unit = CURRICULUM.get(name, (name.replace("_", " "), f"{name} per task"))
         axis.set(title=title, ylabel=unit)
-        thick = axis.lines[-1]
         mark_births(axis, run, label=False)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     for axis in axes[-1]:
         name_steps(axis, ticks=4)
     label = ",\n".join(filter(None, ["mean over the step's valid tasks", window(run)]))
-    named = {label: thick} | ({"evolution": axis.lines[-1]} if run.births else {})
+    drawn = axes.flat[0].lines  # births last
+    named = {label: drawn[-1 - len(run.births)]} | ({"evolution": drawn[-1]} if run.births else {})
     figure.legend(named.values(), named, loc="outside lower center", ncols=2)
 
 
