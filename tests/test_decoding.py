@@ -166,17 +166,16 @@ def test_parts_are_refused_where_ranks_have_to_meet():
         decoding.check_parts(100, sharded=True)
 
 
-def test_samples_have_the_distribution_of_the_model(monkeypatch):
-    monkeypatch.setattr(decoding, "ROUND", 1)
+def check_distribution(device: str = "cpu") -> None:
     vocabulary, count = 6, 6000
-    model = base(LlamaConfig(**(SMALL | {"vocab_size": vocabulary, "initializer_range": 0.2})))
+    model = base(LlamaConfig(**(SMALL | {"vocab_size": vocabulary, "initializer_range": 0.2}))).to(device)
     prompt = [4, 5, 3]
     config = settings(do_sample=True, max_new_tokens=2, eos_token_id=[1], temperature=0.7, top_k=0)
     torch.manual_seed(0)
     found = complete(model, [prompt] * count, [0] * count, no_route, config)
 
     def next_token(text):
-        return (model(torch.tensor([text])).logits[0, -1] / 0.7).softmax(-1).tolist()
+        return (model(torch.tensor([text], device=device)).logits[0, -1] / 0.7).softmax(-1).tolist()
 
     with torch.no_grad():
         first = next_token(prompt)
@@ -187,6 +186,11 @@ def test_samples_have_the_distribution_of_the_model(monkeypatch):
         spread = (probability * (1 - probability) / count) ** 0.5
         assert abs(sum(tuple(row) == outcome for row in found) / count - probability) < 5 * spread + 1e-9
     assert len(set(map(tuple, found))) > 10
+
+
+def test_samples_have_the_distribution_of_the_model(monkeypatch):
+    monkeypatch.setattr(decoding, "ROUND", 1)
+    check_distribution()
 
 
 def test_settings_that_look_at_all_tokens_look_at_those_of_earlier_rounds():

@@ -12,12 +12,15 @@ import os
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, Qwen2ForCausalLM
 
 from tests.adapter_models import gradients, make_population, make_rows, token_logps
 from tests.models import random_model
 from tests.populora_run import assert_equal, cut_run, make_trainer, state_of
+from tests.test_decoding import check_distribution
 from trl_populora.adapters.weights import adds_nothing, read_member, save_member, write_member
+from trl_populora.generation import graphs
+from trl_populora.generation.decoding import complete
 
 
 pytestmark = pytest.mark.gpu
@@ -133,6 +136,30 @@ def test_greedy_decoding_follows_the_route(saved):
     for i, row in enumerate(rows):
         expected = stock(saved, names[row], wide_base()).eval().generate(input_ids=prompts[i : i + 1], **options)[0]
         assert torch.equal(together[i], expected)
+
+
+def test_recorded_tokens_are_those_of_rounds(saved, monkeypatch):
+    """Greedy ones, of members that change between two recordings."""
+    model, router, names = population()
+    model.eval()
+    prompts = [row.tolist()[: 4 + 2 * i] for i, row in enumerate(make_rows(5, length=12))]
+    prompts, rows = [*prompts, prompts[0], prompts[0]], [2, 0, -1, 1, 2, 0, 0]
+    sampling = GenerationConfig(max_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=[1])
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(1) or replay(graph))
+    for changed in (False, True):
+        replays.clear()
+        recorded = complete(model, prompts, rows, router.rows_of, sampling)
+        assert bool(replays) == (DEVICE.type == "cuda")
+        with monkeypatch.context() as patch:
+            patch.setattr(graphs, "why_not", lambda base, sampling: "not now")
+            assert recorded == complete(model, prompts, rows, router.rows_of, sampling)
+        assert (recorded[0] == recorded[5]) == changed, "rows with one prompt"
+        write_member(model, names[2], read_member(model, names[0]))
+
+
+def test_samples_have_the_distribution_of_the_model():
+    check_distribution(DEVICE.type)
 
 
 def test_gradients_on_a_base_in_4_bits_are_those_of_stock_peft(saved):

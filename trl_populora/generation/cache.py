@@ -1,4 +1,4 @@
-"""A cache with room for the tokens of a round: a token is written into it.
+"""Caches with room for the tokens to come: a token is written into them.
 
 `DynamicCache` joins the keys and values of a new token to those before it, so that for every token the whole cache is
 read and written once more. Between two rounds `decoding` copies it anyway, when rows leave; that copy leaves the room.
@@ -50,6 +50,46 @@ class RoomyLayer(DynamicLayer):
 
     def _show(self, length: int) -> None:
         self.keys, self.values = (held[:, :, :length] for held in self._held)
+
+
+class FixedLayer(DynamicLayer):
+    """
+    A layer of a cache that never moves, where a token's place is a tensor: what writes it can be recorded.
+
+    Args:
+        layer ([`~transformers.cache_utils.DynamicLayer`]): Keys and values of the prompts, `[N, heads, L, D]`.
+        prompts (`torch.Tensor`): Which prompt each row has, `[R]`.
+        place (`torch.Tensor`): Where the next token is written, `[1]`, changed by whoever owns it.
+        length (`int`): Tokens that there is room for.
+    """
+
+    def __init__(self, layer: DynamicLayer, prompts: torch.Tensor, place: torch.Tensor, length: int):
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self.keys, self.values = (self._copy(given, prompts, length) for given in (layer.keys, layer.values))
+        self.place = place
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys.index_copy_(2, self.place, key_states)
+        self.values.index_copy_(2, self.place, value_states)
+        return self.keys, self.values
+
+    @staticmethod
+    def _copy(given: torch.Tensor, prompts: torch.Tensor, length: int) -> torch.Tensor:
+        _, heads, read, width = given.shape
+        copy = given.new_zeros(len(prompts), heads, length, width)  # what is masked must be finite, too
+        torch.index_select(given, 0, prompts, out=copy[:, :, :read])
+        return copy
+
+
+def fix(cache: Cache, prompts: torch.Tensor, place: torch.Tensor, length: int) -> Cache:
+    """A cache of [`FixedLayer`]s; takes the given one apart, so that no more than one layer is held twice."""
+    layers = []
+    while cache.layers:
+        layers.append(FixedLayer(cache.layers.pop(0), prompts, place, length))
+    return Cache(layers=layers)
 
 
 def join(parts: list[Cache], room: int) -> Cache:

@@ -2,8 +2,9 @@
 
 `generate` reads a prompt once per row and computes every row until the longest ends. In a step the G attempts at a
 task share their prompt, and most answers are short while a few are long. So each prompt is read once for all of its
-rows, and the rest comes in rounds: between two of them the rows that ended leave the batch. Samples have the
-distribution of `generate`'s; greedy ones are the same.
+rows, and the rest comes in rounds: between two of them the rows that ended leave the batch. On a GPU, where starting
+kernels takes the time, it comes from a [recording](graphs.py) instead, if it can. Samples have the distribution of
+`generate`'s; greedy ones are the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from peft import PeftModel
 from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from . import graphs
 from .attention import group_queries
 from .cache import join
 
@@ -122,9 +124,16 @@ def complete(
             read.append(_read(model, ids[some], mask[some]))
     cache = join(read, ROUND)
     going = torch.tensor(group, device=model.device)
+    completions: list[list[int]] = [[] for _ in order]
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not graphs.why_not(base, sampling):
+        with torch.no_grad(), route([members[row] for row in order]), group_queries():
+            new = graphs.finish(base, cache, ids, mask, going, sampling)
+        for row, tokens in zip(order, _until_end(new, sampling)[0], strict=True):
+            completions[row] = tokens
+        return completions
 
     rows = order
-    completions: list[list[int]] = [[] for _ in order]
     while rows:
         ids, mask = ids[going], mask[going]
         cache.batch_select_indices(going)

@@ -1,0 +1,137 @@
+"""Tokens with a cache that never moves, as a GPU records them; `test_gpu.py` records them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from trl_populora.generation import graphs
+from trl_populora.generation.decoding import complete
+
+from .adapter_models import make_population
+from .test_decoding import BASES, PROMPTS, SMALL, base, check_distribution, generated, no_route, settings
+
+
+ROWS = [0] * len(PROMPTS)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """All but the recording: every token is computed here as on a GPU the first two are."""
+    monkeypatch.setattr(graphs, "why_not", lambda base, sampling: "")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "GPT-2, learned positions"])
+def test_greedy_completions_are_those_of_generate(on_a_gpu, name, attention):
+    model = base(copy.deepcopy(BASES[name]))
+    model.set_attn_implementation(attention)
+    cut = generated(model, PROMPTS, settings(eos_token_id=[0]))
+    assert complete(model, PROMPTS, ROWS, no_route, settings(eos_token_id=[0])) == cut
+    config = settings(eos_token_id=[0, cut[0][4]])
+    found = complete(model, PROMPTS, ROWS, no_route, config)
+    assert found == generated(model, PROMPTS, config)
+    assert len(set(map(len, found))) > 1, "rows end at different times"
+
+
+def test_every_row_is_its_members_and_comes_back_in_its_place(on_a_gpu):
+    model, router, _ = make_population(3)
+    prompts = [[5, 6, 7, 8], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8]]
+    members = [2, 0, 1, -1, 2, 2]
+    config = settings(eos_token_id=[1])
+    found = complete(model, prompts, members, router.rows_of, config)
+    for prompt, member, completion in zip(prompts, members, found, strict=True):
+        with router.rows_of([member]):
+            assert [completion] == generated(model, [prompt], config)
+    assert found[0] != found[1], "members differ"
+
+
+def test_samples_have_the_distribution_of_the_model(on_a_gpu):
+    check_distribution()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7},
+        {"temperature": 2.0, "top_k": 3},
+        {"top_p": 0.4},
+        {"min_p": 0.3, "temperature": 1.5},
+        {"repetition_penalty": 3.0, "top_k": 5, "top_p": 0.8},
+    ],
+)
+def test_options_of_sampling_are_those_of_generate(options):
+    config = settings(do_sample=True, **({"top_k": 0} | options))
+    model = base(BASES["Llama"])
+    theirs = model._get_logits_processor(config, input_ids_seq_length=3, device="cpu")
+    texts, scores = (
+        torch.tensor([[5, 6, 7], [7, 7, 8]]),
+        torch.randn(2, 24, generator=torch.Generator().manual_seed(0)),
+    )
+    ours = graphs._processors(config)(texts, scores)
+    assert torch.equal(ours, theirs(texts, scores.clone()))
+    assert not torch.equal(ours, scores)
+
+
+def test_nothing_that_is_recorded_moves(on_a_gpu, monkeypatch):
+    model, places = base(BASES["Llama"]), []
+    compute = graphs._Step.compute
+
+    def observed(step):
+        compute(step)
+        held = [step.token, step.bias, step.place, step.position]
+        held += itertools.chain.from_iterable((layer.keys, layer.values) for layer in step.cache.layers)
+        places.append([each.data_ptr() for each in held])
+
+    monkeypatch.setattr(graphs._Step, "compute", observed)
+    complete(model, PROMPTS, ROWS, no_route, settings(eos_token_id=[0]))
+    assert len(places) == 19
+    assert all(each == places[0] for each in places)
+
+
+def test_rows_that_all_ended_are_not_computed_further(on_a_gpu, monkeypatch):
+    model, computed = base(BASES["Llama"]), []
+    compute = graphs._Step.compute
+    monkeypatch.setattr(graphs._Step, "compute", lambda step: computed.append(1) or compute(step))
+    complete(model, PROMPTS, ROWS, no_route, settings(eos_token_id=list(range(24))))
+    assert len(computed) == graphs.LOOK
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    monkeypatch.setattr(PreTrainedModel, "device", torch.device("cuda", 0))
+
+
+def test_graphs_are_for_cuda():
+    assert graphs.why_not(base(BASES["Llama"]), settings()) == "graphs are for CUDA, the model is on cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling", "reason"),
+    [
+        ("Llama", {}, ""),
+        ("Llama", {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}, ""),
+        ("Llama", {"no_repeat_ngram_size": 2}, "no_repeat_ngram_size is left to transformers"),
+        ("Mistral, a window shorter than the prompts", {}, "not every layer's cache holds every token"),
+        ("Gemma 3, both kinds of layers", {}, "not every layer's cache holds every token"),
+        ("GPT-2, learned positions", {}, ""),
+    ],
+)
+def test_what_cannot_be_recorded_is_named(as_on_cuda, name, sampling, reason):
+    assert graphs.why_not(base(BASES[name]), settings(**sampling)) == reason
+
+
+def test_a_base_that_looks_at_its_rows_cannot_be_recorded(as_on_cuda, monkeypatch):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert graphs.why_not(base(LlamaConfig(**SMALL, rope_parameters=rope)), settings()) == "positions are dynamic"
+    model = base(copy.deepcopy(BASES["Llama"]))
+    model.generation_config.no_repeat_ngram_size = 3
+    assert "no_repeat_ngram_size" in graphs.why_not(model, settings())
+    model.config._attn_implementation = "flash_attention_2"
+    assert "makes its own mask" in graphs.why_not(model, settings())
+    monkeypatch.setattr(type(model), "_can_compile_fullgraph", False)
+    assert graphs.why_not(model, settings()) == "transformers does not compile LlamaForCausalLM as a whole"
