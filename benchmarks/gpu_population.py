@@ -157,7 +157,8 @@ def figures(trainer: PopuLoRATrainer, model: MemberConfig, shape: Shape, watch: 
     gpu, known = card()
     budget = memory(args, model, shape, gpu, 1, max(prompts))
     phases = {name: mean(history, f"time/{name}") for name in ("match", "propose", "verify", "solve", "update")}
-    predicted = seconds(args, shape, gpu, engines_of(args, 1), 1, budget.cache_tokens, like) if known else {}
+    at = (engines_of(args, 1), 1, budget.cache_tokens, like, model.load_in_4bit)
+    predicted = seconds(args, shape, gpu, *at) if known else {}
     allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return {
         "rows": args.rows_per_step,

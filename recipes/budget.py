@@ -52,6 +52,7 @@ MEAN_COMPLETION = 0.3  # of `max_completion_length`
 # Measured on an H200 with bases of 28 and 30 layers (benchmarks/RESULTS.md): seconds a layer takes to start its
 # kernels, members' included, however little they have to do. Other hosts are faster or slower at it than that one.
 DECODING_START = 0.005  # for a token of all rows of a batch, by transformers
+REPLAYING_START = 0.0004  # likewise, replayed from a CUDA graph
 TRAINING_START = 0.024  # for a micro-batch: forward, recomputation, backward
 
 # Measured on the embedded base; nobody knows it of a larger one. Mean of `batch/live_rows` over the 24 steps of
@@ -328,13 +329,21 @@ def levers(args: PopuLoRAConfig, shape: Shape, like: Rows) -> dict[str, float]:
 
 
 def seconds(
-    args: PopuLoRAConfig, shape: Shape, gpu: Gpu, engines: int, processes: int, cache_tokens: int, like: Rows
+    args: PopuLoRAConfig,
+    shape: Shape,
+    gpu: Gpu,
+    engines: int,
+    processes: int,
+    cache_tokens: int,
+    like: Rows,
+    four_bits: bool = False,
 ) -> dict[str, float]:
     """
     Seconds of a step by phase, for such rows.
 
-    vLLM decodes as fast as weights and cache are read or multiplied, whichever is slower. Transformers has a batch
-    until its last row has ended, which may be at the limit. Training takes 8 FLOP per parameter and token: forward,
+    vLLM decodes as fast as weights and cache are read or multiplied, whichever is slower. So does transformers, but no
+    faster than its kernels start (replayed ones, unless the base is in 4 bits), and it has a batch until its last row
+    has ended, which may be at the limit. Training takes 8 FLOP per parameter and token: forward,
     its recomputation, the way back through frozen weights, and the old log-probabilities, which only vLLM needs; of
     that the share of [`levers`]. A micro-batch takes at least as long as its kernels take to start; under DeepSpeed,
     so with several processes, those of blank rows are computed, too.
@@ -343,14 +352,15 @@ def seconds(
     rows = args.rows_per_step / engines
     if args.use_vllm:
         running = min(rows, cache_tokens / row)
-        read = 2 * shape.parameters + running * row * shape.cache_bytes_per_token
-        round_seconds = max(read / gpu.bandwidth, running * 2 * shape.parameters / gpu.flops)
-        playing = rows * like.completion / running * round_seconds * LORA_SLOWDOWN / DECODING_UTILIZATION
+        token = token_seconds(shape, gpu, running, row) * LORA_SLOWDOWN
+        playing = rows * like.completion / running * token
     else:
         proposals = args.teachers * args.proposals_per_teacher
         at_once = max(1, cache_tokens // (like.prompt + args.max_completion_length)) if cache_tokens else rows
         batches = math.ceil(proposals / at_once) + math.ceil((rows - proposals) / at_once)
-        playing = batches * args.max_completion_length * shape.num_hidden_layers * DECODING_START
+        start = shape.num_hidden_layers * (DECODING_START if four_bits else REPLAYING_START)
+        token = max(start, token_seconds(shape, gpu, min(at_once, rows), row))
+        playing = batches * args.max_completion_length * token
     work = args.rows_per_step / processes * row * (8 if args.use_vllm else 6) * shape.parameters
     parts = args.micro_batches(processes)
     live = parts * math.prod(levers(args, shape, like).values())
@@ -358,6 +368,12 @@ def seconds(
     updating = live * max(work / parts / (gpu.flops * TRAINING_UTILIZATION), start)
     blank = (parts - live if processes > 1 else 1) * start
     return {"propose and solve": playing, "log-probs and update": updating + blank}
+
+
+def token_seconds(shape: Shape, gpu: Gpu, rows: float, tokens: float) -> float:
+    """What a GPU needs for the next token of so many rows, each with so many in the cache."""
+    read = 2 * shape.parameters + rows * tokens * shape.cache_bytes_per_token
+    return max(read / gpu.bandwidth, rows * 2 * shape.parameters / gpu.flops) / DECODING_UTILIZATION
 
 
 def read_recipe(path: str, output_dir: str = "runs/budget", **changes: int) -> tuple[PopuLoRAConfig, MemberConfig]:
@@ -415,7 +431,8 @@ def main() -> None:
     print_memory(args, columns)
     engines, total = engines_of(args, world), None
     if columns[0].cache_tokens > 0 or not columns[0].engine:
-        total = print_seconds(args, shape, gpu, engines, world, columns[0].cache_tokens, rows[0])
+        cache = columns[0].cache_tokens
+        total = print_seconds(args, shape, gpu, engines, world, cache, rows[0], model.load_in_4bit)
     if options.nodes > 1:
         served = engines if args.use_vllm and args.vllm_mode == "server" else 0
         adapters = (args.teachers + args.students) * shape.adapter_parameters(model.lora_r)
@@ -424,10 +441,17 @@ def main() -> None:
 
 
 def print_seconds(
-    args: PopuLoRAConfig, shape: Shape, gpu: Gpu, engines: int, processes: int, cache_tokens: int, like: Rows
+    args: PopuLoRAConfig,
+    shape: Shape,
+    gpu: Gpu,
+    engines: int,
+    processes: int,
+    cache_tokens: int,
+    like: Rows,
+    four_bits: bool,
 ) -> float:
     """What a step takes, phase by phase; returns all of it."""
-    phases = seconds(args, shape, gpu, engines, processes, cache_tokens, like)
+    phases = seconds(args, shape, gpu, engines, processes, cache_tokens, like, four_bits)
     total = sum(phases.values())
     print(f"Seconds a step: {', '.join(f'{name} {value:.0f}' for name, value in phases.items())}; ", end="")
     print(f"{args.max_steps} steps take {args.max_steps * total / 3600:.1f} hours")

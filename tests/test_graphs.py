@@ -101,6 +101,15 @@ def test_rows_that_all_ended_are_not_computed_further(on_a_gpu, monkeypatch):
     assert len(computed) == graphs.LOOK
 
 
+def test_a_reason_is_told_once(caplog):
+    for reason in ("the cache of one layer", "the cache of one layer", "the base is quantised"):
+        graphs.tell(reason)
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
+        "the cache of one layer.",
+        "the base is quantised.",
+    ]
+
+
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "device", torch.device("cuda", 0))

@@ -136,8 +136,14 @@ class TestBudget:
         assert budget.on_one_gpu <= 22 * GIB
         moments = [sum(part.values()) for part in (budget.update, budget.playing)]
         assert budget.on_one_gpu == sum(budget.held.values()) + max(moments)
+        like = Rows.of(args)
+        started, replayed = (
+            seconds(args, shape, gpu, 1, 1, budget.cache_tokens, like, four_bits)["propose and solve"]
+            for four_bits in (True, False)
+        )
+        assert replayed < started / 4, "a base in 4 bits is not recorded"
         args.generation_tokens = None
-        assert memory(args, model, shape, gpu, 1, Rows.of(args).prompt).on_one_gpu > 24 * GIB, "what the limit is for"
+        assert memory(args, model, shape, gpu, 1, like.prompt).on_one_gpu > 24 * GIB, "what the limit is for"
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_bytes_of_a_base_in_4_bits_are_those_of_bitsandbytes(self, nested, tmp_path):

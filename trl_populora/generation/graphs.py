@@ -9,6 +9,8 @@ adapters that have changed since.
 
 from __future__ import annotations
 
+import functools
+import logging
 from contextlib import nullcontext
 
 import torch
@@ -30,6 +32,8 @@ from trl_populora.adapters.checks import is_quantised
 
 from .cache import fix
 
+
+logger = logging.getLogger(__name__)
 
 LOOK = 8  # tokens between two looks at whether all rows ended: a look waits for the GPU
 _ALIGNED = 8  # SDPA's kernels copy a mask whose rows are of another length
@@ -60,6 +64,12 @@ def why_not(base: PreTrainedModel, sampling: GenerationConfig) -> str:
     if further := {name for each in given for name, value in each.items() if value} - _KNOWN - _HARMLESS:
         return f"{', '.join(sorted(further))} is left to transformers"
     return ""
+
+
+@functools.cache
+def tell(reason: str) -> None:
+    """Says once why generation on a GPU is slower than it could be."""
+    logger.warning("Tokens are generated without CUDA graphs, which takes several times as long: %s.", reason)
 
 
 def finish(
