@@ -15,9 +15,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, Qwen2ForCausalLM
 
 from tests.adapter_models import gradients, make_population, make_rows, token_logps
+from tests.completions import check_distribution
 from tests.models import random_model
 from tests.populora_run import assert_equal, cut_run, make_trainer, state_of
-from tests.test_decoding import check_distribution
 from trl_populora.adapters.weights import adds_nothing, read_member, save_member, write_member
 from trl_populora.generation import graphs
 from trl_populora.generation.decoding import complete

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from trl_populora.generation import graphs
 from trl_populora.generation.decoding import complete
 
 from .adapter_models import make_population
-from .test_decoding import BASES, PROMPTS, SMALL, base, check_distribution, generated, no_route, settings
+from .completions import BASES, PROMPTS, SMALL, base, check_distribution, generated, no_route, settings
 
 
 ROWS = [0] * len(PROMPTS)
@@ -101,9 +102,23 @@ def test_rows_that_all_ended_are_not_computed_further(on_a_gpu, monkeypatch):
     assert len(computed) == graphs.LOOK
 
 
+@pytest.mark.parametrize(("free", "fits"), [(2410, True), (2390, False)])
+def test_rows_that_would_not_fit_are_generated_in_rounds(monkeypatch, free, fits):
+    layer = SimpleNamespace(
+        keys=SimpleNamespace(shape=(3, 2, 7, 8), element_size=lambda: 2, device=torch.device("cuda", 0)),
+        values=SimpleNamespace(shape=(3, 2, 7, 4), element_size=lambda: 2),
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - 100, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    reason = graphs.why_no_room(SimpleNamespace(layers=[layer, layer]), rows=2, length=10)  # 1920 bytes
+    assert fits == (not reason)
+    assert fits or "need over 80% of the free memory; lower `generation_tokens`" in reason
+
+
 def test_a_reason_is_told_once(caplog):
     for reason in ("the cache of one layer", "the cache of one layer", "the base is quantised"):
-        graphs.tell(reason)
+        graphs._tell(reason)
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
         "the cache of one layer.",
         "the base is quantised.",

@@ -126,10 +126,7 @@ def complete(
     going = torch.tensor(group, device=model.device)
     completions: list[list[int]] = [[] for _ in order]
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    reason = graphs.why_not(base, sampling)
-    if reason and base.device.type == "cuda":
-        graphs.tell(reason)
-    if not reason:
+    if graphs.can_record(base, sampling, cache, len(order), width + sampling.max_new_tokens):
         with torch.no_grad(), route([members[row] for row in order]), group_queries():
             new = graphs.finish(base, cache, ids, mask, going, sampling)
         for row, tokens in zip(order, _until_end(new, sampling)[0], strict=True):

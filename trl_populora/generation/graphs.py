@@ -36,6 +36,7 @@ from .cache import fix
 logger = logging.getLogger(__name__)
 
 LOOK = 8  # tokens between two looks at whether all rows ended: a look waits for the GPU
+FREE_SHARE = 0.8  # of the free memory may the cache have; scores and one layer's prompts need some
 _ALIGNED = 8  # SDPA's kernels copy a mask whose rows are of another length
 _ATTENTIONS = {"sdpa", "eager"}  # these take the mask as it is
 _LOOKING_ROPES = {"dynamic", "longrope"}  # whose frequencies depend on how long the longest row is
@@ -66,9 +67,31 @@ def why_not(base: PreTrainedModel, sampling: GenerationConfig) -> str:
     return ""
 
 
+def why_no_room(cache: Cache, rows: int, length: int) -> str:
+    """Why so many rows cannot stay in a GPU's cache, each with room for `length` tokens; empty if they can."""
+    device = cache.layers[0].keys.device
+    if device.type != "cuda":
+        return ""
+    held = [given for layer in cache.layers for given in (layer.keys, layer.values)]
+    needed = rows * length * sum(given.shape[1] * given.shape[3] * given.element_size() for given in held)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if needed <= FREE_SHARE * (torch.cuda.mem_get_info(device)[0] + unused):
+        return ""
+    return (
+        f"all rows until the last has ended need over {FREE_SHARE:.0%} of the free memory; lower `generation_tokens`"
+    )
+
+
+def can_record(base: PreTrainedModel, sampling: GenerationConfig, cache: Cache, rows: int, length: int) -> bool:
+    """Whether [`finish`] can generate so many rows of so many tokens. Where it cannot on a GPU, says once why."""
+    reason = why_not(base, sampling) or why_no_room(cache, rows, length)
+    if reason and base.device.type == "cuda":
+        _tell(reason)
+    return not reason
+
+
 @functools.cache
-def tell(reason: str) -> None:
-    """Says once why generation on a GPU is slower than it could be."""
+def _tell(reason: str) -> None:
     logger.warning("Tokens are generated without CUDA graphs, which takes several times as long: %s.", reason)
 
 
