@@ -52,7 +52,7 @@ def why_not(base: PreTrainedModel, sampling: GenerationConfig) -> str:
     given = (sampling.to_diff_dict(), base.generation_config.to_diff_dict())
     if base.device.type != "cuda":
         return f"graphs are for CUDA, the model is on {base.device.type}"
-    if not base._can_compile_fullgraph:
+    if not getattr(base, "_can_compile_fullgraph", False):
         return f"transformers does not compile {type(base).__name__} as a whole"
     if base.config._attn_implementation not in _ATTENTIONS:
         return f"`attn_implementation={base.config._attn_implementation}` makes its own mask"
