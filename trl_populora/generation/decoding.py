@@ -49,7 +49,7 @@ def why_whole(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool
     if not layers <= _SELECTABLE:
         return f"the cache of {', '.join(sorted(layers - _SELECTABLE))} layers does not give rows away"
     if sampling.cache_implementation:
-        return f"`cache_implementation={sampling.cache_implementation}` is a cache of fixed size"
+        return f"`cache_implementation={sampling.cache_implementation}` names a cache of transformers' own"
     if sampling.use_cache is False:
         return "`use_cache=False` keeps nothing of a round for the next"
     return f"{', '.join(looking)} look at where the prompt ends" if looking else ""

@@ -156,7 +156,15 @@ class _Step:
         scores (`torch.Tensor`): What follows it, `[R, V]`.
     """
 
-    def __init__(self, base, cache, ids, mask, prompts, room: int):
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        cache: Cache,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        prompts: torch.Tensor,
+        room: int,
+    ):
         self.base, self.scores = base, torch.empty(0)
         self.token, self.position = ids[prompts, -1:], mask[prompts].sum(1, keepdim=True) - 1
         self.place = torch.tensor([ids.shape[1] - 1], device=ids.device)
