@@ -6,7 +6,7 @@
 Takes the settings of the run itself, so that prompts, kinds, tasks, limits and the adapter's shape are the run's, and
 leaves an ordinary LoRA adapter where the run's `warm_start` looks for it: all members start from it. TRL's
 `SFTTrainer` trains it on documents that `cold_documents.py` writes, on the assistant's last turn alone. A 135M takes
-about half an hour on a CPU; `--resume` goes on after an interruption. `--help` lists the options.
+20 minutes on two CPU cores; `--resume` goes on after an interruption. `--help` lists the options.
 
 What it leaves out: measuring what came of it. A run's first steps do, or its held-out tasks with `eval_on_start`.
 """
