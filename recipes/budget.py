@@ -431,8 +431,8 @@ def main() -> None:
     print_memory(args, columns)
     engines, total = engines_of(args, world), None
     if columns[0].cache_tokens > 0 or not columns[0].engine:
-        cache = columns[0].cache_tokens
-        total = print_seconds(args, shape, gpu, engines, world, cache, rows[0], model.load_in_4bit)
+        at = (engines, world, columns[0].cache_tokens, rows[0], model.load_in_4bit)
+        total = print_seconds(args, shape, rows[0], seconds(args, shape, gpu, *at))
     if options.nodes > 1:
         served = engines if args.use_vllm and args.vllm_mode == "server" else 0
         adapters = (args.teachers + args.students) * shape.adapter_parameters(model.lora_r)
@@ -440,18 +440,8 @@ def main() -> None:
     print("Fits." if all(column.fits for column in columns) else "Does not fit.")
 
 
-def print_seconds(
-    args: PopuLoRAConfig,
-    shape: Shape,
-    gpu: Gpu,
-    engines: int,
-    processes: int,
-    cache_tokens: int,
-    like: Rows,
-    four_bits: bool,
-) -> float:
+def print_seconds(args: PopuLoRAConfig, shape: Shape, like: Rows, phases: dict[str, float]) -> float:
     """What a step takes, phase by phase; returns all of it."""
-    phases = seconds(args, shape, gpu, engines, processes, cache_tokens, like, four_bits)
     total = sum(phases.values())
     print(f"Seconds a step: {', '.join(f'{name} {value:.0f}' for name, value in phases.items())}; ", end="")
     print(f"{args.max_steps} steps take {args.max_steps * total / 3600:.1f} hours")

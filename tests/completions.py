@@ -17,6 +17,8 @@ from transformers import (
 
 from trl_populora.generation.decoding import complete
 
+from .adapter_models import make_population
+
 
 SMALL = {
     "vocab_size": 24,
@@ -87,3 +89,16 @@ def check_distribution(device: str = "cpu") -> None:
         spread = (probability * (1 - probability) / count) ** 0.5
         assert abs(sum(tuple(row) == outcome for row in found) / count - probability) < 5 * spread + 1e-9
     assert len(set(map(tuple, found))) > 10
+
+
+def check_members() -> None:
+    """Whether each row is completed as its member alone does, and comes back in its place."""
+    model, router, _ = make_population(3)
+    prompts = [[5, 6, 7, 8], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8]]
+    members = [2, 0, 1, -1, 2, 2]
+    config = settings(eos_token_id=[1])
+    found = complete(model, prompts, members, router.rows_of, config)
+    for prompt, member, completion in zip(prompts, members, found, strict=True):
+        with router.rows_of([member]):
+            assert [completion] == generated(model, [prompt], config)
+    assert found[0] != found[1], "members differ"

@@ -15,8 +15,7 @@ from trl_populora.generation import decoding
 from trl_populora.generation.cache import RoomyLayer
 from trl_populora.generation.decoding import complete, complete_whole, why_whole
 
-from .adapter_models import make_population
-from .completions import BASES, ENDS, PROMPTS, base, check_distribution, generated, no_route, settings
+from .completions import BASES, ENDS, PROMPTS, base, check_distribution, check_members, generated, no_route, settings
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -33,15 +32,7 @@ def test_greedy_completions_are_those_of_generate(name):
 
 
 def test_every_row_is_its_members_and_comes_back_in_its_place():
-    model, router, _ = make_population(3)
-    prompts = [[5, 6, 7, 8], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8]]
-    members = [2, 0, 1, -1, 2, 2]
-    config = settings(eos_token_id=[1])
-    found = complete(model, prompts, members, router.rows_of, config)
-    for prompt, member, completion in zip(prompts, members, found, strict=True):
-        with router.rows_of([member]):
-            assert [completion] == generated(model, [prompt], config)
-    assert found[0] != found[1], "members differ"
+    check_members()
 
 
 def test_a_prompt_is_read_once_and_ended_rows_leave():

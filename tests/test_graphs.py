@@ -13,8 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from trl_populora.generation import graphs
 from trl_populora.generation.decoding import complete
 
-from .adapter_models import make_population
-from .completions import BASES, PROMPTS, SMALL, base, check_distribution, generated, no_route, settings
+from .completions import BASES, PROMPTS, SMALL, base, check_distribution, check_members, generated, no_route, settings
 
 
 ROWS = [0] * len(PROMPTS)
@@ -40,15 +39,7 @@ def test_greedy_completions_are_those_of_generate(on_a_gpu, name, attention):
 
 
 def test_every_row_is_its_members_and_comes_back_in_its_place(on_a_gpu):
-    model, router, _ = make_population(3)
-    prompts = [[5, 6, 7, 8], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8]]
-    members = [2, 0, 1, -1, 2, 2]
-    config = settings(eos_token_id=[1])
-    found = complete(model, prompts, members, router.rows_of, config)
-    for prompt, member, completion in zip(prompts, members, found, strict=True):
-        with router.rows_of([member]):
-            assert [completion] == generated(model, [prompt], config)
-    assert found[0] != found[1], "members differ"
+    check_members()
 
 
 def test_samples_have_the_distribution_of_the_model(on_a_gpu):
@@ -103,7 +94,7 @@ def test_rows_that_all_ended_are_not_computed_further(on_a_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(("free", "fits"), [(2410, True), (2390, False)])
-def test_rows_that_would_not_fit_are_generated_in_rounds(monkeypatch, free, fits):
+def test_what_rows_need_is_compared_with_the_free_memory(monkeypatch, free, fits):
     layer = SimpleNamespace(
         keys=SimpleNamespace(shape=(3, 2, 7, 8), element_size=lambda: 2, device=torch.device("cuda", 0)),
         values=SimpleNamespace(shape=(3, 2, 7, 4), element_size=lambda: 2),
@@ -114,6 +105,14 @@ def test_rows_that_would_not_fit_are_generated_in_rounds(monkeypatch, free, fits
     reason = graphs.why_no_room(SimpleNamespace(layers=[layer, layer]), rows=2, length=10)  # 1920 bytes
     assert fits == (not reason)
     assert fits or "need over 80% of the free memory; lower `generation_tokens`" in reason
+
+
+def test_rows_that_would_not_fit_are_generated_in_rounds(on_a_gpu, monkeypatch):
+    model, recorded = base(BASES["Llama"]), []
+    monkeypatch.setattr(graphs, "finish", lambda *given: recorded.append(1))
+    monkeypatch.setattr(graphs, "why_no_room", lambda cache, rows, length: f"{rows} rows of {length}")
+    assert complete(model, PROMPTS, ROWS, no_route, settings()) == generated(model, PROMPTS, settings())
+    assert not recorded
 
 
 def test_a_reason_is_told_once(caplog):
