@@ -141,7 +141,7 @@ def two_plots(monkeypatch):
     from trl_populora.report import plots
 
     monkeypatch.setattr(plots, "PLOTS", plots.PLOTS[:2])
-    monkeypatch.setattr(plots, "OVERVIEW", plots.OVERVIEW[:2])
+    monkeypatch.setattr(plots, "OVERVIEW", plots.OVERVIEW[2:4])
 
 
 @pytest.fixture

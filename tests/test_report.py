@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib.image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -168,6 +169,14 @@ def test_the_overview_picture(finished, tmp_path):
     assert plot_run(finished, tmp_path / "run.png").stat().st_size > 10_000
 
 
+def test_the_overview_has_no_panels_of_what_the_run_did_not_measure(finished, tmp_path, monkeypatch):
+    """Held-out tasks and worked answers would stand above the ratings."""
+    monkeypatch.setattr(plots, "OVERVIEW", plots.OVERVIEW[:4])
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "propose/valid_rate": 0.5}) + "\n")
+    heights = [matplotlib.image.imread(plot_run(run, tmp_path / "run.png")).shape[0] for run in (finished, tmp_path)]
+    assert heights[1] < 0.6 * heights[0]
+
+
 def test_rewards_of_any_size_are_in_the_picture():
     run = Run("rich", [{"step": s, "rewards/teacher_reward/mean": -3.0 * s} for s in (1, 2)])
     figure = Figure()
@@ -313,7 +322,7 @@ class TestLiveReport:
     def logs(self, run, make_args, monkeypatch):
         """Begins a run with the callback, and returns what logs a step at an instant; two pictures are enough here."""
         monkeypatch.setattr(plots, "PLOTS", PLOTS[:1])
-        monkeypatch.setattr(plots, "OVERVIEW", plots.OVERVIEW[:2])
+        monkeypatch.setattr(plots, "OVERVIEW", plots.OVERVIEW[2:4])
         args, state, control, instants = make_args(output_dir=str(run)), TrainerState(), TrainerControl(), [0.0]
         monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: instants.pop(0)))
         callback = LiveReport()

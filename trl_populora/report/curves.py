@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 @on_one_axis
 def draw_held_out(axis: Axes, run: Run) -> None:
-    """
-    Held-out solve rate of each student, their mean, and the base's as a line; of several tables the means alone. Says
-    so where none was measured.
-    """
+    """Held-out solve rate of each student, their mean, and the base's as a line; of several tables the means alone."""
     tables = run.tables
     if len(tables) == 1:
         for index, name in enumerate(run.members("student")):
@@ -52,8 +49,6 @@ def draw_held_out(axis: Axes, run: Run) -> None:
         if base:
             label = "the base, untrained" if one else "_"
             axis.axhline(base[0], color=GREY if one else color, label=label, linestyle="--", linewidth=1.4)
-    if not tables:
-        axis.text(0.5, 0.5, "no held-out tasks were attempted", ha="center", va="center", transform=axis.transAxes)
     axis.set(ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ PLOTS = (
     Plot("times", "Time per phase", "In brackets the mean over the run.", draw_times, 3.9),
 )
 
-# What `run.png` shows, two beside each other.
+# What `run.png` shows of what the run has left, two beside each other.
 _DETAILS = ("held_out_kinds", "curriculum", "coverage", "rejects", "matches", "lineage", "times")
 OVERVIEW = [plot for plot in PLOTS if plot.name not in _DETAILS]
 
@@ -166,7 +167,7 @@ def draw_plots(run: Run, directory: Path, names: Sequence[str] | None = None) ->
 
 def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
     """
-    Draws the pictures that tell most into one PNG.
+    Draws the pictures that tell most into one PNG, of those that the run has left something for.
 
     Args:
         run (`str` or `Path`): The run's `output_dir`.
@@ -176,12 +177,14 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
         `ValueError`: If the run has not logged a step yet.
     """
     records = load_run(run)
+    shown = [plot for plot in OVERVIEW if plot.can_be_drawn(records)]
+    rows = math.ceil(len(shown) / 2)
 
     def paint(figure: Figure) -> None:
         figure.suptitle(records.name + (": dotted lines mark evolution events" if records.births else ""))
-        parts: Any = figure.subfigures(len(OVERVIEW) // 2, 2)
-        for part, plot in zip(parts.flat, OVERVIEW, strict=True):
+        parts: Any = figure.subfigures(rows, 2)
+        for part, plot in zip(parts.flat, shown, strict=False):
             part.suptitle(plot.title)
             plot.draw(part, records)
 
-    return picture(Path(path or Path(run, "run.png")), (2.2 * WIDTH, 2.2 * len(OVERVIEW)), paint, dpi=110)
+    return picture(Path(path or Path(run, "run.png")), (2.2 * WIDTH, 4.4 * rows), paint, dpi=110)
