@@ -46,7 +46,7 @@ from trl_populora.population.evolution import Breeding, newborn_rating, plan_bir
 from trl_populora.population.matchmaking import BETA, Match, Matchmaker  # noqa: E402
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population  # noqa: E402
 from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
-from trl_populora.step.rules import Outcome, student_share  # noqa: E402
+from trl_populora.step.pay import Outcome, student_share  # noqa: E402
 
 
 MEMBERS = 4  # of each role

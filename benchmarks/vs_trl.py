@@ -69,9 +69,9 @@ from trl_populora.assets import resolve_model_path  # noqa: E402
 from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
 from trl_populora.populora_trainer import PopuLoRATrainer  # noqa: E402
 from trl_populora.step import rollout  # noqa: E402
-from trl_populora.step.played import Played, Row  # noqa: E402
+from trl_populora.step.pay import Answer, Outcome, Rules  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
-from trl_populora.step.rules import Rules  # noqa: E402
+from trl_populora.step.rows import Played, Row  # noqa: E402
 
 
 PAIRS = 4  # teachers, and students, unless an option says otherwise
@@ -169,7 +169,7 @@ class Ours:
 
     def kept(self, columns: dict[str, list]) -> dict[str, list]:
         played = self.trainer.played
-        self.played.append(Step(played.rows, played.own_worth.rewards.tolist()))
+        self.played.append(Step(played.rows, played.local_worth.rewards.tolist()))
         return columns
 
     def phases(self) -> dict[str, float]:
@@ -334,18 +334,18 @@ def long_rows(live: float, seed: int) -> list[Row]:
         teaches = task < round(live * tasks)
         prompt = tokens(LONG.prompt)
         for attempt in range(LONG.attempts):
-            row = Row("student", f"student_{task % PAIRS}", "code_o", task % PAIRS, well_formed=True)
-            row.correct, row.group = teaches and attempt % 2 == 0, f"task {task}"
-            row.completion, row.pay = Completion(prompt, completion(), ""), rules.student_reward(row.answer)
-            rows.append(row)
+            right = teaches and attempt % 2 == 0
+            facts: dict[str, Any] = {"correct": right, "well_formed": True, "group": f"task {task}"}
+            facts |= {"completion": Completion(prompt, completion(), "")}
+            facts |= {"pay": rules.student_reward(Answer("code_o", right, well_formed=True))}
+            rows.append(Row("student", f"student_{task % PAIRS}", "code_o", task % PAIRS, **facts))
     for task in range(tasks):
-        row = Row(
-            "teacher", f"teacher_{task % PAIRS}", "code_o", task % PAIRS, valid=True, group=f"match {task % PAIRS}"
-        )
         # The first half of them are each teacher's first proposals: those who teach have two unequal rewards.
-        row.solve_rate = 0.5 if task < PAIRS and task < round(live * PAIRS) else 0.25
-        row.completion, row.pay = Completion(tokens(LONG.prompt), completion(), ""), rules.teacher_reward(row.outcome)
-        rows.append(row)
+        rate = 0.5 if task < PAIRS and task < round(live * PAIRS) else 0.25
+        facts = {"valid": True, "solve_rate": rate, "group": f"match {task % PAIRS}"}
+        facts |= {"completion": Completion(tokens(LONG.prompt), completion(), "")}
+        facts |= {"pay": rules.teacher_reward(Outcome("code_o", True, solve_rate=rate))}
+        rows.append(Row("teacher", f"teacher_{task % PAIRS}", "code_o", task % PAIRS, **facts))
     return rows
 
 
@@ -381,7 +381,8 @@ def long_update(options: argparse.Namespace, clock, directory: str, share: float
     def play(prompts: list, trainer) -> dict[str, list]:
         rows = long_rows(share, trainer.state.global_step)
         trainer.played = Played(rows, [row.record() for row in rows])
-        trainer._score(trainer.played)
+        trainer.played.rewards = trainer._reward(trainer.played)
+        trainer.scorer.score(trainer.played)
         return ours.kept(trainer.played.tokens)
 
     ours.trainer.rollout_func = play

@@ -36,7 +36,7 @@ from trl_populora.report.load import load_evaluations
 from trl_populora.report.plots import plot_run
 from trl_populora.runs.checkpoint import find_newest
 from trl_populora.sandbox import Sandbox
-from trl_populora.step.rules import Answer
+from trl_populora.step.pay import Answer
 from trl_populora.tasks import load_seed_tasks
 
 

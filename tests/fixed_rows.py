@@ -7,6 +7,7 @@ columns, rewards) is drawn from the step number, so nothing has to be stored or 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
@@ -15,9 +16,9 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.small_run import QUIET
-from trl_populora.step.played import Played, Row
+from trl_populora.step.pay import Answer, Outcome, Rules
 from trl_populora.step.player import Completion
-from trl_populora.step.rules import Rules
+from trl_populora.step.rows import Played, Row
 
 
 TEACHERS, STUDENTS, PROPOSALS, ATTEMPTS = 4, 4, 4, 2
@@ -55,15 +56,15 @@ def rows_of_step(step: int) -> list[Row]:
         for slot in range(PROPOSALS):
             prompt, group = _tokens(rng), f"{match}/{slot}"
             rates = rng.choice([0.0, 0.25, 0.5, 0.75])
-            rows.append(
-                Row("teacher", teacher, "code_o", match, valid=True, solve_rate=rates, group=f"proposal {group}")
-            )
-            rows[-1].completion = Completion(_tokens(rng), _tokens(rng), "")
+            written = Completion(_tokens(rng), _tokens(rng), "")
+            facts: dict[str, Any] = {"valid": True, "solve_rate": rates, "group": f"proposal {group}"}
+            rows.append(Row("teacher", teacher, "code_o", match, completion=written, **facts))
             for attempt in range(ATTEMPTS):
                 right = rng.random() < 0.5 if attempt else True
-                rows.append(Row("student", student, "code_o", match, correct=right, well_formed=rng.random() < 0.5))
-                rows[-1].completion, rows[-1].group = Completion(prompt, _tokens(rng), ""), f"attempts {group}"
-    return rows
+                facts = {"correct": right, "well_formed": rng.random() < 0.5, "group": f"attempts {group}"}
+                written = Completion(prompt, _tokens(rng), "")
+                rows.append(Row("student", student, "code_o", match, completion=written, **facts))
+    return [replace(row, pay=reward_of(row)) for row in rows]
 
 
 def _tokens(rng: random.Random) -> list[int]:
@@ -71,8 +72,17 @@ def _tokens(rng: random.Random) -> list[int]:
 
 
 def reward_of(row: Row) -> float:
-    rules = Rules()
-    return rules.teacher_reward(row.outcome) if row.role == "teacher" else rules.student_reward(row.answer)
+    """What the default rules pay for a row."""
+    if row.role == "teacher":
+        return Rules().teacher_reward(Outcome(row.kind, row.valid, row.reject_reason, row.solve_rate))
+    return Rules().student_reward(Answer(row.kind, row.correct, row.well_formed))
+
+
+def play_rows(trainer, rows: list[Row], records: list[dict]) -> None:
+    """Makes these rows the step that a `PopuLoRATrainer` has just played."""
+    trainer.played = Played(rows, records)
+    trainer.played.rewards = trainer._reward(trainer.played)
+    trainer.scorer.score(trainer.played)
 
 
 def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
@@ -82,10 +92,7 @@ def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
     def play(prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         rows = rows_of(trainer.state.global_step)
         shares = [[row for row in rows if int(row.group[-1]) % world == other] for other in range(world)]
-        for row in rows:
-            row.pay = reward_of(row)
-        trainer.played = Played(shares[rank], [row.record() for share in shares for row in share])
-        trainer._score(trainer.played)
+        play_rows(trainer, shares[rank], [row.record() for share in shares for row in share])
         return trainer.played.tokens
 
     trainer.rollout_func = play

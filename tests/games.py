@@ -7,11 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
+from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Player
 from trl_populora.step.referee import Referee
-from trl_populora.step.rollout import Game
+from trl_populora.step.rows import Played
 from trl_populora.tasks import CodeO
 from trl_populora.tasks.archive import TaskArchive
 
@@ -21,6 +24,15 @@ G = 4
 
 def proposal(program: str, arguments: str) -> str:
     return f"```python\n{program}\n```\n```input\n{arguments}\n```"
+
+
+def reward_with_pay(played: Played) -> torch.Tensor:
+    """The reward function of a step without TRL: one column, what the rules pay for each row."""
+    return torch.tensor([[record["pay"]] for record in played.records])
+
+
+def play(game: Game, done: int) -> Played:
+    return play_step(game, done, reward_with_pay)
 
 
 def make_game(

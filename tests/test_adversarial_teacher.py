@@ -17,14 +17,15 @@ from statistics import fmean
 
 import pytest
 
+from tests.games import play
 from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.sandbox.values import encode
+from trl_populora.step.pay import PAY, Outcome, price_proposals
+from trl_populora.step.play import Game
 from trl_populora.step.player import Completion, Player
 from trl_populora.step.referee import Referee
-from trl_populora.step.rollout import Game, play_step
-from trl_populora.step.rules import PAY, price_proposals
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task, load_seed_tasks
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.control import THINK_TAGS
@@ -70,7 +71,6 @@ class Teacher:
     kind: str = "code_o"
     steps: int = STEPS
     known: Task = KNOWN  # the program that code_f is about
-    rival: Student | None = None  # how another student does; alike without one
 
     def earns(self, sandbox: Sandbox) -> tuple[dict[str, float], set[str]]:
         """Mean reward of a proposal under every named pay, and why proposals were rejected."""
@@ -82,8 +82,7 @@ class Teacher:
             if member == "teacher_0":
                 return next(self.proposals)
             kind = prompt.split()[1]
-            student = self.rival if self.rival and member == "student_1" else self.student
-            answer = student(prompt, rng) if kind == self.kind else "0"
+            answer = self.student(prompt, rng) if kind == self.kind else "0"
             return f"```{FENCE[kind]}\n{answer}\n```"
 
         def generate(prompts, members, seeds=None):
@@ -98,12 +97,14 @@ class Teacher:
             player=Player(generate),
             proposals=P,
             attempts=G,
-            students_per_task=2,
             references=1,
             seed=0,
         )
-        rows = [row for step in range(self.steps) for row in play_step(game, step).rows if row.role == "teacher"]
-        rewards = {pay: fmean(map(price_proposals(pay), [row.outcome for row in rows])) for pay in PAY}
+        rows = [row for step in range(self.steps) for row in play(game, step).rows if row.role == "teacher"]
+        outcomes = [
+            Outcome(row.kind, row.valid, row.reject_reason, row.solve_rate, G, row.chance, row.rarity) for row in rows
+        ]
+        rewards = {pay: fmean(map(price_proposals(pay), outcomes)) for pay in PAY}
         return rewards, {row.reject_reason for row in rows} - {""}
 
 
@@ -384,7 +385,7 @@ def sandbox():
 
 @pytest.fixture(scope="module")
 def honest_rewards(sandbox):
-    honest = Teacher(of_seeds("code_i"), competent(0.8), rival=competent(0.2))  # as code_o they are new tasks
+    honest = Teacher(of_seeds("code_i"), competent(0.5))  # as code_o they are new tasks
     rewards, rejects = honest.earns(sandbox)
     assert not rejects
     assert rewards["paper"] == pytest.approx(0.5, abs=0.05)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from trl_populora.runs.alarms import STEPS, Alarms
-from trl_populora.step.played import Played
+from trl_populora.step.rows import Played
 
 
 ARGS = SimpleNamespace(student_baseline="group", report_to=["a tracker"])

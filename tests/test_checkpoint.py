@@ -44,7 +44,6 @@ class TestExactResume:
             pytest.param(
                 {
                     "teacher_reward": "rarity",
-                    "teacher_scale": "running",
                     "teacher_beta": 0.01,
                     "replay": 0.2,
                     "per_device_train_batch_size": 7,

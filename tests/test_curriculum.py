@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.games import G, make_game, solve_by_plan
+from tests.games import G, make_game, play, solve_by_plan
 from tests.small_run import small_args, small_trainer
 from trl_populora.given_tasks import read_held_out
 from trl_populora.population.matchmaking import Matchmaker
@@ -15,7 +15,6 @@ from trl_populora.report.load import load_last_task, load_run, load_samples
 from trl_populora.report.page import write_report
 from trl_populora.runs.records import read_lines
 from trl_populora.sandbox import Sandbox
-from trl_populora.step.rollout import play_step
 from trl_populora.tasks import make_task
 
 
@@ -29,14 +28,14 @@ def sandbox():
         yield running
 
 
-def play(sandbox, steps: int = 1, count: int = 6, **settings):
+def play_steps(sandbox, steps: int = 1, count: int = 6, **settings):
     solve = lambda content, index: solve_by_plan(content, index % G)  # noqa: E731
     game = make_game(sandbox, tasks(count), None, solve, teachers=0, students=2, proposals=3, **settings)
-    return game, [play_step(game, done) for done in range(steps)]
+    return game, [play(game, done) for done in range(steps)]
 
 
 def test_every_student_attempts_the_same_tasks_and_nothing_is_proposed(sandbox):
-    _, (played,) = play(sandbox)
+    _, (played,) = play_steps(sandbox)
     assert {row.role for row in played.rows} == {"student"}
     met = {member: Counter(r.task_id for r in played.rows if r.member == member) for member in played.members}
     assert met["student_0"] == met["student_1"]
@@ -45,7 +44,7 @@ def test_every_student_attempts_the_same_tasks_and_nothing_is_proposed(sandbox):
 
 
 def test_a_pass_has_each_task_once_and_the_next_one_another_order(sandbox):
-    _, steps = play(sandbox, steps=4)
+    _, steps = play_steps(sandbox, steps=4)
     shown = [[r.task_id for r in played.rows if r.member == "student_0"][::G] for played in steps]
     first, second = shown[0] + shown[1], shown[2] + shown[3]
     assert len(set(first)) == 6
@@ -54,7 +53,7 @@ def test_a_pass_has_each_task_once_and_the_next_one_another_order(sandbox):
 
 
 def test_without_shuffling_tasks_come_in_the_order_of_the_table(sandbox):
-    game, steps = play(sandbox, steps=2, shuffle=False)
+    game, steps = play_steps(sandbox, steps=2, shuffle=False)
     shown = [r.task_id for played in steps for r in played.rows if r.member == "student_0"][::G]
     assert shown == [task.task_id for task in game.archive]
 
@@ -65,13 +64,13 @@ def test_ranks_share_the_tasks_of_a_step(sandbox):
         game = make_game(sandbox, tasks(6), None, lambda *_: "", teachers=0, students=2, proposals=4)
         game.player.rank, game.player.world = rank, 2
         game.player.gather = lambda value: [value, value]
-        shares.append({row.task_id for row in play_step(game, 0).rows})
+        shares.append({row.task_id for row in play(game, 0).rows})
     assert [len(share) for share in shares] == [2, 2]
     assert not shares[0] & shares[1]
 
 
 def test_solve_rates_are_told_and_what_teachers_do_is_not_known(sandbox):
-    _, (played,) = play(sandbox, count=3)
+    _, (played,) = play_steps(sandbox, count=3)
     assert played.metrics["solve/rate"] == pytest.approx((1 + 0.5 + 0) / 3)
     assert played.metrics["solve/frac_none"] == played.metrics["solve/frac_all"] == pytest.approx(1 / 3)
     for key in ("propose/valid_rate", "solve/archive_rate", "population/teacher/mu_mean", "match/win_prob_mean"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from statistics import stdev
 
 import pytest
 
@@ -101,56 +100,6 @@ class TestRarity:
         assert features.metrics() == {"curriculum/features": 1.0}
 
 
-def after(*steps: tuple[tuple[str, ...], float], window: int = 200) -> Features:
-    """Features after steps of eight tasks each, that use these words and are solved so often."""
-    features = Features(window)
-    for words, rate in steps:
-        for _ in range(8):
-            features.add(words)
-        features.note([rate] * 8)
-    return features
-
-
-class TestProgress:
-    def test_it_is_the_gain_from_the_older_half_to_the_newer_less_its_standard_error(self):
-        features = after((("Add",), 0.25), (("Add",), 0.75))
-        surer = 0.5 - stdev([0.25] * 8 + [0.75] * 8) / 2
-        assert features.progress(("Add",)) == pytest.approx(surer)
-        assert features.progress(("Add", "Mod")) == pytest.approx(surer / 2), "nothing is known of Mod"
-        assert after((("Add",), 0.75), (("Add",), 0.25)).progress(("Add",)) == pytest.approx(-surer)
-        assert features.progress(()) == 0.0
-
-    def test_more_results_are_surer(self):
-        few, many = (after(*[(("Add",), rate) for rate in (0.0, 1.0) for _ in range(n)]) for n in (1, 8))
-        assert 0 < few.progress(("Add",)) < many.progress(("Add",)) < 1
-
-    def test_tasks_that_are_solved_by_all_or_by_none_as_it_happens_show_next_to_none(self):
-        rng, seen = random.Random(0), []
-        features = Features(window=64)
-        for _ in range(100):
-            for _ in range(16):
-                features.add(("Add",))
-            features.note([float(rng.random() < 0.5) for _ in range(16)])
-            seen.append(max(0.0, features.progress(("Add",))))
-        assert sum(seen) / len(seen) < 0.03
-
-    def test_a_feature_that_comes_up_anew_shows_no_progress_yet(self):
-        assert after((("Add",), 0.5), (("Mod",), 1.0)).progress(("Mod",)) == 0.0
-
-    def test_tasks_of_this_step_are_not_results_yet(self):
-        features = after((("Add",), 0.25), (("Add",), 0.75))
-        before = features.progress(("Add",))
-        features.add(("Add",))
-        assert features.progress(("Add",)) == before
-
-    def test_a_step_with_more_tasks_than_are_remembered(self):
-        features = Features(window=4)
-        for _ in range(6):
-            features.add(("Add",))
-        features.note([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
-        assert features.progress(("Add",)) == pytest.approx(1 - stdev([0.0, 0.0, 1.0, 1.0]))
-
-
 def test_saved_and_restored_it_goes_on_as_before():
     rng, vocabulary = random.Random(0), ["Add", "Sub", "Mod", ".upper", "[x:]"]
     one, other = Features(window=20), Features(window=20)
@@ -160,8 +109,7 @@ def test_saved_and_restored_it_goes_on_as_before():
         words = [tuple(sorted(rng.sample(vocabulary, 2))) for _ in range(6)]
         for each in words:
             features.add(each)
-        features.note([rng.random() for _ in words])
-        return [value for each in words for value in (features.rarity(each), features.progress(each))]
+        return [features.rarity(each) for each in words]
 
     for _ in range(7):
         play(one, rng.randrange(100))
@@ -170,9 +118,18 @@ def test_saved_and_restored_it_goes_on_as_before():
     assert one.state_dict() == other.state_dict()
 
 
+def test_a_state_with_solve_rates_still_loads():
+    """Checkpoints of before 0.1.0 have them, for a pay that is gone."""
+    features = Features(window=4)
+    features.load_state_dict({"tasks": [[["Add"], 0.5], [["Mod"], None]]})
+    assert features.state_dict() == {"tasks": [["Add"], ["Mod"]]}
+
+
 def test_a_smaller_window_keeps_the_newest():
-    small = Features(window=8)
-    small.load_state_dict(after((("Add",), 0.5), (("Mod",), 1.0)).state_dict())
+    large, small = Features(window=16), Features(window=8)
+    for words in [("Add",)] * 8 + [("Mod",)] * 8:
+        large.add(words)
+    small.load_state_dict(large.state_dict())
     assert (small.rarity(("Add",)), small.rarity(("Mod",))) == (1.0, 0.0)
 
 

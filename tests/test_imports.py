@@ -28,7 +28,7 @@ FLOORS = [
     {"evaluation"},
     {"__main__"},
 ]
-TORCH_FREE = ["tasks", "sandbox", "population.members", "population.matchmaking", "step.rewards"]
+TORCH_FREE = ["tasks", "sandbox", "population.members", "population.matchmaking", "step.pay", "step.rows"]
 TORCH_FREE += ["report.page", "report.terminal"]
 
 

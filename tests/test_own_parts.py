@@ -16,7 +16,8 @@ from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
 from trl_populora.population.operators import find_operator
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.step.own import add_metrics, estimate_advantages, find_metrics
+from trl_populora.step.advantages import estimate_advantages
+from trl_populora.step.rows import add_metrics, find_metrics
 
 
 HERE = "tests.test_own_parts"

@@ -139,27 +139,8 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
             {"student_reward": "my:pay", "student_reward_wrong": 0.1},
             "`student_reward_wrong=0.1` says nothing to `stude",
         ),
-        ({"teacher_scale": "batch"}, "`teacher_scale` must be one of step, running, got 'batch'"),
-        ({"teacher_scale": "running", "scale_rewards": "none"}, "`teacher_scale=running` scales, `scale_rewards=none"),
         ({"teacher_beta": 0.1, "beta": 0.04}, "`teacher_beta=0.1` is for teachers alone: leave `beta` at 0"),
         ({"teacher_beta": -0.1}, "`teacher_beta` must be at least 0, got -0.1"),
-        (
-            {"teacher_reward": "regret"},
-            "`teacher_reward=regret` compares two students at each task: set `students_per_ta",
-        ),
-        ({"students_per_task": 3}, "`students_per_task` must be 1 or 2, got 3"),
-        (
-            {"students_per_task": 2, "students": 1},
-            "`students_per_task=2` needs two students to compare, got `students=1`",
-        ),
-        (
-            {"students_per_task": 2, "attempts_per_task": 5, "proposals_per_teacher": 5},
-            "`attempts_per_task=5` is shared.*from 4 on, 6 for example",
-        ),
-        (
-            {"students_per_task": 2, "attempts_per_task": 2},
-            "`attempts_per_task=2` is shared.*from 4 on, 4 for example",
-        ),
     ],
 )
 def test_refusal(make_args, overrides, message):

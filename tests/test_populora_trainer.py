@@ -29,8 +29,8 @@ from trl_populora.report.load import load_evaluations, load_history, load_run
 from trl_populora.report.page import write_report
 from trl_populora.report.plots import plot_run
 from trl_populora.runs.records import OnlyKnown, read_lines
-from trl_populora.step.rewards import student_reward, teacher_reward
-from trl_populora.step.rules import Outcome, Rules
+from trl_populora.step.pay import Outcome, Rules
+from trl_populora.step.rows import student_reward, teacher_reward
 
 
 class SilentFor:
@@ -356,7 +356,7 @@ class TestRewardFunctions:
 
         trainer._get_per_token_logps_and_entropies = count
         trainer.train()
-        live = int((trainer.played.own_worth.advantages != 0).sum())
+        live = int((trainer.played.local_worth.advantages != 0).sum())
         assert computed == [live]
         assert 0 < live < len(trainer.played.rows)
 
@@ -397,7 +397,7 @@ class TestRecords:
         assert all(row["valid"] != bool(row["reject_reason"]) for row in proposals), "every reject has a reason"
         programs = {task.task_id: task.program for task in trainer.game.archive}
         assert all(row["program"] == programs.get(row["task_id"], "") for row in rows)
-        facts = ("kind", "valid", "solve_rate", "chance", "rarity", "progress", "program")
+        facts = ("kind", "valid", "solve_rate", "chance", "rarity", "program")
         outcomes = [Outcome(**{name: row[name] for name in facts}) for row in proposals]
         assert [row["reward"] for row in proposals] == [Rules().teacher_reward(outcome) for outcome in outcomes]
         shares = [Rules().student_share(outcome) for outcome in outcomes]

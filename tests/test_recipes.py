@@ -50,8 +50,8 @@ from trl_populora.adapters.layers import add_members  # noqa: E402
 from trl_populora.adapters.routing import Router  # noqa: E402
 from trl_populora.step.batching import cut, layout_of, plan_micro_batches  # noqa: E402
 from trl_populora.step.forwards import Sharing, pair_cost  # noqa: E402
-from trl_populora.step.played import Row  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
+from trl_populora.step.rows import Row  # noqa: E402
 
 
 # GPU recipes, with the hardware that their first line and their README name: GPU and training processes.

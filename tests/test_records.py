@@ -9,7 +9,7 @@ import pytest
 from trl_populora.population.members import Population
 from trl_populora.runs.checkpoint import find_newest
 from trl_populora.runs.records import Records, read_lines, set_aside, sort_of, take_back, write_rollouts
-from trl_populora.step.played import Row
+from trl_populora.step.rows import Row
 
 
 OLD = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]

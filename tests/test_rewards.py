@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trl_populora.step.rewards import check_arguments, student_reward, teacher_reward
+from trl_populora.step.rows import check_arguments, student_reward, teacher_reward
 
 
 def right(completions, answer, solution, level=1, **columns):

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from tests.games import PROPOSALS, G, make_game, proposal, solve_by_plan
+from tests.games import PROPOSALS, G, make_game, play, proposal, solve_by_plan
 from trl_populora.sandbox import Gold, Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
-from trl_populora.step.played import Row, in_a_line
-from trl_populora.step.player import Completion
-from trl_populora.step.rewards import student_reward, teacher_reward
-from trl_populora.step.rollout import _find_rivals, play_step
-from trl_populora.step.rules import Rules, price_proposals
+from trl_populora.step.pay import Rules
+from trl_populora.step.rows import Row, in_a_line, student_reward, teacher_reward
 from trl_populora.tasks import CodeF, CodeI, CodeO, Reject, Task
 from trl_populora.tasks.answers import measure_complexity
 from trl_populora.tasks.base import KindSettings, Refusal
@@ -31,7 +27,7 @@ def sandbox():
 @pytest.fixture
 def played(sandbox, seed_tasks):
     game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan)
-    return game, play_step(game, 0)
+    return game, play(game, 0)
 
 
 def columns(rows: list[Row]) -> dict[str, list]:
@@ -41,7 +37,7 @@ def columns(rows: list[Row]) -> dict[str, list]:
 def test_a_price_may_depend_on_the_program(sandbox, seed_tasks):
     game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan)
     game.rules = Rules(teacher_reward=lambda outcome: float(len(outcome.program)))
-    rows = play_step(game, 0).rows
+    rows = play(game, 0).rows
     programs = {task.task_id: task.program for task in game.archive}
     assert all(row.program == programs.get(row.task_id, "") for row in rows), "of attempts, too"
     paid = [row.pay for row in rows if row.role == "teacher"]
@@ -95,9 +91,9 @@ def test_a_duplicate_is_invalid_and_never_reaches_a_student(sandbox, seed_tasks)
     same = "def f(a):\n    return a + 100"
     renamed = "def f(b):\n    # the same\n    return b + 100"
     game = make_game(sandbox, seed_tasks, lambda i: proposal(same if i % 2 else renamed, "5"), lambda c, i: "")
-    rows = [row for row in play_step(game, 0).rows if row.role == "teacher"]
+    rows = [row for row in play(game, 0).rows if row.role == "teacher"]
     assert [row.reject_reason for row in rows] == ["", "duplicate", "duplicate", "duplicate"]
-    again = [row for row in play_step(game, 1).rows if row.role == "teacher"]
+    again = [row for row in play(game, 1).rows if row.role == "teacher"]
     assert {row.reject_reason for row in again} == {"duplicate"}, "also in a later step"
 
 
@@ -110,19 +106,19 @@ def test_only_programs_that_nobody_has_written_count_as_novel(sandbox, seed_task
         ("def f(a):\n    pass\n    return [a, 5]", "1"),
     ]
     game = make_game(sandbox, seed_tasks, lambda i: proposal(*written[i]), lambda c, i: "")
-    played = play_step(game, 0)
+    played = play(game, 0)
     assert [row.reject_reason for row in played.rows if row.role == "teacher"] == ["", "", "", "duplicate"]
     assert played.metrics["propose/novel_rate"] == pytest.approx(1 / 3)
     game.player = make_game(sandbox, [], lambda i: proposal(written[1][0], str(i + 8)), lambda c, i: "").player
-    assert play_step(game, 1).metrics["propose/novel_rate"] == 0.0
+    assert play(game, 1).metrics["propose/novel_rate"] == 0.0
     game.player = make_game(sandbox, [], lambda i: "", lambda c, i: "").player
-    assert math.isnan(play_step(game, 2).metrics["propose/novel_rate"])
+    assert math.isnan(play(game, 2).metrics["propose/novel_rate"])
 
 
 def test_a_program_that_gives_two_answers_is_invalid(sandbox, seed_tasks):
     program = "def f(a):\n    return [x for x in {'hk', 'qx', 'zz', 'kq', 'xz'}]"
     game = make_game(sandbox, seed_tasks, lambda i: proposal(program, str(i)), lambda c, i: "")
-    rows = [row for row in play_step(game, 0).rows if row.role == "teacher"]
+    rows = [row for row in play(game, 0).rows if row.role == "teacher"]
     assert {row.reject_reason for row in rows} == {"nondeterministic"}
 
 
@@ -134,7 +130,7 @@ def test_code_i_is_graded_by_running_the_answer(sandbox, seed_tasks):
         return ["```input\n3\n```", "```input\n-3\n```", "```input\n4\n```", "```input\n0) or (True\n```"][index]
 
     game = make_game(sandbox, seed_tasks, teach, solve, kinds=(CodeI(),))
-    rows = [row for row in play_step(game, 0).rows if row.role == "student" and not row.archived]
+    rows = [row for row in play(game, 0).rows if row.role == "student" and not row.archived]
     assert [row.correct for row in rows[:4]] == [True, True, False, False]
     assert [row.well_formed for row in rows[:4]] == [True, True, True, False]
 
@@ -148,7 +144,7 @@ def test_a_coin_earns_its_teacher_nothing(sandbox, seed_tasks):
         lambda i: proposal(coin, str(i)),
         lambda content, i: f"```output\n{i % 2 == 0}\n```",
     )
-    played = play_step(game, 0)
+    played = play(game, 0)
     rows = [row for row in played.rows if row.role == "teacher"]
     assert [(row.solve_rate, row.chance) for row in rows] == [(0.5, 0.5)] * 4
     assert teacher_reward(**columns(rows)) == [0.0] * 4
@@ -194,7 +190,7 @@ def test_code_f_is_graded_by_what_the_program_does(sandbox, seed_tasks):
 
     tasks = [task for task in seed_tasks if "a + 1" in task.program]
     game = make_game(sandbox, tasks, lambda i: teach_text, solve, kinds=(CodeF(4),), proposals=1)
-    rows = play_step(game, 0).rows
+    rows = play(game, 0).rows
     attempts = [row for row in rows if row.role == "student"]
     assert [row.correct for row in attempts] == [True, False, True, False]
     assert "f(" in attempts[0].prompt[0]["content"]
@@ -233,7 +229,7 @@ class TestRanks:
         results: list = [None, None]
 
         def run(rank):
-            results[rank] = [play_step(games[rank], step) for step in range(steps)]
+            results[rank] = [play(games[rank], step) for step in range(steps)]
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
         for thread in threads:
@@ -280,13 +276,13 @@ def test_the_job_of_a_kind_is_run_as_it_is_and_its_measures_are_always_logged(sa
     own = Own()
     game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[0], solve_by_plan, kinds=(own,), proposals=1)
     game.archive.add(replace(seed_tasks[0], kind="own"))
-    played = play_step(game, 0)
+    played = play(game, 0)
     assert [row.valid for row in played.rows if row.role == "teacher"] == [True]
     assert played.metrics["curriculum/letters"] > 0
     assert played.metrics["curriculum/letters"] in [
         note["letters"] for _, _, note in game.archive.entries() if "letters" in (note or {})
     ]
-    assert math.isnan(play_step(game, 1).metrics["curriculum/letters"]), "a duplicate"
+    assert math.isnan(play(game, 1).metrics["curriculum/letters"]), "a duplicate"
 
 
 @pytest.mark.parametrize(
@@ -315,7 +311,7 @@ def test_a_wrong_answer_of_a_kind_names_kind_and_method(sandbox, seed_tasks, met
     tasks = [replace(seed_tasks[0], kind="odd")]
     game = make_game(sandbox, tasks, lambda i: PROPOSALS[0], solve_by_plan, kinds=(Odd(),), proposals=1)
     with pytest.raises(TypeError, match=f"task kind 'odd': `{method}` must return .*, got {answer!r}"):
-        play_step(game, 0)
+        play(game, 0)
 
 
 @pytest.mark.parametrize("method", ["chance", "guesses", "copies", "complexity"])
@@ -329,7 +325,7 @@ def test_an_estimate_that_fails_is_told_once_and_ends_no_run(sandbox, seed_tasks
     setattr(Odd, method, fail)
     tasks = [replace(seed_tasks[0], kind=Odd.name)]
     game = make_game(sandbox, tasks, lambda i: PROPOSALS[i], solve_by_plan, kinds=(Odd(),))
-    played = play_step(game, 0)
+    played = play(game, 0)
     teachers = [row for row in played.rows if row.role == "teacher"]
     assert [(row.valid, row.chance) for row in teachers] == [(True, 0.0)] * 3 + [(False, 0.0)]
     told = [record for record in caplog.records if f"`{method}` raised ZeroDivisionError" in record.getMessage()]
@@ -347,7 +343,7 @@ def test_a_task_of_another_kind_than_its_maker_is_refused(sandbox, seed_tasks):
 
     game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[0], solve_by_plan, kinds=(CodeO(), Odd()), proposals=2)
     with pytest.raises(ValueError, match="task kind 'odd': `accept` must return tasks of its own kind, got 'code_o'"):
-        play_step(game, 0)
+        play(game, 0)
 
 
 @pytest.mark.parametrize(
@@ -372,81 +368,27 @@ def test_kinds_take_turns_over_the_steps(sandbox, seed_tasks, iterations):
     kinds = (CodeO(), CodeI(), CodeF(4))
     game = make_game(sandbox, seed_tasks, lambda i: "", lambda c, i: "", kinds=kinds, iterations=iterations)
     steps = range(0, 3 * iterations, iterations)
-    seen = [row.kind for step in steps for row in play_step(game, step).rows if row.role == "teacher"]
+    seen = [row.kind for step in steps for row in play(game, step).rows if row.role == "teacher"]
     assert {kind: seen.count(kind) for kind in set(seen)} == {"code_o": 4, "code_i": 4, "code_f": 4}
 
 
 def test_the_step_decides_every_random_choice(sandbox, seed_tasks):
-    plays = [
-        play_step(make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan), 5).rows for _ in range(2)
-    ]
+    plays = [play(make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan), 5).rows for _ in range(2)]
     assert [row.prompt for row in plays[0]] == [row.prompt for row in plays[1]]
 
 
 def test_the_rng_of_a_step_is_not_the_global_one(sandbox, seed_tasks):
     random.seed(1)
     expected = random.Random(1).random()
-    play_step(make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan), 0)
+    play(make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan), 0)
     assert random.random() == expected
-
-
-class TestTwoStudentsPerTask:
-    """`student_0` solves what ends in `+ 1`, `student_1` nothing."""
-
-    @pytest.fixture
-    def played(self, sandbox, seed_tasks):
-        def generate(prompts, members, seeds=None):
-            texts = [PROPOSALS[i % 4] if name == "teacher_0" else "0" for i, name in enumerate(members)]
-            for i, (prompt, name) in enumerate(zip(prompts, members, strict=True)):
-                if name.startswith("student"):
-                    right = name == "student_0" and "* 10 + 1" in prompt[0]["content"]
-                    texts[i] = f"```output\n{11 if right else 0}\n```"
-            return [Completion([1], [2], text) for text in texts]
-
-        game = make_game(sandbox, seed_tasks, None, None, students=2, generate=generate, students_per_task=2)
-        game.rules = Rules(teacher_reward=price_proposals("regret"))
-        return game, play_step(game, 0)
-
-    def test_each_makes_half_of_the_attempts_in_a_group_of_its_own(self, played):
-        game, step = played
-        attempts = [row for row in step.rows if row.role == "student"]
-        fresh = [row for row in attempts if not row.archived]
-        assert Counter(row.member for row in fresh) == {"student_0": 3 * G // 2, "student_1": 3 * G // 2}
-        assert all(len({row.member for row in fresh if row.group == group}) == 1 for group in {r.group for r in fresh})
-        assert len({row.member for row in attempts if row.archived}) == 1, "an archived task is the matched student's"
-
-    def test_the_better_ones_lead_is_paid_and_what_nobody_solves_is_not(self, played):
-        proposals = [row for row in played[1].rows if row.role == "teacher"]
-        assert [row.solve_rate for row in proposals[:3]] == [0.5, 0.0, 0.0]
-        assert [row.pay for row in proposals] == [1.0, 0.0, 0.0, -1.0]
-
-    def test_ratings_are_of_the_matched_student_alone(self, played):
-        game, step = played
-        matched = next(row.member for row in step.rows if row.archived)
-        own = 1.0 if matched == "student_0" else 0.0
-        share = (own + 0.5 + 0.5 + 1.0) / 4
-        assert game.matchmaker.metrics()["match/student_share_mean"] == pytest.approx(share)
-        (other,) = {"student_0", "student_1"} - {matched}
-        assert (game.population[other].mu, game.population[other].age) == (25.0, 0)
-
-
-@pytest.mark.parametrize(("teachers", "students"), [(1, 2), (2, 2), (4, 4), (4, 2), (3, 5)])
-def test_a_rival_is_another_student_and_rows_stay_even(sandbox, seed_tasks, teachers, students):
-    sizes = {"teachers": teachers, "students": students, "students_per_task": 2}
-    game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[0], lambda c, i: "", **sizes)
-    for _ in range(6):
-        matches = game.matchmaker.pair(game.population)
-        rivals = _find_rivals(game, matches)
-        assert all(rivals[match.index] != match.student for match in matches)
-        counts = Counter([*rivals.values(), *(match.student for match in matches)])
-        assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_replays_count_for_neither_pay_nor_ratings(sandbox, seed_tasks):
     games = [
         make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan, replays=replays) for replays in (0, 3)
     ]
-    one, other = (play_step(game, 0) for game in games)
+    one, other = (play(game, 0) for game in games)
     paid = [[(row.pay, row.share) for row in step.rows if row.role == "teacher"] for step in (one, other)]
     assert paid[0] == paid[1]
     assert games[0].population.state_dict() == games[1].population.state_dict()

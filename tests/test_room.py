@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 from datasets import Dataset
 
-from tests.games import PROPOSALS, make_game, proposal, solve_by_plan
+from tests.games import PROPOSALS, make_game, play, proposal, solve_by_plan
 from tests.models import make_tokenizer
 from trl_populora.evaluation.cross_play import cross_play
 from trl_populora.sandbox import Limits, Sandbox
-from trl_populora.step.played import Row
-from trl_populora.step.rewards import teacher_reward
-from trl_populora.step.rollout import play_step
+from trl_populora.step.rows import Row, teacher_reward
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.make import make_task
 
@@ -45,7 +43,7 @@ class TestReferences:
         tasks.append(replace(tasks[0], program=LONG))
         game = make_game(sandbox, tasks, lambda i: PROPOSALS[i], solve_by_plan, references=references, **settings)
         game.referee.room = room_of(budget)
-        played = play_step(game, 0)
+        played = play(game, 0)
         return played, [row for row in played.rows if row.role == "teacher"]
 
     def test_references_are_dropped_until_the_prompt_fits_the_longest_first(self, sandbox, seed_tasks):
@@ -66,7 +64,7 @@ class TestReferences:
         # The archive's tasks are longer than that; its students are given the room that they need.
         game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan, references=3)
         game.referee.room = lambda prompt: (bare if "propose" in prompt[0]["content"] else 10**6) - tokens(prompt)
-        played = play_step(game, 0)
+        played = play(game, 0)
         assert played.metrics["propose/dropped_references"] == 12
         assert {tokens(row.prompt) for row in played.rows if row.role == "teacher"} == {bare}
 
@@ -102,7 +100,7 @@ class TestTasks:
         game = make_game(sandbox, seed_tasks, lambda i: [proposal(LONG, "1"), *PROPOSALS][i], solve_by_plan)
         long = CodeO().solving_prompt(make_task("code_o", LONG, [(1,)]), "compact")
         game.referee.room = room_of(tokens(long) - 1)
-        played = play_step(game, 0)
+        played = play(game, 0)
         rows = [row for row in played.rows if row.role == "teacher"]
         assert [row.reject_reason for row in rows] == ["too_long", "", "", ""]
         assert rows[0].well_formed
@@ -112,7 +110,7 @@ class TestTasks:
         assert all(task.program != LONG for task in game.archive)
         assert all(tokens(row.prompt) < tokens(long) for row in played.rows)
         game.referee.room = room_of(tokens(long))
-        assert play_step(game, 1).metrics["verify/reject/too_long"] == 0, "exactly the context"
+        assert play(game, 1).metrics["verify/reject/too_long"] == 0, "exactly the context"
 
     def test_so_is_a_program_that_no_teacher_could_be_shown_who_needs_one(self, sandbox, seed_tasks):
         task = make_task("code_o", LONG, [(1,)])
@@ -127,7 +125,7 @@ class TestTasks:
             game.referee.room = lambda prompt: (
                 tokens(showing) - 1 - tokens(prompt) if LONG in prompt[0]["content"] else 0
             )
-            (row,) = [row for row in play_step(game, 0).rows if row.role == "teacher"]
+            (row,) = [row for row in play(game, 0).rows if row.role == "teacher"]
             assert (row.kind, row.reject_reason) == ("code_o", reason)
 
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from trl_populora.step.rewards import student_reward, teacher_reward
-from trl_populora.step.rules import (
+from trl_populora.step.pay import (
     PAY,
     Answer,
     Outcome,
@@ -19,6 +18,7 @@ from trl_populora.step.rules import (
     price_proposals,
     student_share,
 )
+from trl_populora.step.rows import student_reward, teacher_reward
 
 
 NAN = float("nan")
@@ -29,41 +29,14 @@ def task(solve_rate: float, **facts) -> Outcome:
 
 
 INVALID = Outcome("code_o", False, "error")
-UNSOLVED = [
-    task(0.0),
-    task(0.0, rival=0.0),
-    task(0.5, chance=0.5, rival=1.0),
-    task(0.25, chance=0.25, rarity=1.0, progress=0.5),
-    task(0.5, chance=0.5),
-]
+UNSOLVED = [task(0.0), task(0.25, chance=0.25, rarity=1.0), task(0.5, chance=0.5)]
 
 # A record -> the student's share of the match (paper), and what each named pay gives.
 SOLVED = [
-    (
-        task(0.125),
-        0.125,
-        {"paper": 0.875, "learnability": 0.109375, "confirmed": 0.0, "rarity": 0.0, "progress": 0.0, "regret": 0.0},
-    ),
-    (
-        task(0.25, rarity=0.5, progress=0.25, rival=0.5),
-        0.0,
-        {"paper": 0.75, "learnability": 0.1875, "confirmed": 0.375, "rarity": 0.375, "progress": 0.25, "regret": 0.5},
-    ),
-    (
-        task(0.5, chance=0.25, rarity=1.0, progress=-0.25),
-        0.5,
-        {"paper": 0.5, "learnability": 0.25, "confirmed": 0.375, "rarity": 0.5, "progress": 0.0, "regret": 0.0},
-    ),
-    (
-        task(0.5, rarity=0.25, rival=0.25),
-        0.75,
-        {"paper": 0.5, "learnability": 0.25, "confirmed": 0.375, "rarity": 0.125, "progress": 0.0, "regret": 0.5},
-    ),
-    (
-        task(1.0, rarity=1.0, progress=1.0),
-        1.0,
-        {"paper": 0.0, "learnability": 0.0, "confirmed": 0.0, "rarity": 0.0, "progress": 1.0, "regret": 0.0},
-    ),
+    (task(0.125), 0.125, {"paper": 0.875, "learnability": 0.109375, "rarity": 0.0}),
+    (task(0.25, rarity=0.5), 0.25, {"paper": 0.75, "learnability": 0.1875, "rarity": 0.375}),
+    (task(0.5, chance=0.25, rarity=1.0), 0.5, {"paper": 0.5, "learnability": 0.25, "rarity": 0.5}),
+    (task(1.0, rarity=1.0), 1.0, {"paper": 0.0, "learnability": 0.0, "rarity": 0.0}),
 ]
 
 
@@ -93,13 +66,9 @@ class TestProposals:
     @pytest.mark.parametrize("pay", PAY)
     def test_no_task_pays_less_than_an_unsolved_one_or_more_than_one(self, pay):
         price = price_proposals(pay)
-        rewards = [price(task(n / 8, rarity=r, progress=p)) for n in range(9) for r in (0, 0.9) for p in (-1, 0, 1)]
+        rewards = [price(task(n / 8, rarity=r)) for n in range(9) for r in (0, 0.9)]
         assert min(rewards) == 0.0
         assert max(rewards) <= 1.0
-
-    def test_confirmed_hits_pay_most_for_a_few_of_many(self):
-        rewards = [price_proposals("confirmed")(task(n / 8)) for n in range(9)]
-        assert max(range(9), key=rewards.__getitem__) == 3
 
     @pytest.mark.parametrize("solve_rate", [-0.5, 1.5, NAN])
     def test_a_valid_proposal_needs_a_solve_rate(self, solve_rate):

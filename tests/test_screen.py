@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trl_populora.hub.export import STUDENTS
-from trl_populora.step.rules import PAY
+from trl_populora.step.pay import PAY
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))

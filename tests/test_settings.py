@@ -15,7 +15,7 @@ from tests.populora_run import Letters, letters
 from trl_populora import build
 from trl_populora.given_tasks import load_archive
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.step.rules import Answer, Outcome
+from trl_populora.step.pay import Answer, Outcome
 from trl_populora.tasks import TaskKind
 
 
@@ -80,7 +80,7 @@ class Silent(Letters):
     features = TaskKind.features
 
 
-@pytest.mark.parametrize("needs", [{"teacher_reward": "rarity"}, {"teacher_reward": "progress"}, {"replay": 0.25}])
+@pytest.mark.parametrize("needs", [{"teacher_reward": "rarity"}, {"replay": 0.25}])
 def test_a_kind_that_does_not_say_what_tasks_use_is_refused_where_that_is_asked(random_base, make_args, lora, needs):
     args = make_args(task_kinds=["tests.test_settings:Silent"], per_device_train_batch_size=4, **needs)
     (option,) = needs

@@ -28,7 +28,7 @@ from tests.fixed_rows import (
 from trl_populora.adapters.weights import member_parameters, read_member, save_member
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.step.played import Row
+from trl_populora.step.rows import Row
 
 
 pytestmark = pytest.mark.early

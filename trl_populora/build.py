@@ -35,13 +35,11 @@ from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.starting import SandboxSettings, start_sandbox
 from trl_populora.step.forwards import Sharing, why_not_shared
 from trl_populora.step.held_out import HeldOut
-from trl_populora.step.own import find_metrics
-from trl_populora.step.played import Played
+from trl_populora.step.pay import NEED_FEATURES, Rules, choose_student_reward, choose_teacher_reward
+from trl_populora.step.play import Game
 from trl_populora.step.player import Messages, Player
 from trl_populora.step.referee import Referee
-from trl_populora.step.rewards import check_arguments, student_reward, teacher_reward
-from trl_populora.step.rollout import Game
-from trl_populora.step.rules import NEED_FEATURES, Rules, choose_student_reward, choose_teacher_reward
+from trl_populora.step.rows import Played, check_arguments, find_metrics, student_reward, teacher_reward
 from trl_populora.tasks import resolve_kind
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import KindSettings, TaskKind
@@ -369,7 +367,6 @@ def make_game(
         iterations=args.num_iterations,
         replays=args.replays_per_match,
         shuffle=args.shuffle_dataset,
-        students_per_task=args.students_per_task,
         rules=rules,
         features=Features(STEPS * max(args.teachers, 1) * args.proposals_per_teacher),
         metrics=find_metrics(args.own_metrics or ()),

@@ -16,10 +16,9 @@ from trl import GRPOConfig
 from trl_populora.population.evolution import Breeding, learning_roles
 from trl_populora.population.matchmaking import STRATEGIES
 from trl_populora.sandbox.starting import SandboxSettings
-from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS
-from trl_populora.step.rules import PAY, STUDENT_PAY, check_choice
-from trl_populora.step.scoring import Scoring
-from trl_populora.step.sizes import StepSize, check_no_teachers, check_rivals
+from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS, Scoring
+from trl_populora.step.pay import PAY, STUDENT_PAY, check_choice
+from trl_populora.step.sizes import StepSize, check_no_teachers
 from trl_populora.tasks import check_names
 from trl_populora.tasks.base import KindSettings
 from trl_populora.tasks.bounds import check_choices, check_least, check_shares
@@ -80,7 +79,6 @@ class PopuLoRAConfig(GRPOConfig):
             Instructions of your own for the built-in kinds, by `"code_o/propose"`, `"code_o/solve"` and so on.
         archive_size (`int`, *optional*, defaults to `16384`):
             Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
-        students_per_task (`int`, *optional*, defaults to `1`): With `2` another one makes half of the attempts.
         replay (`float`, *optional*, defaults to `0.0`):
             Share of archived tasks among those a student attempts, beside the proposals; neither paid for nor rated.
 
@@ -92,7 +90,7 @@ class PopuLoRAConfig(GRPOConfig):
 
         teacher_reward (`str`, *optional*, defaults to `"paper"`):
             Pay for a solved task (`docs/guides/reward.md`): `"paper"` (1 - solve rate), `"learnability"`,
-            `"confirmed"`, `"rarity"`, `"progress"`, `"regret"`, or a function of your own, `"module:function"`.
+            `"rarity"`, or a function of your own, `"module:function"`.
         teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`): Of a proposal that is no task (paper).
         teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`): Of a task that no attempt solves (paper).
         student_reward (`str`, *optional*, defaults to `"azr"`): `"azr"`, or a function of your own for all attempts.
@@ -106,8 +104,6 @@ class PopuLoRAConfig(GRPOConfig):
         student_baseline (`str`, *optional*, defaults to `"group"`):
             `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of the same kind.
             Or a function of your own, likewise.
-        teacher_scale (`str`, *optional*, defaults to `"step"`):
-            Teachers' advantages are divided by this step's deviation (GRPO), or by each one's own `"running"` one.
         teacher_beta (`float`, *optional*): `beta` for teachers alone, whose pull to the base keeps them readable.
         teacher_learning_rate (`float`, *optional*):
             The teachers' own, which TRL then logs as `learning_rate`; as the students' when `None`. Where it is given,
@@ -194,7 +190,6 @@ class PopuLoRAConfig(GRPOConfig):
     reading: str | None = _option(None, "'tolerant' or 'strict'; else by the style.")
     prompt_texts: dict[str, Any] | str | None = _option(None, "Instructions of your own.")
     archive_size: int = _option(16384, "Tasks kept per kind, newest first.")
-    students_per_task: int = _option(1, "2: another student makes half of the attempts.")
     replay: float = _option(0.0, "Share of archived tasks among those students attempt.")
 
     # Matchmaking
@@ -211,7 +206,6 @@ class PopuLoRAConfig(GRPOConfig):
     student_reward_malformed: float = _option(-1.0, "Reward of an unreadable answer.")
     teacher_baseline: str = _option(Scoring.teacher_baseline, "'member', 'group' or 'module:function'.")
     student_baseline: str = _option(Scoring.student_baseline, "'group', 'member' or 'module:function'.")
-    teacher_scale: str = _option(Scoring.teacher_scale, "'step' or 'running'.")
     teacher_beta: float | None = _option(None, "KL coefficient for teachers alone.")
     teacher_learning_rate: float | None = _option(None, "The teachers' own rate; 0: frozen.")
 
@@ -359,7 +353,6 @@ class PopuLoRAConfig(GRPOConfig):
             )
 
     def _check_rewards(self):
-        check_rivals(self.students_per_task, self.students, self.attempts_per_task, self.teacher_reward)
         for option, named, numbers in (
             ("teacher_reward", PAY, "teacher_reward_"),
             ("student_reward", STUDENT_PAY, "student_reward_"),

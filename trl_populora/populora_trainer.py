@@ -39,13 +39,12 @@ from trl_populora.runs.interrupts import StopAtSignals
 from trl_populora.runs.progress import PhaseClock, use_step_line
 from trl_populora.runs.saved_population import Shape, describe
 from trl_populora.step import batching
-from trl_populora.step.advantages import LOSS_NORMALISERS
+from trl_populora.step.advantages import LOSS_NORMALISERS, Scorer, Scoring
 from trl_populora.step.loss_metrics import LossMetrics
-from trl_populora.step.played import Played
+from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.rollout import Game, play_step
 from trl_populora.step.room import prompt_room, trained_context
-from trl_populora.step.scoring import Scorer, Scoring
+from trl_populora.step.rows import Played
 
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class PopuLoRATrainer(HubTrainer):
             Base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Further reward functions in TRL's signature, added to the two built in. They receive the columns of
-            [`~trl_populora.step.played.Row`] up to `pay`; return `None` for rows that do not concern you.
+            [`~trl_populora.step.rows.Row`] up to `pay`; return `None` for rows that do not concern you.
             `args.reward_weights`, if set, weighs these alone.
         args ([`PopuLoRAConfig`], *optional*): Settings of the run.
         train_dataset ([`~datasets.Dataset`], *optional*):
@@ -342,13 +341,13 @@ class PopuLoRATrainer(HubTrainer):
 
     def _play(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         """TRL's `rollout_func`: plays one step; the placeholder prompts only say how many rows are expected."""
-        played = play_step(self.game, self.state.global_step)
+        played = play_step(self.game, self.state.global_step, self._reward)
         if len(played.rows) != len(prompts):
             raise RuntimeError(f"The step played {len(played.rows)} rows, TRL expects {len(prompts)}.")
         self.played = played
         self._phases.add(played.seconds)
         self._log_values(played.metrics)
-        self._score(played)
+        self.scorer.score(played)
         return played.tokens
 
     def _generate_rows(
@@ -377,11 +376,12 @@ class PopuLoRATrainer(HubTrainer):
 
     # Update: rewards, advantages, micro-batches
 
-    def _score(self, played: Played) -> None:
-        played.rewards = super()._calculate_rewards(*played.for_reward_functions)
-        self.scorer.score(played)
+    def _reward(self, played: Played) -> torch.Tensor:
+        """What TRL's reward functions say of the rows of all ranks, `[W * R, functions]`."""
+        return super()._calculate_rewards(*played.for_reward_functions)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        # TRL asks for them after generation. `play_step` had to know them earlier, and has asked `_reward`.
         prompts[:] = [row.prompt for row in self.played.rows]  # in place: TRL logs this very list of placeholders
         for column in ("role", "member", "kind"):  # of `log_completions`' tables
             self._log_completion_extra(column, [getattr(row, column) for row in self.played.rows])
@@ -389,7 +389,7 @@ class PopuLoRATrainer(HubTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        played, mine = self.played, self.played.own_worth
+        played, mine = self.played, self.played.local_worth
         # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
         self._metrics["train"]["frac_reward_zero_std"][-1] = played.worth.flat
         self._logs["advantages"].extend(played.worth.advantages.tolist())  # full, so this pushes TRL's own out
@@ -424,7 +424,7 @@ class PopuLoRATrainer(HubTrainer):
             with self.router.rows_of(batch["member"][layout.heads]):
                 return layout.log_probs(compute, model, *batching.join(batch), self.scorer.sharing)[0]
 
-        rows = batching.part(input_ids, attention_mask, logits_to_keep, self.played.own_worth.members)
+        rows = batching.part(input_ids, attention_mask, logits_to_keep, self.played.local_worth.members)
         batches = batching.cut(rows, self.played.plan, self.args.pad_to_multiple_of or 1)
         return batching.by_micro_batch(forward, batches, len(input_ids), logits_to_keep, self._sharded), None, None
 
@@ -521,7 +521,7 @@ class PopuLoRATrainer(HubTrainer):
     def _stateful(self) -> dict[str, Any]:
         """Objects with a `state_dict` that goes into `game.json`, by their names there."""
         found = {"population": self.population, "matchmaker": self.game.matchmaker, "held_out": self.held_out}
-        found |= {"features": self.game.features, "deviations": self.scorer.deviations}
+        found |= {"features": self.game.features}
         return {name: each for name, each in found.items() if each is not None}
 
     def _get_output_dir(self, trial=None):

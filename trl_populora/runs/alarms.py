@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from trl_populora.runs.lines import PLAYED
-from trl_populora.step.played import Played
+from trl_populora.step.rows import Played
 
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ from trl_populora.files import FORMAT, read_json, write_json
 from trl_populora.population.members import POPULATION_FILE, Population
 from trl_populora.runs import records
 from trl_populora.runs.saved_population import Shape, check_same_shape, check_settings
-from trl_populora.step.rollout import Game
+from trl_populora.step.play import Game
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.archive_table import load_archive, save_archive
 

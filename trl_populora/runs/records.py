@@ -20,9 +20,9 @@ from trl_populora.adapters.weights import saved_step
 from trl_populora.files import write_json, write_whole
 from trl_populora.population.members import POPULATION_FILE
 from trl_populora.runs.lines import LINEAGE, METRICS, TIMES, read_lines, sort_of
-from trl_populora.step.played import Row
+from trl_populora.step.play import Game
 from trl_populora.step.player import Messages
-from trl_populora.step.rollout import Game
+from trl_populora.step.rows import Row
 
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def write_rollouts(
         `Path`: The file written. It appears whole or not at all.
     """
     columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived", "reject_detail")}
-    players = {(row.match, row.role): row.member for row in reversed(rows)}  # a rival comes after the match's student
+    players = {(row.match, row.role): row.member for row in rows}
     other = {"teacher": "student", "student": "teacher"}
     table = pa.table(
         {

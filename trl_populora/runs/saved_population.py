@@ -21,7 +21,7 @@ from trl_populora.adapters.weights import saved_step
 from trl_populora.files import FORMAT
 from trl_populora.population.members import POPULATION_FILE, read_population
 from trl_populora.step.held_out import HeldOut
-from trl_populora.step.rollout import Game
+from trl_populora.step.play import Game
 from trl_populora.tasks.archive_table import archive_step
 
 

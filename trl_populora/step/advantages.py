@@ -6,16 +6,19 @@ rank keeps its own slice of the result. Shape key: `_R` rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
+from accelerate.utils import gather
 
 from trl_populora.population.members import Population
-from trl_populora.step.own import estimate_advantages
-from trl_populora.step.played import Played, Worth
-from trl_populora.tasks.own import is_own
+from trl_populora.step.batching import plan_micro_batches
+from trl_populora.step.forwards import Sharing
+from trl_populora.step.rows import Played, Worth
+from trl_populora.tasks.own import find_function, is_own
 
 
 # Added to a standard deviation before dividing by it, as in TRL's GRPO.
@@ -42,45 +45,76 @@ COUPLE_MEMBERS = (
 )
 
 
-def score_step(
-    played: Played,
-    population: Population,
-    reward_weights: torch.Tensor,
-    num_tokens_R: torch.Tensor,
-    baselines: Mapping[str, str],
-    scale_rewards: str,
-    loss_type: str,
-    scale_teachers: Callable[..., torch.Tensor] | None = None,
-) -> Worth:
+@dataclass(frozen=True)
+class Scoring:
+    """How rows are compared, and how many are computed at once. Each field is the option of the same name."""
+
+    teachers: int
+    loss_type: str
+    scale_rewards: str
+    mask_truncated_completions: bool
+    per_device_train_batch_size: int
+    teacher_baseline: str = "member"
+    student_baseline: str = "group"
+
+
+class Scorer:
     """
-    From a step with its rewards to what its rows are worth, over all ranks.
+    Takes a step from the rewards of its rows to advantages and micro-batches. Collective.
 
     Args:
-        played ([`Played`]): The step; `rewards` is known.
-        population ([`Population`]): Whose members played.
-        reward_weights (`torch.Tensor`): One per reward function.
-        num_tokens_R (`torch.Tensor`): Completion tokens of each row that count in the loss.
-        baselines (`Mapping[str, str]`): As in [`step_advantages`].
-        scale_rewards (`str`): `"group"` divides advantages by the standard deviation over the rows of their baseline.
-        loss_type (`str`): As in [`member_factors`].
-        scale_teachers (`Callable`, *optional*): Scales the proposals' instead:
-            [`~trl_populora.step.deviations.RunningDeviations.scale`], which learns from every call.
+        settings: The run's.
+        population: Whose members play.
+        reward_weights: One per reward function.
+        ends: With one of these tokens a completion is not cut off.
+        rank: This process.
+        sharing: How the model takes rows with a shared prompt; `None` if it cannot.
+        skips_blank_rows: Whether rows without advantage are left out of the forward.
     """
-    device = num_tokens_R.device
-    members_R = torch.tensor([population[record["member"]].index for record in played.records], device=device)
-    rewards_R = (played.rewards * reward_weights.to(device)).nansum(dim=1)
-    scaled = dict.fromkeys(baselines, scale_rewards == "group") | ({"teacher": False} if scale_teachers else {})
-    advantages_R = step_advantages(played.records, rewards_R, members_R, baselines, scaled)
-    if scale_teachers is not None:
-        proposals_R = torch.tensor([record["role"] == "teacher" for record in played.records], device=device)
-        advantages_R = scale_teachers(advantages_R, members_R, proposals_R)
-    return Worth(
-        rewards_R,
-        advantages_R,
-        members_R,
-        member_factors(members_R, num_tokens_R, loss_type),
-        flat_fraction(played.records, rewards_R),
-    )
+
+    def __init__(
+        self,
+        settings: Scoring,
+        population: Population,
+        reward_weights: torch.Tensor,
+        ends: Sequence[int],
+        rank: int,
+        sharing: Sharing | None,
+        skips_blank_rows: bool,
+    ):
+        self.settings, self.population, self.reward_weights = settings, population, reward_weights
+        self.ends = ends if settings.mask_truncated_completions else None
+        self.rank, self.sharing, self.skips_blank_rows = rank, sharing, skips_blank_rows
+
+    def score(self, played: Played) -> None:
+        """Fills in a step's `worth`, `local_worth` and `plan`; its `rewards` are known."""
+        settings, rows = self.settings, len(played.rows)
+        asked, answered = [len(row.completion.prompt_ids) for row in played.rows], played.count_tokens(self.ends)
+        num_tokens_R = gather(torch.tensor(answered, device=played.rewards.device))
+        played.worth = self._weigh(played, num_tokens_R)
+        mine = played.local_worth = played.worth.part(slice(self.rank * rows, (self.rank + 1) * rows))
+        if self.skips_blank_rows:
+            live = [bool(a) and tokens > 0 for a, tokens in zip(mine.advantages.tolist(), answered, strict=True)]
+            asked, answered = ([n * alive for n, alive in zip(ns, live, strict=True)] for ns in (asked, answered))
+        members, size = mine.members.tolist(), settings.per_device_train_batch_size
+        played.plan = plan_micro_batches(
+            members, played.prompts, asked, answered, settings.teachers, size, self.sharing
+        )
+
+    def _weigh(self, played: Played, num_tokens_R: torch.Tensor) -> Worth:
+        """What the rows of all ranks are worth; `num_tokens_R` of their completion tokens count in the loss."""
+        device, settings = num_tokens_R.device, self.settings
+        members_R = torch.tensor([self.population[each["member"]].index for each in played.records], device=device)
+        rewards_R = (played.rewards * self.reward_weights.to(device)).nansum(dim=1)
+        baselines = {"teacher": settings.teacher_baseline, "student": settings.student_baseline}
+        scaled = settings.scale_rewards == "group"
+        return Worth(
+            rewards_R,
+            step_advantages(played.records, rewards_R, members_R, baselines, scaled),
+            members_R,
+            member_factors(members_R, num_tokens_R, settings.loss_type),
+            flat_fraction(played.records, rewards_R),
+        )
 
 
 def step_advantages(
@@ -88,21 +122,18 @@ def step_advantages(
     rewards_R: torch.Tensor,
     members_R: torch.Tensor,
     baselines: Mapping[str, str],
-    scaled: Mapping[str, bool],
+    scaled: bool,
 ) -> torch.Tensor:
     """
-    Advantages of all rows of a step, each role under its own baseline.
+    Advantages of all rows of a step, `[R]`, each role under its own baseline.
 
     Args:
-        records (`Sequence[Mapping]`): The rows' `role`, `kind` and `group`.
-        rewards_R (`torch.Tensor`): Their rewards.
-        members_R (`torch.Tensor`): Their member indices.
-        baselines (`Mapping[str, str]`): `baseline` of [`compute_advantages`] per role, or `module:function`, see
-            [`~trl_populora.step.own.estimate_advantages`].
-        scaled (`Mapping[str, bool]`): `scaled` of it, likewise.
-
-    Returns:
-        `torch.Tensor`: Advantages of shape `[R]`.
+        records: The rows' `role`, `kind` and `group`.
+        rewards_R: Their rewards.
+        members_R: Their member indices.
+        baselines: Per role the `baseline` of [`compute_advantages`], or `module:function` for
+            [`estimate_advantages`].
+        scaled: As in [`compute_advantages`].
     """
     kinds_R, groups_R = (_number([record[name] for record in records]) for name in ("kind", "group"))
     advantages_R = torch.zeros_like(rewards_R)
@@ -113,7 +144,7 @@ def step_advantages(
         if is_own(baseline):
             advantages_R += estimate_advantages(baseline, f"{role}_baseline", *columns)
         else:
-            advantages_R += compute_advantages(*columns, baseline, scaled[role])
+            advantages_R += compute_advantages(*columns, baseline, scaled)
     return advantages_R
 
 
@@ -182,6 +213,44 @@ def compute_advantages(
     if scaled:
         advantages = advantages / (deviations + STD_EPSILON)
     return advantages.nan_to_num(nan=0.0).to(device=rewards_R.device, dtype=rewards_R.dtype)
+
+
+def estimate_advantages(
+    path: str,
+    option: str,
+    rewards_R: torch.Tensor,
+    members_R: torch.Tensor,
+    kinds_R: torch.Tensor,
+    groups_R: torch.Tensor,
+) -> torch.Tensor:
+    """
+    Advantages of the rows of one role, over all ranks, by a user's own function of these four tensors.
+
+    A function that compares rows of one member alone keeps joint training equal to training each member alone.
+
+    Args:
+        path (`str`): Its name, `module:function`.
+        option (`str`): The setting, for errors.
+        rewards_R (`torch.Tensor`): NaN on rows of the other role, which the function is not shown; their advantage is
+            0. It is given double precision on the CPU, so that no sum depends on a device.
+        members_R, kinds_R, groups_R (`torch.Tensor`): Member, kind of task and prompt of each row, as integers.
+
+    Raises:
+        `RuntimeError`: If the function raises.
+        `ValueError`: If there is none, or it gives something else than one finite number per row.
+    """
+    columns = [column.detach().cpu() for column in (rewards_R, members_R, kinds_R, groups_R)]
+    own_R = ~columns[0].isnan()
+    rewards, *others = (column[own_R] for column in columns)
+    given = find_function(path, option)(rewards.to(torch.float64), *others)
+    if not isinstance(given, torch.Tensor) or given.shape != rewards.shape:
+        what = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        raise ValueError(f"`{option}={path}` must give a tensor of shape {tuple(rewards.shape)}, got {what}.")
+    if not given.isfinite().all():
+        raise ValueError(f"`{option}={path}` must give finite advantages, got {given[~given.isfinite()][0].item()}.")
+    advantages = torch.zeros(own_R.shape, dtype=torch.float64)
+    advantages[own_R] = given.to(torch.float64)
+    return advantages.to(device=rewards_R.device, dtype=rewards_R.dtype)
 
 
 def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -8,24 +8,6 @@ from dataclasses import Field, dataclass, replace
 from typing import Any
 
 
-def check_rivals(per_task: int, students: int, attempts: int, teacher_reward: str) -> None:
-    """
-    Raises:
-        `ValueError`: If a task cannot be shared between so many students, or regret has nothing to compare.
-    """
-    if per_task not in (1, 2):
-        raise ValueError(f"`students_per_task` must be 1 or 2, got {per_task}.")
-    if per_task == 1 and teacher_reward == "regret":
-        raise ValueError("`teacher_reward=regret` compares two students at each task: set `students_per_task=2`.")
-    if per_task == 2 and students < 2:
-        raise ValueError(f"`students_per_task=2` needs two students to compare, got `students={students}`.")
-    if per_task == 2 and (attempts % 2 or attempts < 4):
-        raise ValueError(
-            f"`attempts_per_task={attempts}` is shared between two students (`students_per_task=2`), at least two "
-            f"attempts each: choose an even number from 4 on, {max(4, attempts + attempts % 2)} for example."
-        )
-
-
 def check_no_teachers(given: Mapping[str, Any], known: Mapping[str, Field]) -> None:
     """
     Args:
@@ -36,8 +18,8 @@ def check_no_teachers(given: Mapping[str, Any], known: Mapping[str, Field]) -> N
         `ValueError`: If a run without teachers is asked for what only they could do.
     """
     for name in (
-        *("replay", "students_per_task", "teacher_reward", "teacher_reward_invalid"),
-        *("teacher_reward_unsolved", "teacher_scale", "teacher_beta", "teacher_learning_rate"),
+        *("replay", "teacher_reward", "teacher_reward_invalid", "teacher_reward_unsolved"),
+        *("teacher_beta", "teacher_learning_rate"),
     ):
         default = known[name].default
         if (value := given[name]) != default:

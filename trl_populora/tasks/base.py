@@ -344,7 +344,7 @@ class TaskKind(ABC):
 
     def features(self, task: Task) -> tuple[str, ...]:
         """
-        Words for what a task uses, of a vocabulary that proposals cannot extend; none by default. They tell what is
-        rare, what is being learned and what is replayed ([`~trl_populora.tasks.features.Features`]).
+        Words for what a task uses, from a vocabulary that proposals cannot extend; none by default. They tell what is
+        rare and what is replayed ([`~trl_populora.tasks.features.Features`]).
         """
         return ()

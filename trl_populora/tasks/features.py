@@ -1,4 +1,4 @@
-"""What tasks use: one notion for what is rare, what is being learned and what is replayed.
+"""What tasks use: one notion for what is rare and what is replayed.
 
 A *feature* is a word for something that a task uses: `.swapcase`, `BitAnd`, `[:x]`. A program's are read from its
 text; a kind of a user's own names its own in `TaskKind.features`. [`Features`] counts them over the last accepted
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import ast
 import builtins
-import math
 import random
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from statistics import fmean, stdev
 from typing import Any
 
 from .answers import checked
@@ -124,7 +122,7 @@ def check_features(kinds: Mapping[str, TaskKind], needs: str) -> None:
 
 class Features:
     """
-    The features of the last accepted tasks, and how often these were solved. The same on every rank.
+    The features of the last accepted tasks. The same on every rank.
 
     Args:
         window (`int`, *optional*, defaults to `200`): Accepted tasks that are remembered.
@@ -137,71 +135,37 @@ class Features:
         if window < 1:
             raise ValueError(f"`window` must be at least 1 task, got {window}.")
         self.window = window
-        self._tasks: deque[tuple[tuple[str, ...], float]] = deque(maxlen=window)  # features, solve rate
+        self._tasks: deque[tuple[str, ...]] = deque(maxlen=window)
         self._counts: Counter[str] = Counter()
-        self._learned: dict[str, float] = {}
 
     def add(self, words: tuple[str, ...]) -> None:
-        """Counts one accepted task; how often it is solved is not known yet."""
+        """Counts one accepted task."""
         if len(self._tasks) == self.window:
-            self._counts -= Counter(self._tasks[0][0])
-        self._tasks.append((words, float("nan")))
+            self._counts -= Counter(self._tasks[0])
+        self._tasks.append(words)
         self._counts.update(words)
-
-    def note(self, solve_rates: Sequence[float]) -> None:
-        """Writes down how often the tasks that were added last are solved, in their order."""
-        newest = [self._tasks.pop() for _ in solve_rates[-self.window :]][::-1]
-        self._tasks.extend((words, rate) for (words, _), rate in zip(newest, solve_rates[-self.window :], strict=True))
-        self._learned = self._compare_halves()
 
     def rarity(self, words: tuple[str, ...]) -> float:
         """
-        1 - the share, among the last `window` accepted tasks, of that one of the features which fewest have. 0 without
-        features. As long as fewer tasks were accepted, everything is rarer.
+        1 - frequency of the task's rarest feature among the last `window` accepted tasks; 0 without features. Until so
+        many were accepted the others count as tasks without it, so everything is rarer.
         """
         return 1 - min((self._counts[word] for word in words), default=self.window) / self.window
 
-    def progress(self, words: tuple[str, ...]) -> float:
-        """
-        How much more often students solve tasks with these features than some steps ago, from -1 to 1, mean over the
-        features: the newer half of the remembered tasks against the older, less the standard error of the difference.
-        """
-        return fmean(self._learned.get(word, 0.0) for word in words) if words else 0.0
-
-    def _compare_halves(self) -> dict[str, float]:
-        """By feature, the surer part of the gain in solve rate from the older half of the tasks to the newer."""
-        solved = [(words, rate) for words, rate in self._tasks if rate == rate]
-        halves: tuple[dict[str, list[float]], ...] = (defaultdict(list), defaultdict(list))
-        for place, (words, rate) in enumerate(solved):
-            for word in words:
-                halves[2 * place >= len(solved)][word].append(rate)
-        older, newer = halves
-        return {word: _surer_gain(older[word], newer[word]) for word in sorted(older.keys() & newer.keys())}
-
     def state_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        return {"tasks": [[list(words), rate if rate == rate else None] for words, rate in self._tasks]}
+        return {"tasks": [list(words) for words in self._tasks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned; of a larger window the newest tasks that have room."""
+        """Restores what `state_dict` returned. A smaller window keeps the newest tasks."""
         self._tasks.clear()
-        self._tasks.extend((tuple(words), float("nan") if rate is None else rate) for words, rate in state["tasks"])
-        self._counts = Counter(word for words, _ in self._tasks for word in words)
-        self._learned = self._compare_halves()
+        # Checkpoints of before 0.1.0 have pairs of features and solve rate.
+        self._tasks.extend(tuple(each[0] if each and isinstance(each[0], list) else each) for each in state["tasks"])
+        self._counts = Counter(word for words in self._tasks for word in words)
 
     def metrics(self) -> dict[str, float]:
         """`curriculum/features`: different features among the remembered tasks."""
         return {"curriculum/features": float(len(self._counts))}
-
-
-def _surer_gain(before: Sequence[float], after: Sequence[float]) -> float:
-    """
-    By how much the second mean is above the first, beyond the standard error that this would have if nothing had
-    changed: else tasks that are solved by all or by none, as it happens, would seem to be learned.
-    """
-    gain = fmean(after) - fmean(before)
-    doubt = stdev([*before, *after]) * math.sqrt(1 / len(before) + 1 / len(after))
-    return math.copysign(max(0.0, abs(gain) - doubt), gain)
 
 
 def draw_evenly(tasks: Sequence[tuple[Task, tuple[str, ...]]], k: int, rng: random.Random) -> list[Task]:

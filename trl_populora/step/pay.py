@@ -1,0 +1,265 @@
+"""Every price and every chance: what a proposal and an attempt are worth, on one page.
+
+    Slot --> Outcome --> teacher_reward   what the teacher is paid for a proposal
+                     `-> student_share    the student's part of the match's score, from which ratings follow
+    Sample -> Answer --> student_reward   what the student is paid for an attempt
+
+[`Outcome`] and [`Answer`] are all that a price may depend on. [`Rules`] holds the three functions. `play.py` asks each
+of them once per record, after grading, and writes what they say into the slot. Rewards, ratings, metrics and files
+read it there.
+
+A task that students solve no more often than by guessing counts as unsolved ([`Outcome.solved`]). Three estimates say
+what guessing gives, and the highest of them is the outcome's `chance`:
+
+* The form of the answer. The kind says so in `TaskKind.chance`: 1/2 for a code_o or code_i task with the output `True`
+  or `False`, and 1/2 for each truth value in a list or tuple of them.
+* Blind inputs. The kind names some in `TaskKind.guesses`, and the sandbox tries them: a program that gives its output
+  for one input in four is a lottery.
+* Repeated mistakes. Students who guess among several values make the wrong guesses several times, too. So the second
+  most common mistake shows how often the right answer was a lucky hit ([`count_guessed`]). A single mistake that most
+  attempts make is no guess: the task misleads, and seeing through it is worth its full price.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from trl_populora.tasks.own import find_function, is_own, list_choices
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """
+    What became of a proposal.
+
+    Args:
+        kind: Name of the kind of task.
+        valid: Whether it is a task. If not, only `kind` and `reason` mean anything.
+        reason: Why it is no task, the value of a [`~trl_populora.tasks.Reject`].
+        solve_rate: Share rho of the attempts that were right, from 0 to 1.
+        attempts: How many attempts there were.
+        chance: The solve rate that guessing gives.
+        rarity: 1 minus the share of the last accepted tasks that have the task's rarest feature.
+        program: The task's program.
+
+    Raises:
+        `ValueError`: If a valid proposal's `solve_rate` is outside [0, 1] or NaN.
+    """
+
+    kind: str
+    valid: bool
+    reason: str = ""
+    solve_rate: float = math.nan
+    attempts: int = 0
+    chance: float = 0.0
+    rarity: float = 0.0
+    program: str = ""
+
+    def __post_init__(self):
+        if self.valid and not 0.0 <= self.solve_rate <= 1.0:
+            raise ValueError(f"`solve_rate` of a valid proposal must be in [0, 1], got {self.solve_rate}.")
+
+    @property
+    def solved(self) -> bool:
+        """Whether students were right more often than guessing is."""
+        return self.valid and self.solve_rate > self.chance
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    What became of an attempt.
+
+    Args:
+        kind: Name of the kind of task.
+        correct: Whether it is right.
+        well_formed: Whether it could be read.
+    """
+
+    kind: str
+    correct: bool
+    well_formed: bool
+
+
+TeacherReward = Callable[[Outcome], float]
+StudentReward = Callable[[Answer], float]
+
+
+def pay_failures(task: Outcome) -> float:
+    """The paper's (arXiv 2605.16727): the share of the attempts that fail."""
+    return 1.0 - task.solve_rate
+
+
+def pay_spread(task: Outcome) -> float:
+    """The variance of one attempt: a task that half of the attempts solve pays most (arXiv 2408.15099)."""
+    return task.solve_rate * (1.0 - task.solve_rate)
+
+
+def pay_rare(task: Outcome) -> float:
+    """The share of the attempts that fail, times the rarity of what the task uses: old tricks pay less."""
+    return (1.0 - task.solve_rate) * task.rarity
+
+
+# What a solved task may earn its teacher, by the name in `teacher_reward`.
+PAY: Mapping[str, TeacherReward] = {
+    "paper": pay_failures,
+    "learnability": pay_spread,
+    "rarity": pay_rare,
+}
+STUDENT_PAY = ("azr",)  # what `student_reward` may name
+NEED_FEATURES = ("rarity",)  # pays that need `TaskKind.features`
+
+
+def price_proposals(pay: str = "paper", invalid: float = -1.0, unsolved: float = 0.0) -> TeacherReward:
+    """
+    Makes the teachers' reward from one of `PAY`.
+
+    Args:
+        pay: Its name there.
+        invalid: What a rejected proposal earns.
+        unsolved: What a task earns that students solve no more often than by guessing.
+    """
+    of_solved = PAY[pay]
+
+    def price(outcome: Outcome) -> float:
+        if not outcome.valid:
+            return invalid
+        return of_solved(outcome) if outcome.solved else unsolved
+
+    return price
+
+
+def price_attempts(right: float = 1.0, wrong: float = -0.5, malformed: float = -1.0) -> StudentReward:
+    """
+    Makes the students' reward. The defaults are Absolute Zero Reasoner's (arXiv 2505.03335).
+
+    Args:
+        right: What a right answer earns.
+        wrong: What a readable answer earns that is not right.
+        malformed: What an answer earns that cannot be read.
+    """
+
+    def price(answer: Answer) -> float:
+        if answer.correct:
+            return right
+        return wrong if answer.well_formed else malformed
+
+    return price
+
+
+def student_share(outcome: Outcome) -> float:
+    """
+    The student's part of one proposal, in [0, 1]; the teacher gets the rest. A match's score is the mean over its
+    proposals.
+
+    - An invalid proposal gives the student 1.
+    - A task that nobody solves, or nobody more often than by guessing, gives 0.5: both sides failed.
+    - Any other task gives the solve rate.
+
+    The paper does not state this rule. What teachers are paid does not change it. A teacher whose proposals are all
+    invalid loses every match, so its students' ratings rise without a task solved: read ratings beside
+    `propose/valid_rate`.
+    """
+    if not outcome.valid:
+        return 1.0
+    return outcome.solve_rate if outcome.solved else 0.5
+
+
+@dataclass(frozen=True)
+class Rules:
+    """
+    What a proposal and an attempt are worth. `play.py` asks each rule once per record.
+
+    Args:
+        teacher_reward: Takes an [`Outcome`], returns what its teacher is paid; the paper's rule by default.
+        student_reward: Takes an [`Answer`], returns what its student is paid; Absolute Zero's rule by default.
+        student_share: Takes an [`Outcome`], returns the student's part of the match's score, in [0, 1].
+    """
+
+    teacher_reward: TeacherReward = price_proposals()
+    student_reward: StudentReward = price_attempts()
+    student_share: Callable[[Outcome], float] = student_share
+
+
+def choose_teacher_reward(name: str, invalid: float, unsolved: float) -> TeacherReward:
+    """
+    Finds what the option `teacher_reward` names: one of `PAY` with these prices, or a user's own function, which
+    decides every price alone.
+
+    Raises:
+        `ValueError`: If there is no such function.
+    """
+    return price_proposals(name, invalid, unsolved) if name in PAY else find_price(name, "teacher_reward", PAY)
+
+
+def choose_student_reward(name: str, right: float, wrong: float, malformed: float) -> StudentReward:
+    """Finds what the option `student_reward` names: Absolute Zero's rule, or a user's own function."""
+    if name in STUDENT_PAY:
+        return price_attempts(right, wrong, malformed)
+    return find_price(name, "student_reward", STUDENT_PAY)
+
+
+def check_choice(option: str, name: object, named: Collection[str], prices: Mapping[str, float]) -> None:
+    """
+    Refuses an option that names no rule, and prices that the user's own function would never see.
+
+    Args:
+        option: The option's name.
+        name: Its value.
+        named: The rules that it may name, beside `module:function`.
+        prices: Options that the user has set and that only a named rule reads.
+
+    Raises:
+        `ValueError`: If the value names nothing, or prices are set beside a function of the user's own.
+    """
+    if name not in named and not is_own(name):
+        raise ValueError(f"`{option}` must be {list_choices(named)}, got {name!r}.")
+    if name not in named and prices:
+        given = " and ".join(f"`{price}={value}`" for price, value in prices.items())
+        raise ValueError(f"{given} says nothing to `{option}={name}`, which decides alone. Leave it unset.")
+
+
+def find_price(path: str, option: str, choices: Iterable[str]) -> Callable[[Any], float]:
+    """
+    Finds a user's own rule and watches it: the function that is returned refuses a price that is no finite number.
+
+    Args:
+        path: `module:function`.
+        option: The option that names it, for errors.
+        choices: What else the option may name, for errors.
+
+    Raises:
+        `ValueError`: If there is no such function.
+    """
+    ask = find_function(path, option, choices)
+
+    def price(record: Outcome | Answer) -> float:
+        value = ask(record)
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"`{option}={path}` must give a finite number, got {value!r:.80} for {record}.")
+        return float(value)
+
+    return price
+
+
+def count_guessed(mistakes: Iterable[str]) -> int:
+    """Lucky hits to expect: how often the second most common wrong answer was given, minus one."""
+    _, second = ([count for _, count in Counter(mistakes).most_common(2)] + [0, 0])[:2]
+    return max(0, second - 1)
+
+
+def estimate_chance(known: float, mistakes: Iterable[str], attempts: int) -> float:
+    """
+    The solve rate that guessing gives.
+
+    Args:
+        known: What the task's kind says of it, by the answer's form and by blind inputs.
+        mistakes: What each wrong answer comes to; equal texts are the same mistake.
+        attempts: All attempts, right ones included.
+    """
+    return max(known, count_guessed(mistakes) / attempts)

@@ -1,0 +1,316 @@
+"""The game of one population step: [`play_step`], from top to bottom.
+
+    match -> propose -> verify -> solve -> grade -> price -> rate
+
+A list of slots goes through these phases (see `slot.py`), and each phase fills its part of every slot. A [`Player`]
+answers prompts, a [`Referee`] decides what is true, [`Rules`] say what is paid. Nothing here knows TRL.
+
+On several processes every rank holds an equal part of each match: P proposals per teacher, G attempts at each task.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from trl_populora.population.matchmaking import Match, Matchmaker
+from trl_populora.population.members import Population
+from trl_populora.step.pay import Answer, Outcome, Rules, estimate_chance
+from trl_populora.step.player import Player
+from trl_populora.step.referee import Referee
+from trl_populora.step.rows import Metrics, Played, add_metrics, make_rows, measure_step
+from trl_populora.step.slot import Sample, Slot
+from trl_populora.tasks.answers import measure_complexity
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.base import Refusal, Reject, Task
+from trl_populora.tasks.features import CANDIDATES, Features, draw_evenly, name_features
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+# What all ranks' rows are worth to each reward function, `[W * R, functions]`. Collective.
+Reward = Callable[[Played], "torch.Tensor"]
+
+
+@dataclass
+class Game:
+    """
+    What a step is played with.
+
+    Args:
+        population, matchmaker, archive: Their state carries over from step to step, and is the same on every rank.
+        referee: Decides what is a task and what is right.
+        player: Generates for the members.
+        proposals: Proposals per teacher over all ranks.
+        attempts: Attempts per task, G.
+        references: Archived tasks that a proposing teacher is shown, K.
+        seed: Seeds, with step and rank, everything that a step draws but pairs and tokens.
+        iterations: Optimizer steps from one play to the next.
+        replays: Archived tasks per match that its student attempts beside the proposals, over all ranks.
+        shuffle: Without teachers, whether each pass through the given tasks has an order of its own.
+        rules: What a proposal and an attempt are worth.
+        features: What the last accepted tasks use. Carries over from step to step, too.
+        metrics: Further metrics, computed from the records of a step's rows.
+    """
+
+    population: Population
+    matchmaker: Matchmaker
+    archive: TaskArchive
+    referee: Referee
+    player: Player
+    proposals: int
+    attempts: int
+    references: int
+    seed: int
+    iterations: int = 1
+    replays: int = 0
+    shuffle: bool = True
+    rules: Rules = Rules()
+    features: Features = field(default_factory=Features)
+    metrics: Sequence[Metrics] = ()
+
+
+def play_step(game: Game, done: int, reward: Reward) -> Played:
+    """
+    Plays one step: pairs the members, lets teachers propose and students solve, prices, and updates the ratings.
+
+    Every rank plays its part of every match. Ratings and archive are updated from what all ranks saw, in the order of
+    ranks, so they stay the same everywhere.
+
+    Args:
+        game: The players and the rules.
+        done: Optimizer steps before this one. Files and metrics call this one step `done + 1`.
+        reward: Scores the rows of the step. The trainer passes TRL's reward functions.
+
+    Returns:
+        The step, with `teachers * (P + (P + replays) * G)` rows of this rank, where P and replays are this rank's
+        part: the totals divided by the number of processes. Without teachers there are `students * P * G` rows.
+    """
+    rng = random.Random(f"{game.seed}/{done}/{game.player.rank}")
+    seconds: dict[str, float] = {}
+    with _time(seconds, "match"):
+        matches = game.matchmaker.pair(game.population)
+    with _time(seconds, "propose"):
+        slots = _propose(game, matches, done, rng)
+    with _time(seconds, "verify"):
+        # Fillers and replays are drawn before the step's own tasks enter the archive: nobody meets a task twice.
+        _fill(game, slots, rng)
+        slots += _draw_replays(game, matches, rng) + _draw_given(game, matches, done)
+        known = game.archive.programs
+        tasks = _verify(game, slots, done + 1, rng)
+    with _time(seconds, "solve"):
+        _solve(game, slots)
+    with _time(seconds, "verify"):
+        _grade(game, slots)
+    played = _price(game, slots, reward)
+    game.matchmaker.update(game.population, _collect_shares(matches, played.records))
+    complexities = _note_results(game, tasks, played.records)
+    new_programs = game.archive.programs - known
+    played.tasks, played.seconds = tasks, seconds
+    played.metrics = measure_step(played.records, tasks, complexities, game.referee.kinds, new_programs)
+    for noun in (game.matchmaker, game.population, game.archive, game.features):
+        played.metrics |= noun.metrics()
+    for tell in game.metrics:
+        add_metrics(played.metrics, tell(played.records))
+    return played
+
+
+def _propose(game: Game, matches: Sequence[Match], done: int, rng: random.Random) -> list[Slot]:
+    """Opens a slot for each proposal of this rank and lets the teachers write. Kinds rotate, also over the steps."""
+    kinds = list(game.referee.kinds.values())
+    part = game.proposals // game.player.world
+    slots = []
+    for match in matches:
+        if not match.teacher:
+            continue
+        for place in range(game.player.rank * part, (game.player.rank + 1) * part):
+            kind = kinds[(place + done // game.iterations) % len(kinds)]
+            drawn = game.referee.draw_references(kind, game.archive, game.references, rng)
+            prompt, shown = game.referee.proposal_prompt(kind, drawn)
+            proposal = Sample(match.teacher, prompt)
+            slots.append(Slot(match, kind.name, shown, len(drawn) - len(shown), proposal))
+    _complete(game, [slot.proposal for slot in slots if slot.proposal is not None])
+    return slots
+
+
+def _complete(game: Game, samples: Sequence[Sample]) -> None:
+    """Generates what the members write. Collective, unless no rank has a sample."""
+    if not samples:
+        return
+    completions = game.player.generate([each.prompt for each in samples], [each.member for each in samples])
+    for sample, completion in zip(samples, completions, strict=True):
+        sample.completion = completion
+
+
+def _fill(game: Game, slots: Sequence[Slot], rng: random.Random) -> None:
+    """Draws an archived task for each slot, of its kind if possible, to attempt if the proposal is refused."""
+    names = list(game.referee.kinds)
+    for slot in slots:
+        slot.task = (game.archive.sample([slot.kind], 1, rng) or game.archive.sample(names, 1, rng))[0]
+
+
+def _draw_replays(game: Game, matches: Sequence[Match], rng: random.Random) -> list[Slot]:
+    """
+    Opens slots with archived tasks beside the proposals, drawn evenly over features: students keep practising what
+    teachers no longer propose.
+    """
+    owners = [match for match in matches for _ in range(game.replays // game.player.world)]
+    if not owners:
+        return []
+    candidates = game.archive.sample(list(game.referee.kinds), CANDIDATES, rng)
+    named = [(task, name_features(game.referee.kinds[task.kind], task)) for task in candidates]
+    drawn = draw_evenly(named, len(owners), rng)
+    return [Slot(match, task.kind, task=task) for match, task in zip(owners, drawn, strict=True)]
+
+
+def _draw_given(game: Game, matches: Sequence[Match], done: int) -> list[Slot]:
+    """
+    Without teachers, opens slots with this rank's part of the step's given tasks, the same for every student. The run
+    goes through all tasks pass after pass, each pass in an order of its own.
+    """
+    students = [match for match in matches if not match.teacher]
+    if not students:
+        return []
+    kinds, part = list(game.referee.kinds), game.proposals // game.player.world
+    size = game.archive.count(kinds)
+    first = done // game.iterations * game.proposals + game.player.rank * part
+    places = [divmod(place, size) for place in range(first, first + part)]
+    orders = {turn: list(range(size)) for turn, _ in places}
+    if game.shuffle:
+        for turn, order in orders.items():
+            random.Random(f"{game.seed}/pass {turn}").shuffle(order)
+    tasks = game.archive.pick(kinds, [orders[turn][place] for turn, place in places])
+    return [Slot(match, task.kind, task=task) for match in students for task in tasks]
+
+
+def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) -> list[Task]:
+    """
+    Decides which proposals are tasks. A task that anyone proposed before is a duplicate.
+
+    Returns:
+        The accepted tasks of all ranks.
+    """
+    proposed = [slot for slot in slots if slot.proposal is not None]
+    texts = [slot.proposal.completion.text for slot in proposed if slot.proposal is not None]
+    judged = game.referee.judge([s.kind for s in proposed], texts, [s.references for s in proposed], rng)
+    found: list[Task | Refusal] = [
+        replace(outcome, author=slot.match.teacher, step=step) if isinstance(outcome, Task) else outcome
+        for slot, outcome in zip(proposed, judged, strict=True)
+    ]
+    accepted = []
+    # Every rank adds the tasks of all ranks in the same order, so all archives agree on who was first.
+    for rank, part in enumerate(game.player.gather(found)):
+        for place, outcome in enumerate(part):
+            if isinstance(outcome, Task):
+                if game.archive.add(outcome):
+                    accepted.append(outcome)
+                elif rank == game.player.rank:
+                    found[place] = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
+    words = {task.task_id: name_features(game.referee.kinds[task.kind], task) for task in accepted}
+    for task in accepted:  # all are counted before any is priced, so rarity does not depend on their order
+        game.features.add(words[task.task_id])
+    for slot, outcome in zip(proposed, found, strict=True):
+        if isinstance(outcome, Task):
+            slot.task, slot.features = outcome, words[outcome.task_id]
+        else:
+            slot.refusal = outcome
+    return accepted
+
+
+def _solve(game: Game, slots: Sequence[Slot]) -> None:
+    """Lets the student of each slot's match attempt its task G times."""
+    for slot in slots:
+        prompt = game.referee.solving_prompt(slot.task)
+        slot.attempts = [Sample(slot.match.student, prompt) for _ in range(game.attempts)]
+    _complete(game, [attempt for slot in slots for attempt in slot.attempts])
+
+
+def _grade(game: Game, slots: Sequence[Slot]) -> None:
+    """Decides which attempts are right, and what that makes of each proposal."""
+    attempts = [(slot.task, attempt) for slot in slots for attempt in slot.attempts]
+    grades = game.referee.grade([task for task, _ in attempts], [attempt.completion.text for _, attempt in attempts])
+    for (_, attempt), grade in zip(attempts, grades, strict=True):
+        attempt.grade = grade
+    fresh = [slot for slot in slots if slot.fresh]
+    chances = game.referee.chances([slot.task for slot in fresh])
+    for slot, chance in zip(fresh, chances, strict=True):
+        slot.outcome = _conclude(game, slot, chance)
+    for slot in slots:
+        if slot.refusal is not None:
+            slot.outcome = Outcome(slot.kind, False, slot.refusal.reason.value)
+
+
+def _conclude(game: Game, slot: Slot, chance: float) -> Outcome:
+    """What became of an accepted proposal; `chance` is what its kind says of guessing."""
+    grades = [attempt.grade for attempt in slot.attempts if attempt.grade is not None]
+    mistakes = [grade.said for grade in grades if grade.said and not grade.right]
+    return Outcome(
+        slot.kind,
+        True,
+        solve_rate=slot.solve_rate,
+        attempts=len(grades),
+        chance=estimate_chance(chance, mistakes, len(grades)),
+        rarity=game.features.rarity(slot.features),
+        program=slot.task.program,
+    )
+
+
+def _price(game: Game, slots: Sequence[Slot], reward: Reward) -> Played:
+    """
+    Says what everything is worth, and is the only place that does: the pay of each proposal and attempt, the student's
+    share of each proposal, and, once rows are made, what the reward functions make of them. Collective.
+    """
+    for slot in slots:
+        if slot.proposal is not None and slot.outcome is not None:
+            slot.proposal.pay = game.rules.teacher_reward(slot.outcome)
+            slot.share = game.rules.student_share(slot.outcome)
+        for attempt in slot.attempts:
+            assert attempt.grade is not None, "attempts are graded before they are priced"
+            answer = Answer(slot.task.kind, attempt.right, attempt.grade.attempt.well_formed)
+            attempt.pay = game.rules.student_reward(answer)
+    rows = make_rows(slots, game.player.rank)
+    parts = game.player.gather([row.record() for row in rows])
+    played = Played(rows, [record for part in parts for record in part])
+    played.rewards = reward(played)
+    return played
+
+
+def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Writes into the archive how complex this step's tasks are and how often they were solved; returns the former."""
+    results = {r["task_id"]: r for r in records if r["role"] == "teacher" and r["valid"]}
+    complexities = [measure_complexity(game.referee.kinds[task.kind], task) for task in tasks]
+    for task, complexity in zip(tasks, complexities, strict=True):
+        result = results[task.task_id]
+        game.archive.note(task, match=result["match"], solve_rate=result["solve_rate"], **complexity)
+    return complexities
+
+
+def _collect_shares(matches: Sequence[Match], records: Sequence[Mapping[str, Any]]) -> dict[Match, list[float]]:
+    """
+    Per match, the student's share of each proposal of its teacher; archived tasks do not count. Without teachers, the
+    student's solve rate at each given task.
+    """
+    shares: dict[int, list[float]] = {match.index: [] for match in matches}
+    seen = set()
+    for record in records:
+        if record["role"] == "teacher":
+            shares[record["match"]].append(record["share"])
+    for record in records:
+        if not matches[record["match"]].teacher and record["group"] not in seen:
+            seen.add(record["group"])  # the solve rate is the same in all attempts of a group
+            shares[record["match"]].append(record["solve_rate"])
+    return {match: shares[match.index] for match in matches}
+
+
+@contextmanager
+def _time(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds to the wall time of a phase."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

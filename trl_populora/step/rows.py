@@ -1,0 +1,381 @@
+"""Rows: what a step leaves for TRL, for reward functions, for metrics and for files.
+
+    slots of this rank --make_rows--> Row [R] --gather--> records of all ranks --> metrics, ratings
+                                        |
+                                        `--> TRL: prompt_ids, completion_ids, logprobs
+
+[`Played`] holds all of it: one object per step, written once and read by advantages, metrics, records and the update.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from trl_populora.step.player import Completion, Messages
+from trl_populora.step.slot import Sample, Slot
+from trl_populora.tasks.base import Reject, Task, TaskKind
+from trl_populora.tasks.complexity import PROGRAM_MEASURES
+from trl_populora.tasks.fences import has_thinking
+from trl_populora.tasks.own import find_function
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+DETAIL_CHARS = 300
+
+Metrics = Callable[[Sequence[Mapping[str, Any]]], dict[str, float]]
+
+
+def in_a_line(text: str) -> str:
+    """A sentence that may quote what a model wrote, so that it neither breaks a table nor commands a terminal."""
+    return "".join(each if each.isprintable() else " " for each in text[:DETAIL_CHARS])
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    One training row: a proposal or an attempt.
+
+    Reward functions, records and files see the fields of `COLUMNS`. In these, `program` is the program of the task
+    that was proposed or attempted, and `pay` what the rules pay. Of the other fields, `share` is the student's part of
+    a proposal, `dropped` counts references that a proposal prompt had no room for, `reject_detail` says
+    `reject_reason` in a sentence, `features` are words for what the proposed task uses, and `group` names the rows
+    that answer the same prompt.
+    """
+
+    role: str
+    member: str
+    kind: str
+    match: int
+    task_id: str = ""
+    valid: bool = False
+    reject_reason: str = ""
+    solve_rate: float = float("nan")
+    correct: bool = False
+    well_formed: bool = False
+    chance: float = 0.0
+    rarity: float = 0.0
+    pay: float = 0.0
+    program: str = ""
+    share: float = float("nan")
+    solved: bool = False
+    archived: bool = False
+    dropped: int = 0
+    reject_detail: str = ""
+    features: tuple[str, ...] = ()
+    prompt: Messages = field(default_factory=list)
+    completion: Completion = Completion([], [], "")
+    group: str = ""
+
+    TOLD = (  # to the other ranks, too
+        *("role", "member", "kind", "match", "task_id", "valid", "reject_reason", "solve_rate", "correct"),
+        *("well_formed", "chance", "rarity", "pay"),
+    )
+    COLUMNS = (*TOLD, "program")
+
+    def record(self) -> dict[str, Any]:
+        """What the other ranks need to know of this row."""
+        further = ("share", "solved", "archived", "dropped", "reject_detail", "group")
+        return {name: getattr(self, name) for name in (*self.TOLD, *further)} | {
+            "thinking": has_thinking(self.completion.text)
+        }
+
+
+def make_rows(slots: Sequence[Slot], rank: int) -> list[Row]:
+    """The rows of a rank's slots: the attempts, slot by slot, then the proposals. `rank` keeps groups apart."""
+    attempts = [
+        _row_of_attempt(slot, attempt, f"rank {rank} slot {number} {attempt.member}")
+        for number, slot in enumerate(slots)
+        for attempt in slot.attempts
+    ]
+    return attempts + [_row_of_proposal(slot, slot.proposal) for slot in slots if slot.proposal is not None]
+
+
+def _row_of_attempt(slot: Slot, attempt: Sample, group: str) -> Row:
+    assert attempt.grade is not None, "attempts are graded before rows are made"
+    read = attempt.grade.attempt
+    return Row(
+        "student",
+        attempt.member,
+        slot.task.kind,
+        slot.match.index,
+        slot.task.task_id,
+        valid=True,
+        reject_reason=read.reason,
+        solve_rate=slot.solve_rate,
+        correct=attempt.right,
+        well_formed=read.well_formed,
+        pay=attempt.pay,
+        program=slot.task.program,
+        archived=slot.archived,
+        reject_detail=in_a_line(read.detail),
+        features=slot.features,
+        prompt=attempt.prompt,
+        completion=attempt.completion,
+        group=group,
+    )
+
+
+def _row_of_proposal(slot: Slot, proposal: Sample) -> Row:
+    outcome, task = slot.outcome, slot.task if slot.fresh else None
+    assert outcome is not None, "proposals are priced before rows are made"
+    return Row(
+        "teacher",
+        proposal.member,
+        slot.kind,
+        slot.match.index,
+        task.task_id if task else "",
+        valid=outcome.valid,
+        reject_reason=outcome.reason,
+        solve_rate=outcome.solve_rate,
+        well_formed=outcome.reason != Reject.FORMAT.value,
+        chance=outcome.chance,
+        rarity=outcome.rarity,
+        pay=proposal.pay,
+        program=outcome.program,
+        share=slot.share,
+        solved=outcome.solved,
+        dropped=slot.dropped,
+        reject_detail=in_a_line(slot.refusal.detail) if slot.refusal else "",
+        features=slot.features,
+        prompt=proposal.prompt,
+        completion=proposal.completion,
+        group=f"match {slot.match.index}",
+    )
+
+
+@dataclass(frozen=True)
+class Worth:
+    """
+    What the rows of a step are worth.
+
+    Args:
+        rewards, advantages, members: Per row, of shape `[R]`; `members` are indices.
+        factors: As [`~trl_populora.step.advantages.member_factors`] returns them, `[R]`.
+        flat: Share of the groups of attempts in which all were worth the same.
+    """
+
+    rewards: torch.Tensor
+    advantages: torch.Tensor
+    members: torch.Tensor
+    factors: torch.Tensor
+    flat: float
+
+    def part(self, rows: slice) -> Worth:
+        """The same of some rows."""
+        columns = {name: getattr(self, name)[rows] for name in ("rewards", "advantages", "members", "factors")}
+        return replace(self, **columns)
+
+
+@dataclass
+class Played:
+    """
+    One step as it was played.
+
+    Args:
+        rows: This rank's, as [`make_rows`] orders them.
+        records: The rows of all ranks in the order of ranks, as [`Row.record`] tells them.
+        tasks: Accepted proposals of all ranks.
+        seconds: Wall time per phase.
+        metrics: Over all ranks.
+        rewards: What every reward function says of the rows of all ranks, `[W * R, functions]`, NaN where nothing.
+        worth, local_worth: What the rewards make of the rows of all ranks, and of this rank's.
+        plan: Which of this rank's rows are computed together, as
+            [`~trl_populora.step.batching.plan_micro_batches`] returns it.
+
+    The last three are known once the step is scored, before any of its rows enters the model.
+    """
+
+    rows: list[Row]
+    records: list[dict[str, Any]]
+    tasks: list[Task] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    rewards: torch.Tensor = field(init=False)
+    worth: Worth = field(init=False)
+    local_worth: Worth = field(init=False)
+    plan: list[list[list[int]]] = field(init=False)
+
+    @property
+    def for_reward_functions(self) -> tuple[list[dict], list[Messages], list[Messages], list[list[int]]]:
+        """This rank's rows as reward functions are shown them: columns, prompts, completions and their ids."""
+        columns = [{name: getattr(row, name) for name in Row.COLUMNS} for row in self.rows]
+        said = [[{"role": "assistant", "content": row.completion.text}] for row in self.rows]
+        return columns, [row.prompt for row in self.rows], said, [row.completion.completion_ids for row in self.rows]
+
+    def count_tokens(self, ends: Collection[int] | None = None) -> list[int]:
+        """
+        Completion tokens that count in the loss, per row of this rank. With `ends`, a completion counts 0 if its last
+        token is none of these: it was cut off.
+        """
+        ids = [row.completion.completion_ids for row in self.rows]
+        return [len(each) if ends is None or each[-1] in ends else 0 for each in ids]
+
+    @property
+    def prompts(self) -> list[int]:
+        """A number for each of this rank's rows; rows with the same number have one member and one prompt."""
+        numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+        keys = [(row.member, tuple(row.completion.prompt_ids)) for row in self.rows]
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+    @property
+    def tokens(self) -> dict[str, list | None]:
+        """What was sampled for this rank's rows, as TRL's `rollout_func` returns it."""
+        parts = ("prompt_ids", "completion_ids", "logprobs")
+        found = {name: [getattr(row.completion, name) for row in self.rows] for name in parts}
+        return {name: None if values[0] is None else values for name, values in found.items()}
+
+    @property
+    def members(self) -> set[str]:
+        """Who has a row on any rank."""
+        return {record["member"] for record in self.records}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data: what a run needs that is resumed before the last optimizer step on these rows."""
+        rows = [asdict(row) for row in self.rows]
+        return {"rows": rows, "records": self.records, "seconds": {**self.seconds}, "metrics": {**self.metrics}}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Played:
+        """Makes an object of what `state_dict` returned; columns that an earlier version had are left out."""
+        rows = [
+            Row(
+                **{name: row[name] for name in row.keys() & Row.__dataclass_fields__.keys()}
+                | {"completion": Completion(**row["completion"])}
+            )
+            for row in state["rows"]
+        ]
+        return cls(rows, state["records"], seconds=state["seconds"], metrics=state["metrics"])
+
+
+# By these names TRL hands a reward function what it knows beside the columns.
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def teacher_reward(role: list[str], pay: list[float], **columns: list) -> list[float | None]:
+    """TRL's reward function of proposals: what the rules paid for each. It leaves attempts (`None`) to the other."""
+    return [paid if name == "teacher" else None for name, paid in zip(role, pay, strict=True)]
+
+
+def student_reward(role: list[str], pay: list[float], **columns: list) -> list[float | None]:
+    """TRL's reward function of attempts, likewise. TRL logs the means of both side by side."""
+    return [paid if name == "student" else None for name, paid in zip(role, pay, strict=True)]
+
+
+def check_arguments(function: Callable[..., list[float | None]]) -> None:
+    """
+    Checks that a user's reward function can be called with all columns by name, as TRL does.
+
+    Raises:
+        `TypeError`: If it asks for a column that rows do not have, or does not take all that they have.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    given = (*ARGUMENTS, *Row.COLUMNS)
+    absent = [f"`{name}`" for name in named if name not in given and named[name].default is inspect.Parameter.empty]
+    if absent:
+        raise TypeError(
+            f"The reward function `{function.__name__}` asks for {', '.join(absent)}. Columns of a dataset do not "
+            f"arrive here, as teachers write the tasks; these do: {', '.join(given)}."
+        )
+    if not all(name in named for name in given) and all(each.kind is not each.VAR_KEYWORD for each in parameters):
+        raise TypeError(
+            f"The reward function `{function.__name__}` is called with more columns by name than it takes. End its "
+            "arguments with `**columns`."
+        )
+
+
+def measure_step(
+    records: Sequence[Mapping[str, Any]],
+    tasks: Sequence[Task],
+    complexities: Sequence[Mapping[str, float]],
+    kinds: Mapping[str, TaskKind],
+    new_programs: int,
+) -> dict[str, float]:
+    """
+    Metrics of one step over all ranks. Every key is there in every step, NaN where nothing was seen.
+
+    Args:
+        records: Of the rows of all ranks.
+        tasks: Their accepted proposals.
+        complexities: Of these tasks.
+        kinds: The run's kinds by name.
+        new_programs: How many programs are new to the run; other constants alone make no program new.
+    """
+    proposals = [r for r in records if r["role"] == "teacher"]
+    valid = [r for r in proposals if r["valid"]]
+    attempts = [r for r in records if r["role"] == "student"]
+    fresh = [r for r in attempts if not r["archived"]]
+    # Of each task once. Without teachers there is no proposal that could tell, but each of its attempts does.
+    tried = valid if proposals else list({r["group"]: r for r in attempts}.values())
+    written = sum(kinds[task.kind].writes_program for task in tasks)
+    metrics = {
+        "propose/valid_rate": _mean([r["valid"] for r in proposals]),
+        "propose/novel_rate": new_programs / written if written else float("nan"),
+        "propose/rarity": _mean([r["rarity"] for r in valid]),
+        "propose/dropped_references": float(sum(r["dropped"] for r in proposals)),
+        "solve/rate": _mean([r["correct"] for r in fresh]),
+        "solve/archive_rate": _mean([r["correct"] for r in attempts if r["archived"]]),
+        "solve/thinking_rate": _mean([r["thinking"] for r in attempts]),
+        "solve/well_formed": _mean([r["well_formed"] for r in attempts]),
+        "solve/frac_none": _mean([r["solve_rate"] == 0 for r in tried]),
+        "solve/frac_chance": _mean([r["solve_rate"] > 0 and not r["solved"] for r in valid]),
+        "solve/frac_all": _mean([r["solve_rate"] == 1 for r in tried]),
+    }
+    for kind in kinds:
+        metrics[f"propose/{kind}/valid_rate"] = _mean([r["valid"] for r in proposals if r["kind"] == kind])
+        metrics[f"solve/{kind}/rate"] = _mean([r["correct"] for r in fresh if r["kind"] == kind])
+    for reason in Reject:
+        metrics[f"verify/reject/{reason.value}"] = float(sum(r["reject_reason"] == reason.value for r in proposals))
+    declared = {name for kind in kinds.values() for name in kind.measures}
+    for name in sorted({key for complexity in complexities for key in complexity} | declared | {*PROGRAM_MEASURES}):
+        metrics[f"curriculum/{name}"] = _mean([c[name] for c in complexities if name in c])
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def find_metrics(paths: Iterable[str]) -> list[Metrics]:
+    """
+    Finds a user's own metrics, `module:function`: each takes the records of a step and gives numbers by name.
+
+    Raises:
+        `ValueError`: If there is no such function; by what is returned, if it gives anything but numbers by name.
+    """
+    return [_find_metric(path) for path in paths]
+
+
+def _find_metric(path: str) -> Metrics:
+    ask = find_function(path, "own_metrics")
+
+    def tell(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        told = ask(records)
+        if not isinstance(told, dict) or not all(
+            isinstance(key, str) and isinstance(value, Real) for key, value in told.items()
+        ):
+            raise ValueError(
+                f"`own_metrics={path}` must give numbers by name, NaN where there is none, got {told!r:.80}."
+            )
+        return {key: float(value) for key, value in told.items()}
+
+    return tell
+
+
+def add_metrics(metrics: dict[str, float], told: Mapping[str, float]) -> None:
+    """
+    Adds a user's own metrics to those of the step.
+
+    Raises:
+        `ValueError`: If one has the name of another.
+    """
+    if taken := sorted(told.keys() & metrics.keys()):
+        raise ValueError(f"`own_metrics` gives {taken[0]!r}, which is another metric's name. Choose another one.")
+    metrics.update(told)

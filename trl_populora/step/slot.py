@@ -1,0 +1,104 @@
+"""A slot: one task of a step, and all that becomes of it.
+
+A step is a list of slots. Every phase fills its part of each slot, and reads what the phases before it have filled:
+
+    match      match                 who writes the task and who solves it
+    propose    kind, references, proposal
+    verify     task: what is attempted; refusal, if that is not the proposed task; features
+    solve      attempts
+    grade      each attempt's grade, and the proposal's outcome
+    price      share, and the pay of the proposal and of each attempt
+
+At the end [`~trl_populora.step.rows.make_rows`] turns the slots into the rows that TRL trains on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from trl_populora.population.matchmaking import Match
+from trl_populora.step.pay import Outcome
+from trl_populora.step.player import Completion, Messages
+from trl_populora.step.referee import Grade
+from trl_populora.tasks.base import Refusal, Task
+
+
+@dataclass
+class Sample:
+    """
+    What one member was asked, and what it wrote: a proposal, or an attempt at a task.
+
+    Args:
+        member: Name of the member.
+        prompt: The conversation that it was asked.
+        completion: What it wrote; empty until it is generated.
+        grade: Of an attempt, what the referee made of it.
+        pay: What the rules pay for it; NaN until it is priced.
+    """
+
+    member: str
+    prompt: Messages
+    completion: Completion = Completion([], [], "")
+    grade: Grade | None = None
+    pay: float = math.nan
+
+    @property
+    def right(self) -> bool:
+        """Whether the referee found it right."""
+        return self.grade is not None and self.grade.right
+
+
+@dataclass
+class Slot:
+    """
+    One task of a step.
+
+    A slot comes about in one of three ways:
+
+    - A teacher proposes its task. Where the proposal is refused, an archived task takes its place.
+    - An archived task is replayed.
+    - Without teachers, it is one of the given tasks.
+
+    Args:
+        match: The members that play it. Without teachers `match.teacher` is empty.
+        kind: Name of the kind of task that the teacher was asked for, or of the task that was drawn.
+        references: Archived tasks that the teacher was shown.
+        dropped: How many references its prompt had no room for.
+        proposal: What the teacher wrote; `None` where nobody proposes.
+        refusal: Why the proposal is no task; `None` if it is one.
+        task: What students attempt: the proposed task, else one from the archive.
+        attempts: One per member and try. Those of one member are compared with each other.
+        features: Words for what a proposed task uses.
+        outcome: What the price of the proposal depends on.
+        share: The student's part of this proposal in the match's score, in [0, 1].
+    """
+
+    match: Match
+    kind: str
+    references: Sequence[Task] = ()
+    dropped: int = 0
+    proposal: Sample | None = None
+    refusal: Refusal | None = None
+    task: Task = field(default=None)  # type: ignore[assignment]  # verify sees to it that each slot has one
+    attempts: list[Sample] = field(default_factory=list)
+    features: tuple[str, ...] = ()
+    outcome: Outcome | None = None
+    share: float = math.nan
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the task that is attempted was proposed in this slot."""
+        return self.proposal is not None and self.refusal is None
+
+    @property
+    def archived(self) -> bool:
+        """Whether a teacher's student attempts a task from the archive: a filler or a replay."""
+        return bool(self.match.teacher) and not self.fresh
+
+    @property
+    def solve_rate(self) -> float:
+        """Share of the attempts that are right, rho; NaN without attempts."""
+        return fmean(attempt.right for attempt in self.attempts) if self.attempts else math.nan
