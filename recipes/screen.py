@@ -55,21 +55,15 @@ REPLAYED = {"replay": "0.34", "per_device_train_batch_size": "26"}  # 208 rows f
 CANDIDATES: dict[str, dict[str, str]] = {
     "paper": {},
     "learnability": {"teacher_reward": "learnability"},
-    "confirmed": {"teacher_reward": "confirmed"},
     "rarity": {"teacher_reward": "rarity"},
-    "progress": {"teacher_reward": "progress"},
-    "regret": {"teacher_reward": "regret", "students_per_task": "2"},
     "paper_slow": {"teacher_learning_rate": SLOW},
     "paper_replay": REPLAYED,
-    "paper_running": {"teacher_scale": "running"},
     "paper_pulled": {"teacher_beta": "0.05"},
     "rarity_slow": {"teacher_reward": "rarity", "teacher_learning_rate": SLOW},
     "rarity_replay": {"teacher_reward": "rarity", **REPLAYED},
     "rarity_slow_replay": {"teacher_reward": "rarity", "teacher_learning_rate": SLOW, **REPLAYED},
-    "rarity_running": {"teacher_reward": "rarity", "teacher_scale": "running"},
     "rarity_unevolved": {"teacher_reward": "rarity", "evolve_every": "0"},
     "learnability_slow": {"teacher_reward": "learnability", "teacher_learning_rate": SLOW},
-    "confirmed_slow": {"teacher_reward": "confirmed", "teacher_learning_rate": SLOW},
     "single_agent": {"single_agent": "true", "evolve_every": "0"},
     # The race: twice the members with what won, against one adapter with the rows of a pair, and with those of four.
     "race_4t4s": {
@@ -231,7 +225,7 @@ def gather(output: Path) -> dict[str, dict[str, dict[str, Any]]]:
         candidate, seed = metrics.parts[-3], metrics.parts[-2].removeprefix("seed_")
         if candidate in CANDIDATES:
             kept.setdefault(candidate, {})[seed] = measure(metrics.parent)
-    kept = {name: dict(sorted(kept[name].items())) for name in CANDIDATES if name in kept}
+    kept = {name: dict(sorted(kept[name].items())) for name in dict.fromkeys((*CANDIDATES, *kept)) if name in kept}
     path.write_text(json.dumps(kept, indent=1) + "\n")
     return kept
 

@@ -15,6 +15,7 @@ from tests.populora_run import Letters, letters
 from trl_populora import build
 from trl_populora.given_tasks import load_archive
 from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.runs.saved_population import check_settings
 from trl_populora.step.pay import Answer, Outcome
 from trl_populora.tasks import TaskKind
 
@@ -119,3 +120,10 @@ def test_teacher_baseline(random_base, make_args, seed_dataset, lora, baseline):
     expected = [row["reward"] - fmean(rewards[group_of(row)]) for row in proposals]
     assert [row["advantage"] for row in proposals] == pytest.approx(expected, abs=1e-6)
     assert any(expected)
+
+
+def test_saved_settings_that_are_gone_load_and_are_told_in_one_line(make_args, tmp_path, caplog):
+    saved = {"settings": {"students_per_task": 2, "teacher_scale": "running"}}
+    check_settings(make_args(), tmp_path, saved, same_processes=True)
+    (told,) = caplog.messages
+    assert "students_per_task, teacher_scale" in told

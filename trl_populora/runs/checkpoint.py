@@ -7,7 +7,7 @@ A checkpoint holds what the HF `Trainer` writes (optimizer, scheduler, generator
     lineage.jsonl         every replacement so far
     archive.parquet       the task archive
     game.json             state of population, matchmaker and features, the archive's coverage; if the run has them,
-                          held-out scores, and the teachers' running deviations
+                          held-out scores
     rank_state_<n>.pt     of one rank: the count of micro-batches, buffered rows and their step, what is not logged yet
                           (metrics, loss)
     whole.json            names and sizes of all these files, number of processes; written last
@@ -383,7 +383,7 @@ def load_stateful(root: Path, stateful: Mapping[str, Any], archive: TaskArchive)
     """Reads `game.json` into the objects that it has states of, and the archive."""
     state = read_json(root / "game.json")
     for field, each in stateful.items():
-        if field in ("held_out", "deviations") and field not in state:  # a resume may switch these on
+        if field == "held_out" and field not in state:  # a resume may switch it on
             continue
         try:
             each.load_state_dict(state[field])

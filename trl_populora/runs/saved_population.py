@@ -253,6 +253,10 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
             f"{root / POPULATION_FILE}: a resumed run cannot change {'; '.join(refused)}. Resume with "
             "the saved values, or start a new run with `warm_start` to change them."
         )
+    if gone := sorted(theirs.keys() - ours.keys()):
+        logger.warning(
+            "%s has settings that this version does not know, and goes on without: %s.", root, ", ".join(gone)
+        )
     if changed:
         told = "; ".join(f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed)
         logger.warning("Resuming %s with other settings, which hold from here on: %s.", root, told)

@@ -276,7 +276,7 @@ def _price(game: Game, slots: Sequence[Slot], reward: Reward) -> Played:
             attempt.pay = game.rules.student_reward(answer)
     rows = make_rows(slots, game.player.rank)
     parts = game.player.gather([row.record() for row in rows])
-    played = Played(rows, [record for part in parts for record in part])
+    played = Played(rows, [record for part in parts for record in part], list(slots))
     played.rewards = reward(played)
     return played
 

@@ -181,6 +181,7 @@ class Played:
     Args:
         rows: This rank's, as [`make_rows`] orders them.
         records: The rows of all ranks in the order of ranks, as [`Row.record`] tells them.
+        slots: This rank's, of which the rows were made; none after a resume.
         tasks: Accepted proposals of all ranks.
         seconds: Wall time per phase.
         metrics: Over all ranks.
@@ -194,6 +195,7 @@ class Played:
 
     rows: list[Row]
     records: list[dict[str, Any]]
+    slots: list[Slot] = field(default_factory=list)
     tasks: list[Task] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
