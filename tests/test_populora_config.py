@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
+from dataclasses import fields
+from typing import get_type_hints
 
+import numpy as np
 import pytest
 import torch
+from trl import TrlParser
 
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.tasks import CodeO
@@ -110,7 +115,7 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ({"loss_type": "bnpo"}, "`loss_type` must be one of grpo, dr_grpo, dapo, cispo, got 'bnpo'"),
         ({"prompt_style": "haiku"}, "`prompt_style`"),
         ({"task_kinds": []}, "`task_kinds` is empty"),
-        ({"cull_fraction": 1.0}, "`cull_fraction` must be in"),
+        ({"cull_fraction": 1.0}, "`cull_fraction` must be below 1, got 1.0"),
         ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5` is not supported.*couples members"),
         ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching=True` is not supp"),
         ({"use_transformers_paged": True}, "`use_transformers_paged=True` is not supported: it reorders rows"),
@@ -126,8 +131,8 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ({"sandbox_seconds": -1.0}, "`sandbox_seconds` must be positive"),
         ({"sandbox_memory_mb": 0}, "`sandbox_memory_mb` must be at least 1"),
         ({"pfsp_kappa": -1.0}, "`pfsp_kappa` must be at least 0"),
-        ({"replay": 1.5}, r"`replay` must be in \[0, 1\), got 1.5"),
-        ({"replay": -0.5}, r"`replay` must be in \[0, 1\), got -0.5"),
+        ({"replay": 1.5}, "`replay` must be below 1, got 1.5"),
+        ({"replay": -0.5}, "`replay` must be at least 0, got -0.5"),
         ({"teacher_reward": "rarities"}, "`teacher_reward` must be one of paper, .*`module:function`.*, got 'rari"),
         ({"student_reward": "paper"}, "`student_reward` must be one of azr, or `module:function`"),
         ({"teacher_reward": len}, "`teacher_reward` must be one of paper"),
@@ -141,11 +146,66 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ),
         ({"teacher_beta": 0.1, "beta": 0.04}, "`teacher_beta=0.1` is for teachers alone: leave `beta` at 0"),
         ({"teacher_beta": -0.1}, "`teacher_beta` must be at least 0, got -0.1"),
+        ({"beta": -0.1}, "`beta` must be at least 0, got -0.1"),
+        ({"learning_rate": -1e-5}, "`learning_rate` must be at least 0, got -1e-05"),
+        ({"adam_beta2": 1.0}, "`adam_beta2` must be below 1, got 1.0"),
+        ({"max_completion_length": 0}, "`max_completion_length` must be at least 1, got 0"),
+        ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
+        ({"temperature": 0.0}, "`temperature` must be above 0, got 0.0"),
+        ({"temperature": -1.0}, "`temperature` must be above 0, got -1.0"),
+        ({"top_p": 0.0}, "`top_p` must be above 0, got 0.0"),
+        ({"top_p": 1.5}, "`top_p` must be at most 1, got 1.5"),
+        ({"top_k": -1}, "`top_k` must be at least 0, got -1"),
+        ({"min_p": 2.0}, "`min_p` must be at most 1, got 2.0"),
+        ({"students": "2"}, "`students` must be a whole number, got '2'"),
+        ({"students": None}, "`students` must be a whole number, got None"),
+        ({"learning_rate": "1e-5"}, "`learning_rate` must be a finite number, got '1e-5'"),
+        ({"learning_rate": [1e-5]}, r"`learning_rate` must be a finite number, got \[1e-05\]"),
+        ({"reward_weights": [1.0, math.inf]}, r"`reward_weights` must be a list of finite numbers, got \[1.0, inf\]"),
     ],
 )
 def test_refusal(make_args, overrides, message):
     with pytest.raises(ValueError, match=message):
         make_args(**overrides)
+
+
+NUMBERS = {
+    kind: [
+        each.name
+        for each in fields(PopuLoRAConfig)
+        if {kind, kind | None} & {get_type_hints(PopuLoRAConfig)[each.name]}
+    ]
+    for kind in (int, float)
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS[int])
+def test_a_count_is_a_whole_number(make_args, name):
+    for value in (2.5, 2.0, "2", True, math.nan):
+        with pytest.raises(ValueError, match=f"`{name}` must be a whole number, got {value!r}"):
+            make_args(**{name: value})
+
+
+@pytest.mark.parametrize("name", NUMBERS[float])
+def test_a_number_is_finite(make_args, name):
+    for value in (math.nan, math.inf, -math.inf, "0.5", True):
+        with pytest.raises(ValueError, match=f"`{name}` must be a finite number, got {value!r}"):
+            make_args(**{name: value})
+
+
+def test_numbers_of_a_command_line_and_of_a_file_are_taken(tmp_path):
+    """YAML reads `1e-5` as a text, which the parser makes a number of."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("learning_rate: 1e-5\nstudents: '2'\nmax_grad_norm: null\nbeta: 0\nteacher_beta: 1\n")
+    given = ["--config", str(recipe), "--output_dir", str(tmp_path), "--teachers", "2", "--temperature", "1"]
+    (args,) = TrlParser(PopuLoRAConfig).parse_args_and_config([*given, "--shots", "3", "--save_steps", "0.5"])
+    assert (args.learning_rate, args.students, args.max_grad_norm, args.teacher_beta) == (1e-5, 2, 0.0, 1)
+    assert (args.teachers, args.temperature, args.shots, args.save_steps) == (2, 1.0, 3, 0.5)
+
+
+def test_numbers_of_numpy_are_numbers(make_args):
+    args = make_args(students=np.int64(2), learning_rate=np.float32(0.5))
+    assert (args.students, args.learning_rate) == (2, 0.5)
 
 
 @pytest.mark.parametrize("kinds", ["code_o", [CodeO()], [None]])

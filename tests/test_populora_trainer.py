@@ -29,6 +29,7 @@ from trl_populora.report.load import load_evaluations, load_history, load_run
 from trl_populora.report.page import write_report
 from trl_populora.report.plots import plot_run
 from trl_populora.runs.records import OnlyKnown, read_lines
+from trl_populora.step import batching
 from trl_populora.step.pay import Outcome, Rules
 from trl_populora.step.rows import student_reward, teacher_reward
 
@@ -186,6 +187,27 @@ class TestStep:
         kl = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
         assert kl[0] == pytest.approx(0, abs=1e-6), "before the first update every member is the base"
         assert kl[-1] > 1e-6
+
+    @pytest.mark.parametrize("pull", ["beta", "teacher_beta"])
+    def test_a_blank_micro_batch_has_no_kl_term(self, make_trainer, pull):
+        """Its one row has lost its context, without which a token may cost hundreds more at a low temperature."""
+        trainer = make_trainer(**{pull: 0.04}, max_steps=1)
+        trainer.train()
+        (blank,) = batching.cut(trainer._buffered_inputs[0], [[]])
+        blank["ref_per_token_logps"] += 200.0
+        loss = trainer._compute_loss(trainer.model, blank | {"live": 0, "tokens": 0})
+        gradients = torch.autograd.grad(loss, [p for p in trainer.model.parameters() if p.requires_grad])
+        assert float(loss) == 0.0
+        assert not any(gradient.any() for gradient in gradients), "NaN counts as any"
+
+    @pytest.mark.parametrize("off", [-1.0, None])
+    def test_a_largest_norm_that_is_negative_or_none_is_off_as_0_is(self, make_trainer, tmp_path, off):
+        found = []
+        for norm in (0.0, off):
+            trainer = make_trainer(max_grad_norm=norm, output_dir=str(tmp_path / str(norm)))
+            trainer.train()
+            found.append(members_of(trainer))
+        assert all(same(found[0][name], found[1][name]) for name in found[0])
 
     def test_blank_micro_batches_are_in_no_metric_of_the_loss(self, make_trainer, tmp_path):
         """All members still are the base, so leaving most rows out changes the mean entropy of a token little."""

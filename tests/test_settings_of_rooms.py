@@ -90,8 +90,10 @@ def test_defaults_in_a_docstring_are_the_fields(settings):
     ("room", "wrong", "told"),
     [
         (Breeding, {"evolve_every": -1}, "`evolve_every` must be at least 0, got -1"),
-        (Breeding, {"cull_fraction": 1.0}, r"`cull_fraction` must be in \[0, 1\), got 1.0"),
-        (Breeding, {"crossover_rate": float("nan")}, r"`crossover_rate` must be in \[0, 1\], got nan"),
+        (Breeding, {"cull_fraction": 1.0}, "`cull_fraction` must be below 1, got 1.0"),
+        (Breeding, {"crossover_rate": float("nan")}, "`crossover_rate` must be a finite number, got nan"),
+        (Breeding, {"crossover_rate": 1.5}, "`crossover_rate` must be at most 1, got 1.5"),
+        (Breeding, {"mutation_strength": float("inf")}, "`mutation_strength` must be a finite number, got inf"),
         (Breeding, {"mutations": "shuffle"}, "`mutations` names no operator 'shuffle'"),
         (KindSettings, {"inputs_per_function": 1}, "`inputs_per_function` must be at least 2, got 1"),
         (KindSettings, {"reading": "kind"}, "`reading` must be one of tolerant, strict, None, got 'kind'"),

@@ -21,12 +21,26 @@ from trl_populora.step.pay import PAY, STUDENT_PAY, check_choice
 from trl_populora.step.sizes import StepSize, check_no_teachers
 from trl_populora.tasks import check_names
 from trl_populora.tasks.base import KindSettings
-from trl_populora.tasks.bounds import check_choices, check_least, check_shares
+from trl_populora.tasks.bounds import check_bounds, check_choices, check_numbers
 from trl_populora.tasks.own import find_function
 from trl_populora.tasks.templates import check_texts
 
 
 Settings = TypeVar("Settings")
+
+# What the numbers may be that no room below checks. TRL and transformers would train, or load a model first, with any.
+BOUNDS = {
+    ">= 0": "teachers references_per_proposal shots replay pfsp_kappa teacher_beta beta top_k min_p "
+    "teacher_learning_rate learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon epsilon epsilon_high "
+    "vllm_importance_sampling_clip_min logging_steps eval_steps eval_delay save_steps",
+    "> 0": "temperature top_p repetition_penalty delta vllm_importance_sampling_clip_max "
+    "vllm_importance_sampling_cap vllm_gpu_memory_utilization",
+    ">= 1": "students archive_size eval_attempts generation_tokens num_iterations max_completion_length "
+    "per_device_train_batch_size per_device_eval_batch_size vllm_max_model_length vllm_tensor_parallel_size",
+    ">= 2": "proposals_per_teacher attempts_per_task",  # one alone is compared with nothing
+    "< 1": "replay adam_beta1 adam_beta2",
+    "<= 1": "top_p min_p vllm_gpu_memory_utilization",
+}
 
 
 def _option(default: Any, text: str) -> Any:
@@ -159,6 +173,7 @@ class PopuLoRAConfig(GRPOConfig):
         num_generations_eval: int | None
         gradient_accumulation_steps: int
         ddp_find_unused_parameters: bool | None
+        max_grad_norm: float
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs", "prompt_texts"]  # may be given as JSON
 
@@ -239,6 +254,7 @@ class PopuLoRAConfig(GRPOConfig):
     own_metrics: list[str] | None = _option(None, "Further metrics, 'module:function'.")
 
     def __post_init__(self):
+        self._check_numbers()
         if self.single_agent:
             for name in ("teacher_learning_rate", "teacher_beta"):
                 if getattr(self, name) is not None:
@@ -287,6 +303,13 @@ class PopuLoRAConfig(GRPOConfig):
         names = {each.name for each in fields(room)} - set(further)  # type: ignore[arg-type]
         return room(**{name: getattr(self, name) for name in names}, **further)
 
+    def _check_numbers(self):
+        """Refuse what is no number where one belongs, and numbers that make no sense."""
+        if self.max_grad_norm is None:
+            self.max_grad_norm = 0.0  # off as well, and transformers compares it with 0
+        check_numbers(self)
+        check_bounds(self, BOUNDS)
+
     def _check_rooms(self) -> list[object]:
         """Builds the settings of all rooms, which check themselves."""
         return [*map(self.build, (KindSettings, Scoring, SandboxSettings)), self.breeding]
@@ -314,18 +337,11 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _check_population(self):
         """Refuse counts with which no step can be played."""
-        at_least = {
-            0: "teachers references_per_proposal shots pfsp_kappa teacher_learning_rate teacher_beta",
-            1: "students archive_size eval_attempts num_iterations generation_tokens",
-            2: "proposals_per_teacher attempts_per_task",  # one alone is compared with nothing
-        }
-        check_least(self, {name: least for least, names in at_least.items() for name in names.split()})
         if self.evolve_every % self.num_iterations:
             raise ValueError(
                 f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, "
                 "or a child would be trained on the rows of the member it replaced."
             )
-        check_shares(self, "replay")
         if not self.teachers:
             check_no_teachers(vars(self), self.__dataclass_fields__)
         self._size.check_groups(_launched_processes())

@@ -438,9 +438,9 @@ class PopuLoRATrainer(HubTrainer):
 
         def log_probs(model, ids, mask, length, **kwargs):
             found = layout.log_probs(partial(compute, **kwargs), model, ids, mask, length, self.scorer.sharing)
-            if self.args.teacher_beta:  # students get themselves as reference: their KL term and its gradient are 0
-                students = inputs["member"] >= self.args.teachers
-                inputs["ref_per_token_logps"][students] = found[0].detach()[students]
+            if self.beta:  # blank rows, and students beside `teacher_beta`, are their own reference: KL 0
+                own = (inputs["pack"] < 0) | (inputs["member"] >= self.args.teachers) & bool(self.args.teacher_beta)
+                inputs["ref_per_token_logps"][own] = found[0].detach()[own]
             return found
 
         told: defaultdict[str, list[float]] = defaultdict(list)

@@ -33,7 +33,7 @@ def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_dec
 
 @torch.no_grad()
 def clip_member_grad_norms(
-    model: nn.Module, names: Sequence[str], max_norm: float | None, loss_scale: float = 1.0
+    model: nn.Module, names: Sequence[str], max_norm: float, loss_scale: float = 1.0
 ) -> dict[str, float]:
     """
     Clips the gradients of each member by that member's own norm, with the rule of `torch.nn.utils.clip_grad_norm_`.
@@ -44,7 +44,7 @@ def clip_member_grad_norms(
     Args:
         model (`nn.Module`): The model after the backward, wrapped or not.
         names (`Sequence[str]`): The members.
-        max_norm (`float`, *optional*): Largest norm per member; `None` or `0` only measures.
+        max_norm (`float`): Largest norm per member; 0 or below only measures.
         loss_scale (`float`, *optional*, defaults to `1.0`): What the gradients were, and stay, multiplied by.
 
     Returns:
@@ -56,7 +56,7 @@ def clip_member_grad_norms(
     if is_zero_parameter(first):
         torch.distributed.all_reduce(squares)
     norms = squares.sqrt() / loss_scale
-    if max_norm:
+    if max_norm > 0:
         factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
         for name, factor in zip(names, factors.tolist(), strict=True):
             for gradient in gradients[name]:
@@ -115,10 +115,10 @@ class MemberClipper:
 
     Args:
         names (`Sequence[str]`): The members.
-        max_norm (`float`, *optional*): Largest norm per member; `None` or `0` only measures.
+        max_norm (`float`): Largest norm per member; 0 or below only measures.
     """
 
-    def __init__(self, names: Sequence[str], max_norm: float | None):
+    def __init__(self, names: Sequence[str], max_norm: float):
         self.names, self.max_norm = names, max_norm
         self._found_inside: dict[str, float] | None = None  # in the last step of a DeepSpeed engine
 

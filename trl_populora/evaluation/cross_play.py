@@ -40,6 +40,7 @@ from trl_populora.step.referee import Referee
 from trl_populora.tasks import TASK_KINDS, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task
+from trl_populora.tasks.bounds import check_bounds
 
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,7 @@ class CrossPlayArguments:
     out: str = field(default="crossplay", metadata={"help": "Directory for crossplay.json and crossplay.png."})
 
     def __post_init__(self):
-        for name in ("proposals", "attempts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        check_bounds(self, {">= 1": "proposals attempts"})
 
 
 def solve_rates(

@@ -31,6 +31,7 @@ from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArchive
+from trl_populora.tasks.bounds import check_bounds, check_numbers
 from trl_populora.tasks.templates import check_style
 
 
@@ -77,6 +78,8 @@ class TryArguments:
     seed: int = field(default=0, metadata={"help": "Of references, tasks and samples."})
 
     def __post_init__(self):
+        check_numbers(self)
+        check_bounds(self, {">= 1": "max_completion_length", ">= 2": "inputs_per_function", "> 0": "temperature"})
         if self.samples < ATTEMPTS or self.samples % ATTEMPTS:
             raise ValueError(f"`samples` must be a multiple of {ATTEMPTS}, got {self.samples}.")
         if self.vllm and self.adapter:

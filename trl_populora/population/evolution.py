@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from trl_populora.population.factors import Factors, compare
 from trl_populora.population.members import PRIOR_SIGMA, ROLES, Member, Population
 from trl_populora.population.operators import find_operator
-from trl_populora.tasks.bounds import check_least, check_shares
+from trl_populora.tasks.bounds import check_bounds, check_numbers
 
 
 # The paper's own eight, evenly. The other operators of the tables are used only where a run names them.
@@ -122,10 +122,14 @@ class Breeding:
     roles: tuple[str, ...] = ROLES
 
     def __post_init__(self):
-        check_least(self, {"evolve_every": 0, "evolve_burn_in": 0, "mutation_strength": 0, "tournament_size": 1})
-        check_shares(self, "cull_fraction")
-        if not 0 <= self.crossover_rate <= 1:
-            raise ValueError(f"`crossover_rate` must be in [0, 1], got {self.crossover_rate}.")
+        check_numbers(self)
+        bounds = {
+            ">= 0": "evolve_every evolve_burn_in cull_fraction crossover_rate mutation_strength",
+            ">= 1": "tournament_size",
+            "< 1": "cull_fraction",
+            "<= 1": "crossover_rate",
+        }
+        check_bounds(self, bounds)
         read_mixture(self.mutations, DEFAULT_MUTATIONS, "mutations")
         read_mixture(self.crossovers, DEFAULT_CROSSOVERS, "crossovers")
 

@@ -42,7 +42,8 @@ _COMPLETION_COLUMNS = (
     "sampling_per_token_logps",
     "importance_sampling_ratio",
 )
-# With these at 0 a row's ratio to the old policy is 1, and its tokens count nowhere.
+# With these at 0 a row's ratio to the old policy is finite, and its tokens count nowhere. Its reference is set where
+# the forward is known: without its context a row's KL may be infinite, and infinity times the mask's 0 is NaN.
 _BLANKED_COLUMNS = (
     "prompt_mask",
     "completion_mask",

@@ -23,7 +23,7 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from .bounds import check_choices, check_least
+from .bounds import check_bounds, check_choices, check_numbers
 
 
 if TYPE_CHECKING:
@@ -236,7 +236,8 @@ class KindSettings:
     prompt_texts: Mapping[str, str] | None = None
 
     def __post_init__(self):
-        check_least(self, {"inputs_per_function": 2, "determinism_runs": 1})
+        check_numbers(self)
+        check_bounds(self, {">= 2": "inputs_per_function", ">= 1": "determinism_runs"})
         check_choices(self, {"prompt_style": (*STYLES, None), "reading": (*READINGS, None)})
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_populora.evaluation.benchmarks.suite import BENCHMARKS, PAPER, check_benchmarks
+from trl_populora.tasks.bounds import check_bounds, check_numbers
 
 
 @dataclass
@@ -48,9 +49,8 @@ class EvaluateArguments:
         check_benchmarks(self.benchmarks)
         if self.hub not in ("huggingface", "modelscope"):
             raise ValueError(f"`hub` must be huggingface or modelscope, got {self.hub!r}.")
-        for name in ("limit", "samples", "max_tokens", "concurrency"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        check_numbers(self)
+        check_bounds(self, {">= 1": "limit samples max_tokens concurrency", ">= 0": "temperature"})
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(f"`samples={self.samples}` greedy answers are all the same; set `temperature` too.")
 
