@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from trl_populora.errors import printable
 from trl_populora.step.player import Completion, Messages
 from trl_populora.step.rules import Answer, Outcome
 from trl_populora.tasks.base import Task
@@ -22,7 +23,7 @@ DETAIL_CHARS = 300
 
 def in_a_line(text: str) -> str:
     """A sentence that may quote what a model wrote, so that it neither breaks a table nor commands a terminal."""
-    return "".join(each if each.isprintable() else " " for each in text[:DETAIL_CHARS])
+    return printable(text[:DETAIL_CHARS])
 
 
 @dataclass
