@@ -58,6 +58,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     COIN: {},  # students are paid by a coin
     REJECTION: {"single_agent": "true", "learning_rate": "0", "evolve_every": "0", **UNEVALUATED},
 }
+KINDS = ("code_o", "code_i", "code_f")
 UNTRAINED_LEVELS = (5, 6)  # six and eight operations
 
 
@@ -85,10 +86,9 @@ def train_variant(run: Path, variant: str, seed: int, steps: int, settings: list
 def untrained_tasks(count: int = 96) -> list[Task]:
     """Tasks of all kinds and of levels that neither the base nor any run was trained on."""
     writer, archive = DialogueWriter(random.Random("arms race"), held_out=True), TaskArchive()
-    kinds = ("code_o", "code_i", "code_f")
     while len(archive) < count:
-        level = UNTRAINED_LEVELS[len(archive) // len(kinds) % len(UNTRAINED_LEVELS)]
-        archive.add(random_task(kinds[len(archive) % len(kinds)], level, writer))
+        level = UNTRAINED_LEVELS[len(archive) // len(KINDS) % len(UNTRAINED_LEVELS)]
+        archive.add(random_task(KINDS[len(archive) % len(KINDS)], level, writer))
     return list(archive)
 
 
@@ -96,7 +96,7 @@ def transfer(run: Path) -> dict[str, float]:
     """Solve rates of a finished run's students, and of the base, on the untrained levels; measured once."""
     path = run / "untrained.json"
     if not path.exists():
-        with assemble([str(run)], seed=0) as contest:
+        with assemble([str(run)], task_kinds=KINDS, seed=0) as contest:
             rates = contest.score([BASE_NAME, *contest.students], untrained_tasks(), attempts=3)
         path.write_text(json.dumps(rates, indent=1) + "\n")
     return json.loads(path.read_text())
@@ -104,7 +104,7 @@ def transfer(run: Path) -> dict[str, float]:
 
 def play(paths: list[Path], output: Path) -> list[list[str]]:
     """Cross-play of the members of all runs, as a picture, a file and a table."""
-    with assemble([str(path) for path in paths], seed=0) as contest:
+    with assemble([str(path) for path in paths], task_kinds=KINDS, seed=0) as contest:
         payoff = contest.play(proposals=9, attempts=3, seed=0).rename(contest.names)
     (output / "members.json").write_text(json.dumps(asdict(payoff)) + "\n")
     payoff = pages.by_run(payoff)

@@ -16,6 +16,8 @@ Every contender attempts every task `--attempts` times, sampled as its run sampl
     readable   share of the attempts that hold an answer; the others are cut off, or break the format
     worked     share of the attempts that work the task out before they answer
 
+Kinds of your own are code, which a run's files may not choose: name them, `--task_kinds my_kinds:Factors`.
+
 `copying` is what giving back the given block reaches: a student that is no better may have learned just that, and one
 whose gain is gone in `uncopied` has. In the compact style there are neither. A run of several students has a row for
 their mean, and several runs have one for all. The intervals are over tasks; whether self-play helps is told by several
@@ -44,7 +46,7 @@ from trl_populora.files import write_json
 from trl_populora.population.members import read_population
 from trl_populora.runs.checkpoint import write_member_file
 from trl_populora.runs.saved_population import check_one_moment
-from trl_populora.tasks import Task, load_seed_tasks, resolve_kind
+from trl_populora.tasks import Task, kinds_to_import, load_seed_tasks, resolve_kind
 from trl_populora.tasks.fences import has_thinking
 
 
@@ -85,7 +87,8 @@ def find_contenders(options: argparse.Namespace, tasks: Sequence[Task]) -> dict[
     for run in map(Path, options.runs):
         saved = read_population(run)
         check_one_moment(run, saved)
-        kinds = [resolve_kind(kind).name for kind in saved["settings"]["task_kinds"]]
+        played = kinds_to_import(str(run), saved["settings"]["task_kinds"], options.task_kinds)
+        kinds = [resolve_kind(kind).name for kind in played]
         if strange := ", ".join(sorted({task.kind for task in tasks} - set(kinds))):
             raise ValueError(f"{options.tasks} has tasks of {strange}; {run} plays {', '.join(kinds)}.")
         names = [student_name(run, member["name"]) for member in saved["members"] if member["role"] == "student"]
@@ -230,6 +233,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", help="directories of runs or of their checkpoints, on one base")
     parser.add_argument("--tasks", required=True, help="as --eval_tasks; recipes/published_tasks.py makes some")
     parser.add_argument("--start", type=Path, help="the adapter that all members started from (warm_start)")
+    parser.add_argument("--task_kinds", nargs="+", help="kinds that the runs play; needed where one is your own")
     parser.add_argument("--attempts", type=int, default=8)
     parser.add_argument("--batch", type=int, default=64, help="answers sampled at once")
     parser.add_argument("--output", type=Path, default=Path("runs/held_out"))
@@ -240,7 +244,8 @@ def main() -> None:
     copied: list[bool] = []
     students: dict[str, list[str]] = {}
     for run in map(Path, options.runs):
-        with assemble([str(run)], model_init_kwargs={"dtype": "bfloat16"}, bf16=True) as contest:
+        dtype = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
+        with assemble([str(run)], task_kinds=options.task_kinds, **dtype) as contest:
             if BASE_NAME not in tries:
                 tries[BASE_NAME] = scores.of(contest, BASE_NAME, BASE_NAME)
                 copies = contest.referee.try_answers("copies", tasks)

@@ -29,6 +29,9 @@ from trl_populora.step.player import Completion
 from trl_populora.tasks.archive import TaskArchive
 
 
+KINDS = SETTINGS["task_kinds"]  # one is the tests' own, which the caller has to name
+
+
 @pytest.fixture(scope="module")
 def sandbox():
     with Sandbox(workers=2, limits=Limits(cpu_seconds=1.0)) as sandbox:
@@ -130,7 +133,7 @@ def runs(random_base, seed_tasks, tmp_path_factory):
 
 class TestSavedPopulations:
     def test_contestants_are_the_saved_members(self, runs, tmp_path):
-        with assemble([str(runs / "pair"), str(runs / "agent")]) as contest:
+        with assemble([str(runs / "pair"), str(runs / "agent")], task_kinds=KINDS) as contest:
             pass
         assert list(contest.names.values()) == [
             *("pair teacher_0", "pair teacher_1", "agent teacher_0"),
@@ -157,7 +160,7 @@ class TestSavedPopulations:
             assert rest.pop("base_revision") == "main"
             rest |= {"base_revision": "v1"} if kept is sampling else {}
             path.write_text(json.dumps(saved | {"settings": rest | kept}))
-            with assemble([str(tmp_path / "pair")]) as contest:
+            with assemble([str(tmp_path / "pair")], task_kinds=KINDS) as contest:
                 args, config = contest.args, contest.model.get_base_model().generation_config
             defaults = {name: getattr(GRPOConfig("x", use_cpu=True, bf16=False), name) for name in sampling}
             assert {name: getattr(args, name) for name in sampling} == defaults | kept
@@ -180,7 +183,7 @@ class TestSavedPopulations:
     @pytest.mark.parametrize("seed", [3, None])
     def test_a_player_without_a_trainer_says_what_the_trainers_would(self, runs, random_base, tmp_path, seed):
         """The same members, asked the same in one batch, from the same random numbers."""
-        with assemble([str(runs / "pair")]) as contest:
+        with assemble([str(runs / "pair")], task_kinds=KINDS) as contest:
             trainer = make_trainer(random_base, str(tmp_path / "run"), {"save_strategy": "no"})
             trainer.close()
             for name in trainer.population.names:
@@ -205,10 +208,10 @@ class TestSavedPopulations:
         trainer = PopuLoRATrainer(random_base, args=args, train_dataset=seeds, peft_config=lora)
         trainer.train()
         trainer.save_model()
-        with assemble([str(run)]) as contest:
+        with assemble([str(run)], task_kinds=kinds) as contest:
             shown = [task for task in contest.archive if task.kind == "arithmetic"]
         assert shown == list(TaskArchive.from_dataset(seeds))
-        options = ["--proposals", "2", "--attempts", "1", "--out", str(tmp_path / "out")]
+        options = ["--proposals", "2", "--attempts", "1", "--out", str(tmp_path / "out"), "--task_kinds", *kinds]
         cli.main(["crossplay", str(run), *options])
         assert "student_1" in capsys.readouterr().out
         (run / "archive.parquet").unlink()
@@ -226,7 +229,7 @@ class TestSavedPopulations:
         for given, told in [(["pair", "agent"], 0), (["pair", "other"], 1)]:
             places = [str(tmp_path / name if name == "other" else runs / name) for name in given]
             caplog.clear()
-            with assemble(places) as contest:
+            with assemble(places, task_kinds=KINDS) as contest:
                 pass
             lines = [line for line in caplog.messages if "kinds of task differ" in line]
             assert len(lines) == told
@@ -237,7 +240,7 @@ class TestSavedPopulations:
         tasks = tmp_path / "tasks.jsonl"
         tasks.write_text("".join(json.dumps(task.to_record()) + "\n" for task in seed_tasks))
         options = ["--proposals", "4", "--attempts", "2", "--tasks", str(tasks), "--out", str(tmp_path / "out")]
-        cli.main(["crossplay", str(runs / "pair"), str(runs / "agent"), *options])
+        cli.main(["crossplay", str(runs / "pair"), str(runs / "agent"), *options, "--task_kinds", *KINDS])
         found = json.loads((tmp_path / "out" / "crossplay.json").read_text())
         assert [len(found[key]) for key in ("teachers", "students", "solved", "given")] == [3, 3, 3, 6]
         assert set(found["given"]) == {*found["teachers"], *found["students"]}
@@ -254,7 +257,18 @@ class TestSavedPopulations:
         with pytest.raises(
             SystemExit, match="1 of 12 given task.*`tasks`, row 3: column `outputs` holds '77', the program"
         ):
-            cli.main(["crossplay", str(runs / "pair"), "--tasks", str(tasks), "--out", str(tmp_path / "out")])
+            cli.main(
+                [
+                    "crossplay",
+                    str(runs / "pair"),
+                    "--tasks",
+                    str(tasks),
+                    "--out",
+                    str(tmp_path),
+                    "--task_kinds",
+                    *KINDS,
+                ]
+            )
 
     @pytest.mark.parametrize(
         ("given", "wanted"),
@@ -296,4 +310,6 @@ class TestSavedPopulations:
         population["lora"]["r"] = 99
         (other / "population.json").write_text(json.dumps(population))
         with pytest.raises(SystemExit, match=r"population.json: field `lora.r` is 99"):
-            cli.main(["crossplay", str(runs / "pair"), str(other), "--out", str(tmp_path / "out")])
+            cli.main(
+                ["crossplay", str(runs / "pair"), str(other), "--out", str(tmp_path / "out"), "--task_kinds", *KINDS]
+            )

@@ -101,7 +101,7 @@ def test_a_pushed_member_says_the_same_in_stock_peft_on_the_quantised_base(hub, 
 
 
 def test_cross_play_is_on_the_base_as_it_was_quantised(trained):
-    with assemble([trained.args.output_dir], sandbox_allow_weak=True) as contest:
+    with assemble([trained.args.output_dir], task_kinds=["code_o"], sandbox_allow_weak=True) as contest:
         assert contest.model.get_base_model().is_loaded_in_4bit
 
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from tests.populora_run import make_trainer
+from tests.populora_run import SETTINGS, make_trainer
 from trl_populora.adapters.weights import saved_step
 from trl_populora.evaluation.benchmarks.contenders import find_contenders
 from trl_populora.evaluation.cross_play import assemble
@@ -47,7 +47,7 @@ def warm_start(run: Path, out: Path, base: str) -> None:
 
 
 def cross_play(run: Path, out: Path, base: str) -> None:
-    with assemble([str(run)], sandbox_allow_weak=True):
+    with assemble([str(run)], task_kinds=SETTINGS["task_kinds"], sandbox_allow_weak=True):
         pass
 
 

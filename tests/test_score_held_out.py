@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.populora_run import SETTINGS
 from tests.recipe_runs import RECIPES
 from trl_populora.tasks import load_seed_tasks
 
@@ -77,7 +78,7 @@ def test_a_finished_run_is_scored_once(finished, seed_tasks, tmp_path, monkeypat
     ]
     tasks.write_text("".join(given[:2]))
     words = [str(finished), "--tasks", str(tasks), "--attempts", "2", "--output", str(output)]
-    words += ["--start", str(finished / "members" / "student_0")]
+    words += ["--task_kinds", *SETTINGS["task_kinds"], "--start", str(finished / "members" / "student_0")]
 
     def run() -> dict:
         monkeypatch.setattr(sys, "argv", ["score_held_out.py", *words])
@@ -111,7 +112,8 @@ def test_what_does_not_fit_is_told_before_anybody_is_asked(
     spoilt, message, finished, seed_tasks, tmp_path, monkeypatch
 ):
     def ask(*words: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["score_held_out.py", *words, "--output", str(output)])
+        kinds = ["--task_kinds", *SETTINGS["task_kinds"]]
+        monkeypatch.setattr(sys, "argv", ["score_held_out.py", *words, "--output", str(output), *kinds])
         score_held_out.main()
 
     tasks, output, other = tmp_path / "tasks.jsonl", tmp_path / "scores", tmp_path / "other" / "run"

@@ -245,7 +245,7 @@ def crossplay(arguments: Sequence[str]) -> None:
 
     (options,) = _parse(CrossPlayArguments, "crossplay", arguments)
     rows = [read_task(row, f"row {n}") for n, row in enumerate(read_tasks(options.tasks) or ())]
-    with assemble(options.runs, seed=options.seed) as contest:
+    with assemble(options.runs, task_kinds=options.task_kinds, seed=options.seed) as contest:
         check_outputs({"tasks": rows}, contest.referee, contest.player)
         payoff = contest.play(options.proposals, options.attempts, options.seed)
         if options.tasks is not None:

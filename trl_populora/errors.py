@@ -49,13 +49,19 @@ def way_to_install(error: ModuleNotFoundError) -> str | None:
     return f'{error.name} is not installed; run `pip install "trl-populora[report]"`.'
 
 
+def printable(text: str, keep: str = "", instead: str = " ") -> str:
+    """A text of somebody else's that commands no terminal: `instead` stands for what cannot be printed, but `keep`."""
+    return "".join(each if each.isprintable() or each in keep else instead for each in text)
+
+
 def end_with(sentence: str) -> NoReturn:
     """
-    Ends this process with a line on stderr and exit code 1.
+    Ends this process with a line on stderr, which may quote files of others, and exit code 1.
 
     Of the processes that torchrun or Accelerate started on a node, the first that fails says it; the launcher's page
     quotes each.
     """
+    sentence = printable(sentence)
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         try:
             Path(error_file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))

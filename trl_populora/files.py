@@ -1,15 +1,40 @@
-"""Files that appear whole or not at all, whatever ends the process that writes them, and directories for them."""
+"""Files that appear whole or not at all, whatever ends the process that writes them: their names and contents."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 
 FORMAT = 1  # of what this package writes as JSON and reads again
+
+_SECRET = re.compile(
+    r".*(token|secret|passw(or)?d|passphrase|credentials?|authorization|(api|access|secret|private)key)"
+)
+_OF_A_TEXT = re.compile(r"(bos|eos|pad|unk|sep|cls|mask)token")
+
+
+def is_file_name(name: Any) -> bool:
+    """Whether what a file gives as a name is one, and no way out of a directory."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
+
+
+def without_secrets(value: Any) -> Any:
+    """The same settings, at any depth, without those whose names are known as names of tokens, passwords and keys."""
+    if isinstance(value, Mapping):
+        return {name: without_secrets(each) for name, each in value.items() if not _is_secret(name)}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(without_secrets, value))
+    return value
+
+
+def _is_secret(name: object) -> bool:
+    plain = str(name).lower().replace("_", "").replace("-", "")
+    return bool(_SECRET.fullmatch(plain)) and not _OF_A_TEXT.fullmatch(plain)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from trl import GRPOConfig
 
+from trl_populora.files import without_secrets
 from trl_populora.population.evolution import Breeding, learning_roles
 from trl_populora.population.matchmaking import STRATEGIES
 from trl_populora.sandbox.starting import SandboxSettings
@@ -297,6 +298,10 @@ class PopuLoRAConfig(GRPOConfig):
         super().__post_init__()
         check_texts(self.prompt_texts or {})
         self.num_generations_eval = self.eval_attempts
+
+    def to_dict(self):
+        # Trackers get this. transformers hides tokens among the settings themselves, and none inside of one.
+        return {name: without_secrets(value) for name, value in super().to_dict().items()}
 
     def build(self, room: type[Settings], **further: Any) -> Settings:
         """The settings of a room, a dataclass whose fields have the names of options; raises what it checks."""

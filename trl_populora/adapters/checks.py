@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 from transformers.utils import find_adapter_config_file
 from transformers.utils.quantization_config import QuantizationMethod
+
+from trl_populora.files import is_file_name
 
 
 # Names with a meaning of their own: TRL copies an adapter "default" to "ref" and takes "ref" as reference model.
@@ -72,7 +73,7 @@ def check_member_names(names: Sequence[str]) -> None:
     if not names:
         raise ValueError("`names` must hold at least one member name, got none.")
     for name in names:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        if not is_file_name(name):
             raise ValueError(f"A member name may hold only letters, digits, `_` and `-`, got {name!r}.")
         if name in RESERVED_NAMES:
             raise ValueError(f"The member name {name!r} is reserved by TRL for its reference model. Rename it.")

@@ -20,12 +20,13 @@ import pyarrow.parquet as pq
 import torch
 from accelerate.utils import set_seed
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from tqdm import tqdm
 
 from trl_populora import build
 from trl_populora.adapters.layers import add_members
 from trl_populora.adapters.routing import Router
+from trl_populora.errors import printable
 from trl_populora.generation.plain import plain_player, plain_room
 from trl_populora.given_tasks import built_in_tasks, load_archive
 from trl_populora.hub.downloads import fetch
@@ -33,11 +34,11 @@ from trl_populora.population.members import Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.payoff import Payoff
 from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import SAMPLING, Shape, check_one_moment, check_same_shape
+from trl_populora.runs.saved_population import SAMPLING, Shape, check_one_moment, check_same_shape, saved_lora
 from trl_populora.step.held_out import attempt
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
-from trl_populora.tasks import TASK_KINDS, resolve_kind
+from trl_populora.tasks import TASK_KINDS, kinds_to_import, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.bounds import check_bounds
@@ -54,6 +55,9 @@ class CrossPlayArguments:
     proposals: int = field(default=12, metadata={"help": "Proposals per teacher, the kinds in rotation."})
     attempts: int = field(default=4, metadata={"help": "Attempts of every student at every fresh valid proposal."})
     tasks: str | None = field(default=None, metadata={"help": "Tasks that every member solves beside, as seed_tasks."})
+    task_kinds: list[str] | None = field(
+        default=None, metadata={"help": "Kinds that all play; those of the first run by default, if built in."}
+    )
     seed: int = field(default=0, metadata={"help": "Chooses references and samples."})
     out: str = field(default="crossplay", metadata={"help": "Directory for crossplay.json and crossplay.png."})
 
@@ -188,7 +192,9 @@ class Contest:
         self.referee.sandbox.close()
 
 
-def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any) -> Contest:
+def assemble(
+    runs: Sequence[str], tasks: Dataset | None = None, task_kinds: Sequence[str] | None = None, **settings: Any
+) -> Contest:
     """
     Loads the members of several saved populations on one base, side by side.
 
@@ -198,21 +204,24 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
             the first one's. A warning tells where the kinds differ.
         tasks ([`~datasets.Dataset`], *optional*): Tasks to draw references from; by default the package's own and,
             for a user's own kinds, those in the archives of the runs.
+        task_kinds (`Sequence[str]`, *optional*): Kinds that all play; by default the first run's, if the package has
+            them all.
         settings: Further settings of [`PopuLoRAConfig`].
 
     Raises:
         `ValueError`: If a population is given twice, cannot be read, or does not fit the first one; names file and
-            field.
+            field. If the first one was trained on a kind that is not the package's, and `task_kinds` does not name it.
     """
     roots = [fetch(run) for run in runs]
     if len({root.resolve() for root in roots}) < len(roots):
         raise ValueError(f"A population plays once, but `runs` names one twice: {', '.join(runs)}.")
     saved = [read_population(root) for root in roots]
-    args = _settings_of(saved[0], settings)
+    kinds_played = kinds_to_import(runs[0], saved[0]["settings"]["task_kinds"], task_kinds)
+    args = _settings_of(saved[0], settings | {"task_kinds": kinds_played})
     others = {run: theirs["settings"]["task_kinds"] for run, theirs in zip(runs, saved, strict=True)}
     if any(set(kinds) != set(args.task_kinds) for kinds in others.values()):
         trained = "; ".join(f"{run} was trained on {', '.join(kinds)}" for run, kinds in others.items())
-        logger.warning("The kinds of task differ: %s. All play %s.", trained, ", ".join(args.task_kinds))
+        logger.warning(printable(f"The kinds of task differ: {trained}. All play {', '.join(args.task_kinds)}."))
     kinds = build.make_kinds(args)
     given = references_of(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
     archive = load_archive(given, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
@@ -225,7 +234,7 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
         for role in ("teacher", "student")
     }
     population, router = Population(len(entries["teacher"]), len(entries["student"])), Router()
-    model = add_members(base, population.names, LoraConfig(**saved[0]["lora"]), router, args.seed)
+    model = add_members(base, population.names, saved_lora(saved[0]), router, args.seed)
     for root, theirs in zip(roots, saved, strict=True):
         check_same_shape(root, Shape.of(model, saved[0]["base_model"]))
         check_one_moment(root, theirs)
@@ -248,7 +257,7 @@ def assemble(runs: Sequence[str], tasks: Dataset | None = None, **settings: Any)
 def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRAConfig:
     """Settings of a saved population that decide what its members are asked and say, under those given."""
     first, on_cpu = saved["settings"], not torch.cuda.is_available()
-    theirs = {name: first[name] for name in ("task_kinds", "references_per_proposal", "inputs_per_function")}
+    theirs = {name: first[name] for name in ("references_per_proposal", "inputs_per_function")}
     # Older files lack some of these.
     theirs |= {name: first[name] for name in ("max_completion_length", *SAMPLING) if name in first}
     asked = {"shots": 0, "reading": "strict", "prompt_texts": None}

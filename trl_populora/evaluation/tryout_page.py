@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from trl_populora.errors import printable
+
 from .tryout import Form, TryArguments, Tryout
 
 
 EXCERPT = 12  # lines of a failed text
+LINE = 200  # characters of one
 COOLER = 0.7  # at which small bases are read more often, see benchmarks/RESULTS.md
 CERTAINTY = 1.96  # standard errors on both sides of a share
 
@@ -32,7 +35,7 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
             if cells:
                 yield f"{str(each):<{width}}  {kind:<8}  {'  '.join(cells)}"
     for each, why in found.left_out.items():
-        yield f"{str(each):<{width}}  not tried: {_printable(why)}"
+        yield f"{str(each):<{width}}  not tried: {printable(why[:LINE])}"
     if any(each.shots for each in forms):
         yield "Teachers are asked without shots (solved tasks), which are for students alone."
     yield ""
@@ -74,18 +77,13 @@ def _failures(found: Tryout, form: Form) -> Iterator[str]:
             continue
         seen.add((question.role, outcome.reason))
         count = sum(o.reason == outcome.reason for o in found.of(question.role, form))
-        why = f": {_printable(outcome.detail)}" if outcome.detail else ""
+        why = f": {printable(outcome.detail[:LINE])}" if outcome.detail else ""
         yield f"--- {question.role}, {question.kind}, {outcome.reason} ({count} times){why}"
         lines = completion.text.splitlines()
-        yield from map(_printable, lines[:EXCERPT])
+        yield from (printable(line[:LINE], keep="\t", instead="?") for line in lines[:EXCERPT])
         if len(lines) > EXCERPT:
             yield f"(and {len(lines) - EXCERPT} more lines)"
         yield ""
-
-
-def _printable(text: str) -> str:
-    """What a model wrote must not command the terminal."""
-    return "".join(each if each.isprintable() or each == "\t" else "?" for each in text[:200])
 
 
 def _share(flags: Iterator[bool] | Sequence[bool]) -> str:

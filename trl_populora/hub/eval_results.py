@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, constants, eval_result_entries_to_yaml
 
-from trl_populora.files import write_whole
+from trl_populora.files import is_file_name, write_whole
 
 
 RESULTS = ".eval_results"
@@ -103,6 +103,10 @@ def _published(found: dict[str, Any], best: str, repo: str) -> list[Figure]:
     """Of `populora evaluate`: every benchmark on which the best student has a score."""
     figures = []
     for name, about in found["benchmarks"].items():
+        if not is_file_name(name):
+            raise ValueError(
+                f"{EVALUATION}: field `benchmarks` names {name!r}, of which a file's name cannot be made."
+            )
         scores, margins = found["scores"][name], found["margins"].get(name, {})
         if (value := scores.get(best)) is None:
             continue

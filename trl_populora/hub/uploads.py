@@ -22,12 +22,12 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from trl_populora.files import write_whole
+from trl_populora.files import write_json, write_whole
 from trl_populora.hub.archive_card import archive_card
 from trl_populora.hub.downloads import is_connection_error
 from trl_populora.hub.eval_results import OURS
 from trl_populora.hub.model_card import PICTURES, write_card
-from trl_populora.population.members import read_population
+from trl_populora.population.members import POPULATION_FILE, read_population
 from trl_populora.report.load import load_run
 from trl_populora.report.plots import draw_plots
 from trl_populora.runs.saved_population import best_adapter, check_one_moment
@@ -183,7 +183,9 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
         `RuntimeError`: If the upload fails; the message says why and how to complete it.
     """
     root = Path(run)
-    check_one_moment(root, read_population(root))
+    population = read_population(root)
+    check_one_moment(root, population)
+    write_json(root / POPULATION_FILE, population)  # without secrets, which early versions saved
     place_best_student(root)
     draw_for_card(root)
     write_card(root, repo)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from trl_populora.files import read_json
+from trl_populora.files import is_file_name, read_json, without_secrets
 
 
 ROLES = ("teacher", "student")
@@ -29,10 +29,35 @@ def read_population(directory: str | Path) -> dict[str, Any]:
     """
     What a saved population says of itself; [`~trl_populora.runs.saved_population.describe`] names the fields.
 
+    Somebody else may have made it. Its members have names that are no paths, and adapters inside `members/`, so
+    readers may join both to a directory. Secrets, which early versions saved among the settings, are left out.
+
     Raises:
-        `ValueError`: If its `population.json` is missing, broken or of another version.
+        `ValueError`: If its `population.json` is missing, broken or of another version, or a member's name or adapter
+            leads elsewhere.
     """
-    return read_json(Path(directory, POPULATION_FILE))
+    path = Path(directory, POPULATION_FILE)
+    saved = read_json(path)
+    names = [_check_places(path, member) for member in saved.get("members", ())]
+    if names and saved.get("best_student", names[0]) not in names:
+        raise ValueError(
+            f"{path}: field `best_student` is {saved['best_student']!r}, and `members` lists {', '.join(names)}."
+        )
+    return without_secrets(saved)
+
+
+def _check_places(path: Path, member: Mapping[str, Any]) -> str:
+    """Refuses a member whose files would be elsewhere; returns its name."""
+    name = member.get("name")
+    if not is_file_name(name):
+        raise ValueError(f"{path}: field `members.name` is {name!r}; it may hold only letters, digits, `_` and `-`.")
+    directory, _, adapter = str(member.get("adapter")).partition("/")
+    if directory != "members" or not is_file_name(adapter):
+        raise ValueError(
+            f"{path}: field `members.adapter` is {member.get('adapter')!r}; it must be `members/<name>`, a name of "
+            "letters, digits, `_` and `-`."
+        )
+    return str(name)
 
 
 @dataclass

@@ -302,7 +302,7 @@ def _sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]], 
 def _source(proposal: Mapping[str, Any], way: str | None) -> str:
     name = proposal["file"]
     if way is not None:
-        name = f'<a href="{quote(name if way == "." else f"{way}/{name}")}">{name}</a>'
+        name = f'<a href="{quote(name if way == "." else f"{way}/{name}")}">{escape(name)}</a>'
     task = f", task <code>{escape(proposal['task_id'])}</code>" if proposal["task_id"] else ""
     return f'<p class="note">{name}, row {proposal["row"]}{task}</p>'
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from trl_populora.errors import printable
 from trl_populora.population.members import POPULATION_FILE, read_population
 from trl_populora.report.members import HEADER, WORDS, list_members, percent
 
@@ -23,10 +24,15 @@ def print_population(run: str | Path) -> None:
     title = f"Population after {population['step']} steps on {population['base_model']}"
     if (base := population.get("held_out_base")) is not None:
         title += f", which solves {percent(base)} of the held-out tasks"
-    roles = list_members(population["members"])
+    title = printable(title)
+    roles = {
+        role: [tuple(map(printable, row)) for row in rows]
+        for role, rows in list_members(population["members"]).items()
+    }
     try:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         lines = [HEADER, *(row for rows in roles.values() for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -34,12 +40,12 @@ def print_population(run: str | Path) -> None:
             title += "\n" + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         sys.stdout.write(title + "\n")
         return
-    table = Table(title=title)
+    table = Table(title=Text(title))
     for column in HEADER:
         table.add_column(column, justify="left" if column in WORDS else "right", no_wrap=True)
     for rows in roles.values():
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))  # a text is shown as it is, a `str` would be read as markup
         table.add_section()
     console = Console()
     # Into a file or a log, where rich assumes 80 columns, two parents' names would be cut.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trl_populora.errors import printable
 from trl_populora.report.canvas import COLORS
 from trl_populora.report.load import Run, Sample, load_figures, load_last_task, name_reject, stamp
 from trl_populora.report.members import HEADER, WORDS, list_members
@@ -96,7 +97,7 @@ def frame(look: _Look, width: int) -> RenderableType:
     from rich.text import Text
 
     run = look.now()
-    parts: list[RenderableType] = [Text(_title(run, look.root), style="bold"), Text("")]
+    parts: list[RenderableType] = [_style(_title(run, look.root), "bold"), Text("")]
     wide = width >= WIDE
     room = width // 2 - 2 if wide else width
     left: list[RenderableType] = [curves(run, room)] if run.history or run.evaluations else []
@@ -158,7 +159,7 @@ def curves(run: Run, width: int) -> Table:
             spread = f"{write(min(values), form)} to {write(max(values), form)}"
             color = next((COLORS[role] for role in COLORS if role in key), "default")
             cells = [write(values[0], form), write(values[-1], form), spread]
-            table.add_row(name, _style(sparkline(values, max(8, width - 62)), color), *cells)
+            table.add_row(_style(name, ""), _style(sparkline(values, max(8, width - 62)), color), *cells)
     return table
 
 
@@ -185,7 +186,7 @@ def population(run: Run) -> Table:
         table.add_column(column, justify="left" if column in WORDS else "right", no_wrap=True)
     for role, rows in list_members(run.population["members"]).items():
         for name, *cells in rows:
-            table.add_row(_style(name, COLORS[role]), *cells)
+            table.add_row(_style(name, COLORS[role]), *(_style(cell, "") for cell in cells))
     return table
 
 
@@ -211,10 +212,10 @@ def last_task(sample: Sample) -> RenderableType:
 def _style(text: str, color: str) -> Text:
     from rich.text import Text
 
-    return Text(text, style=color)
+    return Text(printable(text), style=color)
 
 
 def excerpt(text: str, lines: int) -> str:
     """The first lines of what a model wrote; control characters, which could steer a terminal, become `·`."""
-    shown = "".join(c if c.isprintable() or c == "\n" else "·" for c in text.strip().expandtabs(4)).split("\n")
+    shown = printable(text.strip().expandtabs(4), keep="\n", instead="·").split("\n")
     return "\n".join(shown[:lines] + (["..."] if len(shown) > lines else []))

@@ -13,12 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from trl import GRPOConfig
 
 from trl_populora import __version__
 from trl_populora.adapters.weights import saved_step
-from trl_populora.files import FORMAT
+from trl_populora.files import FORMAT, without_secrets
 from trl_populora.population.members import POPULATION_FILE, read_population
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.play import Game
@@ -172,7 +172,12 @@ def _settings(args: GRPOConfig) -> dict[str, Any]:
     shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING, *UPDATE]
     # "main" is what a Hub id means by itself, and without meaning for a directory.
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
-    return {name: getattr(args, name) for name in (*own, *shared)} | {"base_revision": revision}
+    return without_secrets({name: getattr(args, name) for name in (*own, *shared)} | {"base_revision": revision})
+
+
+def saved_lora(saved: Mapping[str, Any]) -> LoraConfig:
+    """The LoRA settings of a saved population: those that a run saves, because others may name modules to import."""
+    return LoraConfig(**{name: value for name, value in saved["lora"].items() if name in _LORA_FIELDS})
 
 
 def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = None) -> dict[str, Any]:

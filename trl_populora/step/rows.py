@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from trl_populora.errors import printable
 from trl_populora.step.player import Completion, Messages
 from trl_populora.step.slot import Sample, Slot
 from trl_populora.tasks.base import Reject, Task, TaskKind
@@ -34,7 +35,7 @@ Metrics = Callable[[Sequence[Mapping[str, Any]]], dict[str, float]]
 
 def in_a_line(text: str) -> str:
     """A sentence that may quote what a model wrote, so that it neither breaks a table nor commands a terminal."""
-    return "".join(each if each.isprintable() else " " for each in text[:DETAIL_CHARS])
+    return printable(text[:DETAIL_CHARS])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from .archive import TaskArchive, load_seed_tasks
@@ -27,6 +29,7 @@ __all__ = [
     "Task",
     "TaskArchive",
     "TaskKind",
+    "kinds_to_import",
     "load_seed_tasks",
     "make_task",
     "resolve_kind",
@@ -50,6 +53,32 @@ def check_names(names: Any) -> None:
         )
     if not names:
         raise ValueError("`task_kinds` is empty; name at least one, for example `['code_o']`.")
+
+
+def kinds_to_import(run: str, saved: Sequence[str], named: Sequence[str] | None) -> list[str]:
+    """
+    The kinds of task that a saved run plays: those that the user names, else the saved ones.
+
+    Somebody else may have made the run, and importing a kind runs its code. A saved kind of one's own is therefore
+    refused unless the user names it.
+
+    Args:
+        run (`str`): Name of the run, for the error.
+        saved (`Sequence[str]`): `task_kinds` of its settings.
+        named (`Sequence[str]` or `None`): What the user's own command or call names.
+
+    Raises:
+        `ValueError`: If the user names none, and a saved one is not the package's.
+    """
+    if named:
+        return list(named)
+    for kind in saved:
+        if kind not in TASK_KINDS:
+            raise ValueError(
+                f"{run} was trained on the task kind {kind!r}, whose code is not the package's and would run here. If "
+                f"you trust it, name the kinds yourself: --task_kinds {shlex.join(map(str, saved))}"
+            )
+    return list(saved)
 
 
 def resolve_kind(name: str | TaskKind) -> TaskKind:
