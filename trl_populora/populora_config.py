@@ -337,8 +337,15 @@ class PopuLoRAConfig(GRPOConfig):
     @property
     def _size(self) -> StepSize:
         least = 2 * len(self.task_kinds) if self.teacher_baseline == "member" else 0
-        sizes = self.proposals_per_teacher, self.attempts_per_task, self.per_device_train_batch_size
-        return StepSize(self.teachers, self.students, *sizes, self.replay, least)
+        return StepSize(
+            teachers=self.teachers,
+            students=self.students,
+            proposals=self.proposals_per_teacher,
+            attempts=self.attempts_per_task,
+            per_device=self.per_device_train_batch_size,
+            replay=self.replay,
+            least=least,
+        )
 
     def _check_population(self):
         """Refuse counts with which no step can be played."""

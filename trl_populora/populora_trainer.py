@@ -172,8 +172,12 @@ class PopuLoRATrainer(HubTrainer):
         self.shape = Shape.of(members, model if isinstance(model, str) else base.config.name_or_path)
         self.staging = checkpoint.Staging(args, self.accelerator)
         referee = build.make_referee(args, kinds, base, tokenizer, held_out)
-        processes = self.accelerator.process_index, self.accelerator.num_processes
-        player = Player(self._generate_rows, lambda value: gather_object([value]), *processes)
+        player = Player(
+            generate=self._generate_rows,
+            gather=lambda value: gather_object([value]),
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+        )
         self.game = build.make_game(args, self.population, archive, referee, player, rules)
         given_tasks.check_outputs(given_tasks.given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
@@ -194,10 +198,15 @@ class PopuLoRATrainer(HubTrainer):
         if is_quantised(base):
             weights.keep_fp32(self.model)
         self.beta = args.beta or args.teacher_beta or 0.0
-        ends = [*self.eos_token_ids, self.processing_class.pad_token_id]
-        scoring = args.build(Scoring), self.population, self.reward_weights, ends, self.accelerator.process_index
-        # A KL term reaches every row; entropy terms are refused.
-        self.scorer = Scorer(*scoring, build.make_sharing(base, args), skips_blank_rows=self.beta == 0)
+        self.scorer = Scorer(
+            settings=args.build(Scoring),
+            population=self.population,
+            reward_weights=self.reward_weights,
+            ends=[*self.eos_token_ids, self.processing_class.pad_token_id],
+            rank=self.accelerator.process_index,
+            sharing=build.make_sharing(base, args),
+            skips_blank_rows=self.beta == 0,  # a KL term reaches every row; entropy terms are refused
+        )
         self._phases = PhaseClock()
         self._clipper = optim.MemberClipper(self.population.adapters, args.max_grad_norm)
         self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
@@ -218,9 +227,17 @@ class PopuLoRATrainer(HubTrainer):
     def _start_vllm(self) -> None:
         from trl_populora.generation.vllm import population_generation  # needs packages that come with vLLM
 
-        engine_of = self.model, self.population.adapters, self.router, self.accelerator
-        asking = self.processing_class, self.eos_token_ids, self.args.vllm_adapter_dir, self.args.vllm_engine_kwargs
-        self.vllm_generation = population_generation(self.args, *engine_of, *asking)
+        self.vllm_generation = population_generation(
+            self.args,
+            model=self.model,
+            members=self.population.adapters,
+            router=self.router,
+            accelerator=self.accelerator,
+            tokenizer=self.processing_class,
+            ends=self.eos_token_ids,
+            adapter_dir=self.args.vllm_adapter_dir,
+            engine_kwargs=self.args.vllm_engine_kwargs,
+        )
         self.use_vllm, self._last_loaded_step = True, -1
 
     def _add_callbacks(self) -> None:
@@ -317,14 +334,22 @@ class PopuLoRATrainer(HubTrainer):
         """
         if self.is_deepspeed_enabled and self.model_wrapped is self.model:
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
-        was_closed, sides = self._closed, (self._open().referee, self.game.player)
-        held_out = given_tasks.to_measure(eval_dataset, self.held_out, *sides, self.args)
+        was_closed = self._closed
+        referee, player = self._open().referee, self.game.player
+        held_out = given_tasks.to_measure(eval_dataset, self.held_out, referee, player, self.args)
         students, adapter = self.population.students, self.population.adapter
         untrained = {each.name for each in students if weights.adds_nothing(self.model_wrapped, adapter(each.name))}
-        shown = self._members_step, not self.args.disable_tqdm
         try:  # `log_completions` is for rows that train; outside of `pause_training` `log` clears training's metrics
             with pause_training(self.model), build.replace_attributes(self, log_completions=False):
-                metrics = held_out.measure(*sides, students, metric_key_prefix, *shown, untrained)
+                metrics = held_out.measure(
+                    referee,
+                    player,
+                    students,
+                    prefix=metric_key_prefix,
+                    step=self._members_step,
+                    progress=not self.args.disable_tqdm,
+                    untrained=untrained,
+                )
                 self.log(metrics)
         finally:
             if was_closed:
@@ -397,8 +422,14 @@ class PopuLoRATrainer(HubTrainer):
             texts = [messages[-1]["content"] if messages else "" for messages in self._logs[column]]
             self._logs[column].extend(texts)
         if self.args.save_rollouts:
-            step, worth = self.state.global_step + 1, (mine.rewards.tolist(), mine.advantages.tolist())
-            records.write_rollouts(self.args.output_dir, step, self.game, played.rows, *worth)
+            records.write_rollouts(
+                self.args.output_dir,
+                step=self.state.global_step + 1,
+                game=self.game,
+                rows=played.rows,
+                rewards=mine.rewards.tolist(),
+                advantages=mine.advantages.tolist(),
+            )
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
     def _prepare_inputs(self, generation_batch):
@@ -429,7 +460,7 @@ class PopuLoRATrainer(HubTrainer):
         return batching.by_micro_batch(forward, batches, len(input_ids), logits_to_keep, self._sharded), None, None
 
     def _compute_loss(self, model, inputs):
-        # Blank on all ranks: a gradient is needed of the last one, in which they meet, and of each by DeepSpeed.
+        # Skip an all-blank micro-batch, unless it is the last (DDP synchronises there) or DeepSpeed runs.
         if not (inputs["live"] or self.accelerator.sync_gradients or self.is_deepspeed_enabled):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         layout = batching.layout_of(inputs)
