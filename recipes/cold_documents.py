@@ -21,7 +21,7 @@ from tiny_scores import random_task
 
 from trl_populora.sandbox import values
 from trl_populora.step.player import Messages
-from trl_populora.step.referee import Referee
+from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Task, TaskKind
@@ -112,13 +112,14 @@ class DocumentWriter:
         """Tasks of a kind as a teacher would propose them."""
         drawn = [task for task in self._draw(kind, tasks, count) if kind.write_proposal(task)]
         asked = [self.referee.proposal_prompt(kind, self._shown(kind, task)) for task in drawn]
-        texts = [kind.write_proposal(task) for task in drawn]
-        shown = [references for _, references in asked]
-        judged = self.referee.judge([kind.name] * len(texts), texts, shown, self.rng)
+        written = [
+            Written(kind.name, kind.write_proposal(task), shown) for task, (_, shown) in zip(drawn, asked, strict=True)
+        ]
+        judged = self.referee.judge(written, self.rng)
         found = [
-            Document(f"propose {kind.name}", prompt, text)
-            for (prompt, _), text, outcome in zip(asked, texts, judged, strict=True)
-            if isinstance(outcome, Task) and self.fits(text)
+            Document(f"propose {kind.name}", prompt, each.text)
+            for (prompt, _), each, outcome in zip(asked, written, judged, strict=True)
+            if isinstance(outcome, Task) and self.fits(each.text)
         ]
         return found[:count]
 

@@ -19,7 +19,7 @@ from trl_populora.generation.texts import as_completions
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
-from trl_populora.step.referee import Referee
+from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Refusal, Task, TaskArchive, TaskKind, load_seed_tasks
 from trl_populora.tasks.base import KindSettings
 
@@ -102,7 +102,7 @@ def test_no_teacher_of_a_chat_model_proposes_without_having_seen_how(sandbox, co
 
 def test_the_reference_that_a_proposal_is_about_stays_where_there_is_little_room(sandbox, seed_tasks):
     referee = make_referee(sandbox)
-    referee.room = lambda prompt: 1000 - sum(len(turn["content"]) for turn in prompt)
+    referee.free_tokens = lambda prompt: 1000 - sum(len(turn["content"]) for turn in prompt)
     kind = referee.kinds["code_f"] = CodeF(inputs_per_task=4)
     codes, functions = ([t for t in seed_tasks if (t.kind == "code_f") == wanted] for wanted in (False, True))
     prompt, kept = referee.proposal_prompt(kind, [codes[0], *functions])
@@ -137,7 +137,7 @@ def test_solved_tasks_give_way_where_there_is_little_room(sandbox, seed_tasks):
     referee, task = make_referee(sandbox, shots=3), seed_tasks[0]
     sizes = []
     for room in (10_000, 1500, 1000, 500, 10):
-        referee.room = lambda prompt, room=room: room - sum(len(turn["content"]) for turn in prompt)
+        referee.free_tokens = lambda prompt, room=room: room - sum(len(turn["content"]) for turn in prompt)
         prompt = referee._pose(task)
         sizes.append(len(prompt))
         assert task.program in prompt[-1]["content"]
@@ -308,6 +308,6 @@ def test_a_reject_of_a_kind_in_a_word_is_taken_for_one_in_a_sentence(sandbox):
     from tests.countdown import Countdown
 
     referee = Referee({"countdown": Countdown()}, sandbox, "turns")
-    (outcome,) = referee.judge(["countdown"], ["three"], [[]], random.Random(0))
+    (outcome,) = referee.judge([Written("countdown", "three")], random.Random(0))
     assert isinstance(outcome, Refusal)
     assert outcome.reason.value == "format"

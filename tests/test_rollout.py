@@ -12,6 +12,7 @@ from tests.games import PROPOSALS, G, make_game, play, proposal, solve_by_plan
 from trl_populora.sandbox import Gold, Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
 from trl_populora.step.pay import Rules
+from trl_populora.step.referee import Written
 from trl_populora.step.rows import Row, in_a_line, student_reward, teacher_reward
 from trl_populora.tasks import CodeF, CodeI, CodeO, Reject, Task
 from trl_populora.tasks.answers import measure_complexity
@@ -173,7 +174,7 @@ def test_a_task_that_copying_solves_is_none(sandbox, seed_tasks, kind, program, 
     kind = kind()
     kind.configure(KindSettings(prompt_style=style))
     referee = make_game(sandbox, seed_tasks, None, None, kinds=(kind,)).referee
-    (found,) = referee.judge([kind.name], [proposal(program, given)], [[]], random.Random(0))
+    (found,) = referee.judge([Written(kind.name, proposal(program, given))], random.Random(0))
     if copied and style != "compact":
         assert found == Refusal(Reject.COPIED, "what the student is shown is a right answer")
     else:

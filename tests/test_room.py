@@ -42,7 +42,7 @@ class TestReferences:
         tasks = [task for task in seed_tasks if task.kind == "code_o"]
         tasks.append(replace(tasks[0], program=LONG))
         game = make_game(sandbox, tasks, lambda i: PROPOSALS[i], solve_by_plan, references=references, **settings)
-        game.referee.room = room_of(budget)
+        game.referee.free_tokens = room_of(budget)
         played = play(game, 0)
         return played, [row for row in played.rows if row.role == "teacher"]
 
@@ -63,7 +63,9 @@ class TestReferences:
         bare = tokens(CodeO().proposal_prompt([], "compact"))
         # The archive's tasks are longer than that; its students are given the room that they need.
         game = make_game(sandbox, seed_tasks, lambda i: PROPOSALS[i], solve_by_plan, references=3)
-        game.referee.room = lambda prompt: (bare if "propose" in prompt[0]["content"] else 10**6) - tokens(prompt)
+        game.referee.free_tokens = lambda prompt: (
+            (bare if "propose" in prompt[0]["content"] else 10**6) - tokens(prompt)
+        )
         played = play(game, 0)
         assert played.metrics["propose/dropped_references"] == 12
         assert {tokens(row.prompt) for row in played.rows if row.role == "teacher"} == {bare}
@@ -81,7 +83,7 @@ class TestReferences:
         generate = game.player.generate
         game.player.generate = lambda prompts, *rest, **seed: seen.extend(prompts) or generate(prompts, *rest, **seed)
         budget = max(tokens(kind_prompt(game, task)) for task in game.archive if task.kind == "code_o") + 40
-        game.referee.room = room_of(budget)
+        game.referee.free_tokens = room_of(budget)
         cross_play(game.referee, game.player, game.archive, ["teacher_0"], ["student_0"], 4, references=4)
         assert max(map(tokens, seen)) <= budget
 
@@ -99,7 +101,7 @@ class TestTasks:
     def test_a_task_that_cannot_be_put_to_a_student_is_rejected_as_too_long(self, sandbox, seed_tasks):
         game = make_game(sandbox, seed_tasks, lambda i: [proposal(LONG, "1"), *PROPOSALS][i], solve_by_plan)
         long = CodeO().solving_prompt(make_task("code_o", LONG, [(1,)]), "compact")
-        game.referee.room = room_of(tokens(long) - 1)
+        game.referee.free_tokens = room_of(tokens(long) - 1)
         played = play(game, 0)
         rows = [row for row in played.rows if row.role == "teacher"]
         assert [row.reject_reason for row in rows] == ["too_long", "", "", ""]
@@ -109,7 +111,7 @@ class TestTasks:
         assert teacher_reward(**columns)[0] == -1
         assert all(task.program != LONG for task in game.archive)
         assert all(tokens(row.prompt) < tokens(long) for row in played.rows)
-        game.referee.room = room_of(tokens(long))
+        game.referee.free_tokens = room_of(tokens(long))
         assert play(game, 1).metrics["verify/reject/too_long"] == 0, "exactly the context"
 
     def test_so_is_a_program_that_no_teacher_could_be_shown_who_needs_one(self, sandbox, seed_tasks):
@@ -122,7 +124,7 @@ class TestTasks:
                 sandbox, seed_tasks, lambda i: proposal(LONG, "1"), solve_by_plan, kinds=kinds, **settings
             )
             game.referee.style = "chat"
-            game.referee.room = lambda prompt: (
+            game.referee.free_tokens = lambda prompt: (
                 tokens(showing) - 1 - tokens(prompt) if LONG in prompt[0]["content"] else 0
             )
             (row,) = [row for row in play(game, 0).rows if row.role == "teacher"]
@@ -153,7 +155,7 @@ class TestTrainer:
     def test_room_is_the_context_without_prompt_and_longest_completion(self, make_trainer, seed_tasks):
         trainer = make_trainer(seed_tasks, max_completion_length=100)
         prompt = CodeI().solving_prompt(seed_tasks[1], "compact")
-        assert trainer.game.referee.room(prompt) == 1024 - 100 - len(trainer._tokenize_prompts([prompt])[0][0])
+        assert trainer.game.referee.free_tokens(prompt) == 1024 - 100 - len(trainer._tokenize_prompts([prompt])[0][0])
         assert tokens(prompt) == len(trainer._tokenize_prompts([prompt])[0][0])
 
     def test_given_tasks_that_do_not_fit_are_left_out_and_counted(self, make_trainer, seed_tasks, caplog):

@@ -162,7 +162,7 @@ def fit_into_context(
     Raises:
         `ValueError`: If a held-out task does not fit, or no task is left to start from.
     """
-    referee.room = room
+    referee.free_tokens = room
     referee.leave_out_long(archive)
     check_archive(archive, referee.kinds, proposing)
     for tasks in held_out.tables.values() if held_out else ():
@@ -315,10 +315,14 @@ def make_rules(args: PopuLoRAConfig, kinds: Mapping[str, TaskKind]) -> Rules:
     if args.teacher_reward in NEED_FEATURES or args.replay:
         needs = "replay" if args.replay else "teacher_reward"
         check_features(kinds, f"{needs}={getattr(args, needs)}")
-    prices = args.student_reward_correct, args.student_reward_wrong, args.student_reward_malformed
     return Rules(
         choose_teacher_reward(args.teacher_reward, args.teacher_reward_invalid, args.teacher_reward_unsolved),
-        choose_student_reward(args.student_reward, *prices),
+        choose_student_reward(
+            args.student_reward,
+            right=args.student_reward_correct,
+            wrong=args.student_reward_wrong,
+            malformed=args.student_reward_malformed,
+        ),
     )
 
 

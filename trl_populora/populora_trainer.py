@@ -43,7 +43,7 @@ from trl_populora.step.advantages import LOSS_NORMALISERS, Scorer, Scoring
 from trl_populora.step.loss_metrics import LossMetrics
 from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.room import prompt_room, trained_context
+from trl_populora.step.referee import count_free_tokens, trained_context
 from trl_populora.step.rows import Played
 
 
@@ -187,7 +187,7 @@ class PopuLoRATrainer(HubTrainer):
             self._start_vllm()
         context = self.vllm_generation.context_length() if self.use_vllm else trained_context(base)
         longest, tokenize = args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
-        room = prompt_room(context, longest, tokenize, tokenizer)
+        room = count_free_tokens(context, longest, tokenize, tokenizer)
         build.fit_into_context(referee, archive, held_out, room, bool(args.teachers))
         prompting.check_prompts(referee, archive, references, held_out, tokenizer, longest)
         completions.mkdir(parents=True, exist_ok=True)

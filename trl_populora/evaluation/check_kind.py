@@ -20,7 +20,7 @@ from typing import Any
 
 from trl_populora.sandbox import Job, Sandbox
 from trl_populora.step.player import Messages
-from trl_populora.step.referee import Referee
+from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import STYLES, Attempt, Proposal, Refusal, Reject, Task, TaskArchive, TaskKind
 from trl_populora.tasks.answers import checked, measure_complexity
 from trl_populora.tasks.archive import read_task
@@ -227,7 +227,9 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task], sandbox: Sandbox, write: C
 def _run_given(check: KindCheck, referee: Referee, tasks: Sequence[Task]) -> None:
     """Runs given tasks as if they were proposed."""
     proposals = [Proposal(task.kind, task.program, task.inputs, task.message) for task in tasks]
-    outcomes = referee.verify([task.kind for task in tasks], proposals, random.Random(0))
+    outcomes = referee.verify(
+        [(task.kind, each) for task, each in zip(tasks, proposals, strict=True)], random.Random(0)
+    )
     for number, (task, outcome) in enumerate(zip(tasks, outcomes, strict=True), start=1):
         if isinstance(outcome, Refusal):
             check.tell("accept", f"rejects given task {number} as `{outcome.reason}`: {task.program!r:.80}")
@@ -247,7 +249,7 @@ def _try_proposals(check: KindCheck, referee: Referee, texts: Sequence[str], ref
     formed = [text for text in texts if isinstance(check.ask("parse_proposal", text, references), Proposal)]
     judged = formed[:RUNS]
     kinds, shown = [check.kind.name] * len(judged), [references] * len(judged)
-    outcomes = list(referee.judge(kinds, judged, shown, random.Random(0)))
+    outcomes = referee.judge([Written(*each) for each in zip(kinds, judged, shown, strict=True)], random.Random(0))
     tasks = [outcome for outcome in outcomes if isinstance(outcome, Task)]
     check.refused.update(outcome.reason.value for outcome in outcomes if isinstance(outcome, Refusal))
     referee.chances(tasks)

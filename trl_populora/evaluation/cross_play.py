@@ -37,7 +37,7 @@ from trl_populora.runs.checkpoint import write_member_file
 from trl_populora.runs.saved_population import SAMPLING, Shape, check_one_moment, check_same_shape, saved_lora
 from trl_populora.step.held_out import attempt
 from trl_populora.step.player import Player
-from trl_populora.step.referee import Referee
+from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import TASK_KINDS, kinds_to_import, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.base import Task
@@ -134,15 +134,17 @@ def cross_play(
     rng = random.Random(f"cross-play/{seed}")
     names = list(referee.kinds)
     kinds = [names[slot % len(names)] for slot in range(proposals)]
-    prompts, shown = [], []
+    asked = []
     for kind in map(referee.kinds.__getitem__, kinds):
-        prompt, kept = referee.proposal_prompt(kind, referee.draw_references(kind, archive, references, rng))
-        prompts.append(prompt)
-        shown.append(kept)
+        asked.append(referee.proposal_prompt(kind, referee.draw_references(kind, archive, references, rng)))
     payoff = Payoff(list(teachers), list(students))
     for teacher in tqdm(teachers, desc="cross-play", unit="teacher"):
-        texts = [completion.text for completion in player.generate(prompts, [teacher] * proposals)]
-        valid = [task for task in referee.judge(kinds, texts, shown, rng) if isinstance(task, Task)]
+        completions = player.generate([prompt for prompt, _ in asked], [teacher] * proposals)
+        written = [
+            Written(kind, completion.text, shown)
+            for kind, completion, (_, shown) in zip(kinds, completions, asked, strict=True)
+        ]
+        valid = [task for task in referee.judge(written, rng) if isinstance(task, Task)]
         own = TaskArchive()
         fresh = [task for task in valid if task not in archive and own.add(task)]
         tasks, *_ = player.gather(fresh)  # other ranks have other proposals

@@ -29,7 +29,7 @@ from trl_populora.generation.texts import as_completions
 from trl_populora.given_tasks import load_archive
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.referee import Referee
+from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArchive
 from trl_populora.tasks.bounds import check_bounds, check_numbers
 from trl_populora.tasks.templates import check_style
@@ -229,7 +229,7 @@ def try_model(options: TryArguments) -> Tryout:
             args.prompt_style = style
             kinds = build.make_kinds(args)
             referee = build.make_referee(args, kinds, base, tokenizer, sandbox=sandbox)
-            referee.room = room
+            referee.free_tokens = room
             sides[style] = referee, load_archive(None, kinds, style, args.archive_size, REFERENCES)
         questions, left_out = _pose_all(sides, options)
         start = time.perf_counter()
@@ -341,8 +341,7 @@ def _judge(
     asked = list(zip(questions, texts, strict=True))
     proposed = [(q, text) for q, text in asked if q.role == "teacher"]
     solved = [(q, text) for q, text in asked if q.role == "student"]
-    references = [q.about for q, _ in proposed]
-    judged = iter(referee.judge([q.kind for q, _ in proposed], [t for _, t in proposed], references, random.Random(0)))
+    judged = iter(referee.judge([Written(q.kind, text, q.about) for q, text in proposed], random.Random(0)))
     graded = iter(referee.grade([q.about[0] for q, _ in solved], [t for _, t in solved]))
     for question, text in asked:
         if question.role == "student":

@@ -10,7 +10,7 @@ from trl import GRPOConfig
 
 from trl_populora.adapters.routing import BASE, BASE_NAME, Router
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.room import prompt_room, trained_context
+from trl_populora.step.referee import count_free_tokens, trained_context
 
 from . import decoding
 from .sampling import seed_samples
@@ -94,8 +94,8 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], args: 
 def plain_room(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
 ) -> Callable[[Messages], int]:
-    """How much room such a player has for a prompt, as [`prompt_room`] has it."""
+    """How much room such a player has for a prompt, as [`count_free_tokens`] has it."""
     longest = args.max_completion_length
-    return prompt_room(
+    return count_free_tokens(
         trained_context(base), longest, lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer
     )

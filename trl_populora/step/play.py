@@ -21,7 +21,7 @@ from trl_populora.population.matchmaking import Match, Matchmaker
 from trl_populora.population.members import Population
 from trl_populora.step.pay import Answer, Outcome, Rules, estimate_chance
 from trl_populora.step.player import Player
-from trl_populora.step.referee import Referee
+from trl_populora.step.referee import Referee, Written
 from trl_populora.step.rows import Metrics, Played, add_metrics, make_rows, measure_step
 from trl_populora.step.slot import Sample, Slot
 from trl_populora.tasks.answers import measure_complexity
@@ -197,8 +197,12 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
         The accepted tasks of all ranks.
     """
     proposed = [slot for slot in slots if slot.proposal is not None]
-    texts = [slot.proposal.completion.text for slot in proposed if slot.proposal is not None]
-    judged = game.referee.judge([s.kind for s in proposed], texts, [s.references for s in proposed], rng)
+    written = [
+        Written(slot.kind, slot.proposal.completion.text, slot.references)
+        for slot in slots
+        if slot.proposal is not None
+    ]
+    judged = game.referee.judge(written, rng)
     found: list[Task | Refusal] = [
         replace(outcome, author=slot.match.teacher, step=step) if isinstance(outcome, Task) else outcome
         for slot, outcome in zip(proposed, judged, strict=True)

@@ -1,7 +1,10 @@
-"""What is a task and what is right (verify, solve): task kinds and sandbox, without any model.
+"""The referee: what is a task and what is right. It knows the kinds of task and the sandbox, and no model.
 
-Programs are run when a whole batch of completions is there. To start each the moment its completion ends was built and
-taken out again: it hid 0.3 s of a step of 16 s, and ran through six files and vLLM's engine loop.
+    Written (a proposal) --judge--> Task or Refusal     parse, run, accept, check for copying
+    Task, answer         --grade--> Grade               parse, run, compare
+
+Programs run when a whole batch of completions is there. Running each as soon as its completion ends would hide .3 s of
+a step of 16 s, and was not worth the code.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ import random
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import TYPE_CHECKING
+
+from jinja2 import TemplateError
 
 from trl_populora.sandbox import Job, Sandbox, Verdict
 from trl_populora.step.player import Messages
@@ -19,6 +25,10 @@ from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Attempt, Proposal, Refusal, Reject, Task, TaskKind
 from trl_populora.tasks.control import THINK_TAGS, screen
 from trl_populora.tasks.templates import show_before
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 logger = logging.getLogger(__name__)
@@ -41,22 +51,32 @@ class Grade:
     said: str = ""
 
 
+@dataclass(frozen=True)
+class Written:
+    """A proposal as it was written: the kind that was asked for, the text, and the tasks that the writer was shown."""
+
+    kind: str
+    text: str
+    references: Sequence[Task] = ()
+
+
 @dataclass
 class Referee:
     """
-    Poses tasks, judges proposals and grades attempts. A kind of a user's own that answers with a wrong type is named
-    in the error. No prompt is ever cut: a proposal prompt goes without references that it has no room for, and a task
-    that could not be put to a student is none.
+    Poses tasks, judges proposals and grades attempts.
+
+    No prompt is ever cut. A proposal prompt leaves out references that do not fit into the context, and a task that
+    does not fit is refused. A user's own kind that answers with a wrong type is named in the error.
 
     Args:
-        kinds (`Mapping[str, TaskKind]`): The run's task kinds, in rotation order.
-        sandbox (`Sandbox`): Runs every program that a model wrote.
-        style (`str`): Prompt style, `"turns"`, `"chat"` or `"compact"`.
-        forbidden (`tuple[str, ...]`): Texts that no task may contain, see `tasks/control.py`.
-        held_out (`Container[Task]`): Tasks that nobody may train on.
-        room (`Callable`): How many tokens of the context a prompt leaves free beside the longest completion; below 0
-            it does not fit.
-        shots (`int`): Solved tasks that students are shown before their own, of kinds that have some.
+        kinds: The run's kinds of task by name, in rotation order.
+        sandbox: Runs every program that a model wrote.
+        style: Prompt style, `"turns"`, `"chat"` or `"compact"`.
+        forbidden: Texts that no task may contain, see `tasks/control.py`.
+        held_out: Tasks that nobody may train on.
+        free_tokens: Takes a prompt, and gives the tokens of the context that it leaves free beside the longest
+            completion. Below 0 the prompt does not fit.
+        shots: How many solved tasks students are shown before their own.
     """
 
     kinds: Mapping[str, TaskKind]
@@ -64,7 +84,7 @@ class Referee:
     style: str
     forbidden: tuple[str, ...] = THINK_TAGS
     held_out: Container[Task] = ()
-    room: Callable[[Messages], int] = lambda prompt: 0
+    free_tokens: Callable[[Messages], int] = lambda prompt: 0
     shots: int = 0
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
@@ -84,17 +104,17 @@ class Referee:
         """
         kept = list(shown)
         prompt = self._ask_for_task(kind, kept)
-        if self.room(prompt) >= 0:
+        if self.free_tokens(prompt) >= 0:
             return prompt, kept
         # The longest go first, so that as many as possible stay. A kind that writes no program needs one to be about.
         spare = shown if kind.writes_program else shown[1:]
-        for longest in sorted(spare, key=lambda task: self.room(self._ask_for_task(kind, [task]))):
+        for longest in sorted(spare, key=lambda task: self.free_tokens(self._ask_for_task(kind, [task]))):
             kept.remove(longest)
             prompt = self._ask_for_task(kind, kept)
-            if self.room(prompt) >= 0:
+            if self.free_tokens(prompt) >= 0:
                 return prompt, kept
         raise ValueError(
-            f"The shortest proposal prompt of {kind.name} is {-self.room(prompt)} tokens longer than the context has "
+            f"The shortest proposal prompt of {kind.name} is {-self.free_tokens(prompt)} tokens longer than the context has "
             f"room for beside a completion. {WAY_OUT}"
         )
 
@@ -106,7 +126,7 @@ class Referee:
             `ValueError`: If it does not fit; a task that [`is_too_long`] has passed does.
         """
         prompt = self._pose(task)
-        if (missing := -self.room(prompt)) > 0:
+        if (missing := -self.free_tokens(prompt)) > 0:
             raise ValueError(
                 f"The prompt of a {task.kind} task is {missing} tokens longer than the context has room for beside a "
                 f"completion. {WAY_OUT} Its program is {task.program!r:.200}."
@@ -121,7 +141,7 @@ class Referee:
             for kind in self.kinds.values()
             if not kind.writes_program and task.kind in kind.reference_kinds
         ]
-        return any(self.room(prompt) < 0 for prompt in prompts)
+        return any(self.free_tokens(prompt) < 0 for prompt in prompts)
 
     def _ask_for_task(self, kind: TaskKind, shown: Sequence[Task]) -> Messages:
         def ask(references: Sequence[Task]) -> Messages:
@@ -146,7 +166,7 @@ class Referee:
         asked = [*(pose(shot.task) for shot in shots), pose(task)]
         for left_out in range(len(shots) + 1):
             prompt = show_before(asked[left_out:], [shot.answer for shot in shots[left_out:]])
-            if self.room(prompt) >= 0:
+            if self.free_tokens(prompt) >= 0:
                 break
         return prompt
 
@@ -163,37 +183,32 @@ class Referee:
                 WAY_OUT,
             )
 
-    def judge(
-        self,
-        kinds: Sequence[str],
-        texts: Sequence[str],
-        references: Sequence[Sequence[Task]],
-        rng: random.Random,
-    ) -> list[Task | Refusal]:
+    def judge(self, proposals: Sequence[Written], rng: random.Random) -> list[Task | Refusal]:
         """
-        What each proposal is: a task, or the first reason why not, in this order: its kind cannot read it; it has
-        control tokens; the sandbox's verdict; its kind does not accept it; its outputs have control tokens; it is held
-        out; it is too long; copying solves it. Duplicates are found later, where ranks meet (`rollout.py`).
+        Decides what each proposal is: a task, or the first reason why not. The checks in order: its kind can read it;
+        it has no control tokens; the sandbox ran it; its kind accepts it; its outputs have no control tokens; it is
+        not held out; it fits into the context; copying what is shown does not solve it. `play.py` finds duplicates
+        later, where ranks meet.
         """
-        proposals = [self._parse(*each) for each in zip(kinds, texts, references, strict=True)]
-        return self.verify(kinds, proposals, rng)
+        return self.verify([(each.kind, self._parse(each)) for each in proposals], rng)
 
-    def verify(
-        self, kinds: Sequence[str], proposals: Sequence[Proposal | Refusal], rng: random.Random
-    ) -> list[Task | Refusal]:
-        """The same of proposals that were read."""
+    def verify(self, proposals: Sequence[tuple[str, Proposal | Refusal]], rng: random.Random) -> list[Task | Refusal]:
+        """The checks of [`judge`] that follow reading, for proposals of these kinds that have been read."""
         verdicts = self._run(
-            checked(kind, "check", self.kinds[kind].check(proposal), _JOB) if isinstance(proposal, Proposal) else None
-            for kind, proposal in zip(kinds, proposals, strict=True)
+            checked(kind, "check", self.kinds[kind].check(read), _JOB) if isinstance(read, Proposal) else None
+            for kind, read in proposals
         )
-        found = [self._accept(*each, rng) for each in zip(kinds, proposals, verdicts, strict=True)]
+        found = [
+            self._accept(kind, read, verdict, rng) for (kind, read), verdict in zip(proposals, verdicts, strict=True)
+        ]
         tasks = [each for each in found if isinstance(each, Task)]
         copied = {task for task, right in zip(tasks, self.try_answers("copies", tasks), strict=True) if any(right)}
         refusal = Refusal(Reject.COPIED, "what the student is shown is a right answer")
         return [refusal if each in copied else each for each in found]
 
-    def _parse(self, kind: str, text: str, shown: Sequence[Task]) -> Proposal | Refusal:
-        parsed = checked(kind, "parse_proposal", self.kinds[kind].parse_proposal(text, shown), (Proposal, *_REFUSED))
+    def _parse(self, written: Written) -> Proposal | Refusal:
+        found = self.kinds[written.kind].parse_proposal(written.text, written.references)
+        parsed = checked(written.kind, "parse_proposal", found, (Proposal, *_REFUSED))
         return screen(parsed if isinstance(parsed, Proposal) else Refusal.of(parsed), self.forbidden)
 
     def _accept(
@@ -271,3 +286,51 @@ class Referee:
         distinct = list(dict.fromkeys(job for job in jobs if job is not None))
         verdicts = dict(zip(distinct, self.sandbox.run(distinct), strict=True))
         return [None if job is None else verdicts[job] for job in jobs]
+
+
+def trained_context(model: PreTrainedModel) -> int | None:
+    """Tokens that a base was trained to hold, if there is a limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def count_free_tokens(
+    context: int | None,
+    longest: int | None,
+    tokenize: Callable[[Messages], list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Callable[[Messages], int]:
+    """
+    Makes the function that counts the tokens of the context that a prompt leaves free beside the longest completion.
+
+    Args:
+        context: Tokens that the vLLM engine or server holds, else what the base was trained on. Beyond that limit
+            transformers goes on without notice, and writes noise. `None` for a base without a limit, such as a
+            state-space model.
+        longest: Tokens of the longest completion, `max_completion_length`.
+        tokenize: Gives the token ids of a prompt.
+        tokenizer: The tokenizer whose chat template is used.
+
+    Raises:
+        `ValueError`: If the longest completion alone fills the context. The function that is returned raises it if the
+            chat template refuses a conversation.
+    """
+    if context is not None and context - (longest or 1) <= 0:
+        raise ValueError(
+            f"`max_completion_length={longest}` leaves no room for a prompt in a context of "
+            f"{context} tokens. {WAY_OUT}"
+        )
+
+    def count(prompt: Messages) -> int:
+        if context is None:
+            return 0
+        try:
+            return context - (longest or 1) - len(tokenize(prompt))
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in prompt)
+            raise ValueError(
+                f"The chat template of {tokenizer.name_or_path!r} refuses a conversation of {roles} ({error}). "
+                "`prompt_style='chat'` with `shots=0` asks in a single user turn, or pass a tokenizer with another "
+                "`chat_template`."
+            ) from error
+
+    return count
