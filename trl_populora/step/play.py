@@ -196,16 +196,11 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
     Returns:
         The accepted tasks of all ranks.
     """
-    proposed = [slot for slot in slots if slot.proposal is not None]
-    written = [
-        Written(slot.kind, slot.proposal.completion.text, slot.references)
-        for slot in slots
-        if slot.proposal is not None
-    ]
-    judged = game.referee.judge(written, rng)
+    proposed = [(slot, slot.proposal.completion.text) for slot in slots if slot.proposal is not None]
+    judged = game.referee.judge([Written(slot.kind, text, slot.references) for slot, text in proposed], rng)
     found: list[Task | Refusal] = [
         replace(outcome, author=slot.match.teacher, step=step) if isinstance(outcome, Task) else outcome
-        for slot, outcome in zip(proposed, judged, strict=True)
+        for (slot, _), outcome in zip(proposed, judged, strict=True)
     ]
     accepted = []
     # Every rank adds the tasks of all ranks in the same order, so all archives agree on who was first.
@@ -219,7 +214,7 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
     words = {task.task_id: name_features(game.referee.kinds[task.kind], task) for task in accepted}
     for task in accepted:  # all are counted before any is priced, so rarity does not depend on their order
         game.features.add(words[task.task_id])
-    for slot, outcome in zip(proposed, found, strict=True):
+    for (slot, _), outcome in zip(proposed, found, strict=True):
         if isinstance(outcome, Task):
             slot.task, slot.features = outcome, words[outcome.task_id]
         else:
