@@ -114,8 +114,8 @@ class Referee:
             if self.free_tokens(prompt) >= 0:
                 return prompt, kept
         raise ValueError(
-            f"The shortest proposal prompt of {kind.name} is {-self.free_tokens(prompt)} tokens longer than the context "
-            f"has room for beside a completion. {WAY_OUT}"
+            f"The shortest proposal prompt of {kind.name} is {-self.free_tokens(prompt)} tokens longer than the "
+            f"context has room for beside a completion. {WAY_OUT}"
         )
 
     def solving_prompt(self, task: Task) -> Messages:
