@@ -1,7 +1,10 @@
-"""From rewards to advantages, and the factor that makes a joint step equal to each member's own (update).
+"""Update, before any forward: from rewards to advantages, and to the factors that make a joint step equal solo steps.
 
-All functions take the rows of the whole generation batch, gathered over the ranks, because a group may span ranks; a
-rank keeps its own slice of the result. Shape key: `_R` rows.
+    rewards [W * R, functions] --weights--> rewards_R --baseline--> advantages_R --> this rank's plan of micro-batches
+                                            num_tokens_R ---------> factors_R        (microbatch.py)
+
+All functions take the rows of all ranks, because a group may span ranks. Each rank then keeps its own slice. `_R` in a
+name says that the shape is `[R]`, one entry per row.
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ FLAT = 1e-6  # rewards that differ by less count as equal, as in TRL's GRPO
 
 BASELINES = ("group", "member")  # what may be subtracted from a reward, see [`compute_advantages`]
 
-# What TRL's `_compute_loss` divides the sum over rows by: the number of rows, or the number of completion tokens.
+# What TRL's `_compute_loss` divides the sum over all rows by: their number, or the number of their completion tokens.
 LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo": "tokens"}
 
-# Options of TRL that couple members, the one value that does not, and why the others do.
+# Options of TRL with which one member's rows would change another's update. Only this value of each is allowed.
 COUPLE_MEMBERS = (
     ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
     ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
@@ -149,7 +152,7 @@ def step_advantages(
 
 
 def flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> float:
-    """Share of the groups of attempts in which all were worth the same."""
+    """The share of groups whose attempts are all worth the same. Such groups teach nothing."""
     groups: dict[str, list[float]] = {}
     for record, reward in zip(records, rewards_R.tolist(), strict=True):
         if record["role"] == "student":
@@ -158,7 +161,7 @@ def flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor)
 
 
 def _number(names: Sequence[str]) -> torch.Tensor:
-    """Each name's number in order of first appearance."""
+    """Numbers names in the order in which they first appear."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
 
@@ -175,26 +178,20 @@ def compute_advantages(
     Advantages of the rows of one role.
 
     Args:
-        rewards_R (`torch.Tensor`):
-            Rewards; NaN on rows of the other role, which get advantage 0 and count nowhere.
-        members_R (`torch.Tensor`):
-            Member index of each row.
-        kinds_R (`torch.Tensor`):
-            Task kind of each row as an integer.
-        groups_R (`torch.Tensor`):
-            Which rows answered the same prompt, as an integer: the task slot of a student's attempt.
-        baseline (`str`, *optional*, defaults to `"group"`):
-            What is subtracted. `"group"`: the mean over attempts at the same prompt (GRPO, arXiv 2402.03300), the
-            default for students. `"member"`: the mean over the member's rows of the same kind, the default for
-            teachers, whose prompts all differ (task-relative REINFORCE++ of Absolute Zero, arXiv 2505.03335, which
-            does it per kind and role; one member is one policy here). A row that is its member's only one of its kind
-            would be its own mean and teach nothing: the group's takes its place.
-        scaled (`bool`, *optional*, defaults to `True`):
-            Whether advantages are divided by the standard deviation over the rows of their baseline; Dr. GRPO (arXiv
-            2503.20783) does not.
+        rewards_R: Rewards. Rows of the other role are NaN; their advantage is 0 and they count nowhere.
+        members_R: Member index of each row.
+        kinds_R: Kind of task of each row, as an integer.
+        groups_R: Which rows answer the same prompt, as an integer.
+        baseline: What is subtracted from a reward. `"group"` is the mean over the attempts at one prompt (GRPO, arXiv
+            2402.03300), the default for students. `"member"` is the mean over the member's rows of one kind, the
+            default for teachers, whose prompts all differ. It follows task-relative REINFORCE++ of Absolute Zero
+            (arXiv 2505.03335). Where a member has one row of a kind, that row would be its own mean, so the group's is
+            taken.
+        scaled: Whether advantages are divided by the standard deviation of the rows that the baseline averages. Dr.
+            GRPO (arXiv 2503.20783) does not divide.
 
     Returns:
-        `torch.Tensor`: Advantages of shape `[R]`, on the device and in the type of the rewards.
+        Advantages of shape `[R]`, on the device and in the type of the rewards.
 
     Raises:
         `ValueError`: If `baseline` has another value.
@@ -224,20 +221,20 @@ def estimate_advantages(
     groups_R: torch.Tensor,
 ) -> torch.Tensor:
     """
-    Advantages of the rows of one role, over all ranks, by a user's own function of these four tensors.
+    Lets a user's own function compute the advantages of one role's rows, over all ranks.
 
-    A function that compares rows of one member alone keeps joint training equal to training each member alone.
+    The function gets the rewards (double precision), members, kinds and groups of these rows, on the CPU, so that no
+    sum depends on the device. If it compares rows of one member only, joint training stays equal to solo training.
 
     Args:
-        path (`str`): Its name, `module:function`.
-        option (`str`): The setting, for errors.
-        rewards_R (`torch.Tensor`): NaN on rows of the other role, which the function is not shown; their advantage is
-            0. It is given double precision on the CPU, so that no sum depends on a device.
-        members_R, kinds_R, groups_R (`torch.Tensor`): Member, kind of task and prompt of each row, as integers.
+        path: Its name, `module:function`.
+        option: The option that names it, for errors.
+        rewards_R: Rewards. Rows of the other role are NaN; the function does not see them, and their advantage is 0.
+        members_R, kinds_R, groups_R: Member, kind of task and prompt of each row, as integers.
 
     Raises:
         `RuntimeError`: If the function raises.
-        `ValueError`: If there is none, or it gives something else than one finite number per row.
+        `ValueError`: If there is no such function, or it does not give one finite number per row.
     """
     columns = [column.detach().cpu() for column in (rewards_R, members_R, kinds_R, groups_R)]
     own_R = ~columns[0].isnan()
@@ -255,7 +252,8 @@ def estimate_advantages(
 
 def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
-    Mean, standard deviation (n - 1; 0 for one row) and number n of the rows with the same id, NaN left out; `[R]`.
+    For each row, mean, standard deviation and number n of the rows with its id, each `[R]`. NaN rows are left out. The
+    deviation divides by n - 1, and is 0 for one row.
     """
     _, slots_R = torch.unique(ids, dim=0, return_inverse=True)
     known_R = (~values_R.isnan()).to(values_R.dtype)
@@ -267,35 +265,35 @@ def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def _sums(values_R: torch.Tensor, slots_R: torch.Tensor) -> torch.Tensor:
-    """Sum of the values in each slot."""
+    """Sums the values that have the same number."""
     return values_R.new_zeros(int(slots_R.max()) + 1 if slots_R.numel() else 0).index_add(0, slots_R, values_R)
 
 
 def member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str) -> torch.Tensor:
     """
-    The factor per row by which the joint loss undercounts a member, compared with training the member alone.
+    The factor per row by which the joint loss makes a member's update too small, compared with training it alone.
 
     TRL divides the sum over all rows of an optimizer step by their number (`grpo`, `dr_grpo`) or by their completion
-    tokens (`dapo`, `cispo`), over all ranks and accumulation steps. Alone, a member's sum would be divided by its own
-    number. The factor is the ratio, so a member with a third of the rows gets 3.
+    tokens (`dapo`, `cispo`). Alone, a member's sum would be divided by its own rows or tokens only. The factor is the
+    ratio of the two: a member with a third of the rows gets 3.
 
-    Give the factors to [`~trl_populora.adapters.routing.Router.set`] together with the rows: the routed layer then
-    multiplies the member's *gradients* by them. That is exact for everything in the loss that TRL divides alike, the
-    KL term (`beta`) included; multiplying the advantages would leave the KL term out.
+    [`~trl_populora.adapters.routing.Router.set`] takes the factors with the rows, and the routed layer multiplies the
+    member's *gradients* by them. So every term of the loss gets its factor, the KL term (`beta`) too. A factor on the
+    advantages would miss that term.
 
-    With more than one optimizer step per generation batch the `"rows"` factor is exact if each of them holds the same
-    share of every member's rows.
+    With several optimizer steps per generation batch, the factor by rows is exact if each of these steps holds the
+    same share of every member's rows.
 
     Args:
-        members_R (`torch.Tensor`): Member index of each row of the generation batch, over all ranks.
-        num_tokens_R (`torch.Tensor`): Completion tokens of each row that count in the loss.
-        loss_type (`str`): TRL's `loss_type`.
+        members_R: Member index of each row of the generation batch, over all ranks.
+        num_tokens_R: Completion tokens of each row that count in the loss.
+        loss_type: TRL's `loss_type`.
 
     Returns:
-        `torch.Tensor`: Factors of shape `[R]`, fp32, equal for all rows of a member; 1 for a member without tokens.
+        Factors of shape `[R]`, fp32, the same for all rows of a member. A member without tokens gets 1.
 
     Raises:
-        `ValueError`: If the loss type's normaliser is not one of rows and tokens of the whole step.
+        `ValueError`: If this loss type divides by something else than rows or tokens of the whole step.
     """
     if loss_type not in LOSS_NORMALISERS:
         raise ValueError(

@@ -1,15 +1,18 @@
-"""Update: how the rows of a micro-batch enter the model, so that nothing is computed that changes no gradient.
+"""Update: how the rows of a micro-batch enter the model.
 
-Two things are left out. Blank rows (see `batching.py`) have no gradient. And attempts at one task have one prompt:
-they become branches of one row, in which the prompt stands once and every completion sees the prompt and itself. For
-two completions `a0 a1` and `b0 b1 b2` of the prompt `p0 p1 p2`:
+    micro-batch [B, P + C] --Layout--> forward [N, L] --TRL's method--> log-probabilities [B, C]
+
+Two things are not computed, because no gradient depends on them. One is blank rows. The other is repeated prompts: all
+attempts at one task become branches of one row. The prompt stands there once, and every completion sees the prompt and
+itself. For two completions `a0 a1` and `b0 b1 b2` of the prompt `p0 p1 p2`:
 
     input      p0 p1 | p2 a0 | p2 b0 b1
     position    0  1 |  2  3 |  2  3  4
     predicted   -  - | a0 a1 | b0 b1 b2
 
-A branch begins with the prompt's last token, which predicts the completion's first, and ends before the completion's
-last, which predicts nothing. Log-probabilities and gradients equal those of the rows as they are, but for rounding.
+A branch begins with the prompt's last token, because that token predicts the completion's first one. It ends before
+the completion's last token, which predicts nothing. Log-probabilities and gradients equal those of separate rows, but
+for rounding.
 
 Shapes: B rows of a micro-batch, P prompt tokens (left-padded), C completion tokens (right-padded), N rows of the
 forward, L tokens of its longest row.
@@ -29,13 +32,13 @@ from transformers import PretrainedConfig
 from trl.trainer import utils as trl_utils
 
 
-# Log-probabilities, entropies if they were asked for, and the load-balancing loss, which is refused, as TRL has them.
+# What TRL's method returns: log-probabilities, entropies if asked for, and the load-balancing loss (refused here).
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-# TRL's method: `(model, input_ids, attention_mask, logits_to_keep) -> LogProbs`.
+# TRL's method, `(model, input_ids, attention_mask, logits_to_keep) -> LogProbs`.
 Compute = Callable[..., LogProbs]
 
-# What a pair of tokens costs under a dense mask, in multiples of its multiplications: scores are also written, masked
-# and exponentiated. See benchmarks/RESULTS.md.
+# A dense mask makes a pair of tokens cost twice its multiplications: its score is also written, masked and
+# exponentiated. Measured in benchmarks/RESULTS.md.
 PAIR_SLOWDOWN = 2.0
 
 
@@ -45,9 +48,9 @@ class Sharing:
     How a model takes rows with a shared prompt.
 
     Args:
-        additive (`bool`): Whether its attention adds the mask (eager) or takes a boolean one (SDPA).
-        pair_cost (`float`): What a pair of tokens costs in attention, in tokens.
-        multiple (`int`, *optional*, defaults to `1`): What L has to be a multiple of (`pad_to_multiple_of`).
+        additive: Whether its attention adds the mask (eager) instead of taking a boolean one (SDPA).
+        pair_cost: What attention costs per pair of tokens, as a share of what the linear layers cost per token.
+        multiple: L is a multiple of it (`pad_to_multiple_of`).
     """
 
     additive: bool
@@ -56,12 +59,12 @@ class Sharing:
 
     @classmethod
     def of(cls, base: nn.Module, multiple: int = 1) -> Sharing:
-        """Of a base model for which [`why_not_shared`] has no reason."""
+        """Reads it from a base model, for which [`why_not_shared`] must have no reason."""
         return cls(base.config._attn_implementation == "eager", pair_cost(base.config.get_text_config()), multiple)
 
 
 def pair_cost(config: PretrainedConfig) -> float:
-    """What a pair of tokens costs in the attention of a model, in tokens that go through its linear layers."""
+    """Estimates what attention costs per pair of tokens, as a share of what the linear layers cost per token."""
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -71,9 +74,10 @@ def pair_cost(config: PretrainedConfig) -> float:
 
 def why_not_shared(base: nn.Module) -> str:
     """
-    What forbids rows with a shared prompt in a base model; empty if nothing does.
+    Says why rows of a base model cannot share a prompt; empty if they can.
 
-    They need attention that heeds any mask, in all layers, and positions that are given and count only as distances.
+    Sharing needs attention that obeys any mask, in all layers. And it needs positions that can be passed in and that
+    count only as distances.
     """
     config = base.config.get_text_config()
     attention = base.config._attn_implementation
@@ -94,15 +98,15 @@ class Layout:
     The rows of one forward.
 
     Args:
-        packs (`Sequence[Sequence[int]]`): For each row of the forward those of the micro-batch that it holds; they
-            have one member and one prompt. A pack of several becomes branches.
-        prompt_lengths, completion_lengths (`Sequence[int]`): Tokens of each row of the micro-batch, 0 for blank rows.
+        packs: Per row of the forward, the rows of the micro-batch that it holds. These have one member and one prompt.
+            A pack of several rows becomes branches.
+        prompt_lengths, completion_lengths: Tokens of each row of the micro-batch, 0 for blank rows.
 
     Attributes:
-        heads (`list[int]`): The first row of each pack, whose member the row of the forward belongs to.
-        branches (`bool`): Whether any prompt is shared.
-        width (`int`): L.
-        used (`int`): Tokens that are not padding.
+        heads: The first row of each pack. Its member is the one that computes the row of the forward.
+        branches: Whether any prompt is shared.
+        width: L.
+        used: Tokens that are not padding.
     """
 
     def __init__(
@@ -121,11 +125,11 @@ class Layout:
 
     @property
     def grid(self) -> int:
-        """Tokens with padding."""
+        """All tokens, padding included."""
         return len(self.packs) * self.width
 
     def cost(self, sharing: Sharing | None) -> float:
-        """What the forward costs, in tokens without attention; without `sharing` attention is left out."""
+        """Estimates the cost, in tokens through the linear layers. Without `sharing` attention is left out."""
         return self.grid * (1 + (0 if sharing is None else sharing.pair_cost) * self.width)
 
     def log_probs(
@@ -138,14 +142,14 @@ class Layout:
         sharing: Sharing | None = None,
     ) -> LogProbs:
         """
-        Log-probabilities of a micro-batch, 0 where none are computed.
+        Computes the log-probabilities of a micro-batch. Tokens that are not computed get 0.
 
         Args:
-            compute (`Callable`): TRL's method.
-            model (`Callable`): The model.
-            ids, mask (`torch.Tensor`): Of the micro-batch, `[B, P + C]`.
-            length (`int`): C.
-            sharing ([`Sharing`], *optional*): Needed where a prompt is shared.
+            compute: TRL's method.
+            model: The model.
+            ids, mask: The micro-batch, `[B, P + C]`.
+            length: C.
+            sharing: How the model takes branches; needed where a prompt is shared.
         """
         with score_labels_alone():
             if self.branches and sharing is not None:
@@ -158,7 +162,7 @@ class Layout:
         rows = torch.tensor(self.heads, device=ids.device)
         seen = mask[rows]
         if not self.used:
-            seen = torch.ones_like(seen)  # attention to nothing is not a number
+            seen = torch.ones_like(seen)  # attention to nothing would give NaN
         found = compute(model, ids[rows], seen, length)
         return _each(found, lambda values: values.new_zeros(len(ids), length).index_copy(0, rows, values))
 
@@ -195,8 +199,8 @@ class Layout:
 
     def _cells(self, columns: int, first: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """
-        For each token of a row of the forward: where it stands in the flattened micro-batch, its branch (0 is the
-        prompt), and its position. Completions begin at column `first`.
+        Tells, for each token of a row of the forward, where it stands in the flattened micro-batch, which branch it
+        belongs to (0 is the prompt), and its position. Completions begin at column `first`.
         """
         for pack in self.packs:
             shared = self.prompts[pack[0]] - 1
@@ -213,8 +217,10 @@ class Layout:
 @contextmanager
 def score_labels_alone() -> Iterator[None]:
     """
-    Lets TRL's fused head leave out positions without a label on a CPU, too. It does so where Triton is; elsewhere the
-    head scores prompts and padding as well, which with a real vocabulary is a quarter of an update.
+    Lets TRL's fused head skip positions without a label on a CPU, too.
+
+    TRL skips them where Triton is installed. Elsewhere the head scores prompts and padding as well, which takes a
+    quarter of an update with a real vocabulary.
     """
     has_triton = trl_utils._use_triton
     trl_utils._use_triton = lambda device: device.type == "cpu" or has_triton(device)
@@ -230,7 +236,7 @@ def _each(found: LogProbs, spread: Callable[[torch.Tensor], torch.Tensor]) -> Lo
 
 
 def _mask_branches(branches: torch.Tensor, additive: bool) -> torch.Tensor:
-    """Which token sees which, `[N, 1, L, L]`: what stands before it in the prompt and its own branch, and itself."""
+    """Says which token sees which, `[N, 1, L, L]`: earlier tokens of the prompt and of its own branch, and itself."""
     keys, queries = branches[:, None, None, :], branches[:, None, :, None]
     steps = torch.arange(branches.shape[1], device=branches.device)
     seen = ((keys == 0) | (keys == queries)) & (steps[None, :] <= steps[:, None])
@@ -247,13 +253,13 @@ def lay_out(
     budget: float = float("inf"),
 ) -> Layout:
     """
-    The cheapest layout of a micro-batch without its blank rows; the smallest one if none keeps to the budget.
+    Finds the cheapest layout of a micro-batch without its blank rows, or the smallest one if none keeps to the budget.
 
     Args:
-        prompts (`Sequence[int]`): A number per row; rows with the same number have one member and one prompt.
-        prompt_lengths, completion_lengths (`Sequence[int]`): Tokens of each row, 0 for blank rows.
-        sharing ([`Sharing`], *optional*): How the model takes shared prompts; `None` if it cannot.
-        budget (`float`, *optional*, defaults to infinity): Tokens with padding.
+        prompts: A number per row. Rows with the same number have one member and one prompt.
+        prompt_lengths, completion_lengths: Tokens of each row, 0 for blank rows.
+        sharing: How the model takes shared prompts; `None` if it cannot.
+        budget: Most tokens, padding included.
     """
     groups: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -271,7 +277,7 @@ def lay_out(
 
     longest, width = max(map(width_of, ordered)), max(width_of(group[:1]) for group in ordered)
     while width < 1.5 * longest:
-        # Each prompt's rows in as few packs as keep to the width, so that packs are of like length.
+        # Each prompt's rows go into as few packs as the width allows, so that all packs have about one length.
         packs = []
         for group in ordered:
             splits = ([group[part::count] for part in range(count)] for count in range(1, len(group) + 1))

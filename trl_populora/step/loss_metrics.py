@@ -1,4 +1,4 @@
-"""Update: what the loss tells of each micro-batch, as one figure per step."""
+"""Update: figures that TRL's loss logs for each micro-batch, put together to one figure per step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}  # over rows
 
 class LossMetrics:
     """
-    Figures of TRL's loss over all micro-batches of a step.
+    Collects the figures of TRL's loss over all micro-batches of a step.
 
-    TRL takes the plain mean of its micro-batches. Here these hold unlike numbers of tokens and rows (see
-    `batching.py`), and some only blank rows, of which TRL says 0. So means are weighed by what they are over, and of a
-    step without a token in the loss nothing is known: NaN.
+    TRL takes the plain mean over micro-batches. Here micro-batches differ in tokens and rows, and some hold blank rows
+    only, for which TRL logs 0. Therefore each micro-batch's mean is weighted by its number of tokens (or rows). A step
+    without a token in the loss gives NaN.
 
     Args:
-        by_row (`bool`): Whether ratios are one per row (`importance_sampling_level="sequence"`), not one per token.
+        by_row: Whether there is one ratio per row (`importance_sampling_level="sequence"`) instead of one per token.
     """
 
     def __init__(self, by_row: bool):
@@ -30,19 +30,19 @@ class LossMetrics:
         Adds a micro-batch.
 
         Args:
-            figures (`Mapping[str, Sequence[float]]`): What TRL logged of it.
-            rows (`int`): Its rows on all ranks, blank ones included.
-            live (`int`): Those that are not blank.
-            tokens (`int`): Completion tokens of these.
+            figures: What TRL logged for it.
+            rows: Its rows on all ranks, blank ones included.
+            live: How many of these are not blank.
+            tokens: Completion tokens of the live rows.
         """
         for name, values in figures.items():
             parts = self._parts.setdefault(name, [])
-            # TRL's mean over rows is over blank ones, too.
+            # TRL averages over blank rows, too: `over` undoes that.
             over, weight = (rows, live) if self.by_row and "clip_ratio" in name else (tokens, tokens)
             parts += [(value, over, weight) for value in values if tokens]
 
     def take(self) -> dict[str, float]:
-        """The step's figures; the next step begins without any."""
+        """Returns the step's figures, and forgets them."""
         found, self._parts = self._parts, {}
         return {name: _of_step(name, parts) if parts else math.nan for name, parts in found.items()}
 
