@@ -1,9 +1,9 @@
-"""
-Held-out evaluation: how often members solve tasks that nobody trains on.
+"""Held-out evaluation: how often members solve tasks that nobody trains on.
 
-[`HeldOut`] is what `eval_dataset` becomes. Measuring changes nothing that is trained: samples have seeds of their own,
-and ratings, archive and weights stay as they are, so a run with and without evaluation trains the same weights. It
-keeps the rates, by which the best student is chosen.
+    members x tasks x attempts --attempt--> Tried --scores--> solve rates --HeldOut--> metrics, the best student
+
+[`HeldOut`] is what `eval_dataset` becomes. Measuring changes nothing that trains: its samples have seeds of their own,
+and it leaves ratings, archive and weights as they are. So a run trains the same weights with evaluation and without.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tried:
-    """One attempt: whether it is right, and whether it worked the task out inside `<think>` first."""
+    """One attempt: whether it is right, and whether the member thought inside `<think>` first."""
 
     correct: bool
     thinking: bool
@@ -50,25 +50,25 @@ def attempt(
     describe: str = "",
 ) -> dict[str, list[list[Tried]]]:
     """
-    Lets members attempt tasks, sampled as in training; the ranks share the rows in equal parts. Collective.
+    Lets members attempt tasks, sampled as in training. The ranks share the rows in equal parts. Collective.
 
-    With a `seed` the outcome depends neither on the number of ranks nor on what was sampled before, and what is
-    sampled afterwards does not depend on the outcome: every batch has a seed of its own or, without `batch`, every
-    task. vLLM keeps to it but for rounding, which may turn a token where other rows are computed beside it.
+    With a `seed` the attempts do not depend on the number of ranks, nor on what was sampled before; and later samples
+    do not depend on them. Every batch has a seed of its own or, without `batch`, every task. vLLM rounds differently
+    when other rows are computed beside a row, which may change a token.
 
     Args:
-        referee ([`Referee`]): Poses the tasks and grades.
-        player ([`Player`]): Generates.
-        members (`Sequence[str]`): Names of members, or `base`.
-        tasks (`Sequence[Task]`): What to solve.
-        attempts (`int`): Attempts of each member at each task.
-        batch (`int` or `None`): Most rows that a rank generates at once. `None` for vLLM, which schedules rows by
-            itself: all that the rank has.
-        seed (`int`, *optional*): Of the samples; the training's own generators are used when `None`.
-        describe (`str`, *optional*): Name of the progress bar; no bar without one.
+        referee: Poses the tasks and grades.
+        player: Generates.
+        members: Names of members, or `base`.
+        tasks: What to solve.
+        attempts: Attempts of each member at each task.
+        batch: Most rows that a rank generates at once. With `None` a rank generates all its rows at once: vLLM
+            schedules them itself.
+        seed: Seed of the samples. With `None` they come from the training's own generators.
+        describe: Name of the progress bar; no bar without one.
 
     Returns:
-        `dict[str, list[list[Tried]]]`: Per member and task, in order, the attempts.
+        Per member, and per task in order, the attempts.
     """
     prompts = {task: referee.solving_prompt(task) for task in tasks}
     # Prompts of like length share a batch, which spares padding; the sort is stable, so the order is always the same.
@@ -84,7 +84,7 @@ def attempt(
     first, quiet = player.rank * share, not describe or player.rank > 0
     starts = range(first, first + len(rows), share * player.world)
     for start in tqdm(starts, desc=describe, unit="batch", leave=False, disable=quiet):
-        # Where rows run out the last one is asked again and thrown away: all ranks have to ask as many.
+        # All ranks have to ask for as many rows. One that has run out asks for the last row again, and drops it.
         places = [min(place, len(rows) - 1) for place in range(start, start + share)]
         completions = player.generate(
             [prompts[tasks[rows[place][1]]] for place in places],
@@ -106,23 +106,23 @@ def attempt(
 
 
 def _choose_part(rows: int, most: int) -> int:
-    """Size of as few parts of like size as hold at most so many rows each."""
+    """Splits so many rows into the fewest equal parts of at most `most` rows, and returns the size of a part."""
     parts = max(1, -(-rows // most))
     return max(1, -(-rows // parts))
 
 
 def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]) -> dict[str, float]:
     """
-    Figures of some members on the same tasks, each a mean over tasks.
+    Computes the figures of some members on the same tasks. Each is a mean over tasks.
 
     Args:
-        tried (`Mapping`): What [`attempt`] returns, for the members that count.
-        tasks (`Sequence[Task]`): The tasks, in the same order.
+        tried: What [`attempt`] returns, for the members that count.
+        tasks: The tasks, in the same order.
 
     Returns:
-        `dict[str, float]`: `{member}/solve_rate`, `{member}/thinking_rate`; over members `solve_rate_mean`,
-        `solve_rate_best`, `solve_rate_worst`, `thinking_rate`, `{kind}/solve_rate` and `pass_at_{k}`, the share of
-        tasks that one of the k attempts solves.
+        `{member}/solve_rate` and `{member}/thinking_rate`. Over the members: `solve_rate_mean`, `solve_rate_best`,
+        `solve_rate_worst`, `thinking_rate`, `{kind}/solve_rate`, and `pass_at_{k}`, the share of tasks that at least
+        one of the k attempts solves.
     """
     figures: dict[str, float] = {}
     rates = {member: [fmean(t.correct for t in group) for group in groups] for member, groups in tried.items()}
@@ -143,16 +143,16 @@ def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]
 @dataclass
 class HeldOut:
     """
-    The held-out tasks of a run, and what is known of its members on them.
+    The held-out tasks of a run, and how its members last did on them.
 
     Args:
-        tables (`dict[str, list[Task]]`): The tasks; several tables have names, a single one is called `""`.
-        attempts (`int`): Attempts per member and task.
-        batch (`int` or `None`): Rows that a rank generates at once; its whole share when `None`.
-        seed (`int`): Of the samples, the same in every evaluation: two evaluations differ by the weights alone.
-        base (`dict[str, dict[str, float]]`, *optional*): Scores of the base per table, measured once.
-        rates (`dict[str, float]`, *optional*): Last solve rate on the first table by `name@version`.
-        step (`int`, *optional*): Optimizer steps that the members had had when `rates` were measured.
+        tables: The tasks. Several tables have names; a single one is called `""`.
+        attempts: Attempts per member and task.
+        batch: Rows that a rank generates at once; all its rows when `None`.
+        seed: Seed of the samples. It is the same in every evaluation, so two evaluations differ only by the weights.
+        base: The base's figures per table, measured once.
+        rates: The last solve rate on the first table, by `name@version`.
+        step: Optimizer steps that the members had done when `rates` were measured.
     """
 
     tables: dict[str, list[Task]]
@@ -167,7 +167,7 @@ class HeldOut:
         self._questions = {_question(task) for tasks in self.tables.values() for task in tasks}
 
     def __contains__(self, task: object) -> bool:
-        """Whether a task asks about the same program and inputs as a held-out one, whatever its kind."""
+        """Whether a held-out task asks about the same program and inputs, whatever its kind."""
         return isinstance(task, Task) and _question(task) in self._questions
 
     def measure(
@@ -181,20 +181,19 @@ class HeldOut:
         untrained: Container[str] = (),
     ) -> dict[str, float]:
         """
-        Scores students on every table and, the first time, the base. Collective.
+        Scores the students on every table and, the first time, the base too. Collective.
 
         Args:
-            referee ([`Referee`]): Poses the tasks and grades.
-            player ([`Player`]): Generates.
-            students (`Sequence[Member]`): Whom to ask.
-            prefix (`str`): Starts every key, with the table's name if it has one.
-            step (`int`): Optimizer steps behind them.
-            progress (`bool`, *optional*, defaults to `False`): Whether to show a bar.
-            untrained (`Container[str]`, *optional*): Students that are still the base; they share its attempts.
+            referee: Poses the tasks and grades.
+            player: Generates.
+            students: Whom to ask.
+            prefix: Starts every key, followed by the table's name if it has one.
+            step: Optimizer steps that the students have done.
+            progress: Whether to show a bar.
+            untrained: Students whose adapter still adds nothing. They share the base's attempts.
 
         Returns:
-            `dict[str, float]`: The figures of [`scores`] over the students, the base's own as `base/...`, and
-            `eval_runtime` in seconds (`eval` being the prefix). Trackers and `metrics.jsonl` write `eval/`.
+            The figures of [`scores`] over the students, the base's as `base/...`, and `{prefix}_runtime` in seconds.
         """
         start, metrics = time.perf_counter(), dict[str, float]()
         for name in self.tables:
@@ -214,7 +213,7 @@ class HeldOut:
         bar: str,
         untrained: Container[str],
     ) -> dict[str, float]:
-        """Of one table."""
+        """Scores the students, and the base if need be, on one table."""
         tasks = self.tables[name]
 
         def tries_of(names: Sequence[str]) -> dict[str, list[list[Tried]]]:
@@ -237,21 +236,21 @@ class HeldOut:
 
     @property
     def base_rate(self) -> float | None:
-        """Solve rate of the base on the first table; `None` before it was measured."""
+        """Solve rate of the base on the first table; `None` until it is measured."""
         return self.base.get(next(iter(self.tables)), {}).get(f"{BASE_NAME}/solve_rate")
 
     def describe_tasks(self) -> dict[str, Any]:
-        """Which tasks `rates` are of, the first table: `digest` of their ids, `tasks` and `attempts` at each."""
+        """Identifies the tasks behind `rates`, the first table: `digest` of their ids, how many, attempts at each."""
         tasks = next(iter(self.tables.values()))
         return {"digest": _digest(tasks), "tasks": len(tasks), "attempts": self.attempts}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON; of the tasks, which are the config's, a digest by table."""
+        """Plain data, ready for JSON. Of the tasks it holds a digest per table; the tasks come with the config."""
         tasks = {name: _digest(table) for name, table in self.tables.items()}
         return {"base": self.base, "rates": self.rates, "step": self.step, "tasks": tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, as far as the tasks are still the same."""
+        """Restores what `state_dict` returned, for the tables whose tasks are still the same."""
         asked = state.get("tasks")  # version 0.1 did not say
         same = [name for name, tasks in self.tables.items() if asked is None or asked.get(name) == _digest(tasks)]
         if len(same) < len(self.tables):
@@ -269,7 +268,7 @@ def _digest(tasks: Sequence[Task]) -> str:
 
 
 def _question(task: Task) -> tuple:
-    """What a task asks about: program and inputs, whatever the kind; of other kinds than code everything."""
+    """What a task asks about: for programs the normal form and the inputs, for other texts all of the task."""
     tree = function_tree(task.program)
     if tree is None:
         return task.kind, task.program, task.inputs, task.message
