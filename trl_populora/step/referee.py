@@ -39,12 +39,19 @@ WAY_OUT = (
 )
 _JOB = (Job, type(None))
 _REFUSED = (Reject, Refusal)
-GUESS_HEADROOM = 4.0  # a guess may take a quarter of the limit: nobody waits for those that run on
+GUESS_HEADROOM = 4.0  # a guess may use a quarter of the CPU limit: nobody should wait for one that runs on
 
 
 @dataclass(frozen=True)
 class Grade:
-    """An attempt as it was read, whether it is right, and what it comes to (see `TaskKind.identify_mistake`)."""
+    """
+    What became of an answer.
+
+    Args:
+        attempt: The answer as its kind read it.
+        right: Whether it is right.
+        said: What the answer comes to, by `TaskKind.identify_mistake`. Equal texts are the same mistake.
+    """
 
     attempt: Attempt
     right: bool
@@ -88,7 +95,7 @@ class Referee:
     shots: int = 0
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
-        """Archived tasks that a proposing teacher is shown; a kind that writes no program needs the first of them."""
+        """Draws archived tasks to show to a proposing teacher. A kind that writes no program is about the first one."""
         count = checked(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
         if kind.shows_turns(self.style) and not kind.writes_program:
@@ -97,16 +104,17 @@ class Referee:
 
     def proposal_prompt(self, kind: TaskKind, shown: Sequence[Task]) -> tuple[Messages, list[Task]]:
         """
-        A proposal prompt that fits, and the references that are left in it.
+        Writes a proposal prompt that fits into the context. Returns it with the references that are left in it.
 
         Raises:
-            `ValueError`: If it does not even fit without references.
+            `ValueError`: If the prompt does not fit even without references.
         """
         kept = list(shown)
         prompt = self._ask_for_task(kind, kept)
         if self.free_tokens(prompt) >= 0:
             return prompt, kept
-        # The longest go first, so that as many as possible stay. A kind that writes no program needs one to be about.
+        # The longest references go first, so that as many as possible stay. A kind that writes no program keeps the
+        # first one, because the proposal is about it.
         spare = shown if kind.writes_program else shown[1:]
         for longest in sorted(spare, key=lambda task: self.free_tokens(self._ask_for_task(kind, [task]))):
             kept.remove(longest)
@@ -120,10 +128,10 @@ class Referee:
 
     def solving_prompt(self, task: Task) -> Messages:
         """
-        The prompt that puts a task to a student.
+        Writes the prompt that puts a task to a student.
 
         Raises:
-            `ValueError`: If it does not fit; a task that [`is_too_long`] has passed does.
+            `ValueError`: If it does not fit into the context. Tasks that [`is_too_long`] lets pass do fit.
         """
         prompt = self._pose(task)
         if (missing := -self.free_tokens(prompt)) > 0:
@@ -134,7 +142,7 @@ class Referee:
         return prompt
 
     def is_too_long(self, task: Task) -> bool:
-        """Whether a task could not be put to a student, or to a teacher who needs a known program."""
+        """Whether a task does not fit into a student's prompt, or into that of a teacher who needs a known program."""
         prompts = [self._pose(task)] if task.kind in self.kinds else []
         prompts += [
             self._ask_for_task(kind, [task])
@@ -171,7 +179,7 @@ class Referee:
         return prompt
 
     def leave_out_long(self, archive: TaskArchive) -> None:
-        """Takes tasks that do not fit out of an archive: given ones, or those of a run with shorter completions."""
+        """Removes tasks from an archive that do not fit: given ones, or those of a run with shorter completions."""
         entries = list(archive.entries())
         kept = [entry for entry in entries if not self.is_too_long(entry[0])]
         if left_out := len(entries) - len(kept):
@@ -214,7 +222,7 @@ class Referee:
     def _accept(
         self, kind: str, proposal: Proposal | Refusal, verdict: Verdict | None, rng: random.Random
     ) -> Task | Refusal:
-        """What became of a proposal; its outputs are known only now."""
+        """Decides what a proposal is once its program has run."""
         if isinstance(proposal, Refusal):
             return proposal
         accepted = checked(kind, "accept", self.kinds[kind].accept(proposal, verdict, rng), (Task, *_REFUSED))
@@ -231,7 +239,7 @@ class Referee:
         return outcome
 
     def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Grade]:
-        """What the answers are worth; equal answers to one task run once."""
+        """Grades one answer per task, in order. Equal answers to one task run once."""
         attempts = [
             checked(task.kind, "parse_attempt", self.kinds[task.kind].parse_attempt(text, task), (Attempt,))
             for task, text in zip(tasks, texts, strict=True)
@@ -260,13 +268,13 @@ class Referee:
         )
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
-        """What guessing gives at each task, by the form of its answer and by the guesses that its kind makes."""
+        """The solve rate that guessing gives at each task, by the form of its answer and by its kind's blind inputs."""
         right = self.try_answers("guesses", tasks)
         told = [checked(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks]
         return [max(one, fmean(tried) if tried else 0.0) for one, tried in zip(told, right, strict=True)]
 
     def try_answers(self, method: str, tasks: Sequence[Task]) -> list[list[bool]]:
-        """For each task, which of the answers that its kind's `method` gives are right."""
+        """Tries the answers that the kind's `method` gives for each task, and tells which are right."""
         answers = [
             (number, task, attempt)
             for number, task in enumerate(tasks)
@@ -281,7 +289,7 @@ class Referee:
         return right
 
     def _run(self, jobs: Iterable[Job | None]) -> list[Verdict | None]:
-        """Verdicts of the jobs, `None` where there is nothing to run; equal jobs run once."""
+        """Runs the jobs in the sandbox; equal jobs run once. A job of `None` has the verdict `None`."""
         jobs = list(jobs)
         distinct = list(dict.fromkeys(job for job in jobs if job is not None))
         verdicts = dict(zip(distinct, self.sandbox.run(distinct), strict=True))
@@ -289,7 +297,7 @@ class Referee:
 
 
 def trained_context(model: PreTrainedModel) -> int | None:
-    """Tokens that a base was trained to hold, if there is a limit."""
+    """Reads how many tokens of context a base was trained on; `None` if it has no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
