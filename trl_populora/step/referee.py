@@ -95,7 +95,7 @@ class Referee:
     shots: int = 0
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
-        """Draws archived tasks to show to a proposing teacher. A kind that writes no program is about the first one."""
+        """Draws archived tasks to show to a teacher. The proposal of a kind without programs is about the first one."""
         count = checked(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
         if kind.shows_turns(self.style) and not kind.writes_program:
@@ -268,7 +268,7 @@ class Referee:
         )
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
-        """The solve rate that guessing gives at each task, by the form of its answer and by its kind's blind inputs."""
+        """The solve rate that guessing gives at each task, by the answer's form and by its kind's blind inputs."""
         right = self.try_answers("guesses", tasks)
         told = [checked(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks]
         return [max(one, fmean(tried) if tried else 0.0) for one, tried in zip(told, right, strict=True)]
