@@ -92,7 +92,6 @@ def test_a_run_is_looked_at_without_torch(saved, tmp_path):
     [
         ("info", "populora info RUN [--option value ...]"),
         ("report", "populora report RUN [--option value ...]"),
-        ("watch", "populora watch RUN [--option value ...]"),
         ("push", "populora push RUN [--option value ...]"),
         ("evaluate", "populora evaluate RUN [--option value ...]"),
         ("crossplay", "populora crossplay RUN ... [--option value ...]"),

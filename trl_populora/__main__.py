@@ -1,6 +1,6 @@
 """
-The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, watch, push, export, info,
-crossplay, evaluate, check-kind and sandbox-check; `populora try` tells whether a base can be trained.
+The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, push, export, info, crossplay,
+evaluate, check-kind and sandbox-check; `populora try` tells whether a base can be trained.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
@@ -70,6 +70,14 @@ class InfoArguments:
     """What `populora info` needs."""
 
     run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
+
+
+@dataclass
+class ReportArguments:
+    """What `populora report` needs."""
+
+    run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
+    out: str | None = field(default=None, metadata={"help": "Where report.html and plots/ go; the run by default."})
 
 
 @dataclass
@@ -186,20 +194,12 @@ def recipes(arguments: Sequence[str]) -> None:
 
 
 def report(arguments: Sequence[str]) -> None:
-    """Draws the pictures of a run and writes report.html; --watch serves it."""
-    from trl_populora.report.served import ReportArguments, report
+    """Draws the pictures of a run, also of one in progress, and writes report.html."""
+    from trl_populora.report.page import write_report
 
     (options,) = _parse(ReportArguments, "report", arguments)
-    run = options.run if options.watch else _local(options.run)
-    report(options, run, options.out or _own_directory(options.run), _say)
-
-
-def watch(arguments: Sequence[str]) -> None:
-    """Shows a run on the terminal while it goes on."""
-    from trl_populora.report.watch import WatchArguments, watch
-
-    (options,) = _parse(WatchArguments, "watch", arguments)
-    watch(options)
+    own = _own_directory(options.run)
+    _say(f"Report written to {write_report(_local(options.run), options.out or own, own and options.run)}.")
 
 
 def push(arguments: Sequence[str]) -> None:
@@ -300,7 +300,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "try": try_model,
     "recipes": recipes,
     "report": report,
-    "watch": watch,
     "push": push,
     "export": export,
     "info": info,
