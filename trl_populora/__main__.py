@@ -271,15 +271,13 @@ def check_kind(arguments: Sequence[str]) -> None:
     from trl_populora.evaluation.check_kind import check_kind as check
     from trl_populora.given_tasks import read_tasks
     from trl_populora.populora_config import PopuLoRAConfig
-    from trl_populora.sandbox import Sandbox
     from trl_populora.tasks import load_seed_tasks
     from trl_populora.tasks.archive import TaskArchive
 
     (options,) = _parse(CheckKindArguments, "check-kind", arguments)
     (kind,) = make_kinds(PopuLoRAConfig("unused", task_kinds=[options.kind], proposals_per_teacher=8)).values()
     given = load_seed_tasks() if options.tasks is None else TaskArchive.from_dataset(read_tasks(options.tasks))
-    with Sandbox() as sandbox:
-        problems = check(kind, list(given), sandbox, _say).problems
+    problems = check(kind, list(given), _say)
     for problem in problems:
         _say(problem)
     if problems:
