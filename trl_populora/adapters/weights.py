@@ -6,7 +6,6 @@ Every function is collective: under ZeRO and FSDP all ranks have to call it, in 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,11 +18,13 @@ from safetensors.numpy import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trl_populora.files import FORMAT, read_json, write_json
+
 from .layers import routed_layers
 
 
-# Says in an adapter's file at which optimizer step it was saved: files of one moment are told from others by it.
-STEP_KEY = "populora_step"
+# Says beside an adapter at which optimizer step it was saved, so that equal adapters are equal files.
+MEMBER_FILE = "member.json"
 
 # Wrappers that put themselves between a module and its name; saved adapters must not know them.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -248,21 +249,10 @@ def save_factors(
     config.save_pretrained(directory)
     # The same bytes as from tensors, in half the time.
     arrays = {key: value.numpy() for key, value in factors.items()}
-    metadata = {"format": "pt"} | ({} if step is None else {STEP_KEY: str(step)})
-    path = directory / "adapter_model.safetensors"
-    save_file(arrays, path, metadata=metadata)
-    if len(metadata) > 1:
-        _sort_metadata(path)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Safetensors writes metadata in any order: same run, same bytes."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        file.seek(8)
-        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
+    save_file(arrays, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    # The step comes last: of a process that is killed in between, the adapter counts as of its earlier step.
+    if step is not None:
+        write_json(directory / MEMBER_FILE, {"format": FORMAT, "step": step})
 
 
 def saved_step(directory: str | Path) -> int | None:
@@ -270,12 +260,14 @@ def saved_step(directory: str | Path) -> int | None:
     The optimizer step at which an adapter was saved; `None` if it does not say, as those of others and of early runs.
 
     Raises:
-        `ValueError`: If its file is missing or broken.
+        `ValueError`: If one of its files is missing or broken.
     """
-    path = Path(directory, "adapter_model.safetensors")
+    path, about = Path(directory, "adapter_model.safetensors"), Path(directory, MEMBER_FILE)
     try:
         with safe_open(path, "np") as file:
-            mark = (file.metadata() or {}).get(STEP_KEY)
+            mark = (file.metadata() or {}).get("populora_step")  # where early runs said it
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+    if about.exists():
+        mark = read_json(about)["step"]
     return None if mark is None else int(mark)
