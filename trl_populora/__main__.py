@@ -26,19 +26,9 @@ from trl_populora.errors import end_with, sentence_of, way_to_install
 
 @dataclass
 class TrainArguments:
-    """
-    What a training command needs beside the settings of trainer and model.
+    """What a training command needs beside the settings of trainer and model."""
 
-    Args:
-        seed_tasks (`str`, *optional*):
-            Table of seed tasks: a JSON lines or parquet file, or the name of a dataset on the Hub. Those of the
-            package when unset: Python, or for the compact prompts of the embedded base its language.
-        eval_tasks (`str`, *optional*):
-            Table of held-out tasks, likewise; `tiny` is the one that ships for the embedded base, of the kinds played.
-        resume (`bool`, *optional*, defaults to `False`):
-            Continue from the newest whole checkpoint in `output_dir`, or start afresh if there is none.
-    """
-
+    _argument_group_name = "This command"
     seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
     eval_tasks: str | None = field(default=None, metadata={"help": "Held-out tasks, as seed_tasks; 'tiny'; 'none'."})
     resume: bool = field(default=False, metadata={"help": "Continue from the newest whole checkpoint in output_dir."})
@@ -99,13 +89,12 @@ def train(arguments: Sequence[str]) -> None:
     """Trains a population."""
     from trl import TrlParser
 
-    from trl_populora.model_options import MemberConfig, group_options
+    from trl_populora.model_options import MemberConfig
     from trl_populora.populora_config import PopuLoRAConfig
 
     # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
-    group_options(parser, TrainArguments, PopuLoRAConfig)
     if arguments[-1:] == ["--config"]:  # TRL's parser would take the next from an empty list
         parser.error("argument --config: expected one argument")
     if not arguments:

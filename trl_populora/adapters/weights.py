@@ -40,8 +40,8 @@ def member_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     PEFT's own selection by name is not used: it matches sub-strings, so that `teacher_1` would also find `teacher_10`.
 
     Args:
-        model (`nn.Module`): The `PeftModel`, or a DDP, DeepSpeed, FSDP or compiled wrapper of it.
-        name (`str`): The member.
+        model: The `PeftModel`, or a DDP, DeepSpeed, FSDP or compiled wrapper of it.
+        name: The member.
 
     Raises:
         `KeyError`: If the model has no member of that name.
@@ -79,9 +79,9 @@ def read_member(model: nn.Module, name: str, dtype: torch.dtype = torch.float32)
     A copy of one member's full factors on the CPU; under ZeRO of the master, which is what training continues from.
 
     Args:
-        model (`nn.Module`): The model, wrapped or not.
-        name (`str`): The member.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of the copy.
+        model: The model, wrapped or not.
+        name: The member.
+        dtype: Of the copy.
 
     Returns:
         `dict[str, torch.Tensor]`: Per layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.
@@ -115,9 +115,9 @@ def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor
     live tensor as it is until then. Both are written.
 
     Args:
-        model (`nn.Module`): The model, wrapped or not.
-        name (`str`): The member to overwrite.
-        factors (`Mapping[str, torch.Tensor]`): As returned by [`read_member`]; the same on every rank.
+        model: The model, wrapped or not.
+        name: The member to overwrite.
+        factors: As returned by [`read_member`]; the same on every rank.
 
     Raises:
         `ValueError`: If keys are missing or unexpected, or a shape differs.
@@ -163,9 +163,9 @@ def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, na
     A kept `step` with zero moments would give the member a first update of more than three times the learning rate.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): The trainer's optimizer; accelerate's and DeepSpeed's wrappers are opened.
-        model (`nn.Module`): The model, wrapped or not.
-        name (`str`): The member.
+        optimizer: The trainer's optimizer; accelerate's and DeepSpeed's wrappers are opened.
+        model: The model, wrapped or not.
+        name: The member.
 
     Raises:
         `RuntimeError`: Under ZeRO, if the member shares a parameter group with anything else.
@@ -223,12 +223,11 @@ def save_member(
     Saves one member as an ordinary PEFT adapter directory, which stock PEFT and vLLM load.
 
     Args:
-        model (`nn.Module`): The model, wrapped or not.
-        name (`str`): The member.
-        directory (`str` or `Path`): Where `adapter_config.json` and `adapter_model.safetensors` go; made if absent.
-        write (`bool`, *optional*, defaults to `True`):
-            Whether this rank writes. All ranks call, because reading is collective, and the main one writes.
-        step (`int`, *optional*): Optimizer steps so far, which [`saved_step`] returns.
+        model: The model, wrapped or not.
+        name: The member.
+        directory: Where `adapter_config.json` and `adapter_model.safetensors` go; made if absent.
+        write: Whether this rank writes. All ranks call, because reading is collective, and the main one writes.
+        step: Optimizer steps so far, which [`saved_step`] returns.
     """
     factors = read_member(model, name)
     if write:

@@ -18,12 +18,12 @@ class Run:
     What a run has left so far.
 
     Args:
-        name (`str`): Its directory's or repository's name.
-        history (`list[dict]`): Metrics per step, oldest first; with `num_iterations` not every step was played.
-        rows (`list[dict]`): Proposals and attempts, each with the keys in `ROW_COLUMNS`.
-        lineage (`list[dict]`): Births, oldest first.
-        population (`dict`): `population.json`; empty while there is none.
-        evaluations (`list[dict]`): Figures on held-out tasks with their seconds, oldest first.
+        name: Its directory's or repository's name.
+        history: Metrics per step, oldest first; with `num_iterations` not every step was played.
+        rows: Proposals and attempts, each with the keys in `ROW_COLUMNS`.
+        lineage: Births, oldest first.
+        population: `population.json`; empty while there is none.
+        evaluations: Figures on held-out tasks with their seconds, oldest first.
     """
 
     name: str
@@ -144,7 +144,7 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
     Metrics per logged step of a run, oldest first.
 
     Args:
-        run (`str` or `Path`): The run's `output_dir`, also while it is going on.
+        run: The run's `output_dir`, also while it is going on.
 
     Raises:
         `ValueError`: If it holds no metrics, or the file is broken.
