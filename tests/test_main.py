@@ -397,7 +397,7 @@ def test_training_options_are_listed_in_the_order_of_the_config_each_with_its_en
     ]
     positions = [text.index(part + " ") for part in order]
     assert positions == sorted(positions)
-    assert "--proposals_per_teacher PROPOSALS_PER_TEACHER Tasks proposed per teacher and step, spread over the" in text
+    assert "Tasks proposed per teacher and step, spread over the kinds" in text
 
 
 def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, tmp_path):
