@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
@@ -10,13 +9,23 @@ from pathlib import Path
 
 from trl import GRPOConfig
 
-from trl_populora.model_options import GROUPS
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.sandbox.modules import FULL, LIGHT, SCRAMBLING
 
 
 ROOT = Path(__file__).resolve().parent
-ENTRY = re.compile(r"^(?P<names>\w+(?:, \w+)*) \((?P<type>`.*?`)(?:, \*optional\*.*?)?\):(?P<rest>.*)$")
+# Heading in the table: the field of `PopuLoRAConfig` that its group starts with.
+GROUPS = {
+    "Population": "teachers",
+    "Tasks": "task_kinds",
+    "Matchmaking": "matchmaking",
+    "Rewards and baselines": "teacher_reward",
+    "Sandbox": "sandbox_workers",
+    "Evolution": "evolve_every",
+    "Evaluation": "eval_attempts",
+    "Generation": "generation_tokens",
+    "Records": "save_rollouts",
+}
 
 SETTINGS = """\
 # Settings of a population
@@ -45,27 +54,13 @@ Parts of these packages count as they do. *At once* is in memory before a progra
 """
 
 
-def describe_options() -> dict[str, tuple[str, str]]:
-    """Type and description of each setting, as the docstring of the config has them."""
-    found: dict[str, tuple[str, str]] = {}
-    names: list[str] = []
-    for line in inspect.getdoc(PopuLoRAConfig).partition("Args:\n")[2].partition("Raises:")[0].splitlines():
-        if entry := ENTRY.match(line.strip()):
-            names = entry["names"].split(", ")
-            found |= dict.fromkeys(names, (entry["type"], entry["rest"].strip()))
-        elif line.strip():
-            for name in names:
-                found[name] = found[name][0], f"{found[name][1]} {line.strip()}".strip()
-    return found
-
-
 def write_default(setting: Field) -> str:
     value = setting.default if setting.default is not MISSING else setting.default_factory()
     return "" if value is None else f"`{value}`"
 
 
 def settings_page() -> str:
-    described, inherited = describe_options(), {each.name: each for each in fields(GRPOConfig)}
+    inherited = {each.name: each for each in fields(GRPOConfig)}
     headings = {start: heading for heading, start in GROUPS.items()}
     lines, changed = [SETTINGS], []
     for setting in fields(PopuLoRAConfig):
@@ -75,9 +70,10 @@ def settings_page() -> str:
             continue
         if setting.name in headings:
             lines.append(f"\n## {headings[setting.name]}\n\n| setting | type | default | |\n|---|---|---|---|")
-        type_, text = described[setting.name]
-        shown = re.sub(r"`docs/(\S+?)\.md`", r"[more](../\1.md)", text).replace("|", "\\|")
-        lines.append(f"| `{setting.name}` | {type_} | {write_default(setting)} | {shown} |")
+        text = re.sub(r"`docs/(\S+?)\.md`", r"[more](../\1.md)", setting.metadata["help"].replace("|", "\\|"))
+        type_ = PopuLoRAConfig.__annotations__[setting.name].removesuffix(" | None").replace("|", "\\|")
+        cells = f"`{setting.name}`", f"`{type_}`", write_default(setting), text
+        lines.append(f"| {' | '.join(cells)} |")
     lines.append("\n## Inherited, with another default\n\n| setting | TRL's | here | |\n|---|---|---|---|")
     for setting in changed:
         theirs = write_default(inherited[setting.name])

@@ -1,8 +1,8 @@
 """
 Docstrings in the form of Hugging Face, for mkdocstrings, which reads Google's: a Griffe extension (`mkdocs.yml`).
 
-The forms differ in types (``name (`int`, *optional*, defaults to `4`)``), in several names before one description, and
-in references (``[`~trl.GRPOConfig`]``).
+The forms differ in several names before one description, in references (``[`~trl.GRPOConfig`]``), and in the types of
+names that have no annotation (``name (`int`, *optional*, defaults to `4`)``).
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from typing import Any
 from griffe import Extension, Object
 
 
-ENTRY = re.compile(r"^(?P<indent> +)(?P<names>\*{0,2}\w+(?:, \w+)*) \((?P<type>.+?)\):(?P<rest>.*)$")
+ENTRY = re.compile(r"^(?P<indent> +)(?P<names>\*{0,2}\w+(?:, \w+)*)(?: \((?P<type>.+?)\))?:(?P<rest>(?: .*)?)$")
 REFERENCE = re.compile(r"\[`~?(?:[\w.]+\.)?(\w+)`\](?:\[[\w.]+\])?(?!\()")
 
 
-def google_type(text: str) -> str:
-    """A type without Markdown: the default stands in the signature, and whether it is optional, too."""
-    text = re.sub(r", (?:\*optional\*|defaults? to ).*", "", text)
-    return re.sub(r",? or |, (?![^\[]*\])", " | ", text).replace("`", "")
+def google_type(text: str | None) -> str:
+    """
+    A type without Markdown, in brackets: the default stands in the signature, and whether it is optional, too. Empty
+    for one that the signature has.
+    """
+    if text is None:
+        return ""
+    text = re.sub(r", (?:\*optional\*|defaults? to ).*", "", text).replace("`", "")
+    alternatives = re.sub(r",? or |, (?![^\[]*\])", " | ", text)
+    return f" ({alternatives})"
 
 
 def google_style(docstring: str) -> str:
@@ -35,8 +41,8 @@ def google_style(docstring: str) -> str:
         indent, names, type_ = entry["indent"], entry["names"].split(", "), google_type(entry["type"])
         body = list(takewhile(re.compile(indent + " ").match, source[number + 1 :]))
         for name in names[:-1]:  # the last one's description follows by itself
-            lines += [f"{indent}{name} ({type_}):{entry['rest']}", *body]
-        lines.append(f"{indent}{names[-1]} ({type_}):{entry['rest']}")
+            lines += [f"{indent}{name}{type_}:{entry['rest']}", *body]
+        lines.append(f"{indent}{names[-1]}{type_}:{entry['rest']}")
     return "\n".join(lines)
 
 

@@ -41,7 +41,7 @@ from trl_populora.build import (
 from trl_populora.generation.plain import plain_room
 from trl_populora.generation.prompting import choose_style
 from trl_populora.given_tasks import load_archive, load_held_out, read_held_out, read_tasks
-from trl_populora.model_options import MemberConfig, base_options, group_options, member_lora
+from trl_populora.model_options import MemberConfig, base_options, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.step.forwards import score_labels_alone
 from trl_populora.tasks.fences import has_thinking
@@ -185,7 +185,6 @@ def prepare(recipe: ColdStartArguments, args: PopuLoRAConfig, model: MemberConfi
 def parse(arguments: list[str]) -> tuple[ColdStartArguments, PopuLoRAConfig, MemberConfig]:
     usage = "%(prog)s --config FILE.yaml [--option value ...]"
     parser = TrlParser((ColdStartArguments, PopuLoRAConfig, MemberConfig), usage=usage)
-    group_options(parser, ColdStartArguments, PopuLoRAConfig)
     return parser.parse_args_and_config(arguments)
 
 

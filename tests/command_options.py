@@ -7,8 +7,6 @@ from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.evaluation.cross_play import CrossPlayArguments
 from trl_populora.evaluation.tryout import TryArguments
 from trl_populora.hub.export import ExportArguments
-from trl_populora.report.served import ReportArguments
-from trl_populora.report.watch import WatchArguments
 
 
 OPTIONS = {
@@ -16,8 +14,7 @@ OPTIONS = {
     "train": program.TrainArguments,
     "try": TryArguments,
     "recipes": program.RecipesArguments,
-    "report": ReportArguments,
-    "watch": WatchArguments,
+    "report": program.ReportArguments,
     "info": program.InfoArguments,
     "push": program.PushArguments,
     "export": ExportArguments,

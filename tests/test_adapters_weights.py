@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
+from safetensors.torch import load_file, save_file
 
 from tests.adapter_models import make_base, make_population, make_rows, token_logps
 from tests.without_extras import without_extras
@@ -85,14 +86,23 @@ def test_saved_bytes_do_not_depend_on_the_hash_seed(tmp_path):
     assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "own" / name).read_bytes() for name in files)
 
 
-def test_a_saved_member_says_at_which_step_always_in_the_same_bytes(tmp_path):
-    model, directories = make_population(1)[0], [tmp_path / str(number) for number in range(20)]
-    for directory in directories:
-        save_member(model, "member_0", directory, step=6)
-    assert len({(directory / "adapter_model.safetensors").read_bytes() for directory in directories}) == 1
-    assert saved_step(directories[0]) == 6
-    loaded = load_peft_weights(str(directories[0]), device="cpu")
+def test_equal_members_are_equal_files_and_the_step_stands_beside_them(tmp_path):
+    model = make_population(1)[0]
+    for step in (6, 7):
+        save_member(model, "member_0", tmp_path / str(step), step=step)
+        assert saved_step(tmp_path / str(step)) == step
+    same = [(tmp_path / step / "adapter_model.safetensors").read_bytes() for step in ("6", "7")]
+    assert same[0] == same[1]
+    loaded = load_peft_weights(str(tmp_path / "6"), device="cpu")
     assert all(torch.equal(value, loaded[key]) for key, value in read_member(model, "member_0").items())
+
+
+def test_the_step_in_the_file_of_an_early_run_is_read(tmp_path):
+    save_member(make_population(1)[0], "member_0", tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    assert saved_step(tmp_path) is None
+    save_file(load_file(path), path, {"format": "pt", "populora_step": "6"})
+    assert saved_step(tmp_path) == 6
 
 
 def test_writing_refuses_wrong_keys_and_shapes_and_changes_nothing():

@@ -1,4 +1,4 @@
-"""The report, its served form and the site, as somebody sees them: in a headless Chromium."""
+"""The report and the site, as somebody sees them: in a headless Chromium."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from tests.browser import (
     opened,
     served,
 )
-from tests.unfinished import as_it_was, ends
+from tests.unfinished import as_it_was
 from trl_populora.hub.space import make_space
 from trl_populora.report.page import write_report
-from trl_populora.report.served import PageServer
 
 
 pytestmark = pytest.mark.slow
@@ -89,24 +88,17 @@ def test_a_complaint_of_the_browser_would_be_seen(browser, tmp_path):
 
 
 @pytest.mark.usefixtures("two_plots")
-def test_the_served_page_follows_a_run_and_keeps_what_was_unfolded(browser, finished, tmp_path):
-    run = tmp_path / "run"
-    with PageServer(run, 0) as server:
-        server.draw()
-        with opened(browser, server.url, PHONE) as page:
-            assert "has not logged a step yet" in page.inner_text("body")
-            assert_fits(page)
-            as_it_was(finished, run, 3)
-            server.draw()
-            page.wait_for_function("() => document.body.innerText.includes('steps: 2 of 4')", timeout=20_000)
-            page.click("summary")
-            unfolded = page.evaluate("() => document.querySelector('details[open]').id")
-            ends(finished, run)
-            server.draw()
-            page.wait_for_function("() => document.body.innerText.includes('steps: 4 of 4')", timeout=20_000)
-            assert page.evaluate("id => document.getElementById(id)?.open ?? 'gone'", unfolded) in (True, "gone")
-            assert_pictures_loaded(page)
-            assert_fits(page)
+def test_the_report_of_a_run_in_progress_is_whole_and_is_written_again_in_its_place(browser, finished, tmp_path):
+    as_it_was(finished, tmp_path, 3)
+    with opened(browser, write_report(tmp_path).as_uri(), PHONE) as page:
+        assert "steps: 2 of 4 (in progress or stopped)" in page.inner_text("body")
+        assert_pictures_loaded(page)
+        assert_fits(page)
+        as_it_was(finished, tmp_path, 9)
+        write_report(tmp_path)
+        page.reload()
+        assert "steps: 4 of 4" in page.inner_text("body")
+        assert_pictures_loaded(page)
 
 
 @pytest.fixture(scope="module")

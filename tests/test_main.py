@@ -26,7 +26,7 @@ from tests.without_extras import without_extras
 from trl_populora import __main__ as cli
 from trl_populora.build import make_kinds
 from trl_populora.given_tasks import load_archive, read_tasks
-from trl_populora.model_options import MemberConfig, group_options, member_lora
+from trl_populora.model_options import MemberConfig, member_lora
 from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.report.payoff import Payoff, write_payoff
 from trl_populora.tasks.archive import TaskArchive
@@ -92,7 +92,6 @@ def test_a_run_is_looked_at_without_torch(saved, tmp_path):
     [
         ("info", "populora info RUN [--option value ...]"),
         ("report", "populora report RUN [--option value ...]"),
-        ("watch", "populora watch RUN [--option value ...]"),
         ("push", "populora push RUN [--option value ...]"),
         ("evaluate", "populora evaluate RUN [--option value ...]"),
         ("crossplay", "populora crossplay RUN ... [--option value ...]"),
@@ -375,17 +374,30 @@ def test_two_processes_that_are_refused_say_it_once_before_the_launchers_page(tm
     assert len(said) < 45
 
 
-def test_training_options_are_grouped_as_the_config_is(capsys):
-    parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=cli.USAGE)
-    group_options(parser, cli.TrainArguments, PopuLoRAConfig)
-    text = parser.format_help()
-    order = ["This command:", "--resume", "Population:", "--teachers", "--warm_start", "Tasks:", "--task_kinds"]
-    order += ["Matchmaking:", "--pfsp_kappa", "Rewards and baselines:", "--student_baseline", "Sandbox:"]
-    order += ["--sandbox_seconds", "Evolution:", "--cull_fraction", "Generation:", "--vllm_engine_kwargs", "Records:"]
-    order += ["Training and model", "--max_steps"]
-    positions = [text.index(part) for part in order]
+def test_training_options_are_listed_in_the_order_of_the_config_each_with_its_entry_in_the_docstring(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    order = [
+        "This command:",
+        "--resume",
+        "Training, as in TRL",
+        "--max_steps",
+        "--teachers",
+        "--warm_start",
+        "--task_kinds",
+    ]
+    order += [
+        "--pfsp_kappa",
+        "--student_baseline",
+        "--sandbox_seconds",
+        "--cull_fraction",
+        "--own_metrics",
+        "Base and",
+    ]
+    positions = [text.index(part + " ") for part in order]
     assert positions == sorted(positions)
-    assert text.count("  --teachers ") == 1
+    assert "Tasks proposed per teacher and step, spread over the kinds" in text
 
 
 def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, tmp_path):
@@ -435,7 +447,6 @@ def test_yaml_and_overrides_reach_the_config(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(f"output_dir: {tmp_path}\nteachers: 2\nstudents: 3\nuse_cpu: true\nbf16: false\nresume: true\n")
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig))
-    group_options(parser, cli.TrainArguments, PopuLoRAConfig)
     recipe, args, _ = parser.parse_args_and_config(["--config", str(path), "--students", "4"])
     assert (args.teachers, args.students, recipe.resume) == (2, 4, True)
 

@@ -12,7 +12,6 @@ from reasoning_gym.factory import DATASETS
 
 from trl_populora.evaluation.check_kind import check_kind
 from trl_populora.given_tasks import read_tasks
-from trl_populora.sandbox import Sandbox
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.base import Proposal, Reject, Task
 
@@ -85,6 +84,4 @@ def test_guesses_know_that_many_numbers_have_no_common_divisor():
 def test_the_seeds_pass_what_check_kind_tries():
     seeds = list(TaskArchive.from_dataset(read_tasks(str(RECIPES / "reasoning_gym_seeds.jsonl"))))
     assert {seed.program.split()[0] for seed in seeds} == GENERATORS.keys()
-    with Sandbox(workers=1) as sandbox:
-        found = check_kind(KIND, seeds, sandbox, lambda text: None)
-    assert found.problems == []
+    assert check_kind(KIND, seeds) == []

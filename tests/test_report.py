@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import matplotlib.image
 import pyarrow as pa
@@ -18,10 +16,10 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from transformers import TrainerControl, TrainerState
 
+from tests.unfinished import as_it_was
 from trl_populora import __main__ as cli
-from trl_populora.report import live, plots
+from trl_populora.report import plots
 from trl_populora.report.canvas import COLORS, STYLE, draw_payoff, smooth
 from trl_populora.report.charts import draw_rejects, draw_times
 from trl_populora.report.curves import (
@@ -33,7 +31,6 @@ from trl_populora.report.curves import (
     draw_rewards,
     draw_thinking,
 )
-from trl_populora.report.live import LiveReport
 from trl_populora.report.load import Run, load_history, load_run, load_samples
 from trl_populora.report.page import page, write_report
 from trl_populora.report.payoff import payoff_size
@@ -309,52 +306,6 @@ def test_held_out_tables_of_their_own_names_are_drawn():
     assert curves == {"easy, mean": [0.6, 0.6], "hard, mean": [0.2, 0.2], "_": [0.1, 0.1]}
 
 
-class TestLiveReport:
-    """The callback on the directory of a finished run, as the trainer calls it."""
-
-    @pytest.fixture
-    def run(self, finished, tmp_path):
-        run = tmp_path / "run"
-        shutil.copytree(finished, run, ignore=shutil.ignore_patterns("members", "plots", "run.png", "report.html"))
-        return run
-
-    @pytest.fixture
-    def logs(self, run, make_args, monkeypatch):
-        """Begins a run with the callback, and returns what logs a step at an instant; two pictures are enough here."""
-        monkeypatch.setattr(plots, "PLOTS", PLOTS[:1])
-        monkeypatch.setattr(plots, "OVERVIEW", plots.OVERVIEW[2:4])
-        args, state, control, instants = make_args(output_dir=str(run)), TrainerState(), TrainerControl(), [0.0]
-        monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: instants.pop(0)))
-        callback = LiveReport()
-        callback.on_train_begin(args, state, control)
-
-        def log(*at: float, end: bool = False) -> bool:
-            (run / "run.png").unlink(missing_ok=True)
-            instants[:] = at
-            step = callback.on_train_end if end else partial(callback.on_log, logs={"loss": 0.0})
-            step(args, state, control)
-            return (run / "run.png").exists()
-
-        return log
-
-    def test_waits_two_minutes_and_takes_a_fiftieth_of_the_time(self, run, logs):
-        assert not logs(119)
-        assert not logs(end=True), "a short run has neither"
-        assert logs(121, 121, 124)
-        assert (run / "report.html").stat().st_size > 10_000
-        assert not logs(124 + 3 * 50 - 1), "three seconds of writing"
-        assert logs(124 + 3 * 50, 274, 275)
-        assert not logs(275 + 119), "not more than every two minutes"
-        assert logs(276, 277, end=True), "a run that has them ends with all of it"
-
-    def test_a_picture_that_cannot_be_drawn_stops_no_run(self, run, logs, caplog):
-        (run / "metrics.jsonl").write_text("{broken\n")
-        assert not logs(121, 121)
-        assert not logs(1000)
-        assert not logs(end=True)
-        assert [record.message.partition(" are")[0] for record in caplog.records] == [f"Picture and page of {run}"]
-
-
 def test_rejects_are_means_over_the_run():
     """As logged with `logging_steps=10`: each entry is the mean of ten steps."""
     reasons = [{"verify/reject/format": 3.0, "verify/reject/timeout": 0.0}, {"verify/reject/format": 2.0}]
@@ -363,6 +314,18 @@ def test_rejects_are_means_over_the_run():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["format (2.5)"]
     (caption,) = [plot.caption for plot in PLOTS if plot.name == "rejects"]
     assert "in brackets the mean" in caption
+
+
+@pytest.mark.usefixtures("two_plots")
+def test_the_command_writes_the_report_at_any_time_after_the_first_step(finished, tmp_path, capsys):
+    as_it_was(finished, tmp_path, 1)
+    with pytest.raises(SystemExit, match="has not logged a population step yet; try again after its first one"):
+        cli.main(["report", str(tmp_path)])
+    for lines, told in ((3, "2 of 4 (in progress or stopped)"), (9, "4 of 4")):
+        as_it_was(finished, tmp_path, lines)
+        cli.main(["report", str(tmp_path)])
+        assert f"steps: <b>{told}</b>" in (tmp_path / "report.html").read_text()
+    assert capsys.readouterr().out == 2 * f"Report written to {tmp_path}/report.html.\n"
 
 
 def test_a_downloaded_population_is_called_by_its_name(finished, hub, tmp_path, monkeypatch):

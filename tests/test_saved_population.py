@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from tests.populora_run import SETTINGS, make_trainer
@@ -76,8 +75,8 @@ class TestReaders:
         early = tmp_path / "early"
         shutil.copytree(extended, early, ignore=shutil.ignore_patterns("plots"))
         shutil.copytree(extended / "checkpoint-2", early / "checkpoint-2", dirs_exist_ok=True)
-        for path in [*early.glob("members/*/*.safetensors"), early / "adapter_model.safetensors"]:
-            save_file(load_file(path), path, {"format": "pt"})
+        for path in early.glob("members/*/*.safetensors"):
+            path.with_name("member.json").unlink(missing_ok=True)
         table = pq.read_table(early / "archive.parquet")
         marks = {key: value for key, value in table.schema.metadata.items() if key != b"populora_step"}
         pq.write_table(table.replace_schema_metadata(marks), early / "archive.parquet")

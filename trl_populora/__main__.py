@@ -1,6 +1,6 @@
 """
-The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, watch, push, export, info,
-crossplay, evaluate, check-kind and sandbox-check; `populora try` tells whether a base can be trained.
+The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, push, export, info, crossplay,
+evaluate, check-kind and sandbox-check; `populora try` tells whether a base can be trained.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
@@ -26,19 +26,9 @@ from trl_populora.errors import end_with, sentence_of, way_to_install
 
 @dataclass
 class TrainArguments:
-    """
-    What a training command needs beside the settings of trainer and model.
+    """What a training command needs beside the settings of trainer and model."""
 
-    Args:
-        seed_tasks (`str`, *optional*):
-            Table of seed tasks: a JSON lines or parquet file, or the name of a dataset on the Hub. Those of the
-            package when unset: Python, or for the compact prompts of the embedded base its language.
-        eval_tasks (`str`, *optional*):
-            Table of held-out tasks, likewise; `tiny` is the one that ships for the embedded base, of the kinds played.
-        resume (`bool`, *optional*, defaults to `False`):
-            Continue from the newest whole checkpoint in `output_dir`, or start afresh if there is none.
-    """
-
+    _argument_group_name = "This command"
     seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
     eval_tasks: str | None = field(default=None, metadata={"help": "Held-out tasks, as seed_tasks; 'tiny'; 'none'."})
     resume: bool = field(default=False, metadata={"help": "Continue from the newest whole checkpoint in output_dir."})
@@ -73,6 +63,14 @@ class InfoArguments:
 
 
 @dataclass
+class ReportArguments:
+    """What `populora report` needs."""
+
+    run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
+    out: str | None = field(default=None, metadata={"help": "Where report.html and plots/ go; the run by default."})
+
+
+@dataclass
 class CheckKindArguments:
     """What `populora check-kind` needs."""
 
@@ -91,13 +89,12 @@ def train(arguments: Sequence[str]) -> None:
     """Trains a population."""
     from trl import TrlParser
 
-    from trl_populora.model_options import MemberConfig, group_options
+    from trl_populora.model_options import MemberConfig
     from trl_populora.populora_config import PopuLoRAConfig
 
     # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
-    group_options(parser, TrainArguments, PopuLoRAConfig)
     if arguments[-1:] == ["--config"]:  # TRL's parser would take the next from an empty list
         parser.error("argument --config: expected one argument")
     if not arguments:
@@ -186,20 +183,12 @@ def recipes(arguments: Sequence[str]) -> None:
 
 
 def report(arguments: Sequence[str]) -> None:
-    """Draws the pictures of a run and writes report.html; --watch serves it."""
-    from trl_populora.report.served import ReportArguments, report
+    """Draws the pictures of a run, also of one in progress, and writes report.html."""
+    from trl_populora.report.page import write_report
 
     (options,) = _parse(ReportArguments, "report", arguments)
-    run = options.run if options.watch else _local(options.run)
-    report(options, run, options.out or _own_directory(options.run), _say)
-
-
-def watch(arguments: Sequence[str]) -> None:
-    """Shows a run on the terminal while it goes on."""
-    from trl_populora.report.watch import WatchArguments, watch
-
-    (options,) = _parse(WatchArguments, "watch", arguments)
-    watch(options)
+    own = _own_directory(options.run)
+    _say(f"Report written to {write_report(_local(options.run), options.out or own, own and options.run)}.")
 
 
 def push(arguments: Sequence[str]) -> None:
@@ -271,15 +260,13 @@ def check_kind(arguments: Sequence[str]) -> None:
     from trl_populora.evaluation.check_kind import check_kind as check
     from trl_populora.given_tasks import read_tasks
     from trl_populora.populora_config import PopuLoRAConfig
-    from trl_populora.sandbox import Sandbox
     from trl_populora.tasks import load_seed_tasks
     from trl_populora.tasks.archive import TaskArchive
 
     (options,) = _parse(CheckKindArguments, "check-kind", arguments)
     (kind,) = make_kinds(PopuLoRAConfig("unused", task_kinds=[options.kind], proposals_per_teacher=8)).values()
     given = load_seed_tasks() if options.tasks is None else TaskArchive.from_dataset(read_tasks(options.tasks))
-    with Sandbox() as sandbox:
-        problems = check(kind, list(given), sandbox, _say).problems
+    problems = check(kind, list(given), _say)
     for problem in problems:
         _say(problem)
     if problems:
@@ -300,7 +287,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "try": try_model,
     "recipes": recipes,
     "report": report,
-    "watch": watch,
     "push": push,
     "export": export,
     "info": info,

@@ -27,7 +27,6 @@ from trl_populora.given_tasks import check_archive
 from trl_populora.population.matchmaking import Matchmaker, no_student_idles
 from trl_populora.population.members import Population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.report.live import LiveReport
 from trl_populora.report.trackers import TrackerTables, alert
 from trl_populora.runs.alarms import Alarms
 from trl_populora.runs.records import Records
@@ -379,4 +378,4 @@ def make_game(
 
 def make_callbacks(describe: Callable[[], dict[str, Any]], played: Callable[[], Played]) -> list[TrainerCallback]:
     """Callbacks that record a run and report on it; `describe` gives the contents of `population.json`."""
-    return [Records(describe), Alarms(played, alert), LiveReport(), TrackerTables(describe)]
+    return [Records(describe), Alarms(played, alert), TrackerTables(describe)]

@@ -71,11 +71,11 @@ def load_archive(
     Builds the archive from a table of tasks, or from those that ship with the package for the style of prompts.
 
     Args:
-        train_dataset ([`~datasets.Dataset`], *optional*): Tasks, a row each.
-        kinds (`Mapping[str, TaskKind]`): What the run plays, by name.
-        style (`str`, *optional*): Of the prompts.
-        size (`int`): Tasks kept per kind.
-        references (`int` or `None`): Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
+        train_dataset: Tasks, a row each.
+        kinds: What the run plays, by name.
+        style: Of the prompts.
+        size: Tasks kept per kind.
+        references: Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
 
     Raises:
         `TypeError`: If it is not a `datasets.Dataset`.
@@ -225,9 +225,9 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
     the work.
 
     Args:
-        tables (`Mapping[str, Sequence[Task]]`): By the name of the dataset; the order is that of its rows.
-        referee ([`Referee`]): Its kinds and sandbox.
-        player ([`Player`]): Knows the ranks.
+        tables: By the name of the dataset; the order is that of its rows.
+        referee: Its kinds and sandbox.
+        player: Knows the ranks.
 
     Raises:
         `ValueError`: If a program does not give the outputs that a row claims or needs more than half of

@@ -1,14 +1,13 @@
-"""What a command line says about base and members: TRL's `ModelConfig`, honoured or refused; and its help."""
+"""What a command line says about base and members: TRL's `ModelConfig`, honoured or refused."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from peft import LoraConfig
-from trl import GRPOConfig, ModelConfig, get_peft_config
+from trl import ModelConfig, get_peft_config
 
 
 @dataclass
@@ -20,6 +19,7 @@ class MemberConfig(ModelConfig):
     when the trainer is built; `docs/options.md` lists all options.
     """
 
+    _argument_group_name = "Base and adapters"
     use_peft: bool = field(default=True, metadata={"help": "Always true: members are LoRA adapters."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Always 0: dropout is not supported."})
 
@@ -48,38 +48,3 @@ def base_options(model: ModelConfig, given: Mapping[str, Any] | None) -> dict[st
         "attn_implementation": model.attn_implementation,
     }
     return told | dict(given or {})
-
-
-# Heading in `populora train --help`: the field of `PopuLoRAConfig` that its group starts with.
-GROUPS = {
-    "Population": "teachers",
-    "Tasks": "task_kinds",
-    "Matchmaking": "matchmaking",
-    "Rewards and baselines": "teacher_reward",
-    "Sandbox": "sandbox_workers",
-    "Evolution": "evolve_every",
-    "Evaluation": "eval_attempts",
-    "Generation": "generation_tokens",
-    "Records": "save_rollouts",
-}
-
-
-def group_options(parser: ArgumentParser, command: type, settings: type[GRPOConfig]) -> None:
-    """Lists a command's own options, then a population's in the groups of its config, before the many inherited."""
-    inherited = {option.name for option in fields(GRPOConfig)}
-    headings = {start: heading for heading, start in GROUPS.items()}
-    heading, heading_of = "", {}
-    for option in fields(settings):
-        if option.name not in inherited:
-            heading = headings.get(option.name, heading)
-            heading_of[option.name] = heading
-    for option in fields(command):
-        heading_of[option.name] = "This command"
-    # argparse has no public way to move an option into a group once it is there.
-    rest = parser._optionals._group_actions
-    groups = {name: parser.add_argument_group(name) for name in ("This command", *GROUPS)}
-    for action in [action for action in rest if action.dest in heading_of]:
-        rest.remove(action)
-        groups[heading_of[action.dest]]._group_actions.append(action)
-    parser._optionals.title = "Training and model (TRL and transformers)"
-    parser._action_groups.append(parser._action_groups.pop(parser._action_groups.index(parser._optionals)))

@@ -6,8 +6,11 @@ matchmaking, rewards, sandbox, evolution); each default names its source.
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -45,10 +48,21 @@ BOUNDS = {
 
 
 def _option(default: Any, text: str) -> Any:
-    """A field, with its line of `--help`."""
+    """An inherited field with another default, and the reason as its line of `--help`."""
     return field(default=default, metadata={"help": text})
 
 
+def _describe(config: type[Settings]) -> type[Settings]:
+    """Makes each option's entry in the docstring its line of `--help` and of `docs/reference/settings.md`."""
+    entries = re.findall(r"^ {4}(\w+(?:, \w+)*): (.+\n(?: {8}.+\n)*)", f"{inspect.getdoc(config)}\n", re.MULTILINE)
+    texts = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
+    for option in fields(config):  # type: ignore[arg-type]
+        if option.name in texts:
+            option.metadata = MappingProxyType({"help": texts[option.name]})
+    return config
+
+
+@_describe
 @dataclass
 class PopuLoRAConfig(GRPOConfig):
     r"""
@@ -60,109 +74,89 @@ class PopuLoRAConfig(GRPOConfig):
     Only `per_device_train_batch_size` is yours: times the number of processes it must divide those rows.
 
     Args:
-        teachers, students (`int`, *optional*, default to `4`):
-            Number of adapters of each role (paper: 4). With `teachers=0` all students attempt the same
+        teachers, students: Number of adapters of each role (paper: 4). With `teachers=0` all students attempt the same
             `proposals_per_teacher` given tasks in a step, and no others (`docs/guides/curriculum.md`).
-        single_agent (`bool`, *optional*, defaults to `False`):
-            One adapter plays the only teacher and the only student (AZR): `teachers` and `students` become 1. It sees
-            as many rows a step as one pair of a population does, so compute per adapter is matched.
-        warm_start (`str`, `list[str]` or `dict[str, str]`, *optional*):
-            Directory or Hub name of a saved population on the same base, with the same adapter shape and any number of
-            members. Or of ordinary LoRA adapters of a rank not above the members': one for all, a list of one for each
-            (teachers first), or one for a role, `{"student": "runs/sft"}`.
+        single_agent: One adapter plays the only teacher and the only student (AZR): `teachers` and `students` become
+            1. It sees as many rows a step as one pair of a population does, so compute per adapter is matched.
+        warm_start: Directory or Hub name of a saved population on the same base, with the same adapter shape and any
+            number of members. Or of ordinary LoRA adapters of a rank not above the members': one for all, a list of
+            one for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
 
-        task_kinds (`list[str]`, *optional*, defaults to `["code_i", "code_o", "code_f"]`):
-            Kinds of task the teachers propose, in rotation (AZR's three). A kind of your own is named as
+        task_kinds: Kinds of task the teachers propose, in rotation (AZR's three). A kind of your own is named as
             `"package.module:Class"`.
-        proposals_per_teacher (`int`, *optional*, defaults to `12`):
-            Tasks proposed per teacher and step, spread over the kinds: 4 teachers make 48 per step. AZR proposes 64
-            per kind with one agent.
-        attempts_per_task (`int`, *optional*, defaults to `8`):
-            Attempts of the matched student at each task, the group of the GRPO baseline (AZR: 8).
-        references_per_proposal (`int`, *optional*, defaults to `6`):
-            Archived tasks shown to a teacher when it proposes code_i or code_o (AZR: 6). code_f shows one
-            program, in `turns` solved examples, too.
-        inputs_per_function (`int`, *optional*, defaults to `10`):
-            Inputs a code_f proposal must give; half are shown to the student (AZR: 10).
-        prompt_style (`str`, *optional*):
-            `"turns"`: short instructions, references as turns before. `"chat"`: all in one turn, for large models.
-            `"compact"`: what the embedded base knows. When `None`, that for the embedded base, else `"turns"`.
-        shots (`int`, *optional*):
-            Solved tasks shown to students, as turns before. When `None`, 3 for bases below a billion parameters.
-        reading (`str`, *optional*): How answers may be fenced: `"tolerant"`, but for `"compact"`, or `"strict"`.
-        prompt_texts (`dict[str, str]`, *optional*):
-            Instructions of your own for the built-in kinds, by `"code_o/propose"`, `"code_o/solve"` and so on.
-        archive_size (`int`, *optional*, defaults to `16384`):
-            Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
-        replay (`float`, *optional*, defaults to `0.0`):
-            Share of archived tasks among those a student attempts, beside the proposals; neither paid for nor rated.
+        proposals_per_teacher: Tasks proposed per teacher and step, spread over the kinds: 4 teachers make 48 per step.
+            AZR proposes 64 per kind with one agent.
+        attempts_per_task: Attempts of the matched student at each task, the group of the GRPO baseline (AZR: 8).
+        references_per_proposal: Archived tasks shown to a teacher when it proposes code_i or code_o (AZR: 6). code_f
+            shows one program, in `turns` solved examples, too.
+        inputs_per_function: Inputs a code_f proposal must give; half are shown to the student (AZR: 10).
+        prompt_style: `"turns"`: short instructions, references as turns before. `"chat"`: all in one turn, for large
+            models. `"compact"`: what the embedded base knows. When `None`, that for the embedded base, else `"turns"`.
+        shots: Solved tasks shown to students, as turns before. When `None`, 3 for bases below a billion parameters.
+        reading: How answers may be fenced: `"tolerant"`, but for `"compact"`, or `"strict"`.
+        prompt_texts: Instructions of your own for the built-in kinds, by `"code_o/propose"`, `"code_o/solve"` and so
+            on.
+        archive_size: Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
+        replay: Share of archived tasks among those a student attempts, beside the proposals; neither paid for nor
+            rated.
 
-        matchmaking (`str`, *optional*, defaults to `"pfsp"`):
-            `"pfsp"` prefers near-balanced pairs by TrueSkill win probability p; `"uniform"` pairs at random; or a
-            function of your own, the weight of a student and a teacher, `"module:function"`.
-        pfsp_kappa (`float`, *optional*, defaults to `2.0`):
-            Exponent of the weight (p(1-p))^kappa (paper, second hand: 1; 2 by `benchmarks/ratings.py`).
+        matchmaking: `"pfsp"` prefers near-balanced pairs by TrueSkill win probability p; `"uniform"` pairs at random;
+            or a function of your own, the weight of a student and a teacher, `"module:function"`.
+        pfsp_kappa: Exponent of the weight (p(1-p))^kappa (paper, second hand: 1; 2 by `benchmarks/ratings.py`).
 
-        teacher_reward (`str`, *optional*, defaults to `"paper"`):
-            Pay for a solved task (`docs/guides/reward.md`): `"paper"` (1 - solve rate), `"learnability"`,
+        teacher_reward: Pay for a solved task (`docs/guides/reward.md`): `"paper"` (1 - solve rate), `"learnability"`,
             `"rarity"`, or a function of your own, `"module:function"`.
-        teacher_reward_invalid (`float`, *optional*, defaults to `-1.0`): Of a proposal that is no task (paper).
-        teacher_reward_unsolved (`float`, *optional*, defaults to `0.0`): Of a task that no attempt solves (paper).
-        student_reward (`str`, *optional*, defaults to `"azr"`): `"azr"`, or a function of your own for all attempts.
-        student_reward_correct (`float`, *optional*, defaults to `1.0`): Of a right answer (AZR; paper, second hand).
-        student_reward_wrong (`float`, *optional*, defaults to `-0.5`): Of a well-formed wrong answer (AZR).
-        student_reward_malformed (`float`, *optional*, defaults to `-1.0`): Of an answer that cannot be read (AZR).
-        teacher_baseline (`str`, *optional*, defaults to `"member"`):
-            `"member"`: mean over the teacher's proposals of the same kind, each of which has its own references
-            (AZR's task-relative REINFORCE++). `"group"`: the whole match. Or a function of your own,
+        teacher_reward_invalid: Of a proposal that is no task (paper).
+        teacher_reward_unsolved: Of a task that no attempt solves (paper).
+        student_reward: `"azr"`, or a function of your own for all attempts.
+        student_reward_correct: Of a right answer (AZR; paper, second hand).
+        student_reward_wrong: Of a well-formed wrong answer (AZR).
+        student_reward_malformed: Of an answer that cannot be read (AZR).
+        teacher_baseline: `"member"`: mean over the teacher's proposals of the same kind, each of which has its own
+            references (AZR's task-relative REINFORCE++). `"group"`: the whole match. Or a function of your own,
             `"module:function"`: the advantages from the role's rewards, members, kinds and groups, row by row.
-        student_baseline (`str`, *optional*, defaults to `"group"`):
-            `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of the same kind.
-            Or a function of your own, likewise.
-        teacher_beta (`float`, *optional*): `beta` for teachers alone, whose pull to the base keeps them readable.
-        teacher_learning_rate (`float`, *optional*):
-            The teachers' own, which TRL then logs as `learning_rate`; as the students' when `None`. Where it is given,
-            a role whose rate is `0` is frozen: neither updates nor evolution change its members.
+        student_baseline: `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of
+            the same kind. Or a function of your own, likewise.
+        teacher_beta: `beta` for teachers alone, whose pull to the base keeps them readable.
+        teacher_learning_rate: The teachers' own, which TRL then logs as `learning_rate`; as the students' when `None`.
+            Where it is given, a role whose rate is `0` is frozen: neither updates nor evolution change its members.
 
-        sandbox_workers (`int`, *optional*):
-            Programs that a node runs at a time, shared out among its processes; its usable cores when `None`.
-        sandbox_seconds (`float`, *optional*, defaults to `2.0`):
-            CPU time that one program run may use, in seconds. A proposal may use half of it, because the same program
-            may need more in the attempts, which run beside other work. Programs are small; AZR waits 10 by the clock.
-        sandbox_memory_mb (`int`, *optional*, defaults to `512`): Memory limit of one program run, in MiB.
-        determinism_runs (`int`, *optional*, defaults to `2`):
-            Runs of a proposal under different hash seeds that must agree (AZR: 2).
-        sandbox_allow_weak (`bool`, *optional*, defaults to `False`):
-            Train although this host offers no kernel confinement. Only for hosts that hold nothing of value.
+        sandbox_workers: Programs that a node runs at a time, shared out among its processes; its usable cores when
+            `None`.
+        sandbox_seconds: CPU time that one program run may use, in seconds. A proposal may use half of it, because the
+            same program may need more in the attempts, which run beside other work. Programs are small; AZR waits 10
+            by the clock.
+        sandbox_memory_mb: Memory limit of one program run, in MiB.
+        determinism_runs: Runs of a proposal under different hash seeds that must agree (AZR: 2).
+        sandbox_allow_weak: Train although this host offers no kernel confinement. Only for hosts that hold nothing of
+            value.
 
-        evolve_every (`int`, *optional*, defaults to `10`):
-            Optimizer steps between two evolution events (paper, second hand: 10). `0` switches evolution off.
-        evolve_burn_in (`int`, *optional*, defaults to `5`): Matches a member must have played to be replaced.
-        cull_fraction (`float`, *optional*, defaults to `0.25`):
-            Share of each role replaced per event, at least one member (paper, second hand).
-        crossover_rate (`float`, *optional*, defaults to `0.5`): Probability of two parents (paper, second hand).
-        tournament_size (`int`, *optional*, defaults to `2`): Survivors drawn per parent; the highest mu wins.
-        mutations, crossovers (`dict[str, float]` or `str`, *optional*):
-            Weights of the operators by name, your own as `"module:function"`. The paper's four, evenly, when `None`.
-        mutation_strength (`float`, *optional*, defaults to `1.0`):
-            Factor on the mutation operators' own strengths: 1 is each as published, 0.5 half as far from the parent.
+        evolve_every: Optimizer steps between two evolution events (paper, second hand: 10). `0` switches evolution
+            off.
+        evolve_burn_in: Matches a member must have played to be replaced.
+        cull_fraction: Share of each role replaced per event, at least one member (paper, second hand).
+        crossover_rate: Probability of two parents (paper, second hand).
+        tournament_size: Survivors drawn per parent; the highest mu wins.
+        mutations, crossovers: Weights of the operators by name, your own as `"module:function"`. The paper's four,
+            evenly, when `None`.
+        mutation_strength: Factor on the mutation operators' own strengths: 1 is each as published, 0.5 half as far
+            from the parent.
 
-        eval_attempts (`int`, *optional*, defaults to `4`):
-            Attempts of every student at every task of `eval_dataset`, sampled as in training. `eval_strategy` and
-            `eval_on_start` say when; `per_device_eval_batch_size` rows are generated at once.
+        eval_attempts: Attempts of every student at every task of `eval_dataset`, sampled as in training.
+            `eval_strategy` and `eval_on_start` say when; `per_device_eval_batch_size` rows are generated at once.
 
-        generation_tokens (`int`, *optional*):
-            Tokens, prompts included, that the cache of a process holds at once where transformers generates.
-        vllm_engine_kwargs (`dict` or `str`, *optional*):
-            Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`. TRL's own
-            `vllm_*` settings hold too; the engine computes in the trainer's precision unless `dtype` is given.
-        vllm_adapter_dir (`str`, *optional*):
-            Directory that the trainer and every vLLM server see, for published adapters. Shared memory, or
-            `output_dir` when a server sits on another host or memory is short, when `None`. Not for colocated engines.
+        generation_tokens: Tokens, prompts included, that the cache of a process holds at once where transformers
+            generates.
+        vllm_engine_kwargs: Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`.
+            TRL's own `vllm_*` settings hold too; the engine computes in the trainer's precision unless `dtype` is
+            given.
+        vllm_adapter_dir: Directory that the trainer and every vLLM server see, for published adapters. Shared memory,
+            or `output_dir` when a server sits on another host or memory is short, when `None`. Not for colocated
+            engines.
 
-        save_rollouts (`bool`, *optional*, defaults to `True`): Write every row to `rollouts/step_*.parquet`.
-        own_metrics (`list[str]`, *optional*):
-            Functions of your own, `"module:function"`, from a step's rows, a `dict` each, to further metrics by name.
+        save_rollouts: Write every row to `rollouts/step_*.parquet`.
+        own_metrics: Functions of your own, `"module:function"`, from a step's rows, a `dict` each, to further metrics
+            by name.
 
     Raises:
         `ValueError`: A value is out of range, names nothing known, or the population does not fit the batch.
@@ -176,6 +170,7 @@ class PopuLoRAConfig(GRPOConfig):
         ddp_find_unused_parameters: bool | None
         max_grad_norm: float
 
+    _argument_group_name = "Training, as in TRL and transformers, and at the end what a population has beside"
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs", "prompt_texts"]  # may be given as JSON
 
     # Defaults that differ from GRPOConfig.
@@ -187,72 +182,69 @@ class PopuLoRAConfig(GRPOConfig):
     router_aux_loss_coef: float | None = _option(0.0, "0: it couples members. Fixed here.")
 
     # Population
-    teachers: int = _option(4, "Number of teacher adapters; 0: given tasks alone.")
-    students: int = _option(4, "Number of student adapters.")
-    single_agent: bool = _option(False, "One adapter is teacher and student, as in AZR.")
-    warm_start: dict[str, Any] | str | None = _option(None, "Saved population or adapter; JSON for several.")
+    teachers: int = 4
+    students: int = 4
+    single_agent: bool = False
+    warm_start: dict[str, Any] | str | None = None
 
     # Tasks
-    task_kinds: list[str] = field(
-        default_factory=lambda: ["code_i", "code_o", "code_f"],
-        metadata={"help": "Kinds of task proposed in rotation."},
-    )
-    proposals_per_teacher: int = _option(12, "Tasks proposed per teacher and step.")
-    attempts_per_task: int = _option(8, "Attempts of the matched student at each task.")
-    references_per_proposal: int = _option(6, "Archived tasks shown to a proposing teacher.")
-    inputs_per_function: int = _option(KindSettings.inputs_per_function, "Inputs a code_f proposal must give.")
-    prompt_style: str | None = _option(None, "'turns', 'chat', 'compact'; else by the model.")
-    shots: int | None = _option(None, "Solved tasks shown to students; else by the model.")
-    reading: str | None = _option(None, "'tolerant' or 'strict'; else by the style.")
-    prompt_texts: dict[str, Any] | str | None = _option(None, "Instructions of your own.")
-    archive_size: int = _option(16384, "Tasks kept per kind, newest first.")
-    replay: float = _option(0.0, "Share of archived tasks among those students attempt.")
+    task_kinds: list[str] = field(default_factory=lambda: ["code_i", "code_o", "code_f"])
+    proposals_per_teacher: int = 12
+    attempts_per_task: int = 8
+    references_per_proposal: int = 6
+    inputs_per_function: int = KindSettings.inputs_per_function
+    prompt_style: str | None = None
+    shots: int | None = None
+    reading: str | None = None
+    prompt_texts: dict[str, Any] | str | None = None
+    archive_size: int = 16384
+    replay: float = 0.0
 
     # Matchmaking
-    matchmaking: str = _option("pfsp", "'pfsp', 'uniform' or 'module:function'.")
-    pfsp_kappa: float = _option(2.0, "Exponent of the weight (p(1-p))^kappa.")
+    matchmaking: str = "pfsp"
+    pfsp_kappa: float = 2.0
 
     # Rewards and baselines
-    teacher_reward: str = _option("paper", "A named pay, or 'module:function'.")
-    teacher_reward_invalid: float = _option(-1.0, "Reward of an invalid proposal.")
-    teacher_reward_unsolved: float = _option(0.0, "Reward of a task nobody solves.")
-    student_reward: str = _option("azr", "'azr' or 'module:function'.")
-    student_reward_correct: float = _option(1.0, "Reward of a right answer.")
-    student_reward_wrong: float = _option(-0.5, "Reward of a well-formed wrong answer.")
-    student_reward_malformed: float = _option(-1.0, "Reward of an unreadable answer.")
-    teacher_baseline: str = _option(Scoring.teacher_baseline, "'member', 'group' or 'module:function'.")
-    student_baseline: str = _option(Scoring.student_baseline, "'group', 'member' or 'module:function'.")
-    teacher_beta: float | None = _option(None, "KL coefficient for teachers alone.")
-    teacher_learning_rate: float | None = _option(None, "The teachers' own rate; 0: frozen.")
+    teacher_reward: str = "paper"
+    teacher_reward_invalid: float = -1.0
+    teacher_reward_unsolved: float = 0.0
+    student_reward: str = "azr"
+    student_reward_correct: float = 1.0
+    student_reward_wrong: float = -0.5
+    student_reward_malformed: float = -1.0
+    teacher_baseline: str = Scoring.teacher_baseline
+    student_baseline: str = Scoring.student_baseline
+    teacher_beta: float | None = None
+    teacher_learning_rate: float | None = None
 
     # Sandbox
-    sandbox_workers: int | None = _option(SandboxSettings.sandbox_workers, "Programs at a time, per node.")
-    sandbox_seconds: float = _option(SandboxSettings.sandbox_seconds, "CPU time that one run may use, in seconds.")
-    sandbox_memory_mb: int = _option(SandboxSettings.sandbox_memory_mb, "Memory limit of one run, in MiB.")
-    determinism_runs: int = _option(KindSettings.determinism_runs, "Runs of a proposal that must agree.")
-    sandbox_allow_weak: bool = _option(SandboxSettings.sandbox_allow_weak, "Train without kernel confinement.")
+    sandbox_workers: int | None = SandboxSettings.sandbox_workers
+    sandbox_seconds: float = SandboxSettings.sandbox_seconds
+    sandbox_memory_mb: int = SandboxSettings.sandbox_memory_mb
+    determinism_runs: int = KindSettings.determinism_runs
+    sandbox_allow_weak: bool = SandboxSettings.sandbox_allow_weak
 
     # Evolution
-    evolve_every: int = _option(Breeding.evolve_every, "Optimizer steps between evolution events; 0 is off.")
-    evolve_burn_in: int = _option(Breeding.evolve_burn_in, "Matches before a member can be replaced.")
-    cull_fraction: float = _option(Breeding.cull_fraction, "Share of each role replaced per event.")
-    crossover_rate: float = _option(Breeding.crossover_rate, "Probability that a child has two parents.")
-    tournament_size: int = _option(Breeding.tournament_size, "Survivors drawn per parent.")
-    mutations: dict[str, Any] | str | None = _option(None, "Weights of mutation operators.")
-    crossovers: dict[str, Any] | str | None = _option(None, "Weights of crossover operators.")
-    mutation_strength: float = _option(Breeding.mutation_strength, "Factor on the mutations' own strengths.")
+    evolve_every: int = Breeding.evolve_every
+    evolve_burn_in: int = Breeding.evolve_burn_in
+    cull_fraction: float = Breeding.cull_fraction
+    crossover_rate: float = Breeding.crossover_rate
+    tournament_size: int = Breeding.tournament_size
+    mutations: dict[str, Any] | str | None = None
+    crossovers: dict[str, Any] | str | None = None
+    mutation_strength: float = Breeding.mutation_strength
 
     # Evaluation
-    eval_attempts: int = _option(4, "Attempts of a student at each held-out task.")
+    eval_attempts: int = 4
 
     # Generation
-    generation_tokens: int | None = _option(None, "Tokens in the cache at once, no vLLM.")
-    vllm_engine_kwargs: dict[str, Any] | str | None = _option(None, "Arguments of `LLM`.")
-    vllm_adapter_dir: str | None = _option(None, "Directory that trainer and servers see.")
+    generation_tokens: int | None = None
+    vllm_engine_kwargs: dict[str, Any] | str | None = None
+    vllm_adapter_dir: str | None = None
 
     # Records
-    save_rollouts: bool = _option(True, "Write rollouts/step_*.parquet.")
-    own_metrics: list[str] | None = _option(None, "Further metrics, 'module:function'.")
+    save_rollouts: bool = True
+    own_metrics: list[str] | None = None
 
     def __post_init__(self):
         self._check_numbers()

@@ -39,8 +39,8 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
     Checks that a base brings no adapters: its layers would be wrapped again, and what the adapters learned ignored.
 
     Args:
-        model (`str` or `nn.Module`): A path or Hub id, or a loaded model.
-        revision (`str`, *optional*): Of the Hub id.
+        model: A path or Hub id, or a loaded model.
+        revision: Of the Hub id.
 
     Raises:
         `ValueError`: If it has adapters, or names a saved population or adapter.

@@ -25,9 +25,8 @@ def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mappi
     all modules.
 
     Args:
-        factors (`Mapping[str, torch.Tensor]`): Per layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT
-            state-dict key.
-        config ([`~peft.LoraConfig`]): The adapter's.
+        factors: Per layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.
+        config: The adapter's.
     """
     if not (config.rank_pattern or config.alpha_pattern):
         return factors, config
@@ -50,7 +49,7 @@ def fold_patterns(directory: str | Path) -> None:
     Rewrites an adapter as [`fold`] does.
 
     Args:
-        directory (`str` or `Path`): A PEFT adapter directory; one without patterns stays as it is.
+        directory: A PEFT adapter directory; one without patterns stays as it is.
     """
     config, path = LoraConfig.from_pretrained(directory), Path(directory, "adapter_model.safetensors")
     factors = load_file(path)
@@ -73,11 +72,11 @@ def fold_into(
     that only the member adapts stay as the base is: its own A, and B zero.
 
     Args:
-        own (`Mapping[str, torch.Tensor]`): Factors of the member, as [`~trl_populora.adapters.weights.read_member`]
-            returns them: A of shape `[r, in]`, B of shape `[out, r]`.
-        own_config ([`~peft.LoraConfig`]): Its ranks and alphas.
-        given (`Mapping[str, torch.Tensor]`): Factors of the adapter, in the same form.
-        given_config ([`~peft.LoraConfig`]): Its ranks and alphas.
+        own: Factors of the member, as [`~trl_populora.adapters.weights.read_member`] returns them: A of shape `[r,
+            in]`, B of shape `[out, r]`.
+        own_config: Its ranks and alphas.
+        given: Factors of the adapter, in the same form.
+        given_config: Its ranks and alphas.
 
     Raises:
         `ValueError`: If the adapter has weights that the member has no place for, a larger rank, or the sizes of

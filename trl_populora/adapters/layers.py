@@ -63,7 +63,7 @@ class RoutedLinear(nn.Module, LoraLayer):
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """
         Args:
-            x (`torch.Tensor`): Inputs of shape `[R, ..., in_features]`, rows in the order of the route.
+            x: Inputs of shape `[R, ..., in_features]`, rows in the order of the route.
 
         Raises:
             `RuntimeError`: If no route is set, or if ZeRO-3 has partitioned the adapters.
@@ -178,19 +178,13 @@ def add_members(
     when they share the initialisation and 0.50 when they do not, so crossover depends on it.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Base model; it is changed in place and frozen.
-        names (`Sequence[str]`):
-            Member names; a member's position is its index in the route.
-        lora_config ([`~peft.LoraConfig`]):
-            One configuration for all members; see [`~trl_populora.adapters.checks.check_lora_config`].
-        router ([`Router`]):
-            Where the layers read the route.
-        seed (`int`):
-            Seed of the common initialisation. The global random state is left as it is.
-        autocast_adapter_dtype (`bool`, *optional*, defaults to `True`):
-            Whether adapters of a half-precision base are kept in fp32. Must be `False` under ZeRO-3, which gathers
-            adapters and base into buffers of one type.
+        model: Base model; it is changed in place and frozen.
+        names: Member names; a member's position is its index in the route.
+        lora_config: One configuration for all members; see [`~trl_populora.adapters.checks.check_lora_config`].
+        router: Where the layers read the route.
+        seed: Seed of the common initialisation. The global random state is left as it is.
+        autocast_adapter_dtype: Whether adapters of a half-precision base are kept in fp32. Must be `False` under
+            ZeRO-3, which gathers adapters and base into buffers of one type.
 
     Raises:
         `ValueError`: If the configuration or a name cannot be used; the message says what to do.

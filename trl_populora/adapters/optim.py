@@ -16,9 +16,9 @@ def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_dec
     One parameter group per member, in the order of `rates`.
 
     Args:
-        model (`nn.Module`): The model.
-        rates (`Mapping[str, float]`): The members' learning rates.
-        weight_decay (`float`, *optional*, defaults to `0.0`): Weight decay of all members.
+        model: The model.
+        rates: The members' learning rates.
+        weight_decay: Weight decay of all members.
     """
     return [
         {
@@ -42,10 +42,10 @@ def clip_member_grad_norms(
     between backward and step (see [`MemberClipper`]); it is collective there and under FSDP.
 
     Args:
-        model (`nn.Module`): The model after the backward, wrapped or not.
-        names (`Sequence[str]`): The members.
-        max_norm (`float`): Largest norm per member; 0 or below only measures.
-        loss_scale (`float`, *optional*, defaults to `1.0`): What the gradients were, and stay, multiplied by.
+        model: The model after the backward, wrapped or not.
+        names: The members.
+        max_norm: Largest norm per member; 0 or below only measures.
+        loss_scale: What the gradients were, and stay, multiplied by.
 
     Returns:
         `dict[str, float]`: Norm of each member before clipping, without the scale; `0.0` without gradients.
@@ -114,8 +114,8 @@ class MemberClipper:
     Clips every member by its own norm before each optimizer step, under DeepSpeed as elsewhere.
 
     Args:
-        names (`Sequence[str]`): The members.
-        max_norm (`float`): Largest norm per member; 0 or below only measures.
+        names: The members.
+        max_norm: Largest norm per member; 0 or below only measures.
     """
 
     def __init__(self, names: Sequence[str], max_norm: float):

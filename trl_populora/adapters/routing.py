@@ -17,11 +17,9 @@ class Route:
     The rows of one forward, sorted out by member.
 
     Args:
-        rows (`Sequence[int]`):
-            Member index per row, shape `[R]`; `-1` sends the row to the base model alone.
-        factors (`Sequence[float]`, *optional*):
-            One factor per row, shape `[R]`, equal for all rows of a member: the member's gradients are multiplied by
-            it (see `trl_populora.step.advantages.member_factors`). Rows of the base are ignored.
+        rows: Member index per row, shape `[R]`; `-1` sends the row to the base model alone.
+        factors: One factor per row, shape `[R]`, equal for all rows of a member: the member's gradients are multiplied
+            by it (see `trl_populora.step.advantages.member_factors`). Rows of the base are ignored.
 
     Attributes:
         present (`tuple[int, ...]`): Members with at least one row, ascending.

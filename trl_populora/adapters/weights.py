@@ -6,7 +6,6 @@ Every function is collective: under ZeRO and FSDP all ranks have to call it, in 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,11 +18,13 @@ from safetensors.numpy import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trl_populora.files import FORMAT, read_json, write_json
+
 from .layers import routed_layers
 
 
-# Says in an adapter's file at which optimizer step it was saved: files of one moment are told from others by it.
-STEP_KEY = "populora_step"
+# Says beside an adapter at which optimizer step it was saved, so that equal adapters are equal files.
+MEMBER_FILE = "member.json"
 
 # Wrappers that put themselves between a module and its name; saved adapters must not know them.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -39,8 +40,8 @@ def member_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     PEFT's own selection by name is not used: it matches sub-strings, so that `teacher_1` would also find `teacher_10`.
 
     Args:
-        model (`nn.Module`): The `PeftModel`, or a DDP, DeepSpeed, FSDP or compiled wrapper of it.
-        name (`str`): The member.
+        model: The `PeftModel`, or a DDP, DeepSpeed, FSDP or compiled wrapper of it.
+        name: The member.
 
     Raises:
         `KeyError`: If the model has no member of that name.
@@ -78,9 +79,9 @@ def read_member(model: nn.Module, name: str, dtype: torch.dtype = torch.float32)
     A copy of one member's full factors on the CPU; under ZeRO of the master, which is what training continues from.
 
     Args:
-        model (`nn.Module`): The model, wrapped or not.
-        name (`str`): The member.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of the copy.
+        model: The model, wrapped or not.
+        name: The member.
+        dtype: Of the copy.
 
     Returns:
         `dict[str, torch.Tensor]`: Per layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.
@@ -114,9 +115,9 @@ def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor
     live tensor as it is until then. Both are written.
 
     Args:
-        model (`nn.Module`): The model, wrapped or not.
-        name (`str`): The member to overwrite.
-        factors (`Mapping[str, torch.Tensor]`): As returned by [`read_member`]; the same on every rank.
+        model: The model, wrapped or not.
+        name: The member to overwrite.
+        factors: As returned by [`read_member`]; the same on every rank.
 
     Raises:
         `ValueError`: If keys are missing or unexpected, or a shape differs.
@@ -162,9 +163,9 @@ def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, na
     A kept `step` with zero moments would give the member a first update of more than three times the learning rate.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): The trainer's optimizer; accelerate's and DeepSpeed's wrappers are opened.
-        model (`nn.Module`): The model, wrapped or not.
-        name (`str`): The member.
+        optimizer: The trainer's optimizer; accelerate's and DeepSpeed's wrappers are opened.
+        model: The model, wrapped or not.
+        name: The member.
 
     Raises:
         `RuntimeError`: Under ZeRO, if the member shares a parameter group with anything else.
@@ -222,12 +223,11 @@ def save_member(
     Saves one member as an ordinary PEFT adapter directory, which stock PEFT and vLLM load.
 
     Args:
-        model (`nn.Module`): The model, wrapped or not.
-        name (`str`): The member.
-        directory (`str` or `Path`): Where `adapter_config.json` and `adapter_model.safetensors` go; made if absent.
-        write (`bool`, *optional*, defaults to `True`):
-            Whether this rank writes. All ranks call, because reading is collective, and the main one writes.
-        step (`int`, *optional*): Optimizer steps so far, which [`saved_step`] returns.
+        model: The model, wrapped or not.
+        name: The member.
+        directory: Where `adapter_config.json` and `adapter_model.safetensors` go; made if absent.
+        write: Whether this rank writes. All ranks call, because reading is collective, and the main one writes.
+        step: Optimizer steps so far, which [`saved_step`] returns.
     """
     factors = read_member(model, name)
     if write:
@@ -248,21 +248,10 @@ def save_factors(
     config.save_pretrained(directory)
     # The same bytes as from tensors, in half the time.
     arrays = {key: value.numpy() for key, value in factors.items()}
-    metadata = {"format": "pt"} | ({} if step is None else {STEP_KEY: str(step)})
-    path = directory / "adapter_model.safetensors"
-    save_file(arrays, path, metadata=metadata)
-    if len(metadata) > 1:
-        _sort_metadata(path)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Safetensors writes metadata in any order: same run, same bytes."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        file.seek(8)
-        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
+    save_file(arrays, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    # The step comes last: of a process that is killed in between, the adapter counts as of its earlier step.
+    if step is not None:
+        write_json(directory / MEMBER_FILE, {"format": FORMAT, "step": step})
 
 
 def saved_step(directory: str | Path) -> int | None:
@@ -270,12 +259,14 @@ def saved_step(directory: str | Path) -> int | None:
     The optimizer step at which an adapter was saved; `None` if it does not say, as those of others and of early runs.
 
     Raises:
-        `ValueError`: If its file is missing or broken.
+        `ValueError`: If one of its files is missing or broken.
     """
-    path = Path(directory, "adapter_model.safetensors")
+    path, about = Path(directory, "adapter_model.safetensors"), Path(directory, MEMBER_FILE)
     try:
         with safe_open(path, "np") as file:
-            mark = (file.metadata() or {}).get(STEP_KEY)
+            mark = (file.metadata() or {}).get("populora_step")  # where early runs said it
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+    if about.exists():
+        mark = read_json(about)["step"]
     return None if mark is None else int(mark)

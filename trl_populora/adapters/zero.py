@@ -20,9 +20,8 @@ def keep_adapters_whole(plugin: DeepSpeedPlugin, model: nn.Module) -> None:
     matrix, never lowered. Does nothing for other stages.
 
     Args:
-        plugin ([`~accelerate.utils.DeepSpeedPlugin`]): `accelerator.state.deepspeed_plugin`, before the model is
-            prepared.
-        model (`nn.Module`): The model with its members.
+        plugin: `accelerator.state.deepspeed_plugin`, before the model is prepared.
+        model: The model with its members.
     """
     if plugin.zero_stage != 3:
         return

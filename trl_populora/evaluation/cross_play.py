@@ -72,11 +72,11 @@ def solve_rates(
     Lets one member attempt every task, sampled as in training.
 
     Args:
-        referee ([`Referee`]), player ([`Player`]): A trainer's (`trainer.game.referee`), or those of [`assemble`].
-        member (`str`): Name of the member.
-        tasks (`Sequence[Task]`): What to solve.
-        attempts (`int`, *optional*, defaults to `1`): Attempts per task.
-        batch (`int`, *optional*, defaults to `64`): Rows generated at once.
+        referee, player: A trainer's (`trainer.game.referee`), or those of [`assemble`].
+        member: Name of the member.
+        tasks: What to solve.
+        attempts: Attempts per task.
+        batch: Rows generated at once.
 
     Returns:
         `list[float]`: Fraction of right attempts per task, in the order of the tasks.
@@ -120,13 +120,13 @@ def cross_play(
     the references are from, and one that its teacher has proposed before are none: copying is no skill.
 
     Args:
-        referee ([`Referee`]), player ([`Player`]): Who judges and who generates.
-        archive ([`TaskArchive`]): References are drawn from it.
-        teachers, students (`Sequence[str]`): Members to play, by name.
-        proposals (`int`, *optional*, defaults to `12`): Proposals per teacher, the referee's kinds in rotation.
-        attempts (`int`, *optional*, defaults to `4`): Attempts of each student at each fresh task.
-        references (`int`, *optional*, defaults to `6`): Tasks that a proposing teacher is shown.
-        seed (`int`, *optional*, defaults to `0`): Chooses the references.
+        referee, player: Who judges and who generates.
+        archive: References are drawn from it.
+        teachers, students: Members to play, by name.
+        proposals: Proposals per teacher, the referee's kinds in rotation.
+        attempts: Attempts of each student at each fresh task.
+        references: Tasks that a proposing teacher is shown.
+        seed: Chooses the references.
 
     Returns:
         [`Payoff`]: Its matrix is `[T][S]`.
@@ -161,11 +161,11 @@ class Contest:
     Members of several saved populations on one base, ready to play. A context that ends the sandbox.
 
     Args:
-        args ([`PopuLoRAConfig`]): Kinds, lengths and sampling.
-        model ([`~peft.PeftModel`]): The base with all members.
-        names (`dict[str, str]`): For each member a readable name.
-        referee ([`Referee`]), player ([`Player`]), archive ([`TaskArchive`]): What [`cross_play`] takes.
-        teachers, students (`list[str]`): Members by role.
+        args: Kinds, lengths and sampling.
+        model: The base with all members.
+        names: For each member a readable name.
+        referee, player, archive: What [`cross_play`] takes.
+        teachers, students: Members by role.
     """
 
     args: PopuLoRAConfig
@@ -201,13 +201,12 @@ def assemble(
     Loads the members of several saved populations on one base, side by side.
 
     Args:
-        runs (`Sequence[str]`): Directories (runs or their checkpoints) or Hub names of saved populations. They share
-            base and adapter shape; the base's revision and quantisation, kinds, prompt style, lengths and sampling are
-            the first one's. A warning tells where the kinds differ.
-        tasks ([`~datasets.Dataset`], *optional*): Tasks to draw references from; by default the package's own and,
-            for a user's own kinds, those in the archives of the runs.
-        task_kinds (`Sequence[str]`, *optional*): Kinds that all play; by default the first run's, if the package has
-            them all.
+        runs: Directories (runs or their checkpoints) or Hub names of saved populations. They share base and adapter
+            shape; the base's revision and quantisation, kinds, prompt style, lengths and sampling are the first one's.
+            A warning tells where the kinds differ.
+        tasks: Tasks to draw references from; by default the package's own and, for a user's own kinds, those in the
+            archives of the runs.
+        task_kinds: Kinds that all play; by default the first run's, if the package has them all.
         settings: Further settings of [`PopuLoRAConfig`].
 
     Raises:
@@ -289,9 +288,9 @@ def references_of(kinds: Sequence[str], roots: Sequence[Path], style: str) -> Da
     kinds.
 
     Args:
-        kinds (`Sequence[str]`): As in `task_kinds`.
-        roots (`Sequence[Path]`): Directories of saved populations.
-        style (`str`): Of the prompts.
+        kinds: As in `task_kinds`.
+        roots: Directories of saved populations.
+        style: Of the prompts.
 
     Returns:
         [`~datasets.Dataset`] or `None`: `None` where no kind is a user's own.

@@ -47,18 +47,18 @@ class TryArguments:
     What `populora try` needs.
 
     Args:
-        model (`str`): Hub id or directory of a base, or `tiny`.
-        adapter (`str`, *optional*): A LoRA adapter on it, for example of a cold start. Not with `vllm`.
-        task_kinds (`list[str]`, *optional*): Kinds to try; the three built in by default.
-        prompt_style (`str`, *optional*): Tries this style alone; else all that the base may know.
-        samples (`int`, *optional*, defaults to `8`): Proposals and attempts per kind in each form, a multiple of 4.
-        max_completion_length (`int`, *optional*, defaults to `160`): Tokens; a longer completion is cut.
-        inputs_per_function (`int`, *optional*): Inputs that a code_f proposal must give; 4 by default, and for the
-            embedded base the 6 that it was trained on.
-        temperature (`float`, *optional*, defaults to `1.0`): Of the samples, as of a run's.
-        vllm (`bool`, *optional*, defaults to `False`): Generate with vLLM, in this process.
-        dtype (`str`, *optional*): Of the weights; float32 for the embedded base, bfloat16 for others.
-        seed (`int`, *optional*, defaults to `0`): Of references, tasks and samples.
+        model: Hub id or directory of a base, or `tiny`.
+        adapter: A LoRA adapter on it, for example of a cold start. Not with `vllm`.
+        task_kinds: Kinds to try; the three built in by default.
+        prompt_style: Tries this style alone; else all that the base may know.
+        samples: Proposals and attempts per kind in each form, a multiple of 4.
+        max_completion_length: Tokens; a longer completion is cut.
+        inputs_per_function: Inputs that a code_f proposal must give; 4 by default, and for the embedded base the 6
+            that it was trained on.
+        temperature: Of the samples, as of a run's.
+        vllm: Generate with vLLM, in this process.
+        dtype: Of the weights; float32 for the embedded base, bfloat16 for others.
+        seed: Of references, tasks and samples.
     """
 
     model: str = field(metadata={"help": "Hub id or directory of a base, or 'tiny'."})
@@ -133,10 +133,10 @@ class Tryout:
     What was asked, said and found, in the same order.
 
     Args:
-        questions (`list[Question]`), completions (`list[Completion]`), outcomes (`list[Outcome]`): Row by row.
-        ends (`set[int]`): Tokens that end a completion; one without was cut.
-        seconds (`float`): All of the generation.
-        left_out (`dict[Form, str]`): Forms that could not be asked, and why.
+        questions, completions, outcomes: Row by row.
+        ends: Tokens that end a completion; one without was cut.
+        seconds: All of the generation.
+        left_out: Forms that could not be asked, and why.
     """
 
     questions: list[Question]

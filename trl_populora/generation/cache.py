@@ -16,8 +16,8 @@ class RoomyLayer(DynamicLayer):
     A layer of a cache whose `batch_select_indices` leaves room.
 
     Args:
-        layer ([`~transformers.cache_utils.DynamicLayer`]): The layer whose keys and values it takes over.
-        room (`int`): Tokens that can be written after each selection. Further ones are joined, as transformers does.
+        layer: The layer whose keys and values it takes over.
+        room: Tokens that can be written after each selection. Further ones are joined, as transformers does.
     """
 
     def __init__(self, layer: DynamicLayer, room: int):
@@ -57,10 +57,10 @@ class FixedLayer(DynamicLayer):
     A layer of a cache that never moves, where a token's place is a tensor: what writes it can be recorded.
 
     Args:
-        layer ([`~transformers.cache_utils.DynamicLayer`]): Keys and values of the prompts, `[N, heads, L, D]`.
-        prompts (`torch.Tensor`): Which prompt each row has, `[R]`.
-        place (`torch.Tensor`): Where the next token is written, `[1]`, changed by whoever owns it.
-        length (`int`): Tokens that there is room for.
+        layer: Keys and values of the prompts, `[N, heads, L, D]`.
+        prompts: Which prompt each row has, `[R]`.
+        place: Where the next token is written, `[1]`, changed by whoever owns it.
+        length: Tokens that there is room for.
     """
 
     def __init__(self, layer: DynamicLayer, prompts: torch.Tensor, place: torch.Tensor, length: int):

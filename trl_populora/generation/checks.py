@@ -28,9 +28,9 @@ def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: Lora
     Checks that vLLM is there and can serve this base with adapters of this rank.
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`]): Base model; a path or Hub id, or loaded from one.
-        args ([`~trl.GRPOConfig`]): Settings of the run.
-        lora_config ([`~peft.LoraConfig`]): Adapter of every member.
+        model: Base model; a path or Hub id, or loaded from one.
+        args: Settings of the run.
+        lora_config: Adapter of every member.
 
     Raises:
         `ImportError`: If vLLM is not installed, or its version lies outside [`WINDOW`].

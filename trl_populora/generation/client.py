@@ -32,10 +32,10 @@ class LoRAServer(VLLMClient):
     the server and the way out, and no weight-transfer group exists.
 
     Args:
-        base_url (`str`): `http://host:port`.
-        connection_timeout (`float`): Seconds to wait for the server to be up.
-        request_timeout (`float`): Seconds after which an unanswered request counts as failed.
-        advice (`Callable`): Returns a sentence on how to go on after a failure.
+        base_url: `http://host:port`.
+        connection_timeout: Seconds to wait for the server to be up.
+        request_timeout: Seconds after which an unanswered request counts as failed.
+        advice: Returns a sentence on how to go on after a failure.
 
     Raises:
         `VLLMServerError`: If the server is not up in time.
@@ -137,8 +137,8 @@ class LoRAServer(VLLMClient):
         comparing the two would tell less.
 
         Args:
-            adapter ([`Published`]): A version that was just loaded.
-            moved (`bool`): Whether the member moved so far that it must answer differently.
+            adapter: A version that was just loaded.
+            moved: Whether the member moved so far that it must answer differently.
 
         Raises:
             `StaleAdapterError`: If it does not; names server, member and version.
@@ -184,7 +184,7 @@ class LoRAServers:
     The servers of a run, in the place of TRL's `vllm_client`: all hold all adapters, and share the questions.
 
     Args:
-        urls (`Sequence[str]`): One URL per server.
+        urls: One URL per server.
         **settings: As in [`LoRAServer`].
 
     Attributes:

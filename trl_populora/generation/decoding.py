@@ -79,11 +79,11 @@ def complete_in_parts(
     Completions of as many rows at a time as the cache has room for, and their log-probabilities where these are told.
 
     Args:
-        complete (`Callable`): `(prompts, members) -> (completions, log-probabilities or None)`.
-        prompts (`list[list[int]]`): Token ids of each row.
-        members (`list[int]`): Whose each row is.
-        room (`int`, *optional*): Tokens that the cache may hold; without it all rows are completed at once.
-        longest (`int`, *optional*): Tokens of the longest completion.
+        complete: `(prompts, members) -> (completions, log-probabilities or None)`.
+        prompts: Token ids of each row.
+        members: Whose each row is.
+        room: Tokens that the cache may hold; without it all rows are completed at once.
+        longest: Tokens of the longest completion.
     """
     if room is None:
         return complete(prompts, members)
@@ -104,13 +104,13 @@ def complete(
     One completion per prompt, up to and including its end token if it came to one.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`): With the cache that [`why_whole`] asks for.
-        prompts (`Sequence[Sequence[int]]`): Token ids of each row.
-        members (`Sequence[int]`): Whose each row is. Rows of one member with one prompt are read as one.
-        route (`Callable`): Members of a batch's rows -> context in which the model computes each row as its member
-            does, [`Router.rows_of`].
-        sampling ([`~transformers.GenerationConfig`]): `max_new_tokens`, `eos_token_id` and `pad_token_id` are needed.
-        room (`int`, *optional*): Tokens that the cache may hold, if that matters: prompts are then read in parts.
+        model: With the cache that [`why_whole`] asks for.
+        prompts: Token ids of each row.
+        members: Whose each row is. Rows of one member with one prompt are read as one.
+        route: Members of a batch's rows -> context in which the model computes each row as its member does,
+            [`Router.rows_of`].
+        sampling: `max_new_tokens`, `eos_token_id` and `pad_token_id` are needed.
+        room: Tokens that the cache may hold, if that matters: prompts are then read in parts.
     """
     order = sorted(range(len(prompts)), key=lambda row: members[row])  # the layers need not gather a member's rows
     number: dict[tuple, int] = {}

@@ -25,7 +25,7 @@ class RoutedLLM(LLM):
     [`vllm.LLM`] whose `generate` sends every prompt to the adapter set in `routes`.
 
     Args:
-        routed_arguments (`dict`): Engine arguments added to those that TRL passes; they win where both name one.
+        routed_arguments: Engine arguments added to those that TRL passes; they win where both name one.
         **kwargs: What TRL passes.
 
     Attributes:
@@ -50,11 +50,10 @@ class RoutedLLM(LLM):
         Loads an adapter from memory, and probes it.
 
         Args:
-            adapter ([`Published`]): Its name and id.
-            factors (`Mapping[str, torch.Tensor]`): By PEFT state-dict key. The engine keeps them and scales them in
-                place: they must be nobody else's.
-            config ([`~peft.LoraConfig`]): One rank and one scaling for all modules; see
-                [`~trl_populora.adapters.folding.fold`].
+            adapter: Its name and id.
+            factors: By PEFT state-dict key. The engine keeps them and scales them in place: they must be nobody
+                else's.
+            config: One rank and one scaling for all modules; see [`~trl_populora.adapters.folding.fold`].
 
         Raises:
             `ValueError`: If the rank is above the engine's `max_lora_rank`, or vLLM has no LoRA layer for a module.

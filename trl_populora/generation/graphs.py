@@ -107,12 +107,12 @@ def finish(
     What follows each row's prompt, `[R, T]` token ids; what stands behind a row's end token means nothing.
 
     Args:
-        base ([`~transformers.PreTrainedModel`]): One that [`why_not`] has nothing against; its route is set.
-        cache ([`~transformers.Cache`]): Of the prompts but for their last token. It is taken apart.
-        ids (`torch.Tensor`): Prompts, `[N, P]`, padded on the left.
-        mask (`torch.Tensor`): 0 where they are padded.
-        prompts (`torch.Tensor`): Which prompt each row has, `[R]`.
-        sampling ([`~transformers.GenerationConfig`]): `max_new_tokens`, `eos_token_id` and `pad_token_id` are needed.
+        base: One that [`why_not`] has nothing against; its route is set.
+        cache: Of the prompts but for their last token. It is taken apart.
+        ids: Prompts, `[N, P]`, padded on the left.
+        mask: 0 where they are padded.
+        prompts: Which prompt each row has, `[R]`.
+        sampling: `max_new_tokens`, `eos_token_id` and `pad_token_id` are needed.
 
     Raises:
         `RuntimeError`: If the base does what cannot be recorded after all.

@@ -54,11 +54,11 @@ def plain_player(
     Generates as the trainer of such a run would without vLLM.
 
     Args:
-        model ([`~peft.PeftModel`]): The members' model, or the base without any; its generation config is replaced.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): With a chat template.
-        router ([`Router`]): The model's.
-        members (`Sequence[str]`): Names in the order of routes.
-        args ([`~trl.GRPOConfig`]): How to sample.
+        model: The members' model, or the base without any; its generation config is replaced.
+        tokenizer: With a chat template.
+        router: The model's.
+        members: Names in the order of routes.
+        args: How to sample.
     """
     index = {name: number for number, name in enumerate(members)} | {BASE_NAME: BASE}
     model.eval()

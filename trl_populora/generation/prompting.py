@@ -27,9 +27,9 @@ def choose_style(
     The wanted prompt style, else `"compact"` for a base made by `recipes/make_tiny_base.py`, or `"turns"`.
 
     Args:
-        wanted (`str` or `None`): As in `prompt_style`.
-        model (`str` or [`~transformers.PreTrainedModel`]): The base.
-        init_kwargs (`Mapping`, *optional*): What it is loaded with, the revision among it.
+        wanted: As in `prompt_style`.
+        model: The base.
+        init_kwargs: What it is loaded with, the revision among it.
 
     Raises:
         `ValueError`: If there is no such model; says what is there instead.
@@ -92,12 +92,12 @@ def check_prompts(
     Asks each kind for a proposal prompt once, and looks at the solved tasks that students will be shown.
 
     Args:
-        referee ([`Referee`]): Its kinds and how much room there is.
-        archive ([`TaskArchive`]): References are drawn from it.
-        references (`int` or `None`): Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
-        held_out ([`HeldOut`] or `None`): Tasks that nobody may be shown solved.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Counts the tokens of an answer.
-        limit (`int` or `None`): Tokens of the longest completion.
+        referee: Its kinds and how much room there is.
+        archive: References are drawn from it.
+        references: Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
+        held_out: Tasks that nobody may be shown solved.
+        tokenizer: Counts the tokens of an answer.
+        limit: Tokens of the longest completion.
 
     Raises:
         `ValueError`: If a prompt has no room or the chat template refuses it, a solved task is held out, or its answer

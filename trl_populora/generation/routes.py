@@ -21,10 +21,10 @@ class Published:
     the path, depending on the version. `cache_salt` keeps the keys apart whatever they hold.
 
     Args:
-        member (`str`): The member.
-        name (`str`): Adapter name, unique over all runs that a server may have seen.
-        id (`int`): Adapter id, counted from 1.
-        path (`str`, *optional*): Its PEFT directory, for a server to read.
+        member: The member.
+        name: Adapter name, unique over all runs that a server may have seen.
+        id: Adapter id, counted from 1.
+        path: Its PEFT directory, for a server to read.
     """
 
     member: str
@@ -57,9 +57,9 @@ def distinct_asks(
     Merges rows that put the same prompt to the same member with the same seed, as the G attempts at a task do.
 
     Args:
-        prompts (`Sequence[Sequence[int]]`): Token ids per row, length R.
-        routes (`Sequence[Published]`): Who answers each row, length R.
-        seeds (`Sequence[int | None]`, *optional*): Of the rows' samples, length R; no seeds when `None`.
+        prompts: Token ids per row, length R.
+        routes: Who answers each row, length R.
+        seeds: Of the rows' samples, length R; no seeds when `None`.
 
     Returns:
         `list[Ask]`: In order of first appearance; their `rows` together are 0 to R - 1.

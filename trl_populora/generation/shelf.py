@@ -80,7 +80,7 @@ class AdapterShelf:
     Directory in which published adapters lie, each an ordinary PEFT adapter directory, until one version later.
 
     Args:
-        parent (`str`): Where the shelf is made; see [`choose_parent`].
+        parent: Where the shelf is made; see [`choose_parent`].
 
     Attributes:
         root (`Path`): The shelf's own directory, removed at `close`, at the end of the process or with the object.
@@ -117,9 +117,9 @@ def choose_parent(output_dir: str, wanted_bytes: int, remote: bool) -> str:
     Shared memory when it is there and has room, else `output_dir`.
 
     Args:
-        output_dir (`str`): The run's directory; on several hosts, on a file system that all of them see.
-        wanted_bytes (`int`): Bytes of one version of all members.
-        remote (`bool`): Whether a reader sits on another host, which never sees this host's memory.
+        output_dir: The run's directory; on several hosts, on a file system that all of them see.
+        wanted_bytes: Bytes of one version of all members.
+        remote: Whether a reader sits on another host, which never sees this host's memory.
     """
     # Room for twice what is needed: data loaders and NCCL use the same memory.
     needed = 2 * VERSIONS_KEPT * wanted_bytes

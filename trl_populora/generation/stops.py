@@ -26,10 +26,10 @@ def end_tokens(
     The ids that end a completion. One that ends otherwise was cut off.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Its chat template says how an assistant's turn ends.
-        known (`Sequence[int]`): Those of tokenizer and model.
-        generation_kwargs (`dict`, *optional*): May hold stops, under the names of vLLM or transformers.
-        template_kwargs (`dict`, *optional*): Arguments of the chat template.
+        tokenizer: Its chat template says how an assistant's turn ends.
+        known: Those of tokenizer and model.
+        generation_kwargs: May hold stops, under the names of vLLM or transformers.
+        template_kwargs: Arguments of the chat template.
 
     Raises:
         `ValueError`: If a stop is text of several tokens: a row that it ends could not be told from one cut off.

@@ -61,14 +61,13 @@ class PopulationGeneration(VLLMGeneration):
     - `generate`: every prompt goes to the member that the router names for its row.
 
     Args:
-        model ([`~peft.PeftModel`]): The population's model.
-        members (`Sequence[str]`): Member names in route order.
-        router ([`~trl_populora.adapters.routing.Router`]): Holds the member of each row while `generate` runs.
-        output_dir (`str`): The run's directory.
-        adapter_dir (`str`, *optional*):
-            Where adapters published to servers lie. Shared memory when `None` and it has room.
-        engine_kwargs (`dict`, *optional*): Further arguments of vLLM's `LLM`, colocate mode only.
-        request_timeout (`float`, *optional*, defaults to `1200.0`): Seconds, server mode only.
+        model: The population's model.
+        members: Member names in route order.
+        router: Holds the member of each row while `generate` runs.
+        output_dir: The run's directory.
+        adapter_dir: Where adapters published to servers lie. Shared memory when `None` and it has room.
+        engine_kwargs: Further arguments of vLLM's `LLM`, colocate mode only.
+        request_timeout: Seconds, server mode only.
         **kwargs: Arguments of `VLLMGeneration`. `server_base_url` may list several URLs, separated by commas.
 
     Attributes:
@@ -344,14 +343,14 @@ def population_generation(
     without adapters.
 
     Args:
-        args ([`~trl.GRPOConfig`]): All `vllm_*` settings, and those of sampling.
-        model ([`~peft.PeftModel`]): The population's model.
-        members (`Sequence[str]`): Adapter names in route order.
-        router ([`~trl_populora.adapters.routing.Router`]): Holds the member of each row.
-        accelerator ([`~accelerate.Accelerator`]): The trainer's.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The trainer's.
-        ends (`Sequence[int]`): Token ids that end a completion.
-        adapter_dir (`str`, *optional*), engine_kwargs (`Mapping`, *optional*): As in [`PopulationGeneration`].
+        args: All `vllm_*` settings, and those of sampling.
+        model: The population's model.
+        members: Adapter names in route order.
+        router: Holds the member of each row.
+        accelerator: The trainer's.
+        tokenizer: The trainer's.
+        ends: Token ids that end a completion.
+        adapter_dir, engine_kwargs: As in [`PopulationGeneration`].
     """
     # What TRL's class takes from an option is named as the option, or as the option without `vllm_`.
     options, taken = {each.name for each in fields(args)}, inspect.signature(VLLMGeneration.__init__).parameters

@@ -57,9 +57,9 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
     The card's text.
 
     Args:
-        path (`Path`): `archive.parquet` of a run.
-        population (`dict`): `population.json` of the same run.
-        repo (`str`): Where it goes, `user/name`.
+        path: `archive.parquet` of a run.
+        population: `population.json` of the same run.
+        repo: Where it goes, `user/name`.
 
     Raises:
         `ValueError`: If the file is missing or broken.

@@ -31,15 +31,15 @@ class Figure:
     One score of the best student.
 
     Args:
-        name (`str`): Key of the task; names the file.
-        title (`str`): For people.
-        value, base (`float`): In percent; `base` without an adapter, `None` where it is not known.
-        margin (`float` or `None`): Half of the 95 % interval.
-        questions (`int`): How many.
-        revision (`str`): Of the questions; empty where it is not known.
-        how (`str`): Command or settings that measure it again.
-        date (`str` or `None`): ISO 8601.
-        dataset, task (`str` or `None`): On the Hub.
+        name: Key of the task; names the file.
+        title: For people.
+        value, base: In percent; `base` without an adapter, `None` where it is not known.
+        margin: Half of the 95 % interval.
+        questions: How many.
+        revision: Of the questions; empty where it is not known.
+        how: Command or settings that measure it again.
+        date: ISO 8601.
+        dataset, task: On the Hub.
     """
 
     name: str
@@ -65,9 +65,9 @@ def read_figures(root: Path, population: dict[str, Any], repo: str) -> list[Figu
     What is known of the weights that are saved; figures of earlier ones are left out.
 
     Args:
-        root (`Path`): Directory of a saved population, with `evaluation.json` if `populora evaluate` has run there.
-        population (`dict`): Its `population.json`.
-        repo (`str`): Where it goes; commands name it.
+        root: Directory of a saved population, with `evaluation.json` if `populora evaluate` has run there.
+        population: Its `population.json`.
+        repo: Where it goes; commands name it.
     """
     best = next(member for member in population["members"] if member["name"] == population["best_student"])
     figures = [_held_out(population, best)] if _is_measured(population, best) else []

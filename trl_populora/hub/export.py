@@ -45,14 +45,13 @@ def export_member(
     load.
 
     Args:
-        run (`str`): Directory of a saved run or of a checkpoint, or the Hub name of a population.
-        out (`str` or `Path`): A directory that is not there yet.
-        member (`str`, *optional*): Its name; the best student by default.
-        merge (`bool`, *optional*, defaults to `False`): Whether to write a whole model, in the type that the base is
-            saved in, instead of an adapter. Also the members of a quantised base are merged into the base as it is
-            saved.
-        merge_students (`bool`, *optional*, defaults to `False`): Whether to write the mean of all students' updates
-            of the base: as an adapter it has all their ranks together.
+        run: Directory of a saved run or of a checkpoint, or the Hub name of a population.
+        out: A directory that is not there yet.
+        member: Its name; the best student by default.
+        merge: Whether to write a whole model, in the type that the base is saved in, instead of an adapter. Also the
+            members of a quantised base are merged into the base as it is saved.
+        merge_students: Whether to write the mean of all students' updates of the base: as an adapter it has all their
+            ranks together.
 
     Returns:
         `str`: The member's name.

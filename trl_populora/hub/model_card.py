@@ -117,11 +117,10 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     Writes `README.md` into the directory of a saved population, and `.eval_results/` where benchmarks were measured.
 
     Args:
-        root (`Path`): Holds `population.json`, and `lineage.jsonl`, `evaluation.json` and `plots/*.png` where there
-            are any.
-        name (`str`): Name of the repository, best with its user; the title.
-        tags (`list[str]`, *optional*): Added to the package's own.
-        details (`dict`, *optional*): Further metadata, for example `license` and `language`.
+        root: Holds `population.json`, and `lineage.jsonl`, `evaluation.json` and `plots/*.png` where there are any.
+        name: Name of the repository, best with its user; the title.
+        tags: Added to the package's own.
+        details: Further metadata, for example `license` and `language`.
     """
     population = read_population(root)
     base, members = population["base_model"], population["members"]

@@ -20,11 +20,11 @@ def push_space(
     Uploads the report of a run, also of one that goes on, as a static Space.
 
     Args:
-        run (`str` or `Path`): The run's `output_dir`.
-        repo (`str`): `user/name`, of a Space; made if absent.
-        token (`str`, *optional*): Write token; the one of `hf auth login` by default.
-        private (`bool`, *optional*): For a new Space.
-        model (`str`, *optional*): Repository of the population, to which the Space then links.
+        run: The run's `output_dir`.
+        repo: `user/name`, of a Space; made if absent.
+        token: Write token; the one of `hf auth login` by default.
+        private: For a new Space.
+        model: Repository of the population, to which the Space then links.
 
     Returns:
         `str`: Address of the commit.

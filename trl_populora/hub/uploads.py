@@ -55,7 +55,7 @@ class Uploads:
     Uploads of checkpoints while training goes on, each of a frozen copy of what is uploaded.
 
     Args:
-        args ([`~transformers.TrainingArguments`]): The run's directory, strategy, token and revision.
+        args: The run's directory, strategy, token and revision.
     """
 
     def __init__(self, args: TrainingArguments):
@@ -134,9 +134,9 @@ def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
     A frozen copy of what is uploaded at a checkpoint, made of hard links: training may go on and rotate checkpoints.
 
     Args:
-        run (`Path`): The run's directory.
-        checkpoint (`Path`): A whole checkpoint of it.
-        strategy (`str`): `hub_strategy`; `"checkpoint"` and `"all_checkpoints"` add the checkpoint itself.
+        run: The run's directory.
+        checkpoint: A whole checkpoint of it.
+        strategy: `hub_strategy`; `"checkpoint"` and `"all_checkpoints"` add the checkpoint itself.
     """
     stage = run / STAGES / checkpoint.name
     shutil.rmtree(stage, ignore_errors=True)
@@ -170,10 +170,10 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
     Uploads the directory of a run, and makes the repository if there is none. Needs no trainer.
 
     Args:
-        run (`str` or `Path`): The run's `output_dir`, saved with `save_model()`.
-        repo (`str`): `user/name`.
-        token (`str`, *optional*): Write token; the one of `hf auth login` by default.
-        private (`bool`, *optional*): For a new repository.
+        run: The run's `output_dir`, saved with `save_model()`.
+        repo: `user/name`.
+        token: Write token; the one of `hf auth login` by default.
+        private: For a new repository.
 
     Returns:
         `str`: Address of the commit.
@@ -211,10 +211,10 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
     `load_dataset(repo)` opens it, and the table seeds another run as `train_dataset`.
 
     Args:
-        run (`str` or `Path`): The run's `output_dir`, saved with `save_model()`, or a checkpoint.
-        repo (`str`): `user/name`, of a dataset.
-        token (`str`, *optional*): Write token; the one of `hf auth login` by default.
-        private (`bool`, *optional*): For a new repository.
+        run: The run's `output_dir`, saved with `save_model()`, or a checkpoint.
+        repo: `user/name`, of a dataset.
+        token: Write token; the one of `hf auth login` by default.
+        private: For a new repository.
 
     Returns:
         `str`: Address of the commit.

@@ -33,12 +33,12 @@ def warm_start(
     Starts from the members of a saved population, or from ordinary PEFT adapters. Collective.
 
     Args:
-        source (`str`, `list[str]` or `dict[str, str]`): Directory or Hub name of a saved population, or of one adapter
-            for all members; or of an adapter for each member, teachers first; or of one for a role,
-            `{"student": "runs/sft"}`; the other role starts afresh. List and dictionary may be JSON text.
-        model (`nn.Module`): The members' model.
-        population ([`Population`]): The members.
-        shape ([`Shape`]): What saved populations have to fit.
+        source: Directory or Hub name of a saved population, or of one adapter for all members; or of an adapter for
+            each member, teachers first; or of one for a role, `{"student": "runs/sft"}`; the other role starts afresh.
+            List and dictionary may be JSON text.
+        model: The members' model.
+        population: The members.
+        shape: What saved populations have to fit.
 
     Raises:
         `ValueError`: If a source cannot be read, was trained on another base, or cannot be written as a member.

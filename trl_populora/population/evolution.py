@@ -41,12 +41,10 @@ def read_mixture(
     Weights of operators by name, from what a config, a YAML file or a command line may hold.
 
     Args:
-        value (`dict[str, float]`, `list[str]` or `str`, *optional*):
-            Weights; or names, weighted evenly; or either as text (JSON, or names with commas). `None` is the default.
-        default (`Sequence[str]`):
-            Names to use for `None`.
-        field (`str`):
-            Name of the config field, `"mutations"` or `"crossovers"`.
+        value: Weights; or names, weighted evenly; or either as text (JSON, or names with commas). `None` is the
+            default.
+        default: Names to use for `None`.
+        field: Name of the config field, `"mutations"` or `"crossovers"`.
 
     Raises:
         `ValueError`: If a name is unknown, a weight negative, or nothing has weight.
@@ -74,12 +72,12 @@ class Birth:
     A planned replacement: everything that decides the child except the parents' weights.
 
     Args:
-        slot (`str`): Name of the member that goes.
-        role (`str`): Its role.
-        parents (`tuple[str, ...]`): One or two surviving members, the fitter first.
-        operator (`str`): Name of a mutation (one parent) or crossover (two).
-        strength (`float`): Strength handed to the operator.
-        seed (`int`): Seed of the operator's generator.
+        slot: Name of the member that goes.
+        role: Its role.
+        parents: One or two surviving members, the fitter first.
+        operator: Name of a mutation (one parent) or crossover (two).
+        strength: Strength handed to the operator.
+        seed: Seed of the operator's generator.
     """
 
     slot: str
@@ -96,15 +94,15 @@ class Breeding:
     When an event comes, and how it selects and breeds. Each field but `roles` is the option of the same name.
 
     Args:
-        evolve_every (`int`, *optional*, defaults to `10`): Optimizer steps between two events; 0 is never.
-        evolve_burn_in (`int`, *optional*, defaults to `5`): Matches before a member can be replaced.
-        cull_fraction (`float`, *optional*, defaults to `0.25`): Share of each role replaced, at least one member.
-        crossover_rate (`float`, *optional*, defaults to `0.5`): Probability of two parents instead of one.
-        tournament_size (`int`, *optional*, defaults to `2`): Survivors drawn per parent.
-        mutations, crossovers (*optional*): Weights of the operators, see [`read_mixture`].
-        mutation_strength (`float`, *optional*, defaults to `1.0`): Strength of mutations; crossovers have 1.
-        seed (`int`, *optional*, defaults to `0`): With the step it decides every random choice.
-        roles (`tuple[str, ...]`, *optional*): Those that evolve; both by default.
+        evolve_every: Optimizer steps between two events; 0 is never.
+        evolve_burn_in: Matches before a member can be replaced.
+        cull_fraction: Share of each role replaced, at least one member.
+        crossover_rate: Probability of two parents instead of one.
+        tournament_size: Survivors drawn per parent.
+        mutations, crossovers: Weights of the operators, see [`read_mixture`].
+        mutation_strength: Strength of mutations; crossovers have 1.
+        seed: With the step it decides every random choice.
+        roles: Those that evolve; both by default.
 
     Raises:
         `ValueError`: If a value is out of range, or an operator is not there.
@@ -139,9 +137,9 @@ def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Membe
     Members of one role to replace, the least fit first: never the fittest, never one younger than `burn_in` matches.
 
     Args:
-        members (`Sequence[Member]`): All members of the role.
-        fraction (`float`): Share of them to replace, rounded down, but at least one; 0 replaces nobody.
-        burn_in (`int`): Matches before a member can be replaced; until then its rating says little.
+        members: All members of the role.
+        fraction: Share of them to replace, rounded down, but at least one; 0 replaces nobody.
+        burn_in: Matches before a member can be replaced; until then its rating says little.
     """
     if fraction <= 0:
         return []
@@ -161,9 +159,9 @@ def plan_births(population: Population, breeding: Breeding, rng: random.Random) 
     The births of one event, teachers' first. Parents are survivors of the same role, so no birth depends on another.
 
     Args:
-        population ([`Population`]): Rated members; not changed.
-        breeding ([`Breeding`]): Settings.
-        rng (`random.Random`): The same on every rank.
+        population: Rated members; not changed.
+        breeding: Settings.
+        rng: The same on every rank.
     """
     mutations = read_mixture(breeding.mutations, DEFAULT_MUTATIONS, "mutations")
     crossovers = read_mixture(breeding.crossovers, DEFAULT_CROSSOVERS, "crossovers")
@@ -222,12 +220,12 @@ class EvolutionCallback(TrainerCallback):
     Every replacement becomes a line of `lineage.jsonl`, written by the main process.
 
     Args:
-        breeding ([`Breeding`]): The settings.
-        lineage (`Path`): The file of the births.
-        population ([`Population`]): The members.
-        read (`Callable`): Factors of a member by name. Collective.
-        replace (`Callable`): The trainer's `replace_member`. Collective.
-        log (`Callable`): Takes the metrics of each step.
+        breeding: The settings.
+        lineage: The file of the births.
+        population: The members.
+        read: Factors of a member by name. Collective.
+        replace: The trainer's `replace_member`. Collective.
+        log: Takes the metrics of each step.
     """
 
     def __init__(
@@ -265,7 +263,7 @@ class EvolutionCallback(TrainerCallback):
         One event: plan, breed and place every child. Collective.
 
         Args:
-            step (`int`): Optimizer steps so far.
+            step: Optimizer steps so far.
 
         Returns:
             `list[dict]`: The lines of the lineage.

@@ -75,8 +75,7 @@ def compare(child: Factors, parent: Factors) -> dict[str, float]:
     Cosine and norm ratio of a child's update to a parent's, over all modules together.
 
     Args:
-        child, parent (`dict[str, Tensor]`):
-            Factors with the same keys.
+        child, parent: Factors with the same keys.
 
     Returns:
         `dict[str, float]`: `cosine` and `norm_ratio`; both NaN if the parent is zero, `cosine` also if the child is.
@@ -128,13 +127,11 @@ def on_cores(
     Child whose product is the rank-r truncation of what `combine` makes of the parents' cores.
 
     Args:
-        parents (`Sequence[dict[str, Tensor]]`):
-            Factors with the same keys and shapes; the first one gives keys, dtypes and gauge.
-        combine (`Callable`):
-            Maps the parents' cores, a list of fp64 `[n, R, R]` over the n modules of one rank, to one such tensor.
-        norm_of (`Sequence[float]` or `None`):
-            Weight of each parent in the norm that every module of the child is rescaled to, a weighted mean of the
-            parents' products' norms. `None` leaves the norm as it comes.
+        parents: Factors with the same keys and shapes; the first one gives keys, dtypes and gauge.
+        combine: Maps the parents' cores, a list of fp64 `[n, R, R]` over the n modules of one rank, to one such
+            tensor.
+        norm_of: Weight of each parent in the norm that every module of the child is rescaled to, a weighted mean of
+            the parents' products' norms. `None` leaves the norm as it comes.
     """
     batches: dict[int, list[tuple[str, str]]] = {}
     for down, up in modules_of(parents[0]):

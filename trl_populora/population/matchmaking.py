@@ -124,13 +124,10 @@ class Matchmaker:
     a single free choice it is sampling in proportion to the weights.
 
     Args:
-        strategy (`str`, *optional*, defaults to `"pfsp"`):
-            `"pfsp"`, `"uniform"`, or a function of two members, student and teacher, as `"module:function"`.
-        kappa (`float`, *optional*, defaults to `2.0`):
-            Exponent on p (1 - p). 1 is PFSP's `var` weighting, a larger value sharpens it. With 2 a gap of 10 has 0.48
-            of an even pair's weight between newborns (sigma 8.33), 0.05 between members long known (sigma 1.57).
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the matchmaker's own generator. The same seed and ratings give the same matches on every rank.
+        strategy: `"pfsp"`, `"uniform"`, or a function of two members, student and teacher, as `"module:function"`.
+        kappa: Exponent on p (1 - p). 1 is PFSP's `var` weighting, a larger value sharpens it. With 2 a gap of 10 has
+            0.48 of an even pair's weight between newborns (sigma 8.33), 0.05 between members long known (sigma 1.57).
+        seed: Seed of the matchmaker's own generator. The same seed and ratings give the same matches on every rank.
 
     Attributes:
         weight (`Callable`): The preference for a pair, student and teacher; only ratios matter.
@@ -196,10 +193,8 @@ class Matchmaker:
         all of a match's tasks were matches of their own.
 
         Args:
-            population ([`Population`]):
-                Its ratings and ages are changed in place.
-            outcomes (`dict[Match, Sequence[float]]`):
-                The student's share of each proposal of each match, in [0, 1] (`step/rules.py`).
+            population: Its ratings and ages are changed in place.
+            outcomes: The student's share of each proposal of each match, in [0, 1] (`step/rules.py`).
 
         Raises:
             `ValueError`: If a match has no proposal, or a share is outside [0, 1] or NaN. Nothing is changed then.

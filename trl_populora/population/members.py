@@ -66,24 +66,15 @@ class Member:
     One LoRA adapter of the population, as the matchmaker and evolution see it.
 
     Args:
-        name (`str`):
-            PEFT adapter name, e.g. `"teacher_0"`. A replacement keeps the name of the member whose slot it takes.
-        role (`str`):
-            `"teacher"` or `"student"`.
-        index (`int`):
-            Route index in the router: the member's place in [`Population.adapters`].
-        mu, sigma (`float`, *optional*, defaults to `25.0` and `25 / 3`):
-            TrueSkill mean and standard deviation.
-        age (`int`, *optional*, defaults to `0`):
-            Rated matches since birth.
-        born (`int`, *optional*, defaults to `0`):
-            Optimizer step of birth.
-        parents (`tuple[str, ...]`, *optional*):
-            Parents as `name@version`, so that a parent replaced later is still identified.
-        operator (`str`, *optional*, defaults to `"init"`):
-            Name of the operator that made this member.
-        version (`int`, *optional*, defaults to `0`):
-            How many times the slot has been replaced.
+        name: PEFT adapter name, e.g. `"teacher_0"`. A replacement keeps the name of the member whose slot it takes.
+        role: `"teacher"` or `"student"`.
+        index: Route index in the router: the member's place in [`Population.adapters`].
+        mu, sigma: TrueSkill mean and standard deviation.
+        age: Rated matches since birth.
+        born: Optimizer step of birth.
+        parents: Parents as `name@version`, so that a parent replaced later is still identified.
+        operator: Name of the operator that made this member.
+        version: How many times the slot has been replaced.
     """
 
     name: str
@@ -108,12 +99,9 @@ class Population:
     Teachers and students in a fixed order, teachers first.
 
     Args:
-        teachers (`int`):
-            Number of teachers; with 0 students train on given tasks alone.
-        students (`int`):
-            Number of students, at least 1.
-        single_agent (`bool`, *optional*, defaults to `False`):
-            One adapter plays the only teacher and the only student, as in Absolute Zero.
+        teachers: Number of teachers; with 0 students train on given tasks alone.
+        students: Number of students, at least 1.
+        single_agent: One adapter plays the only teacher and the only student, as in Absolute Zero.
 
     Raises:
         `ValueError`: If there would be no student, or a single agent would have to be several members of a role.
@@ -182,8 +170,7 @@ class Population:
         The best student's name, and by what it is the best.
 
         Args:
-            rates (`Mapping[str, float]`): Held-out solve rates by `name@version`. Between equal ones, and without any,
-                the rating decides.
+            rates: Held-out solve rates by `name@version`. Between equal ones, and without any, the rating decides.
         """
         measured = [student for student in self.students if student.identity in rates]
         if not measured:

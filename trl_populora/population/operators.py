@@ -129,11 +129,9 @@ def full_gaussian(
     Gaussian noise on every tensor, relative to the tensor's own size, so that A and B are disturbed alike.
 
     Args:
-        scale (`float`, *optional*, defaults to `0.15`):
-            Noise over root mean square of the tensor; the cosine to the parent is about 1 / (1 + scale^2). The paper
-            gives no value; the peer package's default. A zero tensor stays zero.
-        keep_norm (`bool`, *optional*, defaults to `True`):
-            Rescale each module to the parent's norm, which independent noise would otherwise only ever raise.
+        scale: Noise over root mean square of the tensor; the cosine to the parent is about 1 / (1 + scale^2). The
+            paper gives no value; the peer package's default. A zero tensor stays zero.
+        keep_norm: Rescale each module to the parent's norm, which independent noise would otherwise only ever raise.
     """
     return _add_noise(factors, modules_of(factors), generator, strength * scale, keep_norm)
 
@@ -174,8 +172,7 @@ def svd_perturb(cores: list[Tensor], generator: Generator, strength: float, *, s
     Scale the singular values log-normally and rotate both singular bases within their spaces.
 
     Args:
-        scale (`float`, *optional*, defaults to `0.1`):
-            Standard deviation of the log of the factors, and angle of the rotations (see [`rotation`]).
+        scale: Standard deviation of the log of the factors, and angle of the rotations (see [`rotation`]).
     """
     (core,) = cores
     left, values, right = torch.linalg.svd(core)
@@ -250,8 +247,7 @@ def extrapolate(
     norm would breed its own opposite, and nothing but that where the better one is zero.
 
     Args:
-        reach (`float`, *optional*, defaults to `0.5`):
-            The factor is uniform in [1, 1 + reach], 1 to 1.5 as in the paper, drawn once per child.
+        reach: The factor is uniform in [1, 1 + reach], 1 to 1.5 as in the paper, drawn once per child.
     """
     factor = 1 + strength * reach * float(torch.rand((), generator=generator, device=generator.device))
 
@@ -274,8 +270,7 @@ def dare(cores: list[Tensor], generator: Generator, strength: float, *, drop: fl
     fit: it draws from torch's global generator and drops from the factors, where cosines fall to 0.34 (p = 0.7).
 
     Args:
-        drop (`float`, *optional*, defaults to `0.5`):
-            Drop probability. The paper gives none.
+        drop: Drop probability. The paper gives none.
     """
     probability = min(strength * drop, 1.0)
     if probability >= 1:
@@ -309,8 +304,7 @@ def svd_subspace(cores: list[Tensor], generator: Generator, strength: float, *, 
     The better parent's top k singular components with the worse parent's components k+1 to r: rank r, no truncation.
 
     Args:
-        fraction (`float`, *optional*, defaults to `0.5`):
-            Share of the components that come from the worse parent at strength 1. The paper gives no k.
+        fraction: Share of the components that come from the worse parent at strength 1. The paper gives no k.
     """
     rank = cores[0].shape[-1] // 2
     top = rank - min(round(strength * fraction * rank), rank)
@@ -359,8 +353,8 @@ def find_operator(name: str, field: str) -> Callable[..., Factors]:
     What `mutations` or `crossovers` names: one of its table, or a user's own function.
 
     Args:
-        name (`str`): Of the operator.
-        field (`str`): `"mutations"` or `"crossovers"`.
+        name: Of the operator.
+        field: `"mutations"` or `"crossovers"`.
 
     Raises:
         `ValueError`: If there is none; by what is returned, if a child is no adapter like its (better) parent.

@@ -18,12 +18,12 @@ class Run:
     What a run has left so far.
 
     Args:
-        name (`str`): Its directory's or repository's name.
-        history (`list[dict]`): Metrics per step, oldest first; with `num_iterations` not every step was played.
-        rows (`list[dict]`): Proposals and attempts, each with the keys in `ROW_COLUMNS`.
-        lineage (`list[dict]`): Births, oldest first.
-        population (`dict`): `population.json`; empty while there is none.
-        evaluations (`list[dict]`): Figures on held-out tasks with their seconds, oldest first.
+        name: Its directory's or repository's name.
+        history: Metrics per step, oldest first; with `num_iterations` not every step was played.
+        rows: Proposals and attempts, each with the keys in `ROW_COLUMNS`.
+        lineage: Births, oldest first.
+        population: `population.json`; empty while there is none.
+        evaluations: Figures on held-out tasks with their seconds, oldest first.
     """
 
     name: str
@@ -134,12 +134,6 @@ class Run:
         return sorted({event["step"] for event in self.lineage})
 
 
-def stamp(run: str | Path) -> tuple:
-    """Changes when a run has logged something."""
-    paths = [Path(run, name) for name in (METRICS, POPULATION_FILE, LINEAGE)]
-    return tuple((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in paths)
-
-
 def table_name(table: str) -> str:
     """What a held-out table is called, from the start of its keys; empty for the only one."""
     return table.removeprefix("eval/").rstrip("_")
@@ -150,7 +144,7 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
     Metrics per logged step of a run, oldest first.
 
     Args:
-        run (`str` or `Path`): The run's `output_dir`, also while it is going on.
+        run: The run's `output_dir`, also while it is going on.
 
     Raises:
         `ValueError`: If it holds no metrics, or the file is broken.
@@ -159,10 +153,6 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
     entries = _read_lines(root / METRICS)
     if not entries:
         raise ValueError(f"{root} holds no {METRICS}: it is not a run's directory.")
-    return _history(root, entries)
-
-
-def _history(root: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     history = _by_step(entry for entry in entries if sort_of(entry) == STEP)
     times = {e["step"]: e for e in _read_lines(root / TIMES) if sort_of(e) != EVALUATION}
     return [entry | times.get(entry["step"], {}) for entry in history]
@@ -214,27 +204,17 @@ def load_run(run: str | Path, name: str | None = None) -> Run:
         `ValueError`: If the run has not logged a step yet, or a file is broken.
     """
     root = Path(run)
-    if not load_history(root):
+    history = load_history(root)
+    if not history:
         raise ValueError(f"{root} has not logged a population step yet; try again after its first one.")
-    records = load_figures(root, name)
-    records.rows = [row for row in _read_rollouts(root, ROW_COLUMNS) if row["step"] <= records.step]
-    return records
-
-
-def load_figures(run: str | Path, name: str | None = None) -> Run:
-    """
-    The same without its rows, which takes milliseconds; of a run that has not logged anything yet, nothing.
-
-    Raises:
-        `ValueError`: If a file is broken.
-    """
-    root = Path(run)
-    history = _history(root, _read_lines(root / METRICS))
-    last = history[-1]["step"] if history else 0
-    lineage = [event for event in _read_lines(root / LINEAGE) if event["step"] <= last]
+    # A run in progress writes the rollouts and births of a step before its metrics: the page ends with the metrics.
+    last = history[-1]["step"]
+    rows, lineage, evaluations = (
+        [entry for entry in entries if entry["step"] <= last]
+        for entries in (_read_rollouts(root, ROW_COLUMNS), _read_lines(root / LINEAGE), load_evaluations(root))
+    )
     population = read_population(root) if (root / POPULATION_FILE).exists() else {}
-    evaluations = [entry for entry in load_evaluations(root) if entry["step"] <= last]
-    return Run(name or root.resolve().name, history, lineage=lineage, population=population, evaluations=evaluations)
+    return Run(name or root.resolve().name, history, rows, lineage, population, evaluations)
 
 
 def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[dict[str, Any]]:
@@ -268,18 +248,6 @@ def load_samples(run: str | Path, number: int = 8) -> list[Sample]:
     chosen = valid[::step][: number * 3 // 4]
     chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]
     return [(row, attempts.get(_task(row), []) if row["valid"] else []) for row in chosen]
-
-
-def load_last_task(run: str | Path) -> Sample | None:
-    """
-    The newest task with its attempts, one that some of them solved if there is such a one; a rejected proposal if the
-    step has no task, `None` without rollouts.
-    """
-    proposals, attempts = _proposals(Path(run), last=1)
-    if not proposals:
-        return None
-    row = max(proposals, key=lambda row: (row["valid"], row["valid"] and 0 < row["solve_rate"] < 1))
-    return row, attempts.get(_task(row), []) if row["valid"] else []
 
 
 def _proposals(root: Path, last: int) -> tuple[list[dict[str, Any]], dict[tuple, list[dict[str, Any]]]]:

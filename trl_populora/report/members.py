@@ -15,8 +15,8 @@ def list_members(members: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[s
     Cells of every member under `HEADER`, the best first, by role, teachers' first.
 
     Args:
-        members (`Iterable[Mapping[str, Any]]`): As `population.json` has them; of a run that has written none yet,
-            `name`, `role`, `mu` and `sigma` will do.
+        members: As `population.json` has them; of a run that has written none yet, `name`, `role`, `mu` and `sigma`
+            will do.
     """
     best_first = sorted(members, key=lambda member: (-(member["mu"] or 0.0), member["name"]))
     return {role: [_cells(each) for each in best_first if each["role"] == role] for role in ("teacher", "student")}

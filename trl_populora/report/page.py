@@ -69,9 +69,9 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
     Writes `report.html`, one self-contained page, and its pictures as `plots/*.png`.
 
     Args:
-        run (`str` or `Path`): The run's `output_dir`, also while it is going on, or a downloaded population.
-        directory (`str` or `Path`, *optional*): Where they go, the run itself by default.
-        name (`str`, *optional*): The page's title, the name of the run's directory by default.
+        run: The run's `output_dir`, also while it is going on, or a downloaded population.
+        directory: Where they go, the run itself by default.
+        name: The page's title, the name of the run's directory by default.
 
     Returns:
         `Path`: The page.
@@ -93,11 +93,10 @@ def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Sample]
     Builds the page.
 
     Args:
-        run ([`Run`]): The run's records.
-        plots (`list[tuple[Plot, Path]]`): Pictures that were drawn.
-        samples (`list[tuple[dict, list[dict]]]`): Proposals with the attempts at them.
-        way (`str` or `None`, *optional*, defaults to `"."`): From the page to the run's directory, for links to its
-            rollouts; `None` where these are not beside it.
+        run: The run's records.
+        plots: Pictures that were drawn.
+        samples: Proposals with the attempts at them.
+        way: From the page to the run's directory, for links to its rollouts; `None` where these are not beside it.
     """
     figures = "\n".join(_figure(plot, path) for plot, path in plots)
     return f"""<!DOCTYPE html>

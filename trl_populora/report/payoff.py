@@ -20,12 +20,12 @@ class Payoff:
     What cross-play found. Shapes: T teachers, S students.
 
     Args:
-        teachers, students (`list[str]`): Names, in the order of rows and columns.
-        valid (`list[float]`): Share of each teacher's proposals that were fresh tasks: accepted by the sandbox, and
-            neither in the archive nor proposed before by the same teacher, `[T]`.
-        solved (`list[list[float]]`): Share of the attempts at the teacher's tasks that the student solved, `[T][S]`;
-            NaN in the row of a teacher without a fresh task.
-        given (`dict[str, float]`): Each member's solve rate on the given tasks; empty without any.
+        teachers, students: Names, in the order of rows and columns.
+        valid: Share of each teacher's proposals that were fresh tasks: accepted by the sandbox, and neither in the
+            archive nor proposed before by the same teacher, `[T]`.
+        solved: Share of the attempts at the teacher's tasks that the student solved, `[T][S]`; NaN in the row of a
+            teacher without a fresh task.
+        given: Each member's solve rate on the given tasks; empty without any.
     """
 
     teachers: list[str]

@@ -170,8 +170,8 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
     Draws the pictures that tell most into one PNG, of those that the run has left something for.
 
     Args:
-        run (`str` or `Path`): The run's `output_dir`.
-        path (`str` or `Path`, *optional*): Where the picture goes, `run.png` in the run by default.
+        run: The run's `output_dir`.
+        path: Where the picture goes, `run.png` in the run by default.
 
     Raises:
         `ValueError`: If the run has not logged a step yet.

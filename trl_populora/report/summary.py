@@ -35,12 +35,12 @@ class Change:
     One line of the table.
 
     Args:
-        name (`str`): What it is, in words.
-        form (`str`): How it reads.
-        first, last (`float` or `None`): Before and after; `None` where nothing was seen.
-        clear (`bool` or `None`): Whether it changed by more than steps differ among themselves; `None` where too few
-            steps were logged to say.
-        base (`float`, *optional*): The same of the base without any adapter.
+        name: What it is, in words.
+        form: How it reads.
+        first, last: Before and after; `None` where nothing was seen.
+        clear: Whether it changed by more than steps differ among themselves; `None` where too few steps were logged to
+            say.
+        base: The same of the base without any adapter.
     """
 
     name: str

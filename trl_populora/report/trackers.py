@@ -40,7 +40,7 @@ class TrackerTables(TrainerCallback):
     evaluations, and at the end. Curves are the trainer's own metrics, `completions` is TRL's table.
 
     Args:
-        describe (`Callable`): Returns what `population.json` holds.
+        describe: Returns what `population.json` holds.
     """
 
     def __init__(self, describe: Callable[[], dict[str, Any]]):
@@ -73,8 +73,8 @@ def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[s
     Everybody who ever lived, in the order of birth: when who was replaced, with which rating, and who lives.
 
     Args:
-        members (`list[dict]`): The living, as `population.json` has them.
-        births (`list[dict]`): Lines of `lineage.jsonl`, oldest first.
+        members: The living, as `population.json` has them.
+        births: Lines of `lineage.jsonl`, oldest first.
     """
     alive = {f"{member['name']}@{member['version']}": member for member in members}
     born = {birth["child"] for birth in births}

@@ -86,7 +86,7 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
     Finds a kind of task.
 
     Args:
-        name (`str` or [`TaskKind`]): A key of `TASK_KINDS`, a class as `package.module:Class`, or an instance.
+        name: A key of `TASK_KINDS`, a class as `package.module:Class`, or an instance.
 
     Raises:
         `ValueError`: If nothing is found under `name`, or what is found is no [`TaskKind`].

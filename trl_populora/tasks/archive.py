@@ -94,7 +94,7 @@ class TaskArchive:
     what has to be worked out, and so is one with other constants: `programs` tells how many are new in more than that.
 
     Args:
-        cap (`int`, *optional*, defaults to `16384`): Tasks kept per kind (Absolute Zero Reasoner's buffer size).
+        cap: Tasks kept per kind (Absolute Zero Reasoner's buffer size).
 
     Raises:
         `ValueError`: If `cap` is not positive.
@@ -166,9 +166,9 @@ class TaskArchive:
         Draws tasks uniformly, without replacement.
 
         Args:
-            kinds (`Sequence[str]`): Names of the kinds to draw from, all their tasks together.
-            k (`int`): How many; fewer are returned if there are fewer.
-            rng (`random.Random`): The caller's generator.
+            kinds: Names of the kinds to draw from, all their tasks together.
+            k: How many; fewer are returned if there are fewer.
+            rng: The caller's generator.
         """
         total = self.count(kinds)
         return self.pick(kinds, rng.sample(range(total), min(k, total)))
@@ -199,9 +199,9 @@ class TaskArchive:
         Builds an archive from a table of tasks, in its order; duplicates are dropped.
 
         Args:
-            dataset (`datasets.Dataset` or iterable of rows): Needs the columns `kind`, `program`, `inputs` and
-                `outputs`, the last two with canonical texts; `message`, `visible`, `author` and `step` are optional.
-            cap (`int`, *optional*, defaults to `16384`): Tasks kept per kind.
+            dataset: Needs the columns `kind`, `program`, `inputs` and `outputs`, the last two with canonical texts;
+                `message`, `visible`, `author` and `step` are optional.
+            cap: Tasks kept per kind.
 
         Raises:
             `ValueError`: If a column is missing or a cell is broken; the message names column and row.
@@ -261,7 +261,7 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
     Reads seed tasks, one JSON object per line.
 
     Args:
-        path (`str` or `Path`, *optional*): A file of the user's own; the 256 tasks of the embedded base by default.
+        path: A file of the user's own; the 256 tasks of the embedded base by default.
 
     Raises:
         `ValueError`: If a line is no JSON object or a cell is broken; the message names file, line and column.

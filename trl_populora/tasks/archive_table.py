@@ -87,9 +87,9 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
     Puts a saved archive in the place of this one's contents; this one's `cap` applies.
 
     Args:
-        archive ([`TaskArchive`]): The archive to fill.
-        path (`str` or `Path`): A file written by [`save_archive`].
-        coverage (`dict`): Saved state of `archive.coverage`, which remembers more than the tasks that are left.
+        archive: The archive to fill.
+        path: A file written by [`save_archive`].
+        coverage: Saved state of `archive.coverage`, which remembers more than the tasks that are left.
 
     Raises:
         `ValueError`: If the file is missing, cut off, or of another schema; the message names file and column.

@@ -69,14 +69,14 @@ class Task:
     A verified task: what a student is asked and what is true about it.
 
     Args:
-        kind (`str`): Name of the kind in the run's table of kinds.
-        program (`str`): Source with a top-level `f`; a user's own kind may keep any text here.
-        inputs (`tuple[str, ...]`): Canonical texts of argument tuples.
-        outputs (`tuple[str, ...]`): Canonical texts of the values returned, one per input.
-        message (`str`, *optional*, defaults to `""`): Hint for the solver (code_f).
-        visible (`int`, *optional*, defaults to `0`): How many of the leading pairs the solver is shown (code_f).
-        author (`str`, *optional*, defaults to `"seed"`): Name of the member that proposed it.
-        step (`int`, *optional*, defaults to `0`): Population step it was proposed at, from 1; 0 is before training.
+        kind: Name of the kind in the run's table of kinds.
+        program: Source with a top-level `f`; a user's own kind may keep any text here.
+        inputs: Canonical texts of argument tuples.
+        outputs: Canonical texts of the values returned, one per input.
+        message: Hint for the solver (code_f).
+        visible: How many of the leading pairs the solver is shown (code_f).
+        author: Name of the member that proposed it.
+        step: Population step it was proposed at, from 1; 0 is before training.
     """
 
     kind: str
@@ -179,11 +179,10 @@ class Attempt:
     A student's answer after parsing.
 
     Args:
-        well_formed (`bool`): Whether the answer has the stated format. Malformed answers earn the lowest reward.
-        answer (`str`): Canonical text (code_o: the value, code_i: the argument tuple) or program (code_f); `""` if
-            malformed.
-        reason (`str`, *optional*, defaults to `""`): Value of a [`Reject`] when malformed.
-        detail (`str`, *optional*, defaults to `""`): The same in a sentence, for people.
+        well_formed: Whether the answer has the stated format. Malformed answers earn the lowest reward.
+        answer: Canonical text (code_o: the value, code_i: the argument tuple) or program (code_f); `""` if malformed.
+        reason: Value of a [`Reject`] when malformed.
+        detail: The same in a sentence, for people.
     """
 
     well_formed: bool
@@ -219,11 +218,11 @@ class KindSettings:
     Settings of a run that kinds of task may want to know.
 
     Args:
-        inputs_per_function (`int`, *optional*, defaults to `10`): Inputs a code_f proposal must give (AZR: 10).
-        determinism_runs (`int`, *optional*, defaults to `2`): Runs of a proposal that must agree (AZR: 2).
-        prompt_style (`str`, *optional*): One of `STYLES`, chosen when kinds are configured.
-        reading (`str`, *optional*): One of `READINGS`; by the style when `None`.
-        prompt_texts (`Mapping[str, str]`, *optional*): Instructions of the user's, by `"code_o/propose"` and so on.
+        inputs_per_function: Inputs a code_f proposal must give (AZR: 10).
+        determinism_runs: Runs of a proposal that must agree (AZR: 2).
+        prompt_style: One of `STYLES`, chosen when kinds are configured.
+        reading: One of `READINGS`; by the style when `None`.
+        prompt_texts: Instructions of the user's, by `"code_o/propose"` and so on.
 
     Raises:
         `ValueError`: If a value is out of range or names nothing known.

@@ -23,7 +23,7 @@ class CodeF(CodeKind):
     into a visible and a hidden half, so the teacher cannot choose what is hidden.
 
     Args:
-        inputs_per_task (`int`, *optional*, defaults to `10`): Inputs of one task (Absolute Zero Reasoner).
+        inputs_per_task: Inputs of one task (Absolute Zero Reasoner).
 
     Raises:
         `ValueError`: If there are too few inputs for one visible and one hidden pair.

@@ -23,8 +23,7 @@ def control_texts(tokenizer: Any) -> tuple[str, ...]:
     The texts of a tokenizer's special tokens, and the tags of thinking.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Added tokens that are not special, as some have for common words, do not
-            count.
+        tokenizer: Added tokens that are not special, as some have for common words, do not count.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}

@@ -125,7 +125,7 @@ class Features:
     The features of the last accepted tasks. The same on every rank.
 
     Args:
-        window (`int`, *optional*, defaults to `200`): Accepted tasks that are remembered.
+        window: Accepted tasks that are remembered.
 
     Raises:
         `ValueError`: If `window` is not positive.
@@ -173,9 +173,9 @@ def draw_evenly(tasks: Sequence[tuple[Task, tuple[str, ...]]], k: int, rng: rand
     Draws tasks so that every feature is as likely as any other, however few tasks have it; a task may come twice.
 
     Args:
-        tasks (`Sequence[tuple]`): Tasks with their features; uniformly among them if none has any.
-        k (`int`): How many.
-        rng (`random.Random`): The caller's generator.
+        tasks: Tasks with their features; uniformly among them if none has any.
+        k: How many.
+        rng: The caller's generator.
     """
     having: dict[str, list[Task]] = defaultdict(list)
     for task, words in tasks:

@@ -15,8 +15,8 @@ def guess_blindly(value: Any, rng: random.Random) -> Any:
     lists are filled as long as the whole is no larger than `MAX_SIZE`.
 
     Args:
-        value (`Any`): Plain data.
-        rng (`random.Random`): Decides the rest.
+        value: Plain data.
+        rng: Decides the rest.
     """
     left = MAX_SIZE
 

@@ -26,13 +26,13 @@ def make_task(
         make_task("code_o", "def f(x):\\n    return x + 1", inputs=[(1,)])
 
     Args:
-        kind (`str`): Name of the kind.
-        program (`str`): Source with a top-level `f`.
-        inputs (`Sequence`): One sequence of arguments per call, of plain data; one call, or several for code_f.
-        message (`str`, *optional*, defaults to `""`): Hint for the solver (code_f).
-        visible (`int`, *optional*): How many of the leading pairs the solver is shown; half of them for code_f, and
-            none for others, when `None`.
-        sandbox (`Sandbox`, *optional*): Runs the program; one is started and closed again when not given.
+        kind: Name of the kind.
+        program: Source with a top-level `f`.
+        inputs: One sequence of arguments per call, of plain data; one call, or several for code_f.
+        message: Hint for the solver (code_f).
+        visible: How many of the leading pairs the solver is shown; half of them for code_f, and none for others, when
+            `None`.
+        sandbox: Runs the program; one is started and closed again when not given.
 
     Raises:
         `TypeError`: If the arguments of a call are no tuple or list.

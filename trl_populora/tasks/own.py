@@ -12,9 +12,9 @@ def find_own(path: str, what: str, choices: str) -> Any:
     Imports what `package.module:attribute` names.
 
     Args:
-        path (`str`): The name.
-        what (`str`): What is looked for, for the error: `"task kind"`.
-        choices (`str`): What may be named, likewise.
+        path: The name.
+        what: What is looked for, for the error: `"task kind"`.
+        choices: What may be named, likewise.
 
     Raises:
         `ValueError`: If there is no such module or attribute.
@@ -44,9 +44,9 @@ def find_function(path: str, option: str, named: Iterable[str] = ()) -> Callable
     A user's own function, which says in one line what it was given where it raises.
 
     Args:
-        path (`str`): Its name, `module:function`.
-        option (`str`): The setting, for errors.
-        named (`Iterable[str]`, *optional*): What the setting may be beside, likewise.
+        path: Its name, `module:function`.
+        option: The setting, for errors.
+        named: What the setting may be beside, likewise.
 
     Raises:
         `ValueError`: If there is no such function.

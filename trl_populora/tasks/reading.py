@@ -49,8 +49,8 @@ def find_answer(text: str, names: Sequence[str]) -> list[str]:
     Contents of the blocks called `names`, in that order, without their fences.
 
     Args:
-        text (`str`): A completion.
-        names (`Sequence[str]`): One or two keys of `ALIASES`; the second block follows the first.
+        text: A completion.
+        names: One or two keys of `ALIASES`; the second block follows the first.
 
     Raises:
         `FormatError`: If the text is still thinking, or a block is missing.
