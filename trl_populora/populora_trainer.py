@@ -257,6 +257,7 @@ class PopuLoRATrainer(HubTrainer):
         """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
         self._open()
         self._best_step = None
+        self._forget_unfinished_step()
         try:
             nodes.wait_for_all(self.args, self.accelerator)
             nodes.check_nodes(self.args, self.accelerator)
@@ -265,6 +266,13 @@ class PopuLoRATrainer(HubTrainer):
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()
+
+    def _forget_unfinished_step(self) -> None:
+        """A training that ended within a step leaves rows and figures; the next plays first, or loads a checkpoint's."""
+        self._step, self._buffered_inputs, self._resumed = 0, None, None
+        self._metrics["train"].clear()
+        self._phases.take()
+        self._loss_metrics.take()
 
     def _open(self) -> Game:
         if self._closed:
