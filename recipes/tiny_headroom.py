@@ -34,7 +34,6 @@ from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.load import load_evaluations
 from trl_populora.report.plots import plot_run
-from trl_populora.runs.checkpoint import find_newest
 from trl_populora.sandbox import Sandbox
 from trl_populora.step.pay import Answer
 from trl_populora.tasks import load_seed_tasks
@@ -72,7 +71,7 @@ def train(run: Path, seed: int, random_rewards: bool, options: list[str], config
     trainer = build(run, seed, options, config)
     if random_rewards:
         trainer.game.rules = replace(trainer.game.rules, student_reward=coin(seed))
-    trainer.train(resume_from_checkpoint=find_newest(str(run)))
+    trainer.train(resume_from_checkpoint="newest")
     trainer.save_state()
     trainer.save_model()
     plot_run(run)

@@ -231,7 +231,8 @@ def savings(base: str, output: str) -> dict:
     for loss, checkpointing in sorted(every if os.environ.get("POPULORA_SAVINGS") == "all" else SAVINGS):
         options = {"loss_type": loss, "gradient_checkpointing": checkpointing, "per_device_train_batch_size": 2}
         for whole in (False, True):
-            trainer = make_trainer(base, output, evolve_every=0, max_steps=1, **CLIPPED, **options)
+            own = f"{output}/{loss}-{checkpointing}-{whole}"
+            trainer = make_trainer(base, own, evolve_every=0, max_steps=1, **CLIPPED, **options)
             if whole:
                 trainer.scorer.skips_blank_rows, trainer.scorer.sharing = False, None
             trainer.train()

@@ -73,8 +73,10 @@ def main(base: str, own: Path, common: Path) -> None:
     if PartialState().process_index == 1:
         shutil.rmtree(cut / "checkpoint-4")
     told["resumed"] = run(base, cut, resume=True, **EACH, **SAVING)
-    again = copy_of(own / "straight", "again")
-    told["again"] = run(base, again, **EACH, save_steps=1, max_steps=1)
+    again = own / "again"
+    if PartialState().process_index == 1:
+        copy_of(own / "straight", again.name)
+    told["again"] = run(base, again, wrong=True, **EACH, **SAVING)
 
     told["twice"] = run(base, common / "twice", wrong=True, **EACH, **SAVING)
     told["common"] = run(base, common / "run", save_steps=1, max_steps=1)

@@ -90,10 +90,8 @@ def make_trainer(base: str, output_dir: str, settings: dict):
 
 def run(base: str, output_dir: str, settings: dict, resume: bool = False) -> None:
     """Trains to the end, from the newest whole checkpoint if `resume`."""
-    from trl_populora.runs.checkpoint import find_newest
-
     trainer = make_trainer(base, output_dir, settings)
-    trainer.train(resume_from_checkpoint=find_newest(output_dir) if resume else None)
+    trainer.train(resume_from_checkpoint="newest" if resume else None)
     trainer.save_state()
     trainer.save_model()
 
@@ -119,7 +117,7 @@ def state_of(trainer) -> dict:
     """Everything that must be equal after equal runs: adapters, state, records; times left out."""
     from trl_populora.adapters.weights import read_member
     from trl_populora.runs.checkpoint import game_state
-    from trl_populora.runs.records import read_lines
+    from trl_populora.runs.lines import read_lines
 
     run = Path(trainer.args.output_dir)
     members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.adapters}

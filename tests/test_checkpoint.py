@@ -22,8 +22,7 @@ from transformers import TrainerCallback
 
 from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
 from tests.without_extras import without_extras
-from trl_populora.adapters.weights import read_member, saved_step
-from trl_populora.hub.export import export_member
+from trl_populora.adapters.weights import read_member
 from trl_populora.runs.checkpoint import MANIFEST, find_flaw, find_newest
 from trl_populora.runs.lines import PLAYED, read_lines
 
@@ -206,69 +205,13 @@ class TestFullDisk:
         assert_equal(state_of(straight), state_of(resumed))
 
 
-def test_a_second_run_leaves_the_first_and_is_never_resumed_from_it(base, tmp_path):
-    settings = {"max_steps": 2, "save_steps": 1}
-    for seed in (1, 2):
-        make_trainer(base, str(tmp_path), settings | {"seed": seed}).train()
-        kept = {path.name: path.read_bytes() for path in tmp_path.glob("rollouts/*")}
-        if seed == 1:
-            first = kept
-    assert kept.keys() == first.keys()
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("_previous-1/rollouts/*")} == first
-    assert find_newest(str(tmp_path / "_previous-1")) == str(tmp_path / "_previous-1" / "checkpoint-2")
-    # Going on from the first, the second is what lies in the way.
-    trainer = make_trainer(base, str(tmp_path), settings | {"seed": 1, "max_steps": 3})
-    trainer.train(resume_from_checkpoint=str(tmp_path / "_previous-1" / "checkpoint-2"))
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("_previous-2/rollouts/*")} == kept
-    assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-3")
-
-
-def test_resuming_from_an_earlier_checkpoint_moves_all_that_came_later_aside_whole(base, tmp_path, caplog):
-    settings = {"save_steps": 1, "evolve_every": 1, "evolve_burn_in": 1}
-    first = make_trainer(base, str(tmp_path), settings | {"max_steps": 4})
-    first.train()
-    first.save_model()
-    before = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    again = make_trainer(base, str(tmp_path), settings | {"max_steps": 3, "mutation_strength": 0.2})
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-    aside = tmp_path / "_previous-1"
-    assert f"{tmp_path} had gone on after step 2; what came later is in {aside} now" in caplog.text
-    moved = {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()}
-    assert moved == {name: before[name] for name in moved}
-    later = {f"{folder}{step}" for folder in ("checkpoint-", "rollouts/step_0000") for step in (3, 4)}
-    wanted = [name for name in before if str(name).removesuffix(".parquet") in later or name.parts[0] in later]
-    records = ("metrics.jsonl", "times.jsonl", "lineage.jsonl", "population.json", "archive.parquet")
-    assert {*wanted, *map(Path, records), Path("members/student_0/adapter_model.safetensors")} <= set(moved)
-    assert find_newest(str(aside)) == str(aside / "checkpoint-4")
-    assert export_member(str(aside), tmp_path / "student", "student_0") == "student_0"
-
-    assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-3"), "a later --resume goes on with this branch"
-    assert [entry["step"] for entry in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    for name in before:
-        if "rollouts" in name.parts and str(name).removesuffix(".parquet") not in later:
-            assert (tmp_path / name).read_bytes() == before[name]
-    assert not (tmp_path / "members").exists()
-
-
-def test_members_that_were_saved_later_than_the_checkpoint_move_aside_too(base, tmp_path):
-    settings = {"max_steps": 3, "save_steps": 2, "save_strategy": "steps"}
-    trainer = make_trainer(base, str(tmp_path), settings)
-    trainer.train()
-    trainer.save_model()
-    shutil.rmtree(tmp_path / "checkpoint-3")
-    make_trainer(base, str(tmp_path), settings).train(resume_from_checkpoint=True)
-    assert saved_step(tmp_path / "_previous-1" / "members" / "student_0") == 3
-    assert not (tmp_path / "members").exists()
-
-
 def test_what_a_killed_save_left_behind_is_in_nobodys_way(base, tmp_path):
     """Killed while it wrote checkpoint 20, or between the renames that put one in the place of another."""
     for leftover in ("_unfinished/checkpoint-20", "_unfinished/replaced", "checkpoint-1"):
         (tmp_path / leftover).mkdir(parents=True)
         (tmp_path / leftover / "optimizer.pt").touch()
     trainer = make_trainer(base, str(tmp_path), {"max_steps": 1, "save_steps": 1})
-    trainer.train()
+    trainer.train(resume_from_checkpoint="newest")
     assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-1")
     assert not (tmp_path / "_unfinished").exists()
 
@@ -279,7 +222,7 @@ def saved(base, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("saved") / "run")
     trainer = make_trainer(base, path, {"max_steps": 1, "save_steps": 1})
     trainer.train()
-    # A run that goes on from a checkpoint elsewhere moves aside what its own directory holds.
+    # Elsewhere: the trainer's own directory holds what its last training has left.
     checkpoint = tmp_path_factory.mktemp("checkpoint") / "checkpoint-1"
     return trainer, Path(shutil.copytree(Path(path, "checkpoint-1"), checkpoint))
 

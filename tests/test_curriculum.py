@@ -13,7 +13,7 @@ from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
 from trl_populora.report.load import load_run, load_samples
 from trl_populora.report.page import write_report
-from trl_populora.runs.records import read_lines
+from trl_populora.runs.lines import read_lines
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import make_task
 

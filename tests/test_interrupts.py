@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from transformers import TrainerCallback
@@ -16,12 +14,6 @@ from trl_populora.adapters.weights import saved_step
 from trl_populora.population.members import read_population
 from trl_populora.runs.checkpoint import find_newest, is_disk_full
 from trl_populora.runs.saved_population import check_one_moment
-
-
-@pytest.fixture(scope="module")
-def base(random_base, seed_tasks):
-    Path(random_base, "tasks.json").write_text(json.dumps([task.to_record() for task in seed_tasks]))
-    return random_base
 
 
 class Send(TrainerCallback):
@@ -56,14 +48,14 @@ def test_a_signal_leaves_a_checkpoint_and_says_how_to_continue(base, tmp_path, c
 NO_BEST = {"save_strategy": "best", "eval_steps": 1, "metric_for_best_model": "solve_rate_mean", "learning_rate": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("settings", "checkpoint"),
-    [({"save_strategy": "no"}, None), (EVALUATED | NO_BEST, "checkpoint-1")],
-    ids=["saving is off", "the step is no best one"],
-)
-def test_a_stop_saves_the_members_where_it_makes_no_checkpoint(base, tmp_path, caplog, settings, checkpoint):
-    train(base, tmp_path, [signal.SIGINT], KeyboardInterrupt, **settings)
-    assert find_newest(str(tmp_path)) == (checkpoint and str(tmp_path / checkpoint))
+def test_a_stop_leaves_a_checkpoint_where_only_the_best_are_saved(base, tmp_path):
+    train(base, tmp_path, [signal.SIGINT], KeyboardInterrupt, **EVALUATED | NO_BEST)
+    assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+
+
+def test_a_stop_saves_the_members_where_no_checkpoints_are_wanted(base, tmp_path, caplog):
+    train(base, tmp_path, [signal.SIGINT], KeyboardInterrupt, save_strategy="no")
+    assert find_newest(str(tmp_path)) is None
     assert f"The members of this step are in {tmp_path}; `warm_start` begins with them" in caplog.text
     saved = read_population(tmp_path)
     check_one_moment(tmp_path, saved)

@@ -4,6 +4,7 @@ The command line: what it prints, what it refuses; `push` is tested in `test_hub
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import json
@@ -448,7 +449,7 @@ def test_yaml_and_overrides_reach_the_config(tmp_path):
     path.write_text(f"output_dir: {tmp_path}\nteachers: 2\nstudents: 3\nuse_cpu: true\nbf16: false\nresume: true\n")
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig))
     recipe, args, _ = parser.parse_args_and_config(["--config", str(path), "--students", "4"])
-    assert (args.teachers, args.students, recipe.resume) == (2, 4, True)
+    assert (args.teachers, args.students, recipe.resume) == (2, 4, "newest")
 
 
 MEMBER_OPTIONS = [
@@ -514,18 +515,49 @@ def test_the_adapters_of_a_command_line_without_model_options_are_on_all_linear_
     assert (lora.r, lora.lora_alpha, lora.target_modules, lora.lora_dropout) == (16, 32, "all-linear", 0.0)
 
 
-@pytest.mark.parametrize(("given", "newest"), [("runs/a/checkpoint-2", False), (None, True), (None, False)])
-def test_training_goes_on_from_the_checkpoint_that_is_named(make_args, monkeypatch, given, newest):
+RESUMED = [
+    (["--resume"], "newest"),
+    (["--resume", "runs/a/checkpoint-2"], "runs/a/checkpoint-2"),
+    (["--resume_from_checkpoint", "runs/a/checkpoint-2"], "runs/a/checkpoint-2"),
+    (["--resume", "true"], "newest"),
+    ([], None),
+]
+
+
+@pytest.mark.parametrize(("options", "checkpoint"), RESUMED)
+def test_training_goes_on_from_the_checkpoint_that_is_named(tmp_path, monkeypatch, options, checkpoint):
     class Trained(Exception):
         pass
 
     class Trainer:
+        directory = contextlib.nullcontext()
+
         def train(self, resume_from_checkpoint):
             raise Trained(resume_from_checkpoint)
 
-    args = make_args(resume_from_checkpoint=given)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "build_trainer", lambda *_: Trainer())
-    monkeypatch.setattr("trl_populora.runs.checkpoint.find_newest_of_all", lambda directory: f"{directory}/newest")
     with pytest.raises(Trained) as done:
-        cli.run_training(cli.TrainArguments(resume=newest), args, MemberConfig("base"))
-    assert done.value.args == (given or (f"{args.output_dir}/newest" if newest else None),)
+        cli.quickstart(options)
+    assert done.value.args == (checkpoint,)
+
+
+def test_a_command_refuses_a_directory_with_a_run_before_it_loads_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs", "mine", "members").mkdir(parents=True)
+    recipe = str(ROOT / "recipes" / "tiny" / "quickstart.yaml")
+    told = r"^populora train: runs/mine holds a run. `--resume`, .* goes on with it; .* needs another `output_dir`.$"
+    with pytest.raises(SystemExit, match=told):
+        cli.main(["train", "--config", recipe, "--output_dir", "runs/mine", "--model_name_or_path", "nowhere"])
+
+
+def test_quickstart_takes_the_next_free_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(cli, "run_training", lambda recipe, args, model: asked.append(args.output_dir))
+    for options in ([], ["--resume"], ["--output_dir", "runs/mine"]):
+        cli.quickstart(options)
+    for name in ("quickstart", "quickstart-2"):
+        Path("runs", name).mkdir(parents=True)
+        cli.quickstart([])
+    assert asked == [f"runs/{name}" for name in ("quickstart", "quickstart", "mine", "quickstart-2", "quickstart-3")]

@@ -84,12 +84,9 @@ class TestOwnDirectories:
         for node in nodes:
             assert node["resumed"] == node["straight"], "the steps from 2 to 4 are played again"
 
-    def test_an_earlier_run_is_moved_aside_on_every_node(self, nodes, root):
-        for rank, node in enumerate(nodes):
-            directory = root / f"node_{rank}" / "again"
-            assert node["again"]["step"] == 1
-            assert find_newest(str(directory)) == str(directory / "checkpoint-1")
-            assert find_newest(str(directory / "_previous-1")) == str(directory / "_previous-1" / "checkpoint-4")
+    def test_an_earlier_run_on_one_node_is_refused_on_both(self, nodes, root):
+        for node in nodes:
+            assert node["again"]["refused"].startswith(f"{root}/node_1/again holds a run.")
 
     def test_without_a_checkpoint_each_they_are_refused_at_the_start(self, nodes):
         for node in nodes:

@@ -28,7 +28,8 @@ from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.load import load_evaluations, load_history, load_run
 from trl_populora.report.page import write_report
 from trl_populora.report.plots import plot_run
-from trl_populora.runs.records import OnlyKnown, read_lines
+from trl_populora.runs.lines import read_lines
+from trl_populora.runs.records import OnlyKnown
 from trl_populora.step import batching
 from trl_populora.step.pay import Outcome, Rules
 from trl_populora.step.rows import student_reward, teacher_reward
@@ -534,7 +535,7 @@ class TestRecords:
         straight.train()
         first = make_trainer(output_dir=str(tmp_path / "b"), max_steps=4, save_strategy="steps", save_steps=2)
         first.train()
-        second = make_trainer(output_dir=str(tmp_path / "b"), max_steps=4, save_strategy="steps", save_steps=2)
+        second = make_trainer(output_dir=str(tmp_path / "c"), max_steps=4, save_strategy="steps", save_steps=2)
         second.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
         for name in straight.population.names:
             assert same(members_of(straight)[name], members_of(second)[name])

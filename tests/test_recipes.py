@@ -35,7 +35,7 @@ from tests.vllm_models import ENGINE_ENVIRONMENT
 from tests.without_extras import without_extras
 from trl_populora.__main__ import train
 from trl_populora.assets import tiny_base_path, tiny_eval_tasks
-from trl_populora.runs.records import read_lines
+from trl_populora.runs.lines import read_lines
 
 
 sys.path.insert(0, str(RECIPES))

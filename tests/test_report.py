@@ -36,7 +36,7 @@ from trl_populora.report.page import page, write_report
 from trl_populora.report.payoff import payoff_size
 from trl_populora.report.plots import PLOTS, plot_run
 from trl_populora.report.summary import changes
-from trl_populora.runs.records import read_lines
+from trl_populora.runs.lines import read_lines
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from datasets import Dataset
 from tests import glossary
 from tests.glossary import table
 from tests.populora_run import EVALUATED, HELD_OUT, Letters, make_trainer
-from trl_populora.runs.records import LINEAGE, METRICS, TIMES, read_lines
+from trl_populora.runs.lines import LINEAGE, METRICS, TIMES, read_lines
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks import make_task
 from trl_populora.tasks.archive import read_task

@@ -9,6 +9,7 @@ evaluate, check-kind and sandbox-check; `populora try` tells whether a base can 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import signal
@@ -31,7 +32,18 @@ class TrainArguments:
     _argument_group_name = "This command"
     seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
     eval_tasks: str | None = field(default=None, metadata={"help": "Held-out tasks, as seed_tasks; 'tiny'; 'none'."})
-    resume: bool = field(default=False, metadata={"help": "Continue from the newest whole checkpoint in output_dir."})
+    resume: str | None = field(
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": "newest",
+            "metavar": "CHECKPOINT",
+            "help": "Go on from this checkpoint; without a value from the newest whole one in output_dir.",
+        },
+    )
+
+    def __post_init__(self) -> None:  # a recipe says `resume: true`
+        self.resume = {"true": "newest", "false": None}.get(str(self.resume).lower(), self.resume)
 
 
 @dataclass
@@ -82,7 +94,11 @@ def quickstart(arguments: Sequence[str]) -> None:
     """Trains 2 teachers and 2 students on the embedded base: three minutes on two CPU cores."""
     from trl_populora.assets import find_shipped
 
-    train(["--config", str(find_shipped("recipes") / "tiny" / "quickstart.yaml"), *arguments])
+    given = ["--config", str(find_shipped("recipes") / "tiny" / "quickstart.yaml")]
+    if not any(option.startswith("--resume") for option in arguments):
+        names = itertools.chain(["quickstart"], map("quickstart-{}".format, itertools.count(2)))
+        given += ["--output_dir", next(f"runs/{name}" for name in names if not Path("runs", name).exists())]
+    train([*given, *arguments])
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -131,22 +147,26 @@ def run_training(recipe, args, model) -> None:
     from trl_populora.report.page import write_report
     from trl_populora.report.plots import plot_run
     from trl_populora.report.terminal import print_population
-    from trl_populora.runs.checkpoint import find_newest_of_all
+    from trl_populora.runs.directory import why_taken
 
+    checkpoint = args.resume_from_checkpoint or recipe.resume
+    # `train` refuses, too; here it is before a large model is loaded.
+    if not checkpoint and (taken := why_taken(args.output_dir)):
+        raise ValueError(taken)
     trainer = build_trainer(recipe, args, model)
-    checkpoint = args.resume_from_checkpoint or (find_newest_of_all(args.output_dir) if recipe.resume else None)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_state()
-    trainer.save_model()
-    if trainer.is_world_process_zero():
-        print_population(args.output_dir)
-        _say(f"Population saved to {args.output_dir}.")
-        try:
-            _say(f"Its story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
-        except ModuleNotFoundError as error:
-            if not (way_out := way_to_install(error)):
-                raise
-            _say(f"There is no picture: {way_out}")
+    with trainer.directory:  # until all is written
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_state()
+        trainer.save_model()
+        if trainer.is_world_process_zero():
+            print_population(args.output_dir)
+            _say(f"Population saved to {args.output_dir}.")
+            try:
+                _say(f"Its story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
+            except ModuleNotFoundError as error:
+                if not (way_out := way_to_install(error)):
+                    raise
+                _say(f"There is no picture: {way_out}")
     if args.use_vllm:
         trainer.vllm_generation.end()
     # A process that ends connected may be aborted by its threads for collectives, and the launcher then calls a

@@ -34,7 +34,7 @@ from trl_populora.hub.warm_start import warm_start
 from trl_populora.population.evolution import EvolutionCallback
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population, read_population
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.runs import checkpoint, nodes, records
+from trl_populora.runs import checkpoint, directory, records
 from trl_populora.runs.interrupts import StopAtSignals
 from trl_populora.runs.progress import PhaseClock, use_step_line
 from trl_populora.runs.saved_population import Shape, describe
@@ -67,7 +67,7 @@ class PopuLoRATrainer(HubTrainer):
       without a KL term rows without advantage are not computed, and attempts at one task share their prompt.
     - `create_optimizer`, `_clip_grad_norm`, `_get_grad_norm`: one parameter group and one gradient norm per member.
     - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives one member's model.
-    - `train`: `resume_from_checkpoint=True` takes the newest whole checkpoint; Ctrl-C and SIGTERM leave one.
+    - `train`: locks `output_dir`, which belongs to one run; Ctrl-C and SIGTERM leave a whole checkpoint.
     - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
     - `save_model`, `_save`: one ordinary PEFT directory per member, `population.json`, the best student at the root.
     - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: restore the
@@ -171,6 +171,7 @@ class PopuLoRATrainer(HubTrainer):
         self.rollout_func, self.held_out, self.played = self._play, held_out, Played([], [])
         self.shape = Shape.of(members, model if isinstance(model, str) else base.config.name_or_path)
         self.staging = checkpoint.Staging(args, self.accelerator)
+        self.directory = directory.RunDirectory(args, self.accelerator)
         referee = build.make_referee(args, kinds, base, tokenizer, held_out)
         player = Player(
             generate=self._generate_rows,
@@ -270,17 +271,33 @@ class PopuLoRATrainer(HubTrainer):
             self._last_loaded_step = -1
 
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises."""
+        """
+        Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises. Collective.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*): As in `Trainer`; `True` takes the newest whole
+                checkpoint, `"newest"` also starts afresh where there is none.
+
+        Raises:
+            `ValueError`: If another process trains in `output_dir`, a run lies there that is not resumed, or the
+                checkpoint cannot be resumed.
+        """
         self._open()
         self._best_step = None
+        self._forget_unfinished_step()
         try:
-            nodes.wait_for_all(self.args, self.accelerator)
-            nodes.check_nodes(self.args, self.accelerator)
-            found = checkpoint.to_resume(resume_from_checkpoint, self.args.output_dir)
-            with StopAtSignals(self.callback_handler, self.args, checkpoint.find_newest, self._save):
+            with self.directory, StopAtSignals(self):
+                found = self.directory.claim(resume_from_checkpoint)
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()
+
+    def _forget_unfinished_step(self) -> None:
+        """Drops the rows and figures of a training that ended within a step."""
+        self._step, self._buffered_inputs, self._resumed = 0, None, None
+        self._metrics["train"].clear()
+        self._phases.take()
+        self._loss_metrics.take()
 
     def _open(self) -> Game:
         if self._closed:
@@ -585,10 +602,10 @@ class PopuLoRATrainer(HubTrainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir=None, state_dict=None):
-        directory, write = output_dir or self.args.output_dir, self.args.should_save
-        checkpoint.save(directory, self.model_wrapped, self.game, self.processing_class, self.describe(), write)
+        where, write = output_dir or self.args.output_dir, self.args.should_save
+        checkpoint.save(where, self.model_wrapped, self.game, self.processing_class, self.describe(), write)
         if write and self.staging.directory is None:
-            uploads.place_best_student(Path(directory))
+            uploads.place_best_student(Path(where))
 
     def _load_best_model(self):
         best = Path(self.state.best_model_checkpoint)
@@ -596,7 +613,7 @@ class PopuLoRATrainer(HubTrainer):
         self._load_from_checkpoint(best)
         checkpoint.load_stateful(best, self._stateful, self.archive)
         if self.args.should_save:
-            records.restore_lineage(Path(self.args.output_dir), best / "lineage.jsonl")
+            directory.restore_lineage(Path(self.args.output_dir), best / "lineage.jsonl")
         self._best_step = read_population(best)["step"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
@@ -610,9 +627,10 @@ class PopuLoRATrainer(HubTrainer):
         if checkpoint is not None:
             self._load_game(checkpoint)
 
-    def _load_game(self, directory: str) -> None:
+    def _load_game(self, saved: str) -> None:
         device = self.accelerator.device
-        state = checkpoint.load_game(directory, self.game, self._stateful, self.shape, self.args, device)
+        state = checkpoint.load_game(saved, self.game, self._stateful, self.shape, self.args, device)
+        self.directory.go_on_from(Path(saved), self.state.global_step)
         self._step, self._buffered_inputs = state.step, state.buffered
         self.played = Played([], []) if state.played is None else Played.from_state(state.played)
         self._metrics["train"].update(state.metrics)

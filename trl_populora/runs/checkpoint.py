@@ -45,7 +45,6 @@ from trl import GRPOConfig
 from trl_populora.adapters import weights
 from trl_populora.files import FORMAT, read_json, write_json
 from trl_populora.population.members import POPULATION_FILE, Population
-from trl_populora.runs import records
 from trl_populora.runs.saved_population import Shape, check_same_shape, check_settings
 from trl_populora.step.play import Game
 from trl_populora.tasks.archive import TaskArchive
@@ -57,18 +56,27 @@ logger = logging.getLogger(__name__)
 PREFIX = "checkpoint-"
 UNFINISHED = "_unfinished"  # a leading underscore keeps it out of uploads to the Hub
 MANIFEST = "whole.json"
+NEWEST = "newest"
 
 
 def to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
     """
     The checkpoint that `resume_from_checkpoint` means. Collective.
 
+    Args:
+        wanted (`str` or `bool`, *optional*): A checkpoint, `True` for the newest whole one in `output_dir`, or
+            `"newest"` for that one or, where there is none, a start from the first step.
+        output_dir (`str`): The run's directory.
+
+    Returns:
+        `str` or `None`: Its path; `None` to start from the first step.
+
     Raises:
         `ValueError`: If it cannot be resumed, or `True` finds none.
     """
-    if wanted is True:
+    if wanted is True or wanted == NEWEST:
         found = find_newest_of_all(output_dir)
-        if found is None:
+        if found is None and wanted is True:
             raise ValueError(
                 f"`resume_from_checkpoint=True`, but {output_dir} holds no whole checkpoint. Leave it unset to start "
                 "afresh."
@@ -335,7 +343,7 @@ def load_game(
     directory: str, game: Game, stateful: Mapping[str, Any], shape: Shape, args: GRPOConfig, device: torch.device
 ) -> RankState:
     """
-    Reads the state of the game back, and cuts the run's records back to the checkpoint's step. Called on every rank.
+    Reads the state of the game back. Called on every rank.
 
     Returns:
         [`RankState`]: This rank's; if another number of processes saved it, with no rows and nothing to log.
@@ -351,11 +359,6 @@ def load_game(
     load_stateful(root, stateful, game.archive)
     if (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0):
         game.referee.leave_out_long(game.archive)
-    if args.should_save:
-        output_dir = Path(args.output_dir)
-        if root.resolve().parent != output_dir.resolve():  # its records are of another run
-            records.set_aside(output_dir)
-        records.take_back(output_dir, saved["step"], root / "lineage.jsonl")
     if same_processes:
         path = root / f"rank_state_{args.process_index}.pt"
         place = "cpu" if device.type == "cpu" else device  # torch.load knows no `cpu:0`, which several ranks are on
