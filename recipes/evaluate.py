@@ -131,7 +131,7 @@ def serve(base: str, adapters: dict[str, Path], flags: list[str], log: Path) -> 
         # One slot stays empty: vLLM 0.31 on a CPU gives rows of the base that share a batch with adapters the last
         # slot, whose index is -1 (vLLM's pull request 48421 mends that).
         command += ["--max-loras", str(len(ranks) + 1), "--max-cpu-loras", str(len(ranks) + 1)]
-        # Otherwise the base's `generation_config.json` decides what a question does not say.
+        # Otherwise the base's `generation_config.json` decides what a question does not say: Qwen2.5's has a penalty.
         command += ["--generation-config", "vllm", "--lora-modules", *(f"{each}={folder}/{each}" for each in adapters)]
         # PR_SET_PDEATHSIG with SIGTERM: Linux ends the server when this process ends, however it ends.
         prctl = ctypes.CDLL(None).prctl
@@ -143,7 +143,7 @@ def serve(base: str, adapters: dict[str, Path], flags: list[str], log: Path) -> 
                     break
                 time.sleep(0.5)
             else:
-                raise RuntimeError(f"vLLM did not start; mend --server_args? {log}:\n{log.read_text()[-2000:]}")
+                raise RuntimeError(f"vLLM did not start; --server_args takes flags. {log}:\n{log.read_text()[-2000:]}")
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             process.terminate()
@@ -208,7 +208,8 @@ def ask(benchmark: Benchmark, contender: str, folder: Path, url: str, limit: int
     scores: dict[tuple[str, int], list[float]] = {}
     for path in sorted(folder.glob("reviews/*/*.jsonl")):
         for sample in (json.loads(line)["sample_score"] for line in path.read_text().splitlines()):
-            scores.setdefault((path.name, int(sample["group_id"])), []).append(float(sample["score"]["value"]["acc"]))
+            (score,) = sample["score"]["value"].values()
+            scores.setdefault((path.name, int(sample["group_id"])), []).append(float(score))
     return [fmean(scores[question]) for question in sorted(scores)]
 
 
@@ -263,13 +264,12 @@ def main(arguments: list[str] | None = None) -> None:
     found: dict[str, Any] = {"run": given.run, "step": saved["step"], "options": shlex.join(words)}
     found |= {"base_model": saved["base_model"], "date": time.strftime("%Y-%m-%d", time.gmtime())}
     found |= {key: {} for key in ("benchmarks", "questions", "scores", "margins", "over")}
-    # Members are asked as they were trained. The first keys keep a base's `generation_config.json` from deciding.
-    body: dict[str, Any] = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    # Members are asked as they were trained: with their run's stops and options of the chat template.
+    body = {"chat_template_kwargs": settings.get("chat_template_kwargs") or {}}
     for name, value in (settings.get("generation_kwargs") or {}).items():
         if name in STOPS and value is not None:
             body["stop" if name in TEXT_STOPS else "stop_token_ids"] = [value] if isinstance(value, int) else value
-    body |= {"chat_template_kwargs": template} if (template := settings.get("chat_template_kwargs")) else {}
-    how = {"extra_body": body, "max_tokens": given.max_tokens, "top_p": 1.0, "timeout": 3600}
+    how = {"extra_body": body, "max_tokens": given.max_tokens}
     flags = ["--revision", settings.get("base_revision", "main"), *shlex.split(given.server_args)]
     server = serve(resolve_model_path(saved["base_model"]), adapters | compared, flags, folder / "server.log")
     failed, table = [], [" | ".join(["percent", *members, "mean", *contenders[len(members) :]])]

