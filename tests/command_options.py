@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from trl_populora import __main__ as program
-from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
 from trl_populora.evaluation.cross_play import CrossPlayArguments
 from trl_populora.evaluation.tryout import TryArguments
 from trl_populora.hub.export import ExportArguments
@@ -19,7 +18,6 @@ OPTIONS = {
     "push": program.PushArguments,
     "export": ExportArguments,
     "crossplay": CrossPlayArguments,
-    "evaluate": EvaluateArguments,
     "check-kind": program.CheckKindArguments,
     "sandbox-check": None,
 }

@@ -1,189 +1,174 @@
-"""`populora evaluate` end to end: a real vLLM server on the tiny base, EvalScope, and programs in the sandbox."""
+"""`recipes/evaluate.py` end to end: a real vLLM server on the tiny base, EvalScope, and programs in the sandbox."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("evalscope", reason="EvalScope is not installed")
 
-from trl_populora import __main__ as cli
-from trl_populora.evaluation.benchmarks.processes import start
+from tests.evaluation_tasks import save_population, write_gsm8k, write_mbpp_plus
+from tests.recipe_runs import RECIPES
+from tests.vllm_models import ENGINE_ENVIRONMENT
+from trl_populora.assets import tiny_base_path
+from trl_populora.hub.eval_results import read_figures
+from trl_populora.population.members import read_population
 
-from .evaluation_tasks import QUESTIONS, merge, save_population, write_tasks
-from .vllm_models import ENGINE_ENVIRONMENT
-from .vllm_processes import environment
+
+sys.path.insert(0, str(RECIPES))
+
+import evaluate  # noqa: E402
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 MEMBERS = ["teacher_0", "student_0"]
-CONTENDERS = [*MEMBERS, "base", "single"]
-MARK = "POPULORA_TEST_EVALUATION"
+QUESTIONS = {"gsm8k": 12, "mbpp_plus": 4}
+FLAGS = "--dtype float32 --enforce-eager"
 
 
-def evaluate(root: Path, *options: str) -> str:
-    """The command as a user types it; returns what it prints. Options that come later win."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        cli.main(
-            [
-                *("evaluate", str(root / "run"), "--compare", str(root / "single"), "--benchmarks", *QUESTIONS),
-                *("--dataset_args", str(root / "tasks" / "dataset_args.json"), "--max_tokens", "200"),
-                *("--server_args", "--dtype float32 --enforce-eager"),
-                *options,
-            ]
-        )
-    return printed.getvalue()
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """Two members, and another run's student to compare them with, evaluated on three benchmarks."""
-    root = tmp_path_factory.mktemp("evaluation")
-    write_tasks(root / "tasks")
-    save_population(root / "run", {"teacher_0": 0, "student_0": 1})
-    save_population(root / "single", {"student_0": 2})
-    os.environ.update(ENGINE_ENVIRONMENT)
-    os.environ[MARK] = str(uuid.uuid4())
-    (root / "printed").write_text(evaluate(root))
-    return root
-
-
-def answers(folder: Path) -> dict[tuple, tuple]:
-    """Completion and score of every question in what EvalScope leaves, by benchmark file and number."""
-    found = {}
-    for path in sorted(folder.glob("reviews/*/*.jsonl")):
-        for line in path.read_text().splitlines():
-            review = json.loads(line)
-            score = review["sample_score"]["score"]
-            found[path.name, review["index"]] = (score["prediction"], score["value"])
+def marked_processes(mark: str) -> list[int]:
+    """Processes that have the mark in their environment, this one left out."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
     return found
 
 
-def of_contender(root: Path, name: str, benchmark: str) -> dict[tuple, tuple]:
-    (folder,) = (root / "run" / "_evaluation" / benchmark).glob(f"{name}-*")
-    return answers(folder)
-
-
-def test_the_table_holds_every_contender_and_what_members_come_to(root):
-    saved = json.loads((root / "run" / "evaluation.json").read_text())
-    assert saved["questions"] == QUESTIONS
-    for row in saved["scores"].values():
-        assert list(row) == [*MEMBERS, "mean", "best", "worst", "base", "single"]
-        members = [row[name] for name in MEMBERS]
-        assert (row["mean"], row["best"], row["worst"]) == (
-            pytest.approx(sum(members) / 2),
-            max(members),
-            min(members),
-        )
-    printed = (root / "printed").read_text()
-    assert printed.count("[") >= len(CONTENDERS) * len(QUESTIONS)
-    assert "GSM8K" in (root / "run" / "evaluation.md").read_text()
-    assert (root / "run" / "evaluation.png").exists()
-
-
-ALONE = {"gsm8k": CONTENDERS, "live_code_bench": ["base"]}
+@pytest.fixture(scope="module")
+def mark():
+    """What every process that starts from here has in its environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (ENGINE_ENVIRONMENT | {"POPULORA_TEST_EVALUATION": str(uuid.uuid4())}).items():
+            patch.setenv(name, value)
+        yield f"POPULORA_TEST_EVALUATION={os.environ['POPULORA_TEST_EVALUATION']}"
 
 
 @pytest.fixture(scope="module")
-def alone(root):
-    """Merged into the base, run by transformers, one at a time; LiveCodeBench's programs by EvalScope's own runner."""
-    merged = {name: merge(root, name) for name in CONTENDERS}
-    asked = [part for name, names in ALONE.items() for part in (name, ",".join(merged[each] for each in names))]
-    command = [sys.executable, str(Path(__file__).with_name("evaluation_alone.py"))]
-    done = subprocess.run(
-        [*command, root / "tasks" / "dataset_args.json", root / "alone", *asked],
-        env=environment() | {"HF_DATASETS_CACHE": str(root / "cache")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return root / "alone"
+def root(mark, tmp_path_factory):
+    """Two members and another run's student on two benchmarks; a third has no data."""
+    root = tmp_path_factory.mktemp("evaluation")
+    save_population(root / "run", {"teacher_0": 0, "student_0": 1}, generation_kwargs={"eos_token_id": 2})
+    save_population(root / "single", {"student_0": 2})
+    local = {
+        "gsm8k": write_gsm8k(root / "gsm8k", QUESTIONS["gsm8k"]),
+        "mbpp_plus": write_mbpp_plus(root / "mbpp_plus", QUESTIONS["mbpp_plus"]),
+        "aime24": {"local_path": str(root / "nowhere")},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        # `datasets` knows local data by its path alone, and pytest gives a path again.
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", root / "cache")
+        for name, arguments in local.items():
+            patch.setitem(evaluate.BENCHMARKS, name, evaluate.BENCHMARKS[name]._replace(arguments=arguments))
+        options = ["--benchmarks", "aime24", *QUESTIONS, "--max_tokens", "200", "--server_args", FLAGS]
+        with pytest.raises(SystemExit, match=r"could not be done:\naime24: [^\n]+\Z"):
+            evaluate.main([str(root / "run"), "--compare", str(root / "single"), *options])
+    return root
 
 
-@pytest.mark.parametrize(("benchmark", "names"), ALONE.items())
-def test_contenders_answer_as_the_same_library_finds_them_alone(root, alone, benchmark, names):
-    own = {name: answers(alone / benchmark / name) for name in names}
-    for name in names:
-        assert len(own[name]) == QUESTIONS[benchmark]
-        assert of_contender(root, name, benchmark) == own[name], name
-    said = {tuple(text for text, _ in found.values()) for found in own.values()}
-    assert len(said) == len(names), "contenders that say the same could be mistaken for each other"
-    scores = {tuple(value.values()) for found in own.values() for _, value in found.values()}
-    assert len(scores) == 2, "right and wrong answers both"
+@pytest.fixture(scope="module")
+def found(root) -> dict:
+    return json.loads((root / "run" / "evaluation.json").read_text())
 
 
-def test_programs_fare_the_same_under_both_code_benchmarks(root):
-    """The same questions and hidden examples, once as MBPP+ tests and once as LiveCodeBench tests."""
-    scores = json.loads((root / "run" / "evaluation.json").read_text())["scores"]
-    assert scores["mbpp_plus"] == scores["live_code_bench"]
-
-
-def test_scores_have_intervals(root):
-    saved = json.loads((root / "run" / "evaluation.json").read_text())
+def test_every_contender_has_scores_with_intervals_and_differences_paired_by_question(root, found):
+    assert found["questions"] == QUESTIONS
     for benchmark in QUESTIONS:
-        margins, gains = saved["margins"][benchmark], saved["over_base"][benchmark]
-        assert {name for name, margin in margins.items() if margin} == {*CONTENDERS, "mean"}
-        assert {name for name, gain in gains.items() if gain} == {*MEMBERS, "single", "mean"}
-        for name in MEMBERS:
-            gained = saved["scores"][benchmark][name] - saved["scores"][benchmark]["base"]
-            assert gains[name][0] == pytest.approx(gained, abs=0.1)
+        scores = found["scores"][benchmark]
+        assert list(scores) == [*MEMBERS, "mean", "base", "single"]
+        assert all(found["margins"][benchmark][name] > 0 for name in scores)
+        for other, gains in found["over"][benchmark].items():
+            assert {name: gain for name, (gain, _) in gains.items()} == pytest.approx(
+                {name: score - scores[other] for name, score in scores.items() if name != other}
+            )
+    assert any(0 < score < 100 for score in found["scores"]["mbpp_plus"].values()), "right and wrong programs"
+    rows = (root / "run" / "evaluation.md").read_text().splitlines()
+    assert [row.split(" | ")[0] for row in rows[2:]] == [
+        f"| {name}" for title in ("GSM8K", "MBPP+") for name in (title, "above base", "above single")
+    ]
 
 
-def test_an_answer_as_long_as_the_context_is_refused_before_anything_is_asked(root):
-    with pytest.raises(SystemExit, match="`max_tokens=1024` leaves no room for a question in the server's context of"):
-        evaluate(root, "--max_tokens", "1024", "--out", str(root / "long"))
+def test_contenders_answer_as_transformers_does_with_their_adapters(root):
+    """One of them has ranks and alphas of its own for some modules."""
+    adapters = {name: root / "run" / "members" / name for name in MEMBERS}
+    adapters |= {"base": None, "single": root / "single" / "members" / "student_0"}
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base_path())
+    said = set()
+    for name, adapter in adapters.items():
+        model = AutoModelForCausalLM.from_pretrained(tiny_base_path(), dtype=torch.float32)
+        model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
+        (path,) = (root / "run" / "_evaluation" / "gsm8k" / name).glob("reviews/*/*.jsonl")
+        answers = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(answers) == QUESTIONS["gsm8k"]
+        for answer in answers:
+            asked, said_so = ({"role": each["role"], "content": each["content"]} for each in answer["messages"])
+            ids = tokenizer.apply_chat_template(
+                [asked], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            told = model.generate(**ids, max_new_tokens=200, do_sample=False, eos_token_id=2, pad_token_id=0)
+            told = tokenizer.decode(told[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+            assert said_so["content"] == told, name
+        said.add(tuple(answer["messages"][1]["content"] for answer in answers))
+    assert len(said) == len(adapters), "contenders that say the same could be mistaken for each other"
 
 
-def test_a_server_that_does_not_start_says_why(root):
-    out = root / "starts-not"
-    (out / "_evaluation").mkdir(parents=True)
-    (out / "_evaluation" / "server.log").write_text("ValueError: of another server\n")
-    flags = "--dtype float32 --enforce-eager --max-model-len 99999999"
-    reason = r"`server_args` takes its flags\): Value error, User-specified max_model_len \(99999999\) is greater"
-    with pytest.raises(SystemExit, match=reason):
-        evaluate(root, "--server_args", flags, "--out", str(out))
+def test_members_are_asked_with_the_stops_they_were_trained_with(root):
+    path = root / "run" / "_evaluation" / "gsm8k" / "student_0" / "configs" / "task_config.yaml"
+    sent = yaml.safe_load(path.read_text())["generation_config"]["extra_body"]
+    assert sent == {"chat_template_kwargs": {}, "stop_token_ids": [2]}
 
 
-def test_what_is_finished_is_not_done_again(root):
-    log = root / "run" / "_evaluation" / "server.log"
-    before = log.stat().st_mtime_ns, (root / "run" / "evaluation.json").read_text()
-    assert "12 of 12 are finished already." in evaluate(root)
-    assert (log.stat().st_mtime_ns, (root / "run" / "evaluation.json").read_text()) == before
+def test_what_is_pushed_has_the_best_students_figures_and_the_command(root, found):
+    figures = read_figures(root / "run", read_population(root / "run"), "me/scored")
+    gsm8k, mbpp = (next(each for each in figures if each.name == name) for name in QUESTIONS)
+    assert (gsm8k.value, gsm8k.base) == (found["scores"]["gsm8k"]["student_0"], found["scores"]["gsm8k"]["base"])
+    assert (gsm8k.questions, gsm8k.dataset, mbpp.dataset) == (12, "openai/gsm8k", None)
+    assert gsm8k.revision.startswith("sha256:")
+    options = ["--benchmarks", "aime24", *QUESTIONS, "--max_tokens", "200", "--server_args", FLAGS]
+    assert shlex.split(gsm8k.how.strip("`")) == ["python", "recipes/evaluate.py", "me/scored", *options]
 
 
-def test_answers_of_an_interrupted_run_are_not_asked_for_again(root):
-    """No server answers, so every answer has to come from what is there: the next one has another port."""
-    job = root / "run" / "_evaluation" / "student_0.json"
-    job.write_text(json.dumps(json.loads(job.read_text()) | {"url": "http://127.0.0.1:9", "concurrency": 3}))
-    results = list((root / "run" / "_evaluation").glob("*/student_0-*/result.json"))
-    before = [json.loads(path.read_text()) for path in results]
-    for path in results:
-        path.unlink()
-    own = {"HF_DATASETS_CACHE": str(root / "cache")}
-    assert (
-        start(["-m", "trl_populora.evaluation.benchmarks.worker", str(job)], root / "again.log", **own).wait(200) == 0
-    )
-    assert [json.loads(path.read_text()) for path in results] == before
+def test_a_server_that_does_not_start_says_why(root, mark):
+    flags = f'--server_args="{FLAGS} --max-model-len 99999999"'
+    with pytest.raises(RuntimeError, match=r"(?s)vLLM did not start.*max_model_len"):
+        evaluate.main([str(root / "run"), "--out", str(root / "starts-not"), *shlex.split(flags)])
 
 
-def test_nothing_is_left_running(root):
-    mark = f"{MARK}={os.environ[MARK]}".encode()
-    left = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in path.read_bytes() and int(path.parent.name) != os.getpid():
-                left.append(path.parent.name)
-    assert left == []
+def test_nothing_is_left_running(root, mark):
+    assert marked_processes(mark) == []
+
+
+def test_the_server_ends_when_the_evaluation_is_killed(root, mark):
+    command = [sys.executable, str(RECIPES / "evaluate.py"), str(root / "run"), "--out", str(root / "killed")]
+    with open(root / "killed.log", "w") as log:
+        evaluation = subprocess.Popen([*command, "--server_args", FLAGS], stdout=log, stderr=log)
+    wait_until((root / "killed" / "_evaluation" / "server.log").exists, 200)
+    wait_until(lambda: len(marked_processes(mark)) > 1)
+    time.sleep(1)
+    evaluation.send_signal(signal.SIGKILL)
+    evaluation.wait()
+    wait_until(lambda: marked_processes(mark) == [])
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

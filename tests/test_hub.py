@@ -20,15 +20,18 @@ from transformers import AutoModelForCausalLM
 
 from tests.hub_server import HubServer
 from tests.populora_run import make_trainer
+from tests.recipe_runs import RECIPES
 from tests.without_extras import without_extras
 from trl_populora.adapters.weights import read_member
 from trl_populora.assets import tiny_base_path
-from trl_populora.evaluation.benchmarks.contenders import find_contenders
 from trl_populora.hub.downloads import fetch
 from trl_populora.hub.model_card import PICTURES, write_card
 from trl_populora.hub.space import push_space
 from trl_populora.hub.uploads import make_stage, push_archive, push_run
 from trl_populora.population.members import Population, read_population
+
+
+sys.path.insert(0, str(RECIPES))
 
 
 @pytest.fixture(scope="module")
@@ -145,15 +148,15 @@ class TestPushed:
         ranked = sorted((m for m in saved["members"] if m["role"] == "student"), key=lambda m: -m["mu"])
         assert [(m.mu, m.sigma) for m in trainer.population.students] == [(m["mu"], m["sigma"]) for m in ranked]
 
-    def test_a_pushed_population_is_found_for_evaluation(self, hub, finished, base):
+    def test_a_pushed_population_is_found_for_evaluation(self, hub, finished):
+        pytest.importorskip("evalscope", reason="EvalScope is not installed")
+        import evaluate
+
         push_run(finished.args.output_dir, "me/scored")
-        found, contenders = find_contenders("me/scored", ["student_1"], ["me/scored"], None)
-        assert found == base
-        assert [each.name for each in contenders] == ["student_1", "base", "scored"]
-        assert [each.rank() for each in contenders] == [4, 0, 4]
+        assert list(evaluate.find_members(fetch("me/scored"), ["student_1"])) == ["student_1"]
         best = max(finished.population.students, key=Population.fitness).name
         weights = Path(finished.args.output_dir, "members", best, "adapter_model.safetensors")
-        assert (contenders[2].adapter / weights.name).read_bytes() == weights.read_bytes()
+        assert (evaluate.find_adapter("me/scored") / weights.name).read_bytes() == weights.read_bytes()
 
     def test_the_card_tells_how_to_load(self, hub, finished):
         push_run(finished.args.output_dir, "me/card")
@@ -229,7 +232,7 @@ class TestPushed:
         entries = huggingface_hub.parse_eval_result_entries(
             yaml.safe_load(files[".eval_results/populora_humaneval.yaml"].decode())
         )
-        command = "populora evaluate me/scored --benchmarks humaneval aime24"
+        command = "python recipes/evaluate.py me/scored --benchmarks humaneval aime24"
         (entry,) = entries
         assert (entry.dataset_id, entry.task_id, entry.value) == ("openai/openai_humaneval", "openai_humaneval", 20.1)
         assert (entry.date, entry.source_url) == ("2026-11-24", f"{hub.url}/me/scored")
@@ -245,8 +248,8 @@ class TestPushed:
         }
         assert (scores["HumanEval"].dataset_revision, scores["HumanEval"].metric_type) == ("sha256:abc", "pass@1")
         assert scores["HumanEval"].dataset_args == {"questions": 164, "how": command}
-        assert "| HumanEval | 20.1 ± 6.1 | 18.9 | 164 | sha256:abc | `populora evaluate me/scored" in card
-        assert "| AIME 24 | 3.3 | 0.0 | 30 | as of 2026-11-24 | `populora evaluate me/scored" in card
+        assert "| HumanEval | 20.1 ± 6.1 | 18.9 | 164 | sha256:abc | `python recipes/evaluate.py me/scored" in card
+        assert "| AIME 24 | 3.3 | 0.0 | 30 | as of 2026-11-24 | `python recipes/evaluate.py me/scored" in card
         assert "| Held-out tasks of the run | 50.0 | 25.0 | 12 | 0123 | `trainer.evaluate()` with `eval_att" in card
 
     def test_figures_of_other_weights_are_neither_pushed_nor_left(self, hub, finished, tmp_path):

@@ -62,7 +62,7 @@ def test_every_command_helps_without_the_extras():
     """What the extras bring cannot be imported."""
     program = """
 import contextlib, io, json, sys
-for name in ("vllm", "evalscope", "matplotlib", "rich", "deepspeed"):
+for name in ("vllm", "matplotlib", "rich", "deepspeed"):
     sys.modules[name] = None
 from trl_populora.__main__ import COMMANDS, main
 said = {}
@@ -94,7 +94,6 @@ def test_a_run_is_looked_at_without_torch(saved, tmp_path):
         ("info", "populora info RUN [--option value ...]"),
         ("report", "populora report RUN [--option value ...]"),
         ("push", "populora push RUN [--option value ...]"),
-        ("evaluate", "populora evaluate RUN [--option value ...]"),
         ("crossplay", "populora crossplay RUN ... [--option value ...]"),
         ("recipes", "populora recipes [OUT] [--option value ...]"),
     ],

@@ -1,6 +1,6 @@
 """
 The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, push, export, info, crossplay,
-evaluate, check-kind and sandbox-check; `populora try` tells whether a base can be trained.
+check-kind and sandbox-check; `populora try` tells whether a base can be trained.
 
 `populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
 `accelerate launch`.
@@ -263,17 +263,6 @@ def crossplay(arguments: Sequence[str]) -> None:
     _say(f"Cross-play written to {write_payoff(payoff.rename(contest.names), options.out)}.")
 
 
-def evaluate(arguments: Sequence[str]) -> None:
-    """Scores every member on published benchmarks."""
-    from trl_populora.evaluation.benchmarks.command import evaluate as run_evaluation
-    from trl_populora.evaluation.benchmarks.settings import EvaluateArguments
-
-    (options,) = _parse(EvaluateArguments, "evaluate", arguments)
-    out = Path(options.out or _own_directory(options.run) or options.run)
-    run_evaluation(options, out, _say)
-    _say(f"Tables are in {out}/evaluation.md, .json and .png.")
-
-
 def check_kind(arguments: Sequence[str]) -> None:
     """Tries a task kind of your own before a run does."""
     from trl_populora.build import make_kinds
@@ -311,7 +300,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "export": export,
     "info": info,
     "crossplay": crossplay,
-    "evaluate": evaluate,
     "check-kind": check_kind,
     "sandbox-check": sandbox_check,
 }

@@ -1,7 +1,7 @@
 """How good members are outside the step: solve rates on given tasks, and cross-play of saved populations.
 
 Nothing here touches ratings, archives or adapters of a run, and nothing needs a trainer. Benchmarks that people quote
-are `populora evaluate`'s.
+are `recipes/evaluate.py`'s.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def read_figures(root: Path, population: dict[str, Any], repo: str) -> list[Figu
     What is known of the weights that are saved; figures of earlier ones are left out.
 
     Args:
-        root: Directory of a saved population, with `evaluation.json` if `populora evaluate` has run there.
+        root: Directory of a saved population, with `evaluation.json` if `recipes/evaluate.py` has run there.
         population: Its `population.json`.
         repo: Where it goes; commands name it.
     """
@@ -100,7 +100,7 @@ def _held_out(population: dict[str, Any], best: dict[str, Any]) -> Figure:
 
 
 def _published(found: dict[str, Any], best: str, repo: str) -> list[Figure]:
-    """Of `populora evaluate`: every benchmark on which the best student has a score."""
+    """Of `recipes/evaluate.py`: every benchmark on which the best student has a score."""
     figures = []
     for name, about in found["benchmarks"].items():
         if not is_file_name(name):
@@ -119,7 +119,7 @@ def _published(found: dict[str, Any], best: str, repo: str) -> list[Figure]:
                 margins.get(best),
                 found["questions"][name],
                 about["revision"] or "",
-                f"`populora evaluate {repo} {found['options']}`",
+                f"`python recipes/evaluate.py {repo} {found['options']}`",
                 found["date"],
                 about["dataset"],
                 about["task"],
@@ -159,7 +159,7 @@ def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -
             value=round(figure.value, 1),
             date=figure.date,
             source_url=f"{constants.ENDPOINT}/{repo}",
-            source_name="populora evaluate",
+            source_name="recipes/evaluate.py of trl-populora",
             notes=f"{METRIC} of {best}; {figure.how.replace('`', '')}; questions {figure.asked}",
         )
         with write_whole(root / RESULTS / f"populora_{figure.name}.yaml") as unfinished:

