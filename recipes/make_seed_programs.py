@@ -22,7 +22,7 @@ from trl_populora.assets import real_seed_tasks
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import CodeI, CodeO, Task, TaskKind, make_task
 from trl_populora.tasks.base import KindSettings
-from trl_populora.tasks.forms import normal_forms
+from trl_populora.tasks.normal_form import normal_forms
 
 
 KINDS: tuple[TaskKind, ...] = (CodeO(), CodeI())

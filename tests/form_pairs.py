@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import encode
-from trl_populora.tasks.forms import normal_forms
+from trl_populora.tasks.normal_form import normal_forms
 from trl_populora.tasks.programs import bound_names
 
 

@@ -17,7 +17,7 @@ from trl_populora.sandbox import Job, Sandbox
 from trl_populora.sandbox.values import decode, key
 from trl_populora.tasks import TASK_KINDS, CodeF, TaskArchive, load_seed_tasks, make_task, resolve_kind
 from trl_populora.tasks.base import Proposal, Task
-from trl_populora.tasks.forms import normal_forms
+from trl_populora.tasks.normal_form import normal_forms
 from trl_populora.tasks.programs import function_tree
 from trl_populora.tasks.templates import literal
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from trl_populora.tasks.base import Reject
-from trl_populora.tasks.forms import normal_forms
+from trl_populora.tasks.normal_form import normal_forms
 from trl_populora.tasks.programs import (
     MAX_PROGRAM_CHARS,
     ProgramError,

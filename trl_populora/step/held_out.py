@@ -24,7 +24,7 @@ from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
 from trl_populora.tasks.base import Task
 from trl_populora.tasks.fences import has_thinking
-from trl_populora.tasks.forms import normal_forms
+from trl_populora.tasks.normal_form import normal_forms
 from trl_populora.tasks.programs import function_tree
 
 

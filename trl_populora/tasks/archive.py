@@ -20,7 +20,7 @@ from trl_populora.sandbox import literals, values
 
 from .base import Task
 from .complexity import PROGRAM_MEASURES, Coverage, signature
-from .forms import normal_forms
+from .normal_form import normal_forms
 from .programs import function_tree
 
 
@@ -88,10 +88,10 @@ class TaskArchive:
     """
     Verified tasks by kind, without duplicates.
 
-    Two tasks are duplicates when kind, inputs and message agree and their programs differ at most in layout, comments,
-    docstrings, the names they bind and dead code ([`~forms.normal_forms`]; text that defines no `f` is compared as it
-    is). An evicted task may come back. The same program with another input is another task, because the input decides
-    what has to be worked out, and so is one with other constants: `programs` tells how many are new in more than that.
+    Two tasks are duplicates when kind, inputs and message agree and their programs have one normal form
+    ([`~normal_form.normal_forms`]; text that defines no `f` is compared as it is). An evicted task may come back. The
+    same program with another input is another task, because the input decides what has to be worked out, and so is one
+    with other constants: `programs` tells how many are new in more than that.
 
     Args:
         cap: Tasks kept per kind (Absolute Zero Reasoner's buffer size).
@@ -115,8 +115,8 @@ class TaskArchive:
         if key in self._keys:
             return False
         self._push((task, key, None))
-        _, form, shape = _program(task.program)
-        self.coverage.forms.add(form)
+        self.coverage.forms.add(form_of(task.program))
+        shape = _program(task.program)[2]
         if shape is not None:
             self.coverage.add(shape)
         return True
@@ -289,6 +289,11 @@ def key_of(task: Task) -> bytes:
     # The order of code_f's inputs is an accident of the shuffle.
     content = [task.kind, _program(task.program)[0], sorted(inputs) if task.visible else inputs]
     return _hash(json.dumps([*content, " ".join(task.message.lower().split())]), 16)
+
+
+def form_of(program: str) -> int:
+    """The hash of a program with its constants apart."""
+    return _program(program)[1]
 
 
 @lru_cache(maxsize=1024)  # a step asks several times for each of its tasks

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from trl_populora.files import write_whole
 
-from .archive import NOTED, Entry, TaskArchive
+from .archive import NOTED, Entry, TaskArchive, form_of, key_of
 from .base import Task
 
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+_OTHER_KEYS = "3"  # the version before: the same columns, keys of another normal form
 _VERSION_KEY, _STEP_KEY = b"populora_archive", b"populora_step"
 
 # Rows written and read at a time: bounds the memory of an archive of a million tasks.
@@ -103,7 +104,7 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
     with file:
         found = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode()
-        if found != str(SCHEMA_VERSION):
+        if found not in (str(SCHEMA_VERSION), _OTHER_KEYS):
             raise ValueError(
                 f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
                 f"{SCHEMA_VERSION}. The tasks themselves can seed a new run: pass the table as `train_dataset`."
@@ -114,9 +115,21 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
             if (held := file.schema_arrow.field(field.name).type) != field.type:
                 raise ValueError(f"{path}: column `{field.name}` holds {held}, expected {field.type}.")
         try:
-            archive.restore(_entries(file, path), coverage)
+            forms: set[int] = set()
+            entries = _entries(file, path)
+            archive.restore(_renew(entries, forms) if found == _OTHER_KEYS else entries, coverage)
+            if found == _OTHER_KEYS:
+                # A program that has left the archive cannot be read again: it is forgotten.
+                archive.coverage.forms = forms
         except OSError as error:  # a damaged page
             raise ValueError(f"{path} is damaged ({error}).") from error
+
+
+def _renew(entries: Iterator[Entry], forms: set[int]) -> Iterator[Entry]:
+    """Entries with keys by today's normal form, read from their programs; fills `forms` on the way."""
+    for task, _, note in entries:
+        forms.add(form_of(task.program))
+        yield task, key_of(task), note
 
 
 def _batch(entries: list[Entry], measures: Sequence[str]) -> pa.RecordBatch:

@@ -21,7 +21,7 @@ from typing import Any
 
 from .answers import checked
 from .base import Task, TaskKind
-from .forms import walk_living
+from .normal_form import walk_living
 from .programs import bound_names, function_tree
 
 

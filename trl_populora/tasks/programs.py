@@ -163,6 +163,13 @@ def bound_names(node: ast.AST) -> tuple[str, ...]:
     return ()
 
 
+def names_bound(node: ast.AST) -> tuple[str, ...]:
+    """As [`bound_names`], with the names of imported modules."""
+    if isinstance(node, ast.alias) and not node.asname:
+        return (node.name.partition(".")[0],)
+    return bound_names(node)
+
+
 def without_docstrings(body: list) -> list:
     """A body without statements that are bare constants: docstrings, `...`, stray literals."""
     return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
