@@ -95,7 +95,7 @@ class Referee:
     shots: int = 0
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
-        """Draws archived tasks to show to a teacher. The proposal of a kind without programs is about the first one."""
+        """Draws archived tasks to show to a teacher. A kind that writes no program is about the first one."""
         count = checked(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
         if kind.shows_turns(self.style) and not kind.writes_program:
