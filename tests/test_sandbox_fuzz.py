@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trl_populora.sandbox import Limits, Status, protocol
-from trl_populora.sandbox.judge import Observation, judge_run, take_so_far
+from trl_populora.sandbox.judge import Observation, judge_run
 from trl_populora.sandbox.literals import LiteralError, read_arguments, read_literal
 from trl_populora.sandbox.values import decode, encode, to_literal
 
@@ -121,26 +121,6 @@ def test_the_judge_reads_any_frame(data, inputs, expired, status, full):
         assert data in (protocol.answer(word, list(outputs)) for word in (protocol.OK, protocol.OK_IN_ORDER))
     else:
         assert outputs == ()
-
-
-told = st.lists(st.text('0123456789[],"ab', max_size=12), max_size=4)
-
-
-@FUZZ
-@given(
-    told, mutated(frames) | st.binary(max_size=60) | st.just(b"\3\0\0\0so far\n1") | st.just(b"\x63\0\0\0so far\n1")
-)
-def test_single_outputs_are_taken_off_the_front(texts, rest):
-    def sent(texts):
-        return b"".join(protocol.answer(protocol.SO_FAR, [text]) for text in texts)
-
-    with harmless():
-        data = bytearray(sent(texts) + rest)
-        taken = take_so_far(data)
-        assert taken[: len(texts)] == texts
-        assert take_so_far(data) == []
-        if rest.isascii():
-            assert sent(taken) + data == sent(texts) + rest
 
 
 @FUZZ

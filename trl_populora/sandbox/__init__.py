@@ -16,8 +16,7 @@ What is covered, and by what:
   zygote passes it on and reads nothing.
 * *Golden answers* never leave the trainer. A child that forges its answer says no more than "f returned this".
 * *Status is observed*: exit status, signal, resource use and the clock come from the kernel through the zygote.
-* *Data only.* One frame of printable ASCII under a size limit, then end of file, then exit 0; else `tampered`. Where
-  outputs are compared as they come, frames of one output each go before it; they can only end the program. Nothing
+* *Data only.* One frame of printable ASCII under a size limit, then end of file, then exit 0; else `tampered`. Nothing
   from a child is unpickled or evaluated, and the program is never even parsed in the trainer.
 * *Files, network, processes, signals, other memory*: refused by seccomp alone, whatever else the host offers; where it
   can, the zygote also lives in namespaces of its own, in a deleted empty folder, as a user of its own, under Landlock.
@@ -41,8 +40,8 @@ side by side as far as half of the free memory lasts. The processes of a node ha
 cores and of that memory.
 """
 
-from .jobs import Gold, Job, Limits, Status, Verdict
+from .jobs import Job, Limits, Status, Verdict
 from .pool import Sandbox
 
 
-__all__ = ["Gold", "Job", "Limits", "Sandbox", "Status", "Verdict"]
+__all__ = ["Job", "Limits", "Sandbox", "Status", "Verdict"]

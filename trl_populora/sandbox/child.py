@@ -51,20 +51,16 @@ def _read_exactly(fd: int, size: int) -> bytes:
 
 def send(fd: int, frame: bytes) -> None:
     """Send the last frame and end the process without running anything else."""
-    _write_all(fd, frame)
-    _exit(0)
-
-
-def _write_all(fd: int, frame: bytes) -> None:
     sent = _write(fd, frame)
     while sent < len(frame):
         sent += _write(fd, memoryview(frame)[sent:])
+    _exit(0)
 
 
-def outcome(payload: Payload, guard: Guard, fd: int) -> bytes:
+def outcome(payload: Payload, guard: Guard) -> bytes:
     """Run the payload's program; the frame that says what came of it."""
     try:
-        word, outputs = _run(payload, guard, fd)
+        word, outputs = _run(payload, guard)
     except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
         return _failure(error, guard)
     if guard.finding:
@@ -93,8 +89,8 @@ class _BadOutput(Exception):
     """An output that is not plain data, or too large."""
 
 
-def _run(payload: Payload, guard: Guard, fd: int) -> tuple[str, list[str]]:
-    run, ask_about_sets, budget, tells, name, program, inputs = payload
+def _run(payload: Payload, guard: Guard) -> tuple[str, list[str]]:
+    run, ask_about_sets, budget, name, program, inputs = payload
     jitter = _disturb_heap(run) if run else None
     guard.limits.start(run)
     code = compile(program, "<program>", "exec", dont_inherit=True)
@@ -111,8 +107,6 @@ def _run(payload: Payload, guard: Guard, fd: int) -> tuple[str, list[str]]:
         result = function(*decode(inputs[index], max_bytes=1 << 30))
         text = outputs[index] = _encode_output(index, result, budget, guard)
         budget -= len(text)
-        if tells:
-            _write_all(fd, answer(protocol.SO_FAR, [text]))
     del jitter
     return word, outputs
 

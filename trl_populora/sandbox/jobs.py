@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from . import values
-
 
 class Status(str, Enum):
     """How a job ended. The members are strings, so they can be logged and stored as they are."""
@@ -63,31 +61,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Gold:
-    """
-    The outputs that a job hopes for. They stay on the trainer's side, where each output is compared as it arrives.
-
-    Args:
-        outputs (`tuple[str, ...]`): Canonical texts, one per input.
-    """
-
-    outputs: tuple[str, ...]
-
-    def __post_init__(self):
-        if not isinstance(self.outputs, tuple) or not all(map(values.is_canonical, self.outputs)):
-            raise TypeError("`outputs` must be a tuple of canonical texts; use `trl_populora.sandbox.values.encode`")
-
-    def accepts(self, index: int, text: str) -> bool:
-        """Whether `text`, which may come from a program, is the output number `index`."""
-        if index >= len(self.outputs):
-            return False
-        gold = self.outputs[index]
-        if text == gold or not values.is_canonical(text):
-            return text == gold
-        return values.equal(values.decode(text), values.decode(gold))
-
-
-@dataclass(frozen=True)
 class Job:
     """
     One program and what to call it with.
@@ -102,7 +75,6 @@ class Job:
             order passes two runs half of the time.
         limits (`Limits`, *optional*): Overrides the sandbox's own.
         function (`str`, *optional*, defaults to `"f"`): The function that is called.
-        gold (`Gold`, *optional*): Ends the program at the first output that is another. For jobs of one run.
         headroom (`float`, *optional*, defaults to `1.0`): How many times a run must fit into `cpu_seconds`. Above 1
             for programs that will run again, beside others that slow them down: what is admitted once must not fail
             later.
@@ -113,7 +85,6 @@ class Job:
     runs: int = 1
     limits: Limits | None = None
     function: str = "f"
-    gold: Gold | None = None
     headroom: float = 1.0
 
     def __post_init__(self):
@@ -127,11 +98,6 @@ class Job:
             raise ValueError(f"`headroom` must be at least 1, got {self.headroom!r}")
         if not self.function.isidentifier():
             raise ValueError(f"`function` must be an identifier, got {self.function!r}")
-        if self.gold is not None and (self.runs > 1 or len(self.gold.outputs) != len(self.inputs)):
-            raise ValueError(
-                f"`gold` needs one run and one output per input, got {self.runs} runs, {len(self.inputs)} inputs and"
-                f" {len(self.gold.outputs)} outputs"
-            )
 
 
 @dataclass(frozen=True)
@@ -143,8 +109,7 @@ class Verdict:
         status (`Status`): How it ended.
         reason (`str`): Why, for a person; empty when `ok` for all inputs. May quote the program, so treat it as
             untrusted text.
-        outputs (`tuple[str, ...]`): Canonical texts, one per input, or up to the first that is not the job's `gold`;
-            empty unless `ok`.
+        outputs (`tuple[str, ...]`): Canonical texts, one per input; empty unless `ok`.
         cpu_seconds (`float`): CPU time of all runs together.
         wall_seconds (`float`): Wall time of all runs together, from start to end of their processes.
         peak_bytes (`int`): Largest resident memory of a run.

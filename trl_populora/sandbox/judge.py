@@ -23,9 +23,6 @@ _CLAIMS = {
     protocol.ENTROPY: Status.NONDETERMINISTIC,
 }
 
-_SO_FAR = f"{protocol.SO_FAR}\n".encode()
-_TELLING = protocol.LENGTH.size + len(_SO_FAR)
-
 
 @dataclass(frozen=True)
 class Observation:
@@ -115,24 +112,6 @@ def _lines(data: bytes, limit: int) -> list[str] | None:
     if not body.isascii():
         return None
     return body.decode("ascii").split("\n")
-
-
-def take_so_far(data: bytearray) -> list[str]:
-    """The single outputs that a child has told of before its answer; takes their frames off the front of `data`."""
-    told = []
-    while len(data) >= _TELLING and data[protocol.LENGTH.size : _TELLING] == _SO_FAR:
-        end = protocol.LENGTH.size + protocol.LENGTH.unpack_from(data)[0]
-        if not _TELLING <= end <= len(data):
-            break
-        told.append(data[_TELLING:end].decode("ascii", "replace"))
-        del data[:end]
-    return told
-
-
-def ended_at_wrong(outputs: list[str], seen: Observation) -> Verdict:
-    """For a program that was ended at, or did not get past, its first output that is not the gold one."""
-    reason = f"output {len(outputs) - 1} is not the expected one, and later inputs do not count"
-    return Verdict(Status.OK, reason, tuple(outputs), seen.cpu_seconds, seen.wall_seconds, seen.peak_bytes)
 
 
 def combine(runs: list[tuple[Status, str, tuple[str, ...]]], seen: list[Observation]) -> Verdict:

@@ -3,8 +3,7 @@
     trainer -> zygote   ORDER   control socket; START comes with the child's end of a private socket pair, no payload
     zygote  -> trainer  EVENT   control socket: what the kernel said about the child
     trainer -> child    frame   private pair: the program and its inputs
-    child   -> trainer  frame   private pair: one frame, then end of file; frames of single outputs before, if asked
-    for
+    child   -> trainer  frame   private pair: one frame, then end of file
 
 A frame is a length of 4 bytes and as many bytes. The child's answer is ASCII lines: a status word, then one line per
 output or one line of reason: no object can come back, only text.
@@ -40,17 +39,15 @@ FAILED = 4  # the zygote could not start; a JSON report follows the header
 OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second asks for more runs
 ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY = "error", "memory", "bad_output", "policy", "entropy"
 TIER = "tier"  # a module of the full tier is wanted
-SO_FAR = "so far"  # one output, before the answer
 MAX_REASON = 300  # characters
 
 # A program that the busy host does not let run is killed after its limit times this, by the clock.
 LONGEST_EXTENSION = 120.0
 
 
-Payload = tuple[int, bool, int, bool, str, str, tuple[str, ...]]
+Payload = tuple[int, bool, int, str, str, tuple[str, ...]]
 """
-What a child is told: number of the run, whether to look out for sets, most output bytes, whether to tell of each
-output at once, function, program, inputs.
+What a child is told: number of the run, whether to look out for sets, most output bytes, function, program, inputs.
 """
 
 

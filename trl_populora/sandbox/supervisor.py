@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from . import health, protocol
 from .jobs import Job, Limits, Status, Verdict
-from .judge import Observation, combine, ended_at_wrong, judge_run
+from .judge import Observation, combine, judge_run
 from .listener import Listener
 from .pending import Pending
 from .places import Places
@@ -208,10 +208,7 @@ class Supervisor:
         if mask & select.EPOLLOUT:
             self.listener.change(pending.socket, pending.send())
         if mask & ~select.EPOLLOUT:
-            was_wrong = pending.wrong
             pending.receive()
-            if pending.wrong and not was_wrong and pending.event is None:
-                worker.tell(protocol.STOP, number)
             self._settle(number, pending)
 
     def _on_control(self, worker: Worker, _: int) -> None:
@@ -269,9 +266,6 @@ class Supervisor:
             self.later.append(pending)
             return
         status, reason, outputs = judge_run(data, inputs, pending.limits, pending.event, pending.full)
-        if pending.wrong:
-            self._resolve(pending, ended_at_wrong(pending.told, pending.event))
-            return
         if pending.probe_of is not None:
             self._admit(pending.probe_of, [text == "true" for text in outputs], reason)
             return

@@ -270,7 +270,7 @@ def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Calla
         close_in(memory, int(limit) + 2)
         if kind == PROBE:
             send(fd, answer(OK, ["true" if each else "false" for each in health.probe()]))
-        send(fd, outcome(payload, guard, fd))
+        send(fd, outcome(payload, guard))
     finally:
         _exit(70)
 
@@ -294,10 +294,10 @@ def _set_time_zone() -> None:
 
 def _warm_up(guard: soft.Guard) -> None:
     """Runs what every child runs, so that CPython specialises its code here, once, and not in each child."""
-    frame = pack_payload((0, False, 100, False, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
+    frame = pack_payload((0, False, 100, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
     reader, writer = os.pipe()
     os.write(writer, frame)
-    outcome(read_payload(reader), guard, writer)
+    outcome(read_payload(reader), guard)
     os.close(reader)
     os.close(writer)
 
