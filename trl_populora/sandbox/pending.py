@@ -36,7 +36,6 @@ class Pending:
         self.seen: list[Observation] = []
         self.wanted = job.runs
         self.retried = False
-        self.slow = False  # it has used more CPU time than it is owed
         self.socket: socket.socket = None  # type: ignore[assignment]  # between `open` and `close` only
         self.forget_run()
 
@@ -55,8 +54,6 @@ class Pending:
         self.data = bytearray()
         self.end_of_file = False
         self.event: Observation = None  # type: ignore[assignment]  # until the zygote has spoken
-        self.foreground = False
-        self.put_back = False  # ended to begin anew when there is room
         self.late_at = float("inf")
 
     @property

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from concurrent.futures import Future, wait
 
 from .jobs import Job, Limits, Verdict
-from .places import Places
 from .supervisor import Supervisor
 
 
@@ -31,7 +30,7 @@ class Sandbox:
         cores (`Iterable[int]`, *optional*): Processors that programs run on, as far as the kernel allows. Those that
             this process may use, when not given.
         processes (`int`, *optional*, defaults to `1`): Processes that have a sandbox each on this host, this one
-            among them: it gets its share of the workers, at least one, and of the memory for slow programs.
+            among them: it gets its share of the workers, at least one.
         without (`tuple[str, ...]`, *optional*): Layers of confinement to leave out; for tests of the others.
         packages (`tuple[str, ...]`, *optional*): Installed modules that are loaded before the walls are built, such as
             `"numpy"`, which the tests of published benchmarks import. Programs may import them with `soft=False`.
@@ -65,8 +64,7 @@ class Sandbox:
         self.workers, self.limits = max(1, workers // processes), limits or Limits()
         options = {"soft": soft, "cores": usable, "without": list(without)}
         options["packages"] = {each: _folder_of(each) for each in packages}
-        places = Places(self.workers, processes)
-        self._supervisor = Supervisor(places, seed=seed, allow_weak=allow_weak, options=options)
+        self._supervisor = Supervisor(self.workers, seed=seed, allow_weak=allow_weak, options=options)
         self._closing = threading.Lock()
         self._finalizer = weakref.finalize(self, Supervisor.close, self._supervisor)
 

@@ -15,7 +15,7 @@ import marshal
 import struct
 
 
-ORDER = struct.Struct("<QQddQ")  # kind, job, seconds, owed CPU seconds, address space in bytes
+ORDER = struct.Struct("<QQdQ")  # kind, job, CPU seconds, address space in bytes
 EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, job, CPU seconds, wall seconds, peak resident bytes
 LENGTH = struct.Struct("<I")
 _pack_length = LENGTH.pack
@@ -23,17 +23,12 @@ _pack_length = LENGTH.pack
 # ORDER kinds
 START = 0  # fork a child for the attached socket
 PROBE = 1  # the same, but the child tries the confinement instead of running a program
-YIELD = 2  # a job that was reported SLOW goes to the background
-BUSY = 3  # other jobs wait: the background gets turns
-IDLE = 4  # no job waits: the background runs on
-STOP = 5  # what the job has said settles it, or it is slow and has to wait until there is room
 
 # EVENT kinds
 READY = 0  # the zygote is warm; a JSON report follows the header
 DONE = 1  # the child is dead and reaped
 EXPIRED = 2  # the same, killed by the zygote at the deadline
-SLOW = 3  # the child has had its owed CPU time
-FAILED = 4  # the zygote could not start; a JSON report follows the header
+FAILED = 3  # the zygote could not start; a JSON report follows the header
 
 # Status words of a child's answer. It may say these things about itself and no others.
 OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second asks for more runs

@@ -17,11 +17,13 @@ from .jobs import Job, Limits, Status, Verdict
 from .judge import Observation, combine, judge_run
 from .listener import Listener
 from .pending import Pending
-from .places import Places
 from .protocol import LONGEST_EXTENSION
 from .worker import Worker
 
 
+# Programs under way per worker, so that one is run while others are handed over or end: 2 give 3 % less, 5 give 2 %
+# more.
+UNDER_WAY = 3
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
 FAILED_STARTS = 3  # zygotes in a row that may fail to start
@@ -32,7 +34,7 @@ class Supervisor:
     All but `submit`, `report` and `close` runs in one thread of its own, so nothing here needs a lock.
 
     Args:
-        places ([`Places`]): How many programs may be under way.
+        workers (`int`): Programs that run at a time; up to `UNDER_WAY` times as many are under way.
         seed (`int`): Chooses the hash seeds.
         allow_weak (`bool`): Whether level C is accepted.
         options (`dict`): Of every zygote; `soft` among them: whether the import allow-list and the guards are on.
@@ -41,21 +43,20 @@ class Supervisor:
         `RuntimeError`: No zygote starts, or the host is too weak.
     """
 
-    def __init__(self, places: Places, *, seed: int, allow_weak: bool, options: dict):
-        self.workers, self.seed, self.allow_weak = places.workers, seed, allow_weak
+    def __init__(self, workers: int, *, seed: int, allow_weak: bool, options: dict):
+        self.workers, self.seed, self.allow_weak = workers, seed, allow_weak
         self.options, self.soft = options, options["soft"]
         self.pools: dict[tuple[bool, int], list[Worker]] = {}
         self.inbox: deque[Pending] = deque()
         self.queue: deque[Pending] = deque()
-        self.later: deque[Pending] = deque()  # slow ones that were put back until nothing else waits
         self.unresolved: set[Pending] = set()
         self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
         self.running: dict[int, Pending] = {}
         self.numbers = itertools.count(1)
-        self.places, self.failed_starts = places, 0
+        self.failed_starts = 0
         self.respawns: Counter[str] = Counter()
         self.failure: Exception | None = None
-        self.closed, self.busy, self.ready = False, False, threading.Event()
+        self.closed, self.ready = False, threading.Event()
         self.listener, self.next_check = Listener(), 0.0
         for index in (0, 1):
             self._populate((not self.soft, index))
@@ -137,12 +138,9 @@ class Supervisor:
             pending = self.inbox.popleft()
             self.unresolved.add(pending)
             self.queue.append(pending)
-        while self.queue and self.places.is_free:
+        while self.queue and len(self.running) < UNDER_WAY * self.workers:
             if not self._dispatch(self.queue.popleft()):
                 break
-        while self.later and not self.queue and self.places.has_room_behind(self.later[0]):
-            self._dispatch(self.later.popleft())
-        self._tell_whether_busy()
 
     def _dispatch(self, pending: Pending) -> bool:
         """Gives a job to the least busy zygote of its slot; False when no file descriptor is left."""
@@ -158,18 +156,6 @@ class Supervisor:
         self.waiting.setdefault(slot, deque()).append(pending)
         return True
 
-    def _queue_again(self, pending: Pending) -> None:
-        """Puts a job at the front of its queue."""
-        (self.later if pending.slow else self.queue).appendleft(pending)
-
-    def _tell_whether_busy(self) -> None:
-        """Tells all zygotes when the workers become busy or free: their slow children then take turns or run on."""
-        busy = self.places.are_taken
-        if busy != self.busy:
-            self.busy = busy
-            for worker in self._workers():
-                worker.tell(protocol.BUSY if busy else protocol.IDLE)
-
     def _start(self, pending: Pending, worker: Worker) -> bool:
         """Start the next run; False when no file descriptor is left."""
         number, limits = next(self.numbers), pending.limits
@@ -177,34 +163,29 @@ class Supervisor:
             theirs = pending.open()
         except OSError as error:
             if self.running:
-                self._queue_again(pending)
+                self.queue.appendleft(pending)
             else:
                 self._resolve(pending, error)
             return False
         with theirs:
-            pending.late_at = _late_at(pending)
-            self.places.take(pending)
+            pending.late_at = time.monotonic() + limits.cpu_seconds * LONGEST_EXTENSION + GRACE_SECONDS
             self.running[number] = pending
             kind = protocol.PROBE if pending.probe_of else protocol.START
-            seconds, owed, memory = limits.cpu_seconds, limits.owed_cpu_seconds, limits.memory_bytes
             try:
-                worker.start(kind, number, theirs.fileno(), seconds, owed, memory)
+                worker.start(kind, number, theirs.fileno(), limits.cpu_seconds, limits.memory_bytes)
             except OSError as error:
                 self._lose(worker, f"it takes no orders: {error.strerror}")
                 return True
-        if pending.slow:
-            worker.tell(protocol.YIELD, number)
-            self.places.move_behind(pending)
-        # What a program says is read when it has ended, unless it is slow or has much to say.
+        # What a program says is read when it has ended, or after a while, lest it waits for a full socket.
         if pending.send() & select.EPOLLOUT:
-            self._listen(number, pending, worker, select.EPOLLIN | select.EPOLLOUT)
+            self._listen(number, pending, select.EPOLLIN | select.EPOLLOUT)
         return True
 
-    def _listen(self, number: int, pending: Pending, worker: Worker, mask: int = select.EPOLLIN) -> None:
+    def _listen(self, number: int, pending: Pending, mask: int = select.EPOLLIN) -> None:
         if not self.listener.watches(pending.socket):
-            self.listener.watch(pending.socket, mask, self._on_socket, pending, worker, number)
+            self.listener.watch(pending.socket, mask, self._on_socket, number, pending)
 
-    def _on_socket(self, pending: Pending, worker: Worker, number: int, mask: int) -> None:
+    def _on_socket(self, number: int, pending: Pending, mask: int) -> None:
         if mask & select.EPOLLOUT:
             self.listener.change(pending.socket, pending.send())
         if mask & ~select.EPOLLOUT:
@@ -220,15 +201,12 @@ class Supervisor:
                 self._probe(worker)
             elif kind == protocol.FAILED:
                 worker.failure = report["error"]
-            elif pending is not None and kind == protocol.SLOW:
-                self._note_slow(number, worker, pending)
-                self._listen(number, pending, worker)
             elif pending is not None:
                 worker.jobs.discard(number)
                 pending.event = Observation(kind == protocol.EXPIRED, status, cpu, wall, peak)
                 pending.receive()
                 if not pending.end_of_file:
-                    self._listen(number, pending, worker)
+                    self._listen(number, pending)
                 self._settle(number, pending)
         if events is None:
             self._lose(worker, worker.failure or "it ended")
@@ -242,29 +220,13 @@ class Supervisor:
             self._drop(number, pending)
             self._finish_run(pending)
 
-    def _note_slow(self, number: int, worker: Worker, pending: Pending) -> None:
-        """Moves a slow program to the background, which frees its place; if that is full, it is rerun later."""
-        pending.slow = True
-        if not pending.foreground:
-            return
-        if self.places.has_room_behind(pending):
-            worker.tell(protocol.YIELD, number)
-            self.places.move_behind(pending)
-        else:
-            pending.put_back = True
-            worker.tell(protocol.STOP, number)
-
     def _drop(self, number: int, pending: Pending) -> None:
         del self.running[number]
-        self.places.leave(pending)
         self.listener.forget(pending.socket)
         pending.close()
 
     def _finish_run(self, pending: Pending) -> None:
         data, inputs = bytes(pending.data), len(pending.job.inputs)
-        if pending.put_back and os.WIFSIGNALED(pending.event.wait_status) and not pending.event.expired:
-            self.later.append(pending)
-            return
         status, reason, outputs = judge_run(data, inputs, pending.limits, pending.event, pending.full)
         if pending.probe_of is not None:
             self._admit(pending.probe_of, [text == "true" for text in outputs], reason)
@@ -272,10 +234,10 @@ class Supervisor:
         if status is None:
             # The scan of the imports was fooled: the run does not count and is repeated in the full tier.
             pending.full = True
-            self._queue_again(pending)
+            self.queue.appendleft(pending)
             return
         if pending.take((status, reason, outputs), pending.event):
-            self._queue_again(pending)
+            self.queue.appendleft(pending)
         else:
             self._resolve(pending, combine(pending.runs, pending.seen))
 
@@ -294,9 +256,8 @@ class Supervisor:
             self.closed = True
             return
         worker.healthy, self.failed_starts = True, 0
-        worker.tell(protocol.BUSY if self.busy else protocol.IDLE)
         for pending in reversed(self.waiting.pop(worker.slot, ())):
-            self._queue_again(pending)
+            self.queue.appendleft(pending)
         if all(any(each.healthy for each in pool) for pool in self.pools.values()):
             self.ready.set()
 
@@ -316,7 +277,7 @@ class Supervisor:
                 self._resolve(pending, Verdict(Status.TAMPERED, twice))
             else:
                 pending.retried = True
-                self._queue_again(pending)
+                self.queue.appendleft(pending)
         self.respawns[reason] += 1
         self.failed_starts += not worker.healthy
         if self.failed_starts >= FAILED_STARTS:
@@ -335,10 +296,7 @@ class Supervisor:
                 self._lose(worker, "it did not start in time" if unborn else "it did not report in time")
                 continue
             for number in worker.jobs:
-                pending = self.running[number]
-                self._listen(number, pending, worker)
-                if self.busy and not pending.foreground:
-                    pending.late_at = _late_at(pending)  # its zygote has paused it, so it cannot be late
+                self._listen(number, self.running[number])
 
     def _shut_down(self) -> None:
         workers = self._workers()
@@ -367,10 +325,6 @@ class Supervisor:
         error.__cause__ = self.failure
         for pending in list(self.unresolved):
             self._resolve(pending, error)
-
-
-def _late_at(pending: Pending) -> float:
-    return time.monotonic() + pending.limits.cpu_seconds * LONGEST_EXTENSION + GRACE_SECONDS
 
 
 _alive: weakref.WeakSet[Supervisor] = weakref.WeakSet()

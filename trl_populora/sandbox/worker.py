@@ -74,7 +74,7 @@ class Worker:
             " keeps them from your files and your network: only where a virtual machine or a container is the wall."
         )
 
-    def start(self, kind: int, job: int, fd: int, limit: float, owed: float, memory: int) -> None:
+    def start(self, kind: int, job: int, fd: int, limit: float, memory: int) -> None:
         """
         Hand over the child's end of a job's private socket.
 
@@ -82,13 +82,8 @@ class Worker:
             `OSError`: The zygote is gone, or does not read its socket.
         """
         self.jobs.add(job)
-        message = protocol.ORDER.pack(kind, job, limit, owed, memory)
+        message = protocol.ORDER.pack(kind, job, limit, memory)
         self.control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
-
-    def tell(self, kind: int, job: int = 0) -> None:
-        """All but START and PROBE. A zygote that cannot be told is found out by its jobs."""
-        with contextlib.suppress(OSError):
-            self.control.send(protocol.ORDER.pack(kind, job, 0.0, 0.0, 0))
 
     def events(self) -> list[tuple] | None:
         """Header and report of what the zygote says since the last call; None when it is gone."""

@@ -37,7 +37,6 @@ from collections.abc import Callable
 from . import confine, health, modules, soft
 from .child import outcome, read_payload, send
 from .protocol import (
-    BUSY,
     DONE,
     EVENT,
     EXPIRED,
@@ -47,10 +46,6 @@ from .protocol import (
     ORDER,
     PROBE,
     READY,
-    SLOW,
-    START,
-    STOP,
-    YIELD,
     answer,
     pack_payload,
 )
@@ -63,21 +58,17 @@ _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
 _DESCRIPTORS = 64  # a child closes those below; none is higher: see `_control`, and `confine.py` allows 16
 _PATIENCE_SECONDS = 5.0  # or the limit, if longer: a program that used no CPU time for so long sleeps, and is killed
-# While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 100: programs that never end
-# then cost their zygote 3 % of a core whatever their number.
-_TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.097
 _WARM_UPS = 40  # CPython specialises code after 8 calls, part by part
 
 
 class Running:
     """A child that is not reaped."""
 
-    def __init__(self, job: int, pid: int, limit: float, owed: float):
-        self.job, self.pid, self.limit, self.owed = job, pid, limit, owed
+    def __init__(self, job: int, pid: int, limit: float):
+        self.job, self.pid, self.limit = job, pid, limit
         self.started = _now()
         self.deadline = self.started + limit
         self.last_deadline = self.started + limit * LONGEST_EXTENSION
-        self.yields_at: float | None = self.started + owed
         self.used_at_deadline, self.asleep_at = -1.0, _FOREVER
         self.expired = False
 
@@ -88,20 +79,15 @@ class Running:
         except OSError:
             return _FOREVER
 
-    def may_go_on(self, now: float, stopped: bool) -> bool:
+    def may_go_on(self, now: float) -> bool:
         """
         Asked at the deadline. True, with a later deadline, if the child has CPU time left and has lately used some.
 
-        One that uses none of the time it is given sleeps. The time for which a child is stopped does not count.
+        One that uses none of the time it is given sleeps.
         """
         used = self.cpu_seconds()
         if self.limit <= used < _FOREVER:
             return False
-        if stopped:
-            self.used_at_deadline = -1.0
-            self.last_deadline = now + self.limit * LONGEST_EXTENSION
-            self.deadline = now + max(self.limit - used, _PAUSE_SECONDS)
-            return True
         if now >= self.last_deadline:
             return False
         if used > self.used_at_deadline:
@@ -125,9 +111,6 @@ class Zygote:
     def __init__(self, control: socket.socket, guard: soft.Guard):
         self.control, self.guard = control, guard
         self.children: dict[int, Running] = {}
-        self.background: list[Running] = []
-        self.busy, self.next_turn = False, 0.0
-        self.turn_of: Running | None = None
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.poll = select.poll()
         self.poll.register(control, select.POLLIN)
@@ -147,8 +130,6 @@ class Zygote:
             self._reap()
             if self.children:
                 self._watch()
-            if self.busy and self.background:
-                self._take_turns()
 
     def end(self) -> None:
         """Kill what runs; the rest dies with this process."""
@@ -161,12 +142,7 @@ class Zygote:
     def _timeout(self) -> int | None:
         if not self.children:
             return None
-        moment = self.next_turn if self.busy and self.background else _FOREVER
-        for each in self.children.values():
-            if not each.expired and each.deadline < moment:
-                moment = each.deadline
-            if each.yields_at is not None and each.yields_at < moment:
-                moment = each.yields_at
+        moment = min((each.deadline for each in self.children.values() if not each.expired), default=_FOREVER)
         return max(0, int((moment - _now()) * 1000) + 1) if moment < _FOREVER else 1000
 
     def _accept(self) -> bool:
@@ -174,20 +150,13 @@ class Zygote:
         data, ancillary, _, _ = self.control.recvmsg(_ORDER_BYTES, _FD_BYTES)
         if not data:
             return False
-        kind, job, limit, owed, memory = ORDER.unpack(data)
-        if kind in (START, PROBE):
-            (fd,) = _descriptor(ancillary[0][2][:4])
-            pid = _fork()
-            if pid == 0:
-                _become_child(fd, kind, limit, memory, self.close_in, self.guard)
-            _close(fd)
-            self.children[pid] = Running(job, pid, limit, owed)
-        elif kind == YIELD:
-            self._yield_to_others(job)
-        elif kind == STOP:
-            self._stop(job)
-        else:
-            self._set_busy(kind == BUSY)
+        kind, job, limit, memory = ORDER.unpack(data)
+        (fd,) = _descriptor(ancillary[0][2][:4])
+        pid = _fork()
+        if pid == 0:
+            _become_child(fd, kind, limit, memory, self.close_in, self.guard)
+        _close(fd)
+        self.children[pid] = Running(job, pid, limit)
         return True
 
     def _reap(self) -> None:
@@ -198,67 +167,17 @@ class Zygote:
             running = self.children.pop(pid, None)
             if running is None:
                 continue
-            if running in self.background:
-                self.background.remove(running)
             kind = EXPIRED if running.expired else DONE
             wall = _now() - running.started
             self._send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
 
     def _watch(self) -> None:
-        """Kills children that are past their limit; reports as slow those that have used `owed_cpu_seconds`."""
+        """Kills children that are past their limit."""
         now = _now()
         for running in self.children.values():
-            if running.expired:
-                continue
-            if now >= running.deadline and not self._may_go_on(running, now):
-                running.expired, running.yields_at = True, None
+            if not running.expired and now >= running.deadline and not running.may_go_on(now):
+                running.expired = True
                 os.kill(running.pid, signal.SIGKILL)
-            elif running.yields_at is not None and now >= running.yields_at:
-                self._report_slow(running, now)
-
-    def _may_go_on(self, running: Running, now: float) -> bool:
-        return running.may_go_on(now, self.busy and running in self.background)
-
-    def _report_slow(self, running: Running, now: float) -> None:
-        missing = running.owed - running.cpu_seconds()
-        if missing > 0:
-            running.yields_at = now + max(missing, 0.001)
-            return
-        running.yields_at = None
-        self._send(SLOW, running.job)
-
-    def _yield_to_others(self, job: int) -> None:
-        for running in self.children.values():
-            if running.job == job and not running.expired:
-                self.background.append(running)
-                if self.busy:
-                    os.kill(running.pid, signal.SIGSTOP)
-
-    def _stop(self, job: int) -> None:
-        for running in self.children.values():
-            if running.job == job:
-                os.kill(running.pid, signal.SIGKILL)
-
-    def _set_busy(self, busy: bool) -> None:
-        self.busy, self.turn_of = busy, None
-        for running in self.background:
-            os.kill(running.pid, signal.SIGSTOP if busy else signal.SIGCONT)
-
-    def _take_turns(self) -> None:
-        """Let one child of the background run for a moment, then the next."""
-        now = _now()
-        if now < self.next_turn:
-            return
-        if self.turn_of is None:
-            # The one that has used least goes first, so that an honest program overtakes the endless ones.
-            self.turn_of = min(self.background, key=Running.cpu_seconds)
-            os.kill(self.turn_of.pid, signal.SIGCONT)
-            self.next_turn = now + _TURN_SECONDS
-        else:
-            if self.turn_of in self.background:
-                os.kill(self.turn_of.pid, signal.SIGSTOP)
-            self.turn_of = None
-            self.next_turn = now + _PAUSE_SECONDS
 
 
 def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Callable, guard: soft.Guard) -> None:
