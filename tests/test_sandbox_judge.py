@@ -95,16 +95,11 @@ def test_how_a_child_ended_counts_more_than_what_it_said(seen, status):
     assert outputs == ()
 
 
-def test_the_full_tier_is_granted_once():
-    assert judge_run(frame(b"tier\nstatistics"), 1, LIMITS, FINE, full=False)[0] is None
-    assert judge_run(frame(b"tier\nstatistics"), 1, LIMITS, FINE, full=True)[0] is Status.TAMPERED
-
-
 @settings(max_examples=400, deadline=None)
 @given(st.binary(max_size=200), st.booleans(), st.integers(0, 3), st.integers(0, 0xFFFF))
 def test_any_bytes_are_judged(noise, framed, inputs, wait_status):
     seen = Observation(False, wait_status if os.WIFEXITED(wait_status) or os.WIFSIGNALED(wait_status) else 0, 0, 0, 0)
-    status, reason, outputs = judge_run(frame(noise) if framed else noise, inputs, LIMITS, seen, True)
+    status, reason, outputs = judge_run(frame(noise) if framed else noise, inputs, LIMITS, seen)
     assert isinstance(status, Status)
     assert len(outputs) == (inputs if status is Status.OK else 0)
     assert all(encode(decode(text)) == text for text in outputs)
@@ -165,26 +160,6 @@ def test_reasons_are_one_printable_line(text):
     assert line.isascii()
     assert len(line) <= protocol.MAX_REASON
     assert line.isprintable()
-
-
-@pytest.mark.parametrize(
-    ("program", "full"),
-    [
-        ("import math", False),
-        ("import statistics", True),
-        ("import math, decimal as d", True),
-        ("  from fractions import Fraction", True),
-        ("from collections.abc import Mapping", False),
-        ("import os", False),
-        ("x = 'no imports'", False),
-        ("import urllib.parse", True),
-        ("import", False),
-        ("import ,", False),
-        ("exec('import statistics')", False),
-    ],
-)
-def test_the_import_scan(program, full):
-    assert modules.needs_full_tier(program) is full
 
 
 def test_no_allowed_module_hands_out_the_system():

@@ -40,19 +40,16 @@ def largest_frame(limits: Limits, inputs: int) -> int:
     return limits.output_bytes + inputs + protocol.MAX_REASON + 64
 
 
-def judge_run(
-    data: bytes, inputs: int, limits: Limits, seen: Observation, full: bool = True
-) -> tuple[Status | None, str, tuple[str, ...]]:
+def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tuple[Status, str, tuple[str, ...]]:
     """
-    Status, reason and outputs of one run. Status None: the child asks for the full tier. Status ok with a reason: it
-    says that the order of a set may matter, so two runs are not enough.
+    Status, reason and outputs of one run. Status ok with a reason: the child says that the order of a set may matter,
+    so two runs are not enough.
 
     Args:
         data (`bytes`): Everything that arrived from the child until end of file (at most one byte too much).
         inputs (`int`): Number of outputs that are expected.
         limits (`Limits`): The limits of the run.
         seen (`Observation`): What was observed from outside.
-        full (`bool`, *optional*, defaults to `True`): Whether the child had the full tier already.
     """
     ended = _ending(seen, limits)
     if ended is not None:
@@ -64,8 +61,6 @@ def judge_run(
     if lines is None:
         return Status.TAMPERED, "the process did not leave exactly one well-formed answer", ()
     word, *rest = lines
-    if word == protocol.TIER and not full:
-        return None, "", ()
     if word in _CLAIMS and len(rest) == 1:
         return _CLAIMS[word], protocol.one_line(rest[0]), ()
     if (

@@ -7,7 +7,7 @@ import socket
 import zlib
 from concurrent.futures import Future
 
-from . import modules, protocol
+from . import protocol
 from .jobs import Job, Limits, Status, Verdict
 from .judge import Observation, largest_frame
 from .worker import Worker
@@ -23,15 +23,13 @@ class Pending:
     Args:
         job (`Job`): What to run.
         limits (`Limits`): The job's limits, or the sandbox's.
-        soft (`bool`): Whether the soft layer is on.
     """
 
     probe_of: Worker | None = None  # the worker that this pending probes
 
-    def __init__(self, job: Job, limits: Limits, soft: bool):
+    def __init__(self, job: Job, limits: Limits):
         self.job, self.limits = job, limits
         self.future: Future[Verdict] = Future()
-        self.full = not soft or modules.needs_full_tier(job.program)
         self.runs: list = []
         self.seen: list[Observation] = []
         self.wanted = job.runs
@@ -57,15 +55,14 @@ class Pending:
         self.late_at = float("inf")
 
     @property
-    def slot(self) -> tuple[bool, int]:
+    def seed_index(self) -> int:
         """
-        Tier and number of the hash seed of the next run. The full tier has all modules loaded that programs may
-        import, the light one some. The seed depends on the program and the number of the run alone, so a sequence of
-        jobs can be repeated exactly whatever the load.
+        Which of the hash seeds the next run gets. It depends on the program and the number of the run alone, so a
+        sequence of jobs can be repeated exactly whatever the load.
         """
         first = zlib.crc32(self.job.program.encode("utf-8", "surrogatepass")) & 1
         number = len(self.runs)
-        return self.full, first ^ number if number < 2 else number
+        return first ^ number if number < 2 else number
 
     def open(self) -> socket.socket:
         """A fresh private pair for the next run; keeps our end and gives the child's."""

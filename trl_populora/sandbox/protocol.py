@@ -33,7 +33,6 @@ FAILED = 3  # the zygote could not start; a JSON report follows the header
 # Status words of a child's answer. It may say these things about itself and no others.
 OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second asks for more runs
 ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY = "error", "memory", "bad_output", "policy", "entropy"
-TIER = "tier"  # a module of the full tier is wanted
 MAX_REASON = 300  # characters
 
 # A program that the busy host does not let run is killed after its limit times this, by the clock.

@@ -30,11 +30,9 @@ class Guard:
 
     Args:
         enabled (`bool`): Off, the program gets the real builtins.
-        full (`bool`): Whether this zygote holds the full tier.
     """
 
-    def __init__(self, enabled: bool, full: bool):
-        self.full = full
+    def __init__(self, enabled: bool):
         self.finding: tuple[str, list[str]] | None = None
         self.facades: dict[str, Any] = {}
         self.enabled, self.limits = enabled, interpreter.Limits()
@@ -90,18 +88,14 @@ class Guard:
         return forbidden
 
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
-        if name in modules.HELPERS | modules.FULL_HELPERS and name in sys.modules:
+        if name in modules.HELPERS and name in sys.modules:
             return sys.modules[name]
-        if name in modules.FULL_HELPERS and not self.full:
-            self.stop(protocol.TIER, name)
         if level or not isinstance(name, str) or not modules.is_allowed(name):
             self.stop(protocol.POLICY, f"import of {str(name)[:80]!r} is not allowed")
         root = name.partition(".")[0]
         if root in self.facades:
             return self.facades[root]
         if name not in sys.modules:
-            if not self.full:
-                self.stop(protocol.TIER, name)
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return sys.modules[name if fromlist else root]
 

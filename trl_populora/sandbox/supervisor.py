@@ -37,7 +37,7 @@ class Supervisor:
         workers (`int`): Programs that run at a time; up to `UNDER_WAY` times as many are under way.
         seed (`int`): Chooses the hash seeds.
         allow_weak (`bool`): Whether level C is accepted.
-        options (`dict`): Of every zygote; `soft` among them: whether the import allow-list and the guards are on.
+        options (`dict`): What every zygote is told.
 
     Raises:
         `RuntimeError`: No zygote starts, or the host is too weak.
@@ -45,12 +45,12 @@ class Supervisor:
 
     def __init__(self, workers: int, *, seed: int, allow_weak: bool, options: dict):
         self.workers, self.seed, self.allow_weak = workers, seed, allow_weak
-        self.options, self.soft = options, options["soft"]
-        self.pools: dict[tuple[bool, int], list[Worker]] = {}
+        self.options = options
+        self.pools: dict[int, list[Worker]] = {}  # by the index of their hash seed
         self.inbox: deque[Pending] = deque()
         self.queue: deque[Pending] = deque()
         self.unresolved: set[Pending] = set()
-        self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
+        self.waiting: dict[int, deque[Pending]] = {}  # for a zygote with this seed
         self.running: dict[int, Pending] = {}
         self.numbers = itertools.count(1)
         self.failed_starts = 0
@@ -59,7 +59,7 @@ class Supervisor:
         self.closed, self.ready = False, threading.Event()
         self.listener, self.next_check = Listener(), 0.0
         for index in (0, 1):
-            self._populate((not self.soft, index))
+            self._populate(index)
         self.thread = threading.Thread(target=self._loop, name="sandbox", daemon=True)
         self.thread.start()
         _alive.add(self)
@@ -85,7 +85,7 @@ class Supervisor:
         if self.closed:
             raise RuntimeError("the sandbox is closed") from self.failure
         limits = replace(limits, cpu_seconds=limits.cpu_seconds / job.headroom)
-        pending = Pending(job, limits, self.soft)
+        pending = Pending(job, limits)
         if (size := len(job.program.encode("utf-8", "surrogatepass"))) > limits.program_bytes:
             reason = f"a program of {size} bytes, more than {limits.program_bytes}"
             self._resolve(pending, Verdict(Status.POLICY, reason))
@@ -122,14 +122,13 @@ class Supervisor:
             self._shut_down()
             self.ready.set()
 
-    def _populate(self, slot: tuple[bool, int]) -> None:
-        """Starts a slot's zygotes: one per two workers for seeds 0 and 1, of first runs; one for any other seed."""
-        full, index = slot
+    def _populate(self, index: int) -> None:
+        """Starts a seed's zygotes: one per two workers for seeds 0 and 1, of first runs; one for any other seed."""
         copies = (self.workers + 1) // 2 if index < 2 else 1
-        pool = self.pools.setdefault(slot, [])
+        pool = self.pools.setdefault(index, [])
         while len(pool) < copies:
             hash_seed = 1 + (self.seed * 16 + index) % 4294967294
-            worker = Worker(slot, hash_seed, self.options | {"full": full})
+            worker = Worker(index, hash_seed, self.options)
             pool.append(worker)
             self.listener.watch(worker.control, select.EPOLLIN, self._on_control, worker)
 
@@ -143,17 +142,17 @@ class Supervisor:
                 break
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Gives a job to the least busy zygote of its slot; False when no file descriptor is left."""
+        """Gives a job to the least busy zygote of its seed; False when no file descriptor is left."""
         if pending.future.cancelled():
             self.unresolved.discard(pending)
             return True
-        slot = pending.slot
-        if slot not in self.pools:
-            self._populate(slot)
-        healthy = [each for each in self.pools[slot] if each.healthy]
+        index = pending.seed_index
+        if index not in self.pools:
+            self._populate(index)
+        healthy = [each for each in self.pools[index] if each.healthy]
         if healthy:
             return self._start(pending, min(healthy, key=lambda each: len(each.jobs)))
-        self.waiting.setdefault(slot, deque()).append(pending)
+        self.waiting.setdefault(index, deque()).append(pending)
         return True
 
     def _start(self, pending: Pending, worker: Worker) -> bool:
@@ -227,14 +226,9 @@ class Supervisor:
 
     def _finish_run(self, pending: Pending) -> None:
         data, inputs = bytes(pending.data), len(pending.job.inputs)
-        status, reason, outputs = judge_run(data, inputs, pending.limits, pending.event, pending.full)
+        status, reason, outputs = judge_run(data, inputs, pending.limits, pending.event)
         if pending.probe_of is not None:
             self._admit(pending.probe_of, [text == "true" for text in outputs], reason)
-            return
-        if status is None:
-            # The scan of the imports was fooled: the run does not count and is repeated in the full tier.
-            pending.full = True
-            self.queue.appendleft(pending)
             return
         if pending.take((status, reason, outputs), pending.event):
             self.queue.appendleft(pending)
@@ -244,7 +238,7 @@ class Supervisor:
     # Births and deaths of zygotes.
 
     def _probe(self, worker: Worker) -> None:
-        pending = Pending(Job("", ("",) * len(health.PROBES)), Limits(cpu_seconds=10.0), self.soft)
+        pending = Pending(Job("", ("",) * len(health.PROBES)), Limits(cpu_seconds=10.0))
         pending.probe_of = worker
         self._start(pending, worker)
 
@@ -256,7 +250,7 @@ class Supervisor:
             self.closed = True
             return
         worker.healthy, self.failed_starts = True, 0
-        for pending in reversed(self.waiting.pop(worker.slot, ())):
+        for pending in reversed(self.waiting.pop(worker.seed_index, ())):
             self.queue.appendleft(pending)
         if all(any(each.healthy for each in pool) for pool in self.pools.values()):
             self.ready.set()
@@ -266,7 +260,7 @@ class Supervisor:
         self.listener.forget(worker.control)
         words = worker.failure or ("" if worker.healthy else worker.last_words())
         worker.kill()
-        self.pools[worker.slot].remove(worker)
+        self.pools[worker.seed_index].remove(worker)
         for number in worker.jobs:
             pending = self.running[number]
             self._drop(number, pending)
@@ -284,7 +278,7 @@ class Supervisor:
             self.failure = RuntimeError(f"{FAILED_STARTS} zygotes in a row did not start: {words}")
             self.closed = True
         else:
-            self._populate(worker.slot)
+            self._populate(worker.seed_index)
 
     def _check_late(self) -> None:
         """Replace zygotes that do not start or do not report, and listen to programs that take so long."""

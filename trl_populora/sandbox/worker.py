@@ -25,13 +25,13 @@ class Worker:
     One zygote.
 
     Args:
-        slot (`tuple[bool, int]`): Whether it holds the full tier, and the number of its hash seed.
+        seed_index (`int`): Which of the hash seeds it has.
         hash_seed (`int`): Its `PYTHONHASHSEED`.
         options (`dict`): What it is told on its command line (plain JSON).
     """
 
-    def __init__(self, slot: tuple[bool, int], hash_seed: int, options: dict):
-        self.slot = slot
+    def __init__(self, seed_index: int, hash_seed: int, options: dict):
+        self.seed_index = seed_index
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # A clean environment and -s -S: no site, no .pth file, no variable of the trainer reaches the zygote.

@@ -255,13 +255,13 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
         layers["namespaces"] = "left out on request"
     else:
         confine.enter_namespaces(layers)
-    modules.preload(full=options["full"], hostile=not options["soft"])
+    modules.preload(hostile=not options["soft"])
     modules.preload_packages(options["packages"])
     soft.silence()
-    guard = soft.Guard(options["soft"], options["full"])
+    guard = soft.Guard(options["soft"])
     for _ in range(_WARM_UPS):
         _warm_up(guard)
-    guard = soft.Guard(options["soft"], options["full"])  # a fresh one: programs find nothing of the warm-up in theirs
+    guard = soft.Guard(options["soft"])  # a fresh one: programs find nothing of the warm-up in theirs
     zygote = Zygote(control, guard)
     _forget_surroundings()
     confine.build_walls(layers, tuple(options["without"]))
