@@ -12,8 +12,8 @@ from trl import GRPOConfig
 
 from trl_populora.model_options import GROUPS
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.sandbox.modules import MODULES as IMPORTABLE
-from trl_populora.sandbox.modules import SCRAMBLING
+from trl_populora.sandbox.soft import MODULES as IMPORTABLE
+from trl_populora.sandbox.soft import SCRAMBLING
 
 
 ROOT = Path(__file__).resolve().parent

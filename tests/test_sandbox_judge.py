@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_populora.sandbox import Limits, Status, modules, protocol, seccomp
+from trl_populora.sandbox import Limits, Status, protocol, seccomp, soft
 from trl_populora.sandbox.child import read_payload
-from trl_populora.sandbox.health import PROBES, level
+from trl_populora.sandbox.confine import PROBES, level
 from trl_populora.sandbox.judge import Observation, combine, judge_run, largest_frame
 from trl_populora.sandbox.values import decode, encode
 
@@ -163,7 +163,7 @@ def test_reasons_are_one_printable_line(text):
 
 
 def test_no_allowed_module_hands_out_the_system():
-    assert not modules.ALLOWED & set(modules.HOSTILE)
+    assert not soft.ALLOWED & set(soft.HOSTILE)
 
 
 class _Machine:

@@ -15,7 +15,7 @@ from trl import GRPOConfig
 
 from trl_populora.population.evolution import Breeding, learning_roles
 from trl_populora.population.matchmaking import STRATEGIES
-from trl_populora.sandbox.starting import SandboxSettings
+from trl_populora.sandbox.pool import SandboxSettings
 from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS
 from trl_populora.step.rules import PAY, STUDENT_PAY, check_choice
 from trl_populora.step.scoring import Scoring

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import logging
 import os
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
 
 from .jobs import Job, Limits, Verdict
 from .supervisor import Supervisor
+from .values import encode
+
+
+logger = logging.getLogger(__name__)
 
 
 class Sandbox:
@@ -105,3 +114,135 @@ def _folder_of(package: str) -> str:
     if spec is None or spec.origin is None:
         raise ValueError(f"`packages` names {package!r}, which is not installed")
     return os.path.dirname(os.path.dirname(spec.origin))
+
+
+@dataclass(frozen=True)
+class SandboxSettings:
+    """
+    What programs may use. Each field is the option of the same name.
+
+    Raises:
+        `ValueError`: If a number is too small.
+    """
+
+    sandbox_workers: int | None = None
+    sandbox_seconds: float = Limits.cpu_seconds
+    sandbox_memory_mb: int = Limits.memory_bytes >> 20
+    sandbox_allow_weak: bool = False
+
+    def __post_init__(self):
+        for name in ("sandbox_workers", "sandbox_memory_mb"):
+            if (value := getattr(self, name)) is not None and not value >= 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        if not self.sandbox_seconds > 0:
+            raise ValueError(f"`sandbox_seconds` must be positive, got {self.sandbox_seconds}.")
+
+    @property
+    def limits(self) -> Limits:
+        """Of one run of one program."""
+        return Limits(cpu_seconds=self.sandbox_seconds, memory_bytes=self.sandbox_memory_mb << 20)
+
+
+def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather: Callable[[list], list]) -> Sandbox:
+    """
+    This process's sandbox with its share of the node's cores. Collective.
+
+    Args:
+        settings ([`SandboxSettings`]): The same on all ranks.
+        rank, local_rank (`int`): This process, in the run and on its node.
+        gather (`Callable`): Joins the lists of all ranks.
+
+    Raises:
+        `RuntimeError`: On every rank, if one of them cannot confine programs.
+    """
+    node = rank - local_rank
+    # Launchers that bind each rank to cores of its own would leave programs with those of one rank.
+    bound = gather([(node, os.sched_getaffinity(0) if sys.platform == "linux" else set())])
+    cores = [theirs for where, theirs in bound if where == node]
+    further: dict[str, Any] = {"cores": set().union(*cores), "processes": len(cores)}
+    sandbox, failure = None, ""
+    try:
+        sandbox = Sandbox(settings.sandbox_workers, settings.limits, settings.sandbox_allow_weak, **further)
+    except RuntimeError as error:
+        failure = str(error)
+    # Told to all, so that no rank waits for one that has failed.
+    if failures := [each for each in gather([failure]) if each]:
+        if sandbox is not None:
+            sandbox.close()
+        raise RuntimeError(failures[0])
+    assert sandbox is not None
+    if local_rank == 0:
+        _log_level(sandbox)
+    return sandbox
+
+
+def _log_level(sandbox: Sandbox) -> None:
+    """What the walls are in this run; a warning where there are none."""
+    missing = [f"{name} ({reason})" for name, reason in sandbox.report()["layers"].items() if reason]
+    logger.log(
+        logging.WARNING if sandbox.level == "C" else logging.INFO,
+        "The sandbox runs %d programs at a time, at level %s. Layers that do not hold: %s.",
+        sandbox.workers,
+        sandbox.level,
+        ", ".join(missing) or "none",
+    )
+
+
+_MEANING = {
+    "A": "namespaces, chroot, a user of its own, Landlock and seccomp all hold",
+    "B": "seccomp holds, with an unprivileged user or Landlock: no files, no network, no processes",
+    "C": "not confined; training refuses unless `allow_weak` is set",
+}
+_PURPOSE = {
+    "namespaces": "own network, mounts, processes, IPC and host name",
+    "chroot": "an empty, deleted folder as root",
+    "uid": "an unprivileged user and no capability",
+    "limits": "no files, no core dumps, few descriptors",
+    "no_new_privs": "no gain by exec, not traceable",
+    "landlock": "no file, TCP port, abstract socket or outside signal, as far as the kernel's version goes",
+    "seccomp": "an allow-list of system calls for computing",
+}
+
+
+def measure(sandbox: Sandbox, seconds: float = 2.0) -> float:
+    """Small programs with one input and one run, per second."""
+    done, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        jobs = [Job(f"def f(x):\n    return x + {done + i}\n", (encode((i,)),)) for i in range(100)]
+        done += sum(verdict.ok for verdict in sandbox.run(jobs))
+    return done / (time.perf_counter() - start)
+
+
+def check(write: Callable[[str], object] = sys.stdout.write, seconds: float = 2.0) -> str:
+    """
+    Write the report and return the level, `"A"`, `"B"` or `"C"`.
+
+    Args:
+        write (`Callable`, *optional*): Takes the lines.
+        seconds (`float`, *optional*, defaults to `2.0`): How long to measure the speed.
+    """
+    with Sandbox(allow_weak=True) as sandbox:
+        report = sandbox.report()
+        speed = measure(sandbox, seconds)
+        write(f"sandbox level {report['level']}: {_MEANING[report['level']]}\n\nlayers\n")
+        for name, reason in report["layers"].items():
+            held = "yes" if not reason else f"no   ({reason})"
+            write(f"  {name:<14}{held:<5}{_PURPOSE.get(name, '') if not reason else ''}\n")
+        write("\ntried from inside a program's process\n")
+        for name, refused in report["refused"].items():
+            write(f"  {name:<26}{'refused' if refused else 'POSSIBLE'}\n")
+        write(f"\n{speed:.0f} programs per second on {sandbox.workers} workers\n")
+    return report["level"]
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Exit status 0 for level A or B, 1 for C, 2 when no program can be run at all."""
+    parser = argparse.ArgumentParser(
+        prog="populora sandbox-check", description="How well this host confines programs."
+    )
+    parser.parse_args(list(arguments))
+    try:
+        return 1 if check() == "C" else 0
+    except RuntimeError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import select
+import socket
 import threading
 import time
 import weakref
+import zlib
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from . import health, protocol
+from . import confine, protocol
 from .jobs import Job, Limits, Status, Verdict
-from .judge import Observation, combine, judge_run
-from .listener import Listener
-from .pending import Pending
+from .judge import Observation, combine, judge_run, largest_frame
 from .protocol import LONGEST_EXTENSION
 from .worker import Worker
 
@@ -27,6 +29,145 @@ UNDER_WAY = 3
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
 FAILED_STARTS = 3  # zygotes in a row that may fail to start
+SENSITIVE_RUNS = 6  # leaves a two-way choice by the order of a set a chance of 1 in 32; two runs leave 1 in 2
+
+
+class Pending:
+    """
+    A job, its future, and the private socket of its current run.
+
+    Args:
+        job (`Job`): What to run.
+        limits (`Limits`): The job's limits, or the sandbox's.
+    """
+
+    probe_of: Worker | None = None  # the worker that this pending probes
+
+    def __init__(self, job: Job, limits: Limits):
+        self.job, self.limits = job, limits
+        self.future: Future[Verdict] = Future()
+        self.runs: list = []
+        self.seen: list[Observation] = []
+        self.wanted = job.runs
+        self.retried = False
+        self.socket: socket.socket = None  # type: ignore[assignment]  # between `open` and `close` only
+        self.forget_run()
+
+    def take(self, run: tuple, seen: Observation) -> bool:
+        """Note a finished run; whether another one is needed."""
+        status, reason, outputs = run
+        self.runs.append(run)
+        self.seen.append(seen)
+        if reason and self.job.runs > 1:
+            self.wanted = max(self.wanted, SENSITIVE_RUNS)
+        return status is Status.OK and len(self.runs) < self.wanted and outputs == self.runs[0][2]
+
+    def forget_run(self) -> None:
+        """Back to before the current run."""
+        self.outgoing = memoryview(b"")
+        self.data = bytearray()
+        self.end_of_file = False
+        self.event: Observation = None  # type: ignore[assignment]  # until the zygote has spoken
+        self.late_at = float("inf")
+
+    @property
+    def seed_index(self) -> int:
+        """
+        Which of the hash seeds the next run gets. It depends on the program and the number of the run alone, so a
+        sequence of jobs can be repeated exactly whatever the load.
+        """
+        first = zlib.crc32(self.job.program.encode("utf-8", "surrogatepass")) & 1
+        number = len(self.runs)
+        return first ^ number if number < 2 else number
+
+    def open(self) -> socket.socket:
+        """A fresh private pair for the next run; keeps our end and gives the child's."""
+        job = self.job
+        run, several = len(self.runs), job.runs > 1
+        # A subclass of `str`, as numpy has one, is text like any other.
+        function, program, *inputs = map(str.__str__, (job.function, job.program, *job.inputs))
+        payload = (run, several and not run, self.limits.output_bytes, function, program, tuple(inputs))
+        self.forget_run()
+        self.outgoing = memoryview(protocol.pack_payload(payload))
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        return theirs
+
+    def send(self) -> int:
+        """Write what fits; the events to wait for next."""
+        try:
+            while self.outgoing:
+                self.outgoing = self.outgoing[self.socket.send(self.outgoing) :]
+        except BlockingIOError:
+            return select.EPOLLIN | select.EPOLLOUT
+        except OSError:
+            self.outgoing = memoryview(b"")  # the child is gone; its end is told by the zygote
+        return select.EPOLLIN
+
+    def receive(self) -> None:
+        """Read what is there, up to one byte more than any honest answer; the rest is thrown away."""
+        room = largest_frame(self.limits, len(self.job.inputs)) + 1
+        try:
+            while not self.end_of_file:
+                part = self.socket.recv(1 << 17)
+                self.data += part
+                del self.data[room:]
+                self.end_of_file = not part
+        except BlockingIOError:
+            return
+        except OSError:
+            self.end_of_file = True
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+
+
+class Listener:
+    """Calls the handlers of sockets, in the thread that listens; `wake` may be called from any."""
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self.handlers: dict[int, tuple] = {}
+        self.wake_read, self.wake_write = socket.socketpair()
+        for each in (self.wake_read, self.wake_write):
+            each.setblocking(False)
+        self.watch(self.wake_read, select.EPOLLIN, self._on_wake)
+
+    def watch(self, source: socket.socket, mask: int, handler: Callable, *arguments: object) -> None:
+        """Lets `handler(*arguments, mask)` be called when there is something."""
+        self.handlers[source.fileno()] = (handler, arguments)
+        self.epoll.register(source.fileno(), mask)
+
+    def watches(self, source: socket.socket) -> bool:
+        return source.fileno() in self.handlers
+
+    def change(self, source: socket.socket, mask: int) -> None:
+        self.epoll.modify(source.fileno(), mask)
+
+    def forget(self, source: socket.socket) -> None:
+        if self.handlers.pop(source.fileno(), None):
+            self.epoll.unregister(source.fileno())
+
+    def listen(self, seconds: float) -> None:
+        """Handles what there is, or comes within so many seconds."""
+        for fd, mask in self.epoll.poll(seconds):
+            if fd in self.handlers:
+                handler, arguments = self.handlers[fd]
+                handler(*arguments, mask)
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self.wake_write.send(b"x")
+
+    def _on_wake(self, _: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.wake_read.recv(4096):
+                pass
+
+    def close(self) -> None:
+        for each in (self.epoll, self.wake_read, self.wake_write):
+            each.close()
 
 
 class Supervisor:
@@ -238,13 +379,13 @@ class Supervisor:
     # Births and deaths of zygotes.
 
     def _probe(self, worker: Worker) -> None:
-        pending = Pending(Job("", ("",) * len(health.PROBES)), Limits(cpu_seconds=10.0))
+        pending = Pending(Job("", ("",) * len(confine.PROBES)), Limits(cpu_seconds=10.0))
         pending.probe_of = worker
         self._start(pending, worker)
 
     def _admit(self, worker: Worker, refused: list[bool], reason: str) -> None:
         """A zygote has tried its own walls: let it serve, or give up when the host is too weak."""
-        worker.refused = dict(zip(health.PROBES, refused, strict=False))
+        worker.refused = dict(zip(confine.PROBES, refused, strict=False))
         if worker.level == "C" and not self.allow_weak:
             self.failure = RuntimeError(worker.weakness(reason))
             self.closed = True

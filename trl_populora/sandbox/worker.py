@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import health, protocol
+from . import confine, protocol
 
 
 _SCRIPT = Path(__file__).with_name("zygote.py")
@@ -59,7 +59,7 @@ class Worker:
 
     @property
     def level(self) -> str:
-        return health.level(self.layers, self.refused)
+        return confine.level(self.layers, self.refused)
 
     def weakness(self, reason: str) -> str:
         """Why it may not serve; `reason` says what came of its probe."""

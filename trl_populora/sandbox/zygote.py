@@ -34,7 +34,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from . import confine, health, modules, soft
+from . import confine, soft
 from .child import outcome, read_payload, send
 from .protocol import (
     DONE,
@@ -188,7 +188,7 @@ def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Calla
         payload = read_payload(fd)
         close_in(memory, int(limit) + 2)
         if kind == PROBE:
-            send(fd, answer(OK, ["true" if each else "false" for each in health.probe()]))
+            send(fd, answer(OK, ["true" if each else "false" for each in confine.probe()]))
         send(fd, outcome(payload, guard))
     finally:
         _exit(70)
@@ -255,8 +255,8 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
         layers["namespaces"] = "left out on request"
     else:
         confine.enter_namespaces(layers)
-    modules.preload(hostile=not options["soft"])
-    modules.preload_packages(options["packages"])
+    soft.preload(hostile=not options["soft"])
+    soft.preload_packages(options["packages"])
     soft.silence()
     guard = soft.Guard(options["soft"])
     for _ in range(_WARM_UPS):
