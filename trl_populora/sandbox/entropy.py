@@ -1,7 +1,11 @@
-"""Guards around everything that makes two runs of a program differ: clocks, hashes, addresses (verify).
+"""Guards around what differs between two runs of a program, or between two interpreters (verify).
 
-`facades` are copies of modules for the program's own imports: `time` and `datetime`, where arithmetic on given dates
-works as ever, and those through which one that is not allowed (`modules.py`) could be reached.
+Clocks, hashes and addresses differ between runs. `facades` copies modules for the program's own imports: `time` and
+`datetime`, in which arithmetic on given dates still works, and modules through which a forbidden one could be reached.
+
+Versions, limits and the insides of objects differ between interpreters, and no repetition on one host shows it. What
+the language leaves open is stopped where the program's text asks for it. Each run has other limits of recursion and of
+integers' texts, so that a program that reaches one gives another result.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any
 
 Stop = Callable[[str], None]
 
-_OPEN = ("statistics",)  # has the random module lying in it
+_OPEN = ("statistics",)  # `statistics.random` is the random module
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 
 
@@ -32,14 +36,14 @@ def _stopper(stop: Stop, name: str) -> Callable:
 def _copy(module: types.ModuleType) -> Any:
     facade = types.ModuleType(module.__name__, module.__doc__)
     for name, value in vars(module).items():
-        # The modules that a module has imported for itself are no part of what it offers.
+        # Modules that a module imported for itself are not part of what it offers.
         if not isinstance(value, types.ModuleType) and not name.startswith("__"):
             setattr(facade, name, value)
     return facade
 
 
 def facades(stop: Stop) -> dict[str, types.ModuleType]:
-    """The guarded modules by name, as far as they are loaded."""
+    """Makes the guarded modules, by name."""
     return {"time": _time(stop), "datetime": _datetime(stop)} | {
         name: _copy(sys.modules[name]) for name in _OPEN if name in sys.modules
     }
@@ -61,7 +65,7 @@ def _time(stop: Stop) -> types.ModuleType:
 
         return guarded
 
-    facade.sleep = lambda seconds, /: None  # no clock tells, and the limit is one of CPU time
+    facade.sleep = lambda seconds, /: None  # without a clock no program can tell, and the limit is one of CPU time
     for name, position in (("localtime", 0), ("gmtime", 0), ("ctime", 0), ("asctime", 0), ("strftime", 1)):
         setattr(facade, name, given(name, position))
     return facade
@@ -69,7 +73,7 @@ def _time(stop: Stop) -> types.ModuleType:
 
 def _datetime(stop: Stop) -> types.ModuleType:
     class Meta(type):
-        # A plain date made by the standard library counts as an instance of the program's `date`.
+        # A plain date that the standard library made counts as an instance of the program's `date`.
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, cls.__mro__[1])
 
@@ -89,14 +93,14 @@ def _datetime(stop: Stop) -> types.ModuleType:
     return facade
 
 
-# Types whose hash hangs on the process: on its hash seed, or on an address.
+# The hash of these types depends on the process: on its hash seed, or on an address.
 _SEEDED = {
     kind.__hash__ for kind in (str, bytes, object, memoryview, type(None), type, type(len), type(lambda: 0), type(...))
 }
 
 
 def _stable_hash(value: Any) -> bool:
-    """Whether the hash of `value` is the same in every process, as far as types tell."""
+    """Whether `value` has the same hash in every process, as far as types tell."""
     kind = type(value)
     if kind in (tuple, frozenset):
         return all(map(_stable_hash, value))
@@ -106,7 +110,7 @@ def _stable_hash(value: Any) -> bool:
 
 
 class Address(int):
-    """What `id` gives, and `hash` of all but integers: equal to itself, a fine key, and of no other use."""
+    """What `id` gives, and `hash` for all but integers: it can be compared and be a key, and nothing else."""
 
     __slots__ = ()
 
@@ -120,11 +124,11 @@ _ADDRESS_USES = [
 
 
 def guarded_builtins(stop: Stop) -> dict[str, Callable]:
-    """`hash` and `id`, which are fine as long as only equality is asked of their results."""
+    """Makes `hash` and `id` whose results can only be compared for equality."""
     real_hash, real_id = hash, id
 
     def guarded_hash(value: object, /) -> int:
-        # A class's own __hash__ may combine hashes as it likes; what counts is where the result goes.
+        # A class's own __hash__ may combine hashes as it likes. What counts is where its result goes.
         if sys._getframe(1).f_code.co_name != "__hash__":
             if not _stable_hash(value):
                 stop(f"hash() of {type(value).__name__} differs from run to run")
@@ -148,10 +152,10 @@ def guarded_builtins(stop: Stop) -> dict[str, Callable]:
     return {"hash": guarded_hash, "id": guarded_id}
 
 
-LOWEST, HIGHEST = (3, 10), (3, sys.maxsize)  # versions of Python that a run may meet
-_DEEPER = 1037  # frames by which each run's limit is above the one before
+LOWEST, HIGHEST = (3, 10), (3, sys.maxsize)  # the versions of Python on which a program may run
+_DEEPER = 1037  # each run allows so many more frames than the one before
 _DIGITS = 4300  # Python's own limit for the decimal text of an integer
-# Left to the interpreter by the language; what a code object has from the program's text alone is not among them.
+# Attributes that the language leaves to the interpreter. Those that follow from the program's text are not among them.
 INSIDES = frozenset(
     [
         *(f"co_{name}" for name in ("code", "consts", "exceptiontable", "flags", "lines", "linetable", "lnotab")),
@@ -166,7 +170,7 @@ _FACTS = ("copyright", "hash_info", "hexversion", "implementation", "int_info", 
 
 
 def asks_inside(code: types.CodeType) -> str:
-    """The first attribute out of `INSIDES` that compiled code names, also in a text; empty if there is none."""
+    """Finds an attribute of `INSIDES` that compiled code names, also inside a text; empty if there is none."""
     found = INSIDES.intersection(code.co_names)
     if found:
         return min(found)
@@ -179,7 +183,7 @@ def asks_inside(code: types.CodeType) -> str:
 
 
 def guarded_getattr(stop: Callable[[str], None]) -> Callable:
-    """`getattr`, whose name may be put together while the program runs."""
+    """Makes a guarded `getattr`, because a program may put a name together while it runs."""
     real = getattr
 
     def guarded(value: object, name: str, /, *default: object) -> object:
@@ -192,7 +196,7 @@ def guarded_getattr(stop: Callable[[str], None]) -> Callable:
 
 
 class Version:
-    """`sys.version_info`, of which a program may ask what all versions of Python that a run may meet answer alike."""
+    """`sys.version_info` that answers only what all versions from `LOWEST` to `HIGHEST` answer alike."""
 
     __slots__ = ("_stop",)
     major = 3
@@ -231,14 +235,14 @@ class Version:
 
 
 class Limits:
-    """The limits of recursion and of integers' texts: what the program has set, and what holds in this run."""
+    """The limits of recursion and of integers' texts: what the program set, and what holds in this run."""
 
     def __init__(self) -> None:
         self.run = 0
         self.recursion, self.digits = sys.getrecursionlimit(), _DIGITS
 
     def start(self, run: int) -> None:
-        """Sets the limits of run number `run`: from the second on others, so that reaching one shows."""
+        """Sets the limits of run number `run`; from the second run on they are others, so that reaching one shows."""
         self.run = run
         sys.setrecursionlimit(self.recursion + _DEEPER * run)
         if hasattr(sys, "set_int_max_str_digits"):
@@ -260,7 +264,7 @@ class Limits:
 
 
 def guard_sys(facade: type, limits: Limits, stop: Callable[[str], Any]) -> None:
-    """Gives a class of `sys` modules the guarded attributes."""
+    """Gives a class of `sys` facades the guarded attributes."""
     given: dict[str, object] = {name: getattr(limits, name) for name in _LIMITS}
     given["version_info"] = Version(lambda: stop("sys.version_info hangs on the interpreter"))
     for name in given:

@@ -1,7 +1,7 @@
-"""The verdict, formed in the trainer after the child is dead, from what the kernel said and from one frame of text.
+"""Forms the verdict in the trainer, once the child is dead, from what the kernel said and from one frame of text.
 
-A child can claim `ok` with any outputs: that means no more than "f returned this", since the golden answers never left
-the trainer. It cannot claim a time, a signal, an exit or somebody else's job. No text from it is evaluated.
+A child can claim `ok` with any outputs. That means no more than "f returned this", because the golden answers never
+left the trainer. A child cannot claim a time, a signal, an exit or another job's answer. No text of it is evaluated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLAIMS = {
 
 @dataclass(frozen=True)
 class Observation:
-    """What the kernel and the zygote's clock say about one finished child."""
+    """What the kernel and the zygote's clock say about one dead child."""
 
     expired: bool
     wait_status: int
@@ -36,20 +36,20 @@ class Observation:
 
 
 def largest_frame(limits: Limits, inputs: int) -> int:
-    """Bytes that a child may send: all outputs, their line breaks, a status word and the length."""
+    """How many bytes a child may send: all outputs, their line breaks, a status word and the length."""
     return limits.output_bytes + inputs + protocol.MAX_REASON + 64
 
 
 def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tuple[Status, str, tuple[str, ...]]:
     """
-    Status, reason and outputs of one run. Status ok with a reason: the child says that the order of a set may matter,
-    so two runs are not enough.
+    Returns status, reason and outputs of one run. Status `ok` with a reason means: the child says that the order of a
+    set may matter, so that two runs are not enough.
 
     Args:
-        data (`bytes`): Everything that arrived from the child until end of file (at most one byte too much).
-        inputs (`int`): Number of outputs that are expected.
-        limits (`Limits`): The limits of the run.
-        seen (`Observation`): What was observed from outside.
+        data: All that arrived from the child until end of file, cut one byte above the largest frame.
+        inputs: How many outputs are expected.
+        limits: The limits of the run.
+        seen: What was observed from outside.
     """
     ended = _ending(seen, limits)
     if ended is not None:
@@ -77,7 +77,7 @@ def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tu
 
 
 def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
-    """What the way the process died says by itself."""
+    """Judges the way in which the process died; `None` if its answer has to be read."""
     if seen.expired and seen.cpu_seconds < limits.cpu_seconds:
         return Status.TIMEOUT, f"still running after {limits.cpu_seconds:g} s"
     if seen.expired:
@@ -99,7 +99,7 @@ def _too_much(limits: Limits) -> str:
 
 
 def _lines(data: bytes, limit: int) -> list[str] | None:
-    """The lines of exactly one frame of printable ASCII, else None."""
+    """Reads the lines of exactly one frame of ASCII; `None` if the data is anything else."""
     header = protocol.LENGTH.size
     if len(data) < header or len(data) > limit or protocol.LENGTH.unpack(data[:header])[0] != len(data) - header:
         return None
@@ -110,7 +110,7 @@ def _lines(data: bytes, limit: int) -> list[str] | None:
 
 
 def combine(runs: list[tuple[Status, str, tuple[str, ...]]], seen: list[Observation]) -> Verdict:
-    """One verdict from the runs of a job: they must all be `ok` with the same outputs."""
+    """Makes one verdict of a job's runs: all must be `ok` and have the same outputs."""
     status, reason, outputs = runs[0]
     reason = "" if status is Status.OK else reason
     for later_status, later_reason, later_outputs in runs[1:]:

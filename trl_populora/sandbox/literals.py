@@ -47,7 +47,7 @@ def read_literal(text: str) -> Any:
     Plain data from a Python literal.
 
     Args:
-        text (`str`): What a solver wrote, for example `[1, 'a', {2.5: None}]`. Reads everything that
+        text: What a solver wrote, for example `[1, 'a', {2.5: None}]`. Reads everything that
             [`to_literal`][trl_populora.sandbox.values] writes, and `float('nan')`.
 
     Raises:
@@ -64,8 +64,8 @@ def read_arguments(text: str, function: str = "f") -> tuple:
     are asked for, and nothing is evaluated here. A task keeps and shows `3`, so everybody sees the call that is made.
 
     Args:
-        text (`str`): What a solver wrote.
-        function (`str`, *optional*, defaults to `"f"`): The only name that may be called.
+        text: What a solver wrote.
+        function: The only name that may be called.
 
     Raises:
         `LiteralError`: The text is anything else, or exceeds a limit.

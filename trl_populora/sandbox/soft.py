@@ -1,9 +1,13 @@
-"""The soft layer: keeps honest programs to what a training task may use. It improves data; it protects nothing.
+"""The soft layer: keeps honest programs to what a training task may use. It improves data and protects nothing.
 
-The program gets a table of builtins and a few module facades of its own. An import outside the allow-list, `open`,
-`input` and `breakpoint` give `policy`; clocks, hashes and object addresses used as numbers, and what hangs on the
-interpreter give `nondeterministic`, because no number of repetitions would find the year, a rare coin flip or another
-Python. The standard library itself keeps the real modules.
+Each program gets a table of builtins and a few module facades of its own; the standard library keeps the real modules.
+An import outside the allow-list, `open`, `input` and `breakpoint` give `policy`. Clocks, hashes and addresses used as
+numbers, and whatever depends on the interpreter, give `nondeterministic`: no number of repetitions would find the
+year, a rare coin flip or another Python.
+
+The allow-list holds modules that compute. It leaves out modules whose results nobody can work out by thinking, as
+Absolute Zero Reasoner does: digests, checksums, seeded generators. A scrambler that a program writes itself stands in
+plain sight and is allowed. Every zygote has all allowed modules loaded, because no file can be opened later.
 """
 
 from __future__ import annotations
@@ -26,17 +30,17 @@ MODULES = [
     *("operator", "pprint", "re", "statistics", "string", "struct", "sys", "textwrap", "time", "traceback", "types"),
     *("typing", "unicodedata", "urllib.parse", "warnings", "weakref"),
 ]
-# Needed later by what is loaded above, when no file can be opened any more: a module that `strptime` imports by the
-# importing program's own `__import__`, the one by which Python 3.12 reads and writes large integers, and codecs.
+# The modules above need these later, when no file can be opened: `strptime` imports the first by the program's own
+# `__import__`, and Python 3.12 reads and writes large integers by the second.
 HELPERS = frozenset(["_strptime", "_pylong"])
 CODECS = [
     *("ascii", "latin-1", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"),
     *("cp1252", "cp437", "idna", "punycode", "rot13", "hex", "base64", "unicode_escape", "raw_unicode_escape"),
 ]
-# What exists to scramble: a task that asks for a few bits of a digest is a coin, which pays its teacher as a hard task
-# would and teaches nothing. Programs of published benchmarks, which run without the soft layer, do use them.
+# These modules exist to scramble. A task that asks for a few bits of a digest is a coin: it pays its teacher like a
+# hard task and teaches nothing. Published benchmarks use some of them; they run without the soft layer.
 SCRAMBLING = ["binascii", "hashlib", "hmac", "random", "secrets", "uuid", "zlib"]
-# With the soft layer off, for benchmarks and tests of the walls: everything a hostile program could wish for.
+# Without the soft layer, for benchmarks and tests of the walls, a program may import all it could wish for.
 HOSTILE = [
     *SCRAMBLING,
     *("os", "posix", "socket", "ctypes", "subprocess", "signal", "threading", "mmap", "resource", "fcntl", "pickle"),
@@ -48,12 +52,12 @@ ALLOWED = frozenset(MODULES) | {name.partition(".")[0] for name in MODULES}
 
 
 def is_allowed(name: str) -> bool:
-    """Whether a program may import `name`: on the list, or a loaded part of a package whose root is."""
+    """Whether a program may import `name`: a listed module, or a loaded part of a listed package."""
     return name in ALLOWED or (name.partition(".")[0] in ALLOWED and name in sys.modules)
 
 
 def preload(hostile: bool) -> None:
-    """Import all modules; what an installation lacks is left out."""
+    """Imports all modules that this installation has."""
     for name in [*MODULES, *HELPERS, *(HOSTILE if hostile else ())]:
         try:
             __import__(name)
@@ -64,7 +68,7 @@ def preload(hostile: bool) -> None:
 
 
 def preload_packages(folders: dict[str, str]) -> None:
-    """Import installed packages from the folders they lie in; a missing one is an error."""
+    """Imports installed packages from the folders they lie in."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # threads would not survive the fork
     sys.path.extend(dict.fromkeys(folders.values()))
     for name in folders:
@@ -75,7 +79,7 @@ MODULE = "program"
 
 
 class Refused(BaseException):
-    """Ends a program that did what it must not; not an `Exception`, so that ordinary handlers let it pass."""
+    """Ends a program that did what it must not. It is no `Exception`, so that ordinary handlers let it pass."""
 
 
 class Guard:
@@ -83,7 +87,7 @@ class Guard:
     The program's view of Python.
 
     Args:
-        enabled (`bool`): Off, the program gets the real builtins.
+        enabled: Whether the program gets guarded builtins and modules, or the real ones.
     """
 
     def __init__(self, enabled: bool):
@@ -98,13 +102,13 @@ class Guard:
         self.namespace["__builtins__"] = self.builtins
 
     def stop(self, word: str, reason: str) -> None:
-        """Note the first finding, which the program cannot take back by catching the exception, and raise."""
+        """Notes the first finding, which stays even if the program catches the exception, and raises."""
         if self.finding is None:
             self.finding = (word, [protocol.one_line(reason)])
         raise Refused(reason)
 
     def screen(self, code: types.CodeType) -> None:
-        """Stops a program whose text asks for what the language leaves to the entropy."""
+        """Stops a program whose text names what the language leaves to the interpreter."""
         if self.enabled and (inside := entropy.asks_inside(code)):
             self._entropy(f"{inside} hangs on the interpreter")
 
@@ -126,7 +130,7 @@ class Guard:
 
     def _sys_facade(self) -> types.ModuleType:
         class Sys(_Sys):
-            """With the guards of this program."""
+            """The facade with this program's guards."""
 
         entropy.guard_sys(Sys, self.limits, self._entropy)
         facade: Any = Sys("sys")
@@ -165,7 +169,7 @@ class _Nowhere(io.TextIOBase):
 
 
 class _Sys(types.ModuleType):
-    """The harmless part of `sys`; the streams are the real ones, so that redirecting them works."""
+    """The harmless part of `sys`. Its streams are the real ones, so that a program can redirect them."""
 
     stdin = property(lambda self: sys.stdin, lambda self, value: setattr(sys, "stdin", value))
     stdout = property(lambda self: sys.stdout, lambda self, value: setattr(sys, "stdout", value))
@@ -187,7 +191,7 @@ def _io_facade() -> Any:
 
 
 def silence() -> None:
-    """Give every child streams that lead nowhere, whatever the soft layer does."""
+    """Gives every child streams that lead nowhere, with or without the soft layer."""
     sys.stdin, sys.stdout, sys.stderr = io.StringIO(), _Nowhere(), _Nowhere()
     for name in ("__stdin__", "__stdout__", "__stderr__"):
         setattr(sys, name, None)

@@ -1,4 +1,8 @@
-"""The thread behind a `Sandbox`: gives runs to zygotes (warm processes that fork a child per program), and judges."""
+"""The thread behind a `Sandbox`: hands jobs to zygotes, hears how their processes ended, and resolves the verdicts.
+
+A zygote is a warm process that forks one child per program. A `Pending` is a job on its way. Its runs come one after
+the other, each in the zygote of another hash seed.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,13 @@ from .protocol import LONGEST_EXTENSION
 from .worker import Worker
 
 
-# Programs under way per worker, so that one is run while others are handed over or end: 2 give 3 % less, 5 give 2 %
-# more.
+# Programs under way per worker: one runs while others are handed over or end. With 2 the sandbox is 3 % slower, with 5
+# it is 2 % faster.
 UNDER_WAY = 3
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
 FAILED_STARTS = 3  # zygotes in a row that may fail to start
-SENSITIVE_RUNS = 6  # leaves a two-way choice by the order of a set a chance of 1 in 32; two runs leave 1 in 2
+SENSITIVE_RUNS = 6  # a two-way choice by the order of a set passes 1 time in 32; with two runs, 1 time in 2
 
 
 class Pending:
@@ -37,11 +41,11 @@ class Pending:
     A job, its future, and the private socket of its current run.
 
     Args:
-        job (`Job`): What to run.
-        limits (`Limits`): The job's limits, or the sandbox's.
+        job: What to run.
+        limits: The job's limits, or the sandbox's.
     """
 
-    probe_of: Worker | None = None  # the worker that this pending probes
+    probe_of: Worker | None = None  # the zygote whose walls this job tries
 
     def __init__(self, job: Job, limits: Limits):
         self.job, self.limits = job, limits
@@ -54,7 +58,7 @@ class Pending:
         self.forget_run()
 
     def take(self, run: tuple, seen: Observation) -> bool:
-        """Note a finished run; whether another one is needed."""
+        """Notes a finished run; returns whether another one is needed."""
         status, reason, outputs = run
         self.runs.append(run)
         self.seen.append(seen)
@@ -63,7 +67,7 @@ class Pending:
         return status is Status.OK and len(self.runs) < self.wanted and outputs == self.runs[0][2]
 
     def forget_run(self) -> None:
-        """Back to before the current run."""
+        """Drops what is known of the current run."""
         self.outgoing = memoryview(b"")
         self.data = bytearray()
         self.end_of_file = False
@@ -73,15 +77,16 @@ class Pending:
     @property
     def seed_index(self) -> int:
         """
-        Which of the hash seeds the next run gets. It depends on the program and the number of the run alone, so a
-        sequence of jobs can be repeated exactly whatever the load.
+        The number of the next run's hash seed.
+
+        It depends only on the program and the number of the run, so that the same jobs repeat exactly under any load.
         """
         first = zlib.crc32(self.job.program.encode("utf-8", "surrogatepass")) & 1
         number = len(self.runs)
         return first ^ number if number < 2 else number
 
     def open(self) -> socket.socket:
-        """A fresh private pair for the next run; keeps our end and gives the child's."""
+        """Opens a private socket pair for the next run; keeps our end and returns the child's."""
         job = self.job
         run, several = len(self.runs), job.runs > 1
         # A subclass of `str`, as numpy has one, is text like any other.
@@ -94,18 +99,18 @@ class Pending:
         return theirs
 
     def send(self) -> int:
-        """Write what fits; the events to wait for next."""
+        """Writes what the socket takes; returns the events to wait for next."""
         try:
             while self.outgoing:
                 self.outgoing = self.outgoing[self.socket.send(self.outgoing) :]
         except BlockingIOError:
             return select.EPOLLIN | select.EPOLLOUT
         except OSError:
-            self.outgoing = memoryview(b"")  # the child is gone; its end is told by the zygote
+            self.outgoing = memoryview(b"")  # the child is gone, and the zygote will tell how it ended
         return select.EPOLLIN
 
     def receive(self) -> None:
-        """Read what is there, up to one byte more than any honest answer; the rest is thrown away."""
+        """Reads what has arrived and keeps one byte more than the longest honest answer."""
         room = largest_frame(self.limits, len(self.job.inputs)) + 1
         try:
             while not self.end_of_file:
@@ -124,7 +129,7 @@ class Pending:
 
 
 class Listener:
-    """Calls the handlers of sockets, in the thread that listens; `wake` may be called from any."""
+    """Calls the handler of each socket that has something to say. Any thread may call `wake`."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
@@ -135,7 +140,7 @@ class Listener:
         self.watch(self.wake_read, select.EPOLLIN, self._on_wake)
 
     def watch(self, source: socket.socket, mask: int, handler: Callable, *arguments: object) -> None:
-        """Lets `handler(*arguments, mask)` be called when there is something."""
+        """Calls `handler(*arguments, mask)` from now on when the source is ready."""
         self.handlers[source.fileno()] = (handler, arguments)
         self.epoll.register(source.fileno(), mask)
 
@@ -150,7 +155,7 @@ class Listener:
             self.epoll.unregister(source.fileno())
 
     def listen(self, seconds: float) -> None:
-        """Handles what there is, or comes within so many seconds."""
+        """Waits at most so many seconds for a socket to be ready, then calls the handlers."""
         for fd, mask in self.epoll.poll(seconds):
             if fd in self.handlers:
                 handler, arguments = self.handlers[fd]
@@ -172,16 +177,16 @@ class Listener:
 
 class Supervisor:
     """
-    All but `submit`, `report` and `close` runs in one thread of its own, so nothing here needs a lock.
+    Everything but `submit`, `report` and `close` runs in one thread, so that nothing here needs a lock.
 
     Args:
-        workers (`int`): Programs that run at a time; up to `UNDER_WAY` times as many are under way.
-        seed (`int`): Chooses the hash seeds.
-        allow_weak (`bool`): Whether level C is accepted.
-        options (`dict`): What every zygote is told.
+        workers: Programs that run at a time; `UNDER_WAY` times as many may be under way.
+        seed: Chooses the hash seeds.
+        allow_weak: Whether level C is accepted.
+        options: What every zygote is told on its command line.
 
     Raises:
-        `RuntimeError`: No zygote starts, or the host is too weak.
+        `RuntimeError`: If no zygote starts, or the host cannot confine programs.
     """
 
     def __init__(self, workers: int, *, seed: int, allow_weak: bool, options: dict):
@@ -211,7 +216,7 @@ class Supervisor:
     # Called from any thread.
 
     def report(self) -> dict:
-        """The weakest zygote's level, with its layers and probes; how often zygotes were replaced, by reason."""
+        """Returns the weakest zygote's level, layers and probes, and how often zygotes were replaced, by reason."""
         healthy = [each for each in self._workers() if each.healthy]
         worst = max(healthy, key=lambda each: each.level, default=None)  # "C" is the weakest
         return {
@@ -264,7 +269,7 @@ class Supervisor:
             self.ready.set()
 
     def _populate(self, index: int) -> None:
-        """Starts a seed's zygotes: one per two workers for seeds 0 and 1, of first runs; one for any other seed."""
+        """Starts the zygotes of one hash seed: for 0 and 1, which run most programs, one per two workers; else one."""
         copies = (self.workers + 1) // 2 if index < 2 else 1
         pool = self.pools.setdefault(index, [])
         while len(pool) < copies:
@@ -283,7 +288,7 @@ class Supervisor:
                 break
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Gives a job to the least busy zygote of its seed; False when no file descriptor is left."""
+        """Gives a job to the least busy zygote of its seed; returns `False` when no file descriptor is left."""
         if pending.future.cancelled():
             self.unresolved.discard(pending)
             return True
@@ -297,7 +302,7 @@ class Supervisor:
         return True
 
     def _start(self, pending: Pending, worker: Worker) -> bool:
-        """Start the next run; False when no file descriptor is left."""
+        """Starts a job's next run; returns `False` when no file descriptor is left."""
         number, limits = next(self.numbers), pending.limits
         try:
             theirs = pending.open()
@@ -316,7 +321,8 @@ class Supervisor:
             except OSError as error:
                 self._lose(worker, f"it takes no orders: {error.strerror}")
                 return True
-        # What a program says is read when it has ended, or after a while, lest it waits for a full socket.
+        # The answer is read when the program has ended: to watch every socket would cost 4 %. `_check_late` listens to
+        # programs that take long, because they may be waiting for a full socket to be read.
         if pending.send() & select.EPOLLOUT:
             self._listen(number, pending, select.EPOLLIN | select.EPOLLOUT)
         return True
@@ -352,7 +358,7 @@ class Supervisor:
             self._lose(worker, worker.failure or "it ended")
 
     def _settle(self, number: int, pending: Pending) -> None:
-        """Finishes a run once its answer has ended and the zygote has told of its exit, whichever comes first."""
+        """Finishes a run once its answer has ended and the zygote has told of its exit, in either order."""
         if not pending.end_of_file:
             return
         self.listener.forget(pending.socket)
@@ -384,7 +390,7 @@ class Supervisor:
         self._start(pending, worker)
 
     def _admit(self, worker: Worker, refused: list[bool], reason: str) -> None:
-        """A zygote has tried its own walls: let it serve, or give up when the host is too weak."""
+        """Lets a zygote serve that has tried its own walls, or gives up when the host is too weak."""
         worker.refused = dict(zip(confine.PROBES, refused, strict=False))
         if worker.level == "C" and not self.allow_weak:
             self.failure = RuntimeError(worker.weakness(reason))
@@ -397,7 +403,7 @@ class Supervisor:
             self.ready.set()
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """A zygote is gone: start another, and give its jobs one more chance."""
+        """Replaces a zygote that is gone, and gives its jobs one more chance."""
         self.listener.forget(worker.control)
         words = worker.failure or ("" if worker.healthy else worker.last_words())
         worker.kill()
@@ -422,7 +428,7 @@ class Supervisor:
             self._populate(worker.seed_index)
 
     def _check_late(self) -> None:
-        """Replace zygotes that do not start or do not report, and listen to programs that take so long."""
+        """Replaces zygotes that do not start or do not report, and listens to programs that take long."""
         now = time.monotonic()
         self.next_check = now + 0.5
         for worker in self._workers():
@@ -467,8 +473,9 @@ _alive: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 def _after_fork() -> None:
     """
-    In a process forked from the trainer: let go of every socket, so that the trainer's death is still seen by its
-    zygotes. The fork has no supervisor thread; using the sandbox there raises.
+    Closes every socket in a process that was forked from the trainer, so that the zygotes still see the trainer's end.
+
+    The fork has no supervisor thread, so using the sandbox there raises.
     """
     for each in _alive:
         each.closed = True

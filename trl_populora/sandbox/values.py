@@ -133,11 +133,11 @@ def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODE
     Canonical text of plain data; pure ASCII without line breaks.
 
     Args:
-        value (`object`): Plain data; anything else, a subclass included, is refused and never stored by its `repr`.
-        ordered (`bool`, *optional*, defaults to `False`): Whether dicts keep their order. If not, equal is equal text.
-        max_bytes (`int`, *optional*, defaults to `65536`): Longest text, in bytes.
-        max_nodes (`int`, *optional*, defaults to `20000`): Most scalars and containers.
-        max_depth (`int`, *optional*, defaults to `64`): Most containers inside each other; also ends cyclic data.
+        value: Plain data; anything else, a subclass included, is refused and never stored by its `repr`.
+        ordered: Whether dicts keep their order. If not, equal is equal text.
+        max_bytes: Longest text, in bytes.
+        max_nodes: Most scalars and containers.
+        max_depth: Most containers inside each other; also ends cyclic data.
 
     Raises:
         `NotPlainData`: The value holds something else than plain data.

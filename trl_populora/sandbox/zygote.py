@@ -1,7 +1,8 @@
-"""The warm process: started by exec, confined once, forks one child per program and reports what the kernel says.
+"""The zygote, a warm process: it is started by exec, confines itself once, and forks one child per program.
 
-Run as a script with the number of its control socket and its options; it never reads a payload. The private socket of
-a job passes through it as a descriptor, from the trainer's message to the child, so no process ever holds two jobs.
+The trainer runs this file as a script, with the number of the control socket and the options. The zygote never reads a
+payload: a job's private socket passes through it as a descriptor, from the trainer's message to the child. So no
+process ever holds two jobs. When a child ends, the zygote reports what the kernel says about it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import sys
 
 
 if __name__ == "__main__":
-    # The script's folder comes first on the path. It is imported as `sandbox_room`, so that trl_populora is not.
+    # Python puts the script's folder first on the path. Importing it as `sandbox_room` keeps trl_populora out.
     import os
     import types
 
-    # Some modules want to run something in every forked child; `random` would reseed its hidden generator with 2.5 KB
-    # from the kernel, which costs more than most programs. Nothing of that is needed here.
+    # Some modules register work for every forked child. `random`, for one, reseeds its hidden generator with 2.5 KB
+    # from the kernel, which costs more than most programs. Children need none of it.
     os.register_at_fork = lambda **_: None
     _package = types.ModuleType("sandbox_room")
     _package.__path__ = [sys.path.pop(0)]
@@ -51,18 +52,18 @@ from .protocol import (
 )
 
 
-# Looked up once: a lookup changes reference counts, and after a fork each such write copies a memory page.
+# Names are looked up once: a lookup changes a reference count, and after a fork each such write copies a memory page.
 _close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, os.fork, os.wait4
 _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
-_DESCRIPTORS = 64  # a child closes those below; none is higher: see `_control`, and `confine.py` allows 16
-_PATIENCE_SECONDS = 5.0  # or the limit, if longer: a program that used no CPU time for so long sleeps, and is killed
-_WARM_UPS = 40  # CPython specialises code after 8 calls, part by part
+_DESCRIPTORS = 64  # a child closes all below; `_control` moves the only high one, and `confine.py` allows 16
+_PATIENCE_SECONDS = 5.0  # a program that used no CPU time for so long, or for its limit if longer, sleeps: kill it
+_WARM_UPS = 40  # CPython specialises a function after 8 calls, and the parts of it one after the other
 
 
 class Running:
-    """A child that is not reaped."""
+    """A child that is not reaped, and when to look at its CPU time again."""
 
     def __init__(self, job: int, pid: int, limit: float):
         self.job, self.pid, self.limit = job, pid, limit
@@ -73,7 +74,7 @@ class Running:
         self.expired = False
 
     def cpu_seconds(self) -> float:
-        """CPU time so far; infinite for a child that has just ended and is not reaped."""
+        """Reads the CPU time so far; infinite for a child that has just ended."""
         try:
             return time.clock_gettime((~self.pid) << 3 | 2)  # the kernel's number for the CPU clock of a process
         except OSError:
@@ -81,14 +82,13 @@ class Running:
 
     def may_go_on(self, now: float) -> bool:
         """
-        Asked at the deadline. True, with a later deadline, if the child has CPU time left and has lately used some.
+        Decides at the deadline; sets a later deadline if the child may go on.
 
-        One that uses none of the time it is given sleeps.
+        Only CPU time counts, so that a busy host fails no honest program. The child may go on while it has some left
+        and has lately used some. A child that uses none of the time it is given sleeps.
         """
         used = self.cpu_seconds()
-        if self.limit <= used < _FOREVER:
-            return False
-        if now >= self.last_deadline:
+        if self.limit <= used < _FOREVER or now >= self.last_deadline:
             return False
         if used > self.used_at_deadline:
             self.used_at_deadline = used
@@ -102,11 +102,11 @@ class Zygote:
     The serving loop.
 
     Args:
-        control (`socket.socket`): orders in, events out.
-        guard (`soft.Guard`): The soft layer, ready to use in any child.
+        control: Orders come in, events go out.
+        guard: The soft layer, ready to use in any child.
     """
 
-    close_in: Callable[[int, int], None]  # what every child adds to the walls
+    close_in: Callable[[int, int], None]  # every child calls it first: see `confine.child_walls`
 
     def __init__(self, control: socket.socket, guard: soft.Guard):
         self.control, self.guard = control, guard
@@ -115,12 +115,12 @@ class Zygote:
         self.poll = select.poll()
         self.poll.register(control, select.POLLIN)
         self.poll.register(self.wake_read, select.POLLIN)
-        # Before the walls, which may refuse the system call by which `set_wakeup_fd` looks at the descriptor.
-        signal.signal(signal.SIGCHLD, operator.is_)  # anything that takes two arguments and is not Python code
+        # This comes before the walls, which may refuse the system call by which `set_wakeup_fd` checks a descriptor.
+        signal.signal(signal.SIGCHLD, operator.is_)  # any callable of two arguments that runs no Python code
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
 
     def loop(self) -> None:
-        """Serve until the trainer is gone."""
+        """Serves until the trainer is gone."""
         while True:
             for fd, _ in self.poll.poll(self._timeout()):
                 if fd == self.wake_read:
@@ -132,7 +132,7 @@ class Zygote:
                 self._watch()
 
     def end(self) -> None:
-        """Kill what runs; the rest dies with this process."""
+        """Kills what runs; the rest dies with this process."""
         for pid in self.children:
             os.kill(pid, signal.SIGKILL)
 
@@ -146,7 +146,7 @@ class Zygote:
         return max(0, int((moment - _now()) * 1000) + 1) if moment < _FOREVER else 1000
 
     def _accept(self) -> bool:
-        """Follow one order; False at the end of the trainer."""
+        """Follows one order; returns `False` when the trainer is gone."""
         data, ancillary, _, _ = self.control.recvmsg(_ORDER_BYTES, _FD_BYTES)
         if not data:
             return False
@@ -182,7 +182,7 @@ class Zygote:
 
 def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Callable, guard: soft.Guard) -> None:
     try:
-        # The way back to the trainer is closed before the program is even read: nothing but its own socket is left.
+        # Every way back to the trainer but the child's own socket is closed before the program is even read.
         _close_range(3, fd)
         _close_range(fd + 1, _DESCRIPTORS)
         payload = read_payload(fd)
@@ -195,24 +195,24 @@ def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Calla
 
 
 def _forget_surroundings() -> None:
-    """Nothing of the trainer's environment, and no way to look for modules."""
+    """Drops the trainer's environment and every way to look for modules."""
     os.environ.clear()
     _set_time_zone()
     sys.path.clear()
     sys.path_hooks.clear()
     sys.path_importer_cache.clear()
     sys.argv[:] = ["program"]
-    os.dup2(1, 2)  # both are /dev/null from here on; until here, errors are for the trainer
+    os.dup2(1, 2)  # /dev/null from here on; until here, the trainer reads the errors
 
 
 def _set_time_zone() -> None:
-    """The same on every host, or `time.localtime(0)` would tell them apart."""
+    """Sets UTC on every host, because `time.localtime(0)` would tell hosts apart."""
     os.environ["TZ"] = "UTC0"
     time.tzset()
 
 
 def _warm_up(guard: soft.Guard) -> None:
-    """Runs what every child runs, so that CPython specialises its code here, once, and not in each child."""
+    """Runs what every child runs, so that CPython specialises that code once, here, and not in each child."""
     frame = pack_payload((0, False, 100, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
     reader, writer = os.pipe()
     os.write(writer, frame)
@@ -222,14 +222,14 @@ def _warm_up(guard: soft.Guard) -> None:
 
 
 def _control(number: int) -> socket.socket:
-    """Moves the inherited socket, whose number may be high, to a low one: children close only low ones."""
+    """Gives the inherited socket a low number: children close only low ones."""
     control = socket.socket(fileno=os.dup(number))
     os.close(number)
     return control
 
 
 def main() -> None:
-    """Load, confine, report, serve."""
+    """Loads modules, builds the walls, reports, serves."""
     control = _control(int(sys.argv[1]))
     options = json.loads(sys.argv[2])
     try:
@@ -240,7 +240,7 @@ def main() -> None:
         gc.freeze()
         zygote.loop()
         zygote.end()
-    except Exception as error:  # noqa: BLE001 - whatever goes wrong must be told to the trainer, there is no other way
+    except Exception as error:  # noqa: BLE001 - the trainer hears of a failure in no other way
         report = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
         control.send(EVENT.pack(FAILED, 0, 0, 0.0, 0.0, 0) + report)
     os._exit(0)
@@ -249,7 +249,7 @@ def main() -> None:
 def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Layers]:
     layers = confine.Layers()
     _set_time_zone()
-    with contextlib.suppress(OSError):  # a hint for speed; a container may forbid all of them
+    with contextlib.suppress(OSError):  # this only helps speed, and a container may forbid all of these cores
         os.sched_setaffinity(0, options["cores"])
     if "namespaces" in options["without"]:
         layers["namespaces"] = "left out on request"
@@ -261,7 +261,7 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
     guard = soft.Guard(options["soft"])
     for _ in range(_WARM_UPS):
         _warm_up(guard)
-    guard = soft.Guard(options["soft"])  # a fresh one: programs find nothing of the warm-up in theirs
+    guard = soft.Guard(options["soft"])  # a fresh one, in which programs find nothing of the warm-up
     zygote = Zygote(control, guard)
     _forget_surroundings()
     confine.build_walls(layers, tuple(options["without"]))
