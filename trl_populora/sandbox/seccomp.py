@@ -108,7 +108,7 @@ class Filter:
         Put the filter on the calling thread for good. Needs `PR_SET_NO_NEW_PRIVS`.
 
         Raises:
-            `OSError`: The kernel refuses; nothing has changed.
+            `OSError`: If the kernel refuses; nothing has changed then.
         """
         if ctypes.CDLL(None, use_errno=True).prctl(*self._arguments):
             code = ctypes.get_errno()

@@ -111,12 +111,12 @@ class Pending:
 
     def receive(self) -> None:
         """Reads what has arrived and keeps one byte more than the longest honest answer."""
-        room = largest_frame(self.limits, len(self.job.inputs)) + 1
+        most = largest_frame(self.limits, len(self.job.inputs)) + 1
         try:
             while not self.end_of_file:
                 part = self.socket.recv(1 << 17)
                 self.data += part
-                del self.data[room:]
+                del self.data[most:]
                 self.end_of_file = not part
         except BlockingIOError:
             return
