@@ -75,10 +75,10 @@ def test_without_namespaces_a_program_ends_with_its_zygote():
 LATE = """
 import os, sys, time
 sys.path.insert(0, sys.argv[1])
-from trl_populora.sandbox.confine import Layers, child_walls
+from trl_populora.sandbox.confine import Layers, prepare_child_walls
 
 if os.fork() == 0:
-    close_in = child_walls(Layers(namespaces="none", seccomp="none"))
+    close_in = prepare_child_walls(Layers(namespaces="none", seccomp="none"))
     zygote = os.getpid()
     if os.fork() == 0:
         while sys.argv[2] == "killed" and os.getppid() == zygote:

@@ -91,7 +91,7 @@ def mutated(valid):
 
 
 lines = st.lists(plain.map(lambda value: encode(value, max_bytes=1 << 20)) | st.text(max_size=20), max_size=3)
-frames = st.builds(protocol.answer, st.sampled_from(WORDS), lines)
+frames = st.builds(protocol.pack_answer, st.sampled_from(WORDS), lines)
 # What `wait4` says of a dead process: an exit status, or a signal with or without a core.
 exits, signals = st.integers(0, 255).map(lambda code: code << 8), st.integers(1, 64)
 statuses = st.just(0) | exits | signals | signals.map(lambda number: number | 128)
@@ -116,7 +116,7 @@ def test_the_judge_reads_any_frame(data, inputs, expired, status):
         assert status == 0
         assert len(outputs) == inputs
         assert [encode(decode(text)) for text in outputs] == list(outputs)
-        assert data in (protocol.answer(word, list(outputs)) for word in (protocol.OK, protocol.OK_IN_ORDER))
+        assert data in (protocol.pack_answer(word, list(outputs)) for word in (protocol.OK, protocol.OK_IN_ORDER))
     else:
         assert outputs == ()
 

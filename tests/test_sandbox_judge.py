@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trl_populora.sandbox import Limits, Status, protocol, seccomp, soft
 from trl_populora.sandbox.child import read_payload
-from trl_populora.sandbox.confine import PROBES, level
+from trl_populora.sandbox.confine import PROBES, find_level
 from trl_populora.sandbox.judge import Observation, combine, judge_run, largest_frame
 from trl_populora.sandbox.values import decode, encode
 
@@ -156,7 +156,7 @@ def test_payloads_arrive_as_they_were_sent(program, inputs, run):
 
 @given(st.text(max_size=1000))
 def test_reasons_are_one_printable_line(text):
-    line = protocol.one_line(text)
+    line = protocol.make_line(text)
     assert line.isascii()
     assert len(line) <= protocol.MAX_REASON
     assert line.isprintable()
@@ -254,10 +254,10 @@ ALL = dict.fromkeys(("namespaces", "chroot", "uid", "landlock", "seccomp"), "")
 )
 def test_levels(missing, expected):
     layers = {**ALL, **dict.fromkeys(missing, "not here")}
-    assert level(layers, dict.fromkeys(PROBES, True)) == expected
+    assert find_level(layers, dict.fromkeys(PROBES, True)) == expected
 
 
 @pytest.mark.parametrize("hole", PROBES)
 def test_one_open_door_means_level_c(hole):
-    assert level(ALL, {**dict.fromkeys(PROBES, True), hole: False}) == "C"
-    assert level(ALL, {}) == "C"
+    assert find_level(ALL, {**dict.fromkeys(PROBES, True), hole: False}) == "C"
+    assert find_level(ALL, {}) == "C"

@@ -14,7 +14,7 @@ import types
 
 from . import protocol
 from .entropy import Address
-from .protocol import OK, OK_IN_ORDER, Payload, answer
+from .protocol import OK, OK_IN_ORDER, Payload, pack_answer
 from .soft import Guard
 from .values import NotPlainData, ValueTooLarge, decode, encode
 
@@ -22,7 +22,7 @@ from .values import NotPlainData, ValueTooLarge, decode, encode
 _exit, _read, _write, _Code = os._exit, os.read, os.write, types.CodeType
 _unpack, _length_of, _LENGTH_BYTES = marshal.loads, protocol.LENGTH.unpack, protocol.LENGTH.size
 # This answer is made in advance, because a program without memory leaves none to make it.
-_OUT_OF_MEMORY = answer(protocol.MEMORY, ["the program ran out of memory"])
+_OUT_OF_MEMORY = pack_answer(protocol.MEMORY, ["the program ran out of memory"])
 
 _ORDER_NAMES = frozenset(
     [
@@ -57,30 +57,30 @@ def send(fd: int, frame: bytes) -> None:
     _exit(0)
 
 
-def outcome(payload: Payload, guard: Guard) -> bytes:
+def run_payload(payload: Payload, guard: Guard) -> bytes:
     """Runs the payload's program; returns the frame that says what came of it."""
     try:
         word, outputs = _run(payload, guard)
     except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
         return _failure(error, guard)
     if guard.finding:
-        return answer(*guard.finding)
-    return answer(word, outputs)
+        return pack_answer(*guard.finding)
+    return pack_answer(word, outputs)
 
 
 def _failure(error: BaseException, guard: Guard) -> bytes:
     if guard.finding:
-        return answer(*guard.finding)
+        return pack_answer(*guard.finding)
     if isinstance(error, MemoryError):
         return _OUT_OF_MEMORY
     if isinstance(error, _BadOutput):
-        return answer(protocol.BAD_OUTPUT, [protocol.one_line(str(error))])
-    return answer(protocol.ERROR, [_describe(error)])
+        return pack_answer(protocol.BAD_OUTPUT, [protocol.make_line(str(error))])
+    return pack_answer(protocol.ERROR, [_describe(error)])
 
 
 def _describe(error: BaseException) -> str:
     try:
-        return protocol.one_line(f"{type(error).__name__}: {error}")
+        return protocol.make_line(f"{type(error).__name__}: {error}")
     except BaseException:  # noqa: B036 - the text of an exception is untrusted code as well
         return "an exception that cannot be described"
 

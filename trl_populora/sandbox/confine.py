@@ -227,7 +227,7 @@ def _seccomp() -> None:
     seccomp.zygote_filter().install()
 
 
-def child_walls(layers: Layers) -> Callable[[int, int], None]:
+def prepare_child_walls(layers: Layers) -> Callable[[int, int], None]:
     """
     Makes the function that every child calls first, with its address space in bytes and its CPU seconds.
 
@@ -341,7 +341,7 @@ PROBES = {
 }
 
 
-def probe() -> list[bool]:
+def try_walls() -> list[bool]:
     """Tries each probe; returns whether it was refused."""
     results = []
     for attempt in PROBES.values():
@@ -354,7 +354,7 @@ def probe() -> list[bool]:
     return results
 
 
-def level(layers: dict[str, str], refused: dict[str, bool]) -> str:
+def find_level(layers: dict[str, str], refused: dict[str, bool]) -> str:
     """
     Sums up layers and probes as `"A"`, `"B"` or `"C"`.
 

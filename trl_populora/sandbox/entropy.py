@@ -1,7 +1,8 @@
 """Guards around what differs between two runs of a program, or between two interpreters (verify).
 
-Clocks, hashes and addresses differ between runs. `facades` copies modules for the program's own imports: `time` and
-`datetime`, in which arithmetic on given dates still works, and modules through which a forbidden one could be reached.
+Clocks, hashes and addresses differ between runs. `make_facades` copies modules for the program's own imports: `time`
+and `datetime`, in which arithmetic on given dates still works, and modules through which a forbidden one could be
+reached.
 
 Versions, limits and the insides of objects differ between interpreters, and no repetition on one host shows it. What
 the language leaves open is stopped where the program's text asks for it. Each run has other limits of recursion and of
@@ -25,7 +26,7 @@ _OPEN = ("statistics",)  # `statistics.random` is the random module
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 
 
-def _stopper(stop: Stop, name: str) -> Callable:
+def _make_stopper(stop: Stop, name: str) -> Callable:
     def stopped(*_: object, **__: object) -> None:
         stop(f"{name} differs from run to run")
 
@@ -42,18 +43,18 @@ def _copy(module: types.ModuleType) -> Any:
     return facade
 
 
-def facades(stop: Stop) -> dict[str, types.ModuleType]:
+def make_facades(stop: Stop) -> dict[str, types.ModuleType]:
     """Makes the guarded modules, by name."""
-    return {"time": _time(stop), "datetime": _datetime(stop)} | {
+    return {"time": _guard_time(stop), "datetime": _guard_datetime(stop)} | {
         name: _copy(sys.modules[name]) for name in _OPEN if name in sys.modules
     }
 
 
-def _time(stop: Stop) -> types.ModuleType:
+def _guard_time(stop: Stop) -> types.ModuleType:
     facade = _copy(time)
     for name in _CLOCKS:
-        setattr(facade, name, _stopper(stop, f"time.{name}()"))
-        setattr(facade, f"{name}_ns", _stopper(stop, f"time.{name}_ns()"))
+        setattr(facade, name, _make_stopper(stop, f"time.{name}()"))
+        setattr(facade, f"{name}_ns", _make_stopper(stop, f"time.{name}_ns()"))
 
     def given(name: str, position: int) -> Callable:
         function = getattr(time, name)
@@ -71,7 +72,7 @@ def _time(stop: Stop) -> types.ModuleType:
     return facade
 
 
-def _datetime(stop: Stop) -> types.ModuleType:
+def _guard_datetime(stop: Stop) -> types.ModuleType:
     class Meta(type):
         # A plain date that the standard library made counts as an instance of the program's `date`.
         def __instancecheck__(cls, value: Any) -> bool:
@@ -82,7 +83,7 @@ def _datetime(stop: Stop) -> types.ModuleType:
 
     def guarded(base: type, clocks: tuple[str, ...]) -> type:
         plain_repr: Callable = base.__repr__
-        body: dict[str, Any] = {name: classmethod(_stopper(stop, f"{base.__name__}.{name}()")) for name in clocks}
+        body: dict[str, Any] = {name: classmethod(_make_stopper(stop, f"{base.__name__}.{name}()")) for name in clocks}
         body["__repr__"] = lambda self: "datetime." + plain_repr(self)
         body["__module__"] = "datetime"
         return Meta(base.__name__, (base,), body)
@@ -123,7 +124,7 @@ _ADDRESS_USES = [
 ]
 
 
-def guarded_builtins(stop: Stop) -> dict[str, Callable]:
+def make_builtins(stop: Stop) -> dict[str, Callable]:
     """Makes `hash` and `id` whose results can only be compared for equality."""
     real_hash, real_id = hash, id
 
@@ -182,7 +183,7 @@ def asks_inside(code: types.CodeType) -> str:
     return ""
 
 
-def guarded_getattr(stop: Callable[[str], None]) -> Callable:
+def make_getattr(stop: Callable[[str], None]) -> Callable:
     """Makes a guarded `getattr`, because a program may put a name together while it runs."""
     real = getattr
 

@@ -51,18 +51,18 @@ def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tu
         limits: The limits of the run.
         seen: What was observed from outside.
     """
-    ended = _ending(seen, limits)
+    ended = _judge_ending(seen, limits)
     if ended is not None:
         return *ended, ()
     code = os.waitstatus_to_exitcode(seen.wait_status)
     if code != 0:
         return Status.TAMPERED, f"the process ended with exit status {code}", ()
-    lines = _lines(data, largest_frame(limits, inputs))
+    lines = _read_lines(data, largest_frame(limits, inputs))
     if lines is None:
         return Status.TAMPERED, "the process did not leave exactly one well-formed answer", ()
     word, *rest = lines
     if word in _CLAIMS and len(rest) == 1:
-        return _CLAIMS[word], protocol.one_line(rest[0]), ()
+        return _CLAIMS[word], protocol.make_line(rest[0]), ()
     if (
         word not in (protocol.OK, protocol.OK_IN_ORDER)
         or len(rest) != inputs
@@ -72,21 +72,21 @@ def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tu
     if not all(is_canonical(text, max_bytes=limits.output_bytes) for text in rest):
         return Status.TAMPERED, "an output is not canonical data", ()
     if seen.cpu_seconds > limits.cpu_seconds:
-        return Status.TIMEOUT, _too_much(limits), ()
+        return Status.TIMEOUT, _describe_excess(limits), ()
     return Status.OK, "" if word == protocol.OK else protocol.OK_IN_ORDER, tuple(rest)
 
 
-def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
+def _judge_ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
     """Judges the way in which the process died; `None` if its answer has to be read."""
     if seen.expired and seen.cpu_seconds < limits.cpu_seconds:
         return Status.TIMEOUT, f"still running after {limits.cpu_seconds:g} s"
     if seen.expired:
-        return Status.TIMEOUT, _too_much(limits)
+        return Status.TIMEOUT, _describe_excess(limits)
     if not os.WIFSIGNALED(seen.wait_status):
         return None
     number = os.WTERMSIG(seen.wait_status)
     if number == signal.SIGXCPU or (number == signal.SIGKILL and seen.cpu_seconds > limits.cpu_seconds):
-        return Status.TIMEOUT, _too_much(limits)
+        return Status.TIMEOUT, _describe_excess(limits)
     if number == signal.SIGKILL and seen.peak_bytes > limits.memory_bytes // 8:
         return Status.MEMORY, "killed from outside, as the kernel does when memory runs out"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
@@ -94,11 +94,11 @@ def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
     return (Status.ERROR if crashed else Status.TAMPERED), f"the process died of {name}"
 
 
-def _too_much(limits: Limits) -> str:
+def _describe_excess(limits: Limits) -> str:
     return f"used more than {limits.cpu_seconds:g} s of CPU time"
 
 
-def _lines(data: bytes, limit: int) -> list[str] | None:
+def _read_lines(data: bytes, limit: int) -> list[str] | None:
     """Reads the lines of exactly one frame of ASCII; `None` if the data is anything else."""
     header = protocol.LENGTH.size
     if len(data) < header or len(data) > limit or protocol.LENGTH.unpack(data[:header])[0] != len(data) - header:

@@ -52,13 +52,13 @@ def pack_payload(payload: Payload) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def answer(word: str, lines: list[str]) -> bytes:
+def pack_answer(word: str, lines: list[str]) -> bytes:
     """Makes the child's one frame."""
     body = "\n".join([word, *lines]).encode("ascii", "backslashreplace")
     return _pack_length(len(body)) + body
 
 
-def one_line(text: str) -> str:
+def make_line(text: str) -> str:
     """Turns `text` into one printable ASCII line of bounded length."""
     text = text[:MAX_REASON].encode("ascii", "backslashreplace").decode("ascii")
     return "".join(char if " " <= char <= "~" else " " for char in text)[:MAX_REASON]

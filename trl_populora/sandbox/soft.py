@@ -104,7 +104,7 @@ class Guard:
     def stop(self, word: str, reason: str) -> None:
         """Notes the first finding, which stays even if the program catches the exception, and raises."""
         if self.finding is None:
-            self.finding = (word, [protocol.one_line(reason)])
+            self.finding = (word, [protocol.make_line(reason)])
         raise Refused(reason)
 
     def screen(self, code: types.CodeType) -> None:
@@ -116,19 +116,19 @@ class Guard:
         self.stop(protocol.ENTROPY, reason)
 
     def _enable(self) -> None:
-        self.facades = entropy.facades(self._entropy)
-        self.facades["sys"] = self._sys_facade()
-        io_facade = self.facades["io"] = _io_facade()
+        self.facades = entropy.make_facades(self._entropy)
+        self.facades["sys"] = self._make_sys_facade()
+        io_facade = self.facades["io"] = _make_io_facade()
         io_facade.open = self._forbid("io.open()")
         self.builtins["__import__"] = self._import
-        self.builtins.update(entropy.guarded_builtins(self._entropy))
-        self.builtins["getattr"] = entropy.guarded_getattr(self._entropy)
+        self.builtins.update(entropy.make_builtins(self._entropy))
+        self.builtins["getattr"] = entropy.make_getattr(self._entropy)
         for name in ("open", "input", "breakpoint"):
             self.builtins[name] = self._forbid(f"{name}()")
         for name in ("exit", "quit", "help", "copyright", "credits", "license"):
             self.builtins.pop(name, None)
 
-    def _sys_facade(self) -> types.ModuleType:
+    def _make_sys_facade(self) -> types.ModuleType:
         class Sys(_Sys):
             """The facade with this program's guards."""
 
@@ -182,7 +182,7 @@ _SYS_NAMES = [
 ]
 
 
-def _io_facade() -> Any:
+def _make_io_facade() -> Any:
     facade: Any = types.ModuleType("io")
     for name in ("StringIO", "BytesIO", "TextIOBase", "RawIOBase", "IOBase", "BufferedIOBase", "TextIOWrapper"):
         setattr(facade, name, getattr(io, name))

@@ -59,7 +59,7 @@ class Worker:
 
     @property
     def level(self) -> str:
-        return confine.level(self.layers, self.refused)
+        return confine.find_level(self.layers, self.refused)
 
     def weakness(self, reason: str) -> str:
         """Says why it may not serve; `reason` is what came of its probe."""

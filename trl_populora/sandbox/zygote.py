@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable
 
 from . import confine, soft
-from .child import outcome, read_payload, send
+from .child import read_payload, run_payload, send
 from .protocol import (
     DONE,
     EVENT,
@@ -47,7 +47,7 @@ from .protocol import (
     ORDER,
     PROBE,
     READY,
-    answer,
+    pack_answer,
     pack_payload,
 )
 
@@ -106,7 +106,7 @@ class Zygote:
         guard: The soft layer, ready to use in any child.
     """
 
-    close_in: Callable[[int, int], None]  # every child calls it first: see `confine.child_walls`
+    close_in: Callable[[int, int], None]  # every child calls it first: see `confine.prepare_child_walls`
 
     def __init__(self, control: socket.socket, guard: soft.Guard):
         self.control, self.guard = control, guard
@@ -188,8 +188,8 @@ def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Calla
         payload = read_payload(fd)
         close_in(memory, int(limit) + 2)
         if kind == PROBE:
-            send(fd, answer(OK, ["true" if each else "false" for each in confine.probe()]))
-        send(fd, outcome(payload, guard))
+            send(fd, pack_answer(OK, ["true" if each else "false" for each in confine.try_walls()]))
+        send(fd, run_payload(payload, guard))
     finally:
         _exit(70)
 
@@ -216,7 +216,7 @@ def _warm_up(guard: soft.Guard) -> None:
     frame = pack_payload((0, False, 100, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
     reader, writer = os.pipe()
     os.write(writer, frame)
-    outcome(read_payload(reader), guard)
+    run_payload(read_payload(reader), guard)
     os.close(reader)
     os.close(writer)
 
@@ -265,7 +265,7 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
     zygote = Zygote(control, guard)
     _forget_surroundings()
     confine.build_walls(layers, tuple(options["without"]))
-    zygote.close_in = confine.child_walls(layers)
+    zygote.close_in = confine.prepare_child_walls(layers)
     return zygote, layers
 
 
