@@ -51,6 +51,7 @@ def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tu
         limits: The limits of the run.
         seen: What was observed from outside.
     """
+    # What was observed comes first, whatever the child says about itself.
     ended = _judge_ending(seen, limits)
     if ended is not None:
         return *ended, ()
@@ -71,6 +72,7 @@ def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tu
         return Status.TAMPERED, "the answer has the wrong form", ()
     if not all(is_canonical(text, max_bytes=limits.output_bytes) for text in rest):
         return Status.TAMPERED, "an output is not canonical data", ()
+    # The zygote looks at the CPU clock from time to time only. A program that ended in between is judged alike.
     if seen.cpu_seconds > limits.cpu_seconds:
         return Status.TIMEOUT, _describe_excess(limits), ()
     return Status.OK, "" if word == protocol.OK else protocol.OK_IN_ORDER, tuple(rest)
@@ -87,6 +89,7 @@ def _judge_ending(seen: Observation, limits: Limits) -> tuple[Status, str] | Non
     number = os.WTERMSIG(seen.wait_status)
     if number == signal.SIGXCPU or (number == signal.SIGKILL and seen.cpu_seconds > limits.cpu_seconds):
         return Status.TIMEOUT, _describe_excess(limits)
+    # Nobody else here sends SIGKILL: the kernel's out-of-memory killer does, to processes that hold much.
     if number == signal.SIGKILL and seen.peak_bytes > limits.memory_bytes // 8:
         return Status.MEMORY, "killed from outside, as the kernel does when memory runs out"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

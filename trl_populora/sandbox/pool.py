@@ -79,6 +79,7 @@ class Sandbox:
         options["packages"] = {each: _folder_of(each) for each in packages}
         self._supervisor = Supervisor(self.workers, seed=seed, allow_weak=allow_weak, options=options)
         self._closing = threading.Lock()
+        # Also ends the zygotes of a `Sandbox` that is dropped, or that is open when Python exits.
         self._finalizer = weakref.finalize(self, Supervisor.close, self._supervisor)
 
     def submit(self, job: Job) -> Future[Verdict]:

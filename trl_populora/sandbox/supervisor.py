@@ -62,6 +62,7 @@ class Pending:
         status, reason, outputs = run
         self.runs.append(run)
         self.seen.append(seen)
+        # An `ok` run has a reason only if the child says that the order of a set may matter.
         if reason and self.job.runs > 1:
             self.wanted = max(self.wanted, SENSITIVE_RUNS)
         return status is Status.OK and len(self.runs) < self.wanted and outputs == self.runs[0][2]
@@ -83,6 +84,7 @@ class Pending:
         """
         first = zlib.crc32(self.job.program.encode("utf-8", "surrogatepass")) & 1
         number = len(self.runs)
+        # Half of all programs begin with seed 1, so that the zygotes of both first seeds are equally busy.
         return first ^ number if number < 2 else number
 
     def open(self) -> socket.socket:
@@ -193,11 +195,11 @@ class Supervisor:
         self.workers, self.seed, self.allow_weak = workers, seed, allow_weak
         self.options = options
         self.pools: dict[int, list[Worker]] = {}  # by the index of their hash seed
-        self.inbox: deque[Pending] = deque()
-        self.queue: deque[Pending] = deque()
-        self.unresolved: set[Pending] = set()
-        self.waiting: dict[int, deque[Pending]] = {}  # for a zygote with this seed
-        self.running: dict[int, Pending] = {}
+        self.inbox: deque[Pending] = deque()  # other threads append here, the thread takes
+        self.queue: deque[Pending] = deque()  # for a place among those under way
+        self.waiting: dict[int, deque[Pending]] = {}  # by seed: for a zygote that has tried its walls
+        self.running: dict[int, Pending] = {}  # by number of the run
+        self.unresolved: set[Pending] = set()  # all of these
         self.numbers = itertools.count(1)
         self.failed_starts = 0
         self.respawns: Counter[str] = Counter()
@@ -238,6 +240,7 @@ class Supervisor:
             return pending.future
         self.inbox.append(pending)
         self.listener.wake()
+        # The thread may have ended between the check above and the append: then nobody else would answer.
         if self.closed and not self.thread.is_alive():
             self._refuse_all()
         return pending.future
@@ -307,6 +310,7 @@ class Supervisor:
         try:
             theirs = pending.open()
         except OSError as error:
+            # A running job gives its descriptor back when it ends. Without one, waiting would never end.
             if self.running:
                 self.queue.appendleft(pending)
             else:
@@ -413,6 +417,7 @@ class Supervisor:
             self._drop(number, pending)
             if pending.probe_of is not None:
                 continue
+            # A program that ends its zygote would do so again and again, so a second death counts against it.
             if pending.retried:
                 twice = "its worker process died twice while the program was running"
                 self._resolve(pending, Verdict(Status.TAMPERED, twice))
@@ -420,7 +425,7 @@ class Supervisor:
                 pending.retried = True
                 self.queue.appendleft(pending)
         self.respawns[reason] += 1
-        self.failed_starts += not worker.healthy
+        self.failed_starts += not worker.healthy  # one that has served has started
         if self.failed_starts >= FAILED_STARTS:
             self.failure = RuntimeError(f"{FAILED_STARTS} zygotes in a row did not start: {words}")
             self.closed = True

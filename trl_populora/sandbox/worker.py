@@ -32,6 +32,7 @@ class Worker:
 
     def __init__(self, seed_index: int, hash_seed: int, options: dict):
         self.seed_index = seed_index
+        # SOCK_SEQPACKET keeps messages apart, so that each `recv` returns exactly one event.
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # A clean environment and -s -S: no site, no .pth file, no variable of the trainer reaches the zygote.
@@ -45,7 +46,7 @@ class Worker:
                 stderr=subprocess.PIPE,
                 cwd="/",
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,
+                start_new_session=True,  # `kill` ends the whole group
             )
         self.control.setblocking(False)
         assert self.process.stderr is not None
