@@ -51,7 +51,6 @@ BODIES = [
     "self.items.append(v)\n"
     "def f(x):\n    s = Stack()\n    for i in range(x % 9 + {n} % 5):\n        s.push(i ^ {n})\n    return s.items",
 ]
-FULL_BODY = "import statistics\nfrom fractions import Fraction\n"
 LOOP = "def f(x):\n    while True:\n        x += 1\n# {n}"
 BOMB = "def f(x):\n    a = []\n    while True:\n        a.append(bytes(10**6))\n# {n}"
 ROOMY = Limits(cpu_seconds=60.0)
@@ -158,12 +157,11 @@ def timed(seconds: float, first: int, batch: int, run: Callable[[list[int]], int
     return done / (time.perf_counter() - start)
 
 
-def ours(sandbox: Sandbox, *, full: bool = False, inputs: int = 1, runs: int = 1) -> Callable[[int, float], float]:
+def ours(sandbox: Sandbox, *, inputs: int = 1, runs: int = 1) -> Callable[[int, float], float]:
     texts = tuple(encode((value,)) for value in range(5, 5 + inputs))
-    head = FULL_BODY if full else ""
 
     def run(numbers: list[int]) -> int:
-        verdicts = sandbox.run([Job(head + program(n), texts, runs=runs, limits=ROOMY) for n in numbers])
+        verdicts = sandbox.run([Job(program(n), texts, runs=runs, limits=ROOMY) for n in numbers])
         wrong = [verdict for verdict in verdicts if not verdict.ok]
         assert not wrong, wrong[0]
         return len(verdicts)
@@ -291,9 +289,8 @@ def main() -> None:
         check_truth(many)
         w = f"{workers} workers"
         contenders = {
-            f"ours, {w}, light tier": ours(many),
-            "ours, 1 worker, light tier": ours(one),
-            f"ours, {w}, full tier": ours(many, full=True),
+            f"ours, {w}": ours(many),
+            "ours, 1 worker": ours(one),
             f"ours, {w}, two runs": ours(many, runs=2),
             f"ours, {w}, 10 inputs": ours(many, inputs=10),
             f"python -I, {w}": peer(python_i, workers, 10),
@@ -308,7 +305,7 @@ def main() -> None:
             for name, run in contenders.items():
                 rates[name].append(run(number * 100_000, options.seconds))
 
-        head = rates[f"ours, {w}, light tier"]
+        head = rates[f"ours, {w}"]
         fresh, forked = rates[f"python -I, {w}"], rates[f"evalplus style, {w}"]
         print(
             f"level {many.level}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python "
@@ -334,8 +331,8 @@ def main() -> None:
         for name, title in (("loops", "1 % endless loops, limit 1 s"), ("bombs", "1 % memory bombs of 512 MB")):
             print(f"{title:<46}{statistics.median(bad[name]):>9.0f}{loss[name]:>9.1%}")
         count = max(500, int(statistics.median(clean) * 5 / 100) * 100)
-        whole = batch_seconds(many, count, LOOP, 1.0) / batch_seconds(many, count, None, 1.0)
-        print(f"a batch of {count} with 1 % loops takes {whole:.2f} times as long, its last second included")
+        whole = [batch_seconds(many, count, bad, 1.0) for bad in (None, LOOP)]
+        print(f"a batch of {count} takes {whole[0]:.2f} s, with 1 % loops {whole[1]:.2f} s")
         start = time.perf_counter()
         evalplus_style(LOOP.format(n=0), [(5,)], 1.0)
         print(f"evalplus style spends {time.perf_counter() - start:.2f} s of a worker on each loop")
@@ -351,6 +348,8 @@ def main() -> None:
             "calls_per_s_10_inputs": round(10 * statistics.median(rates[f"ours, {w}, 10 inputs"]), 1),
             "kill_latency_ms": round(late, 2),
             "loss_with_1pct_loops": round(loss["loops"], 4),
+            "batch_s_clean": round(whole[0], 2),
+            "batch_s_with_1pct_loops": round(whole[1], 2),
             "loss_with_1pct_bombs": round(loss["bombs"], 4),
             "level": many.level,
             "growth": growth,

@@ -10,7 +10,8 @@ from pathlib import Path
 from trl import GRPOConfig
 
 from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.sandbox.modules import FULL, LIGHT, SCRAMBLING
+from trl_populora.sandbox.soft import MODULES as IMPORTABLE
+from trl_populora.sandbox.soft import SCRAMBLING
 
 
 ROOT = Path(__file__).resolve().parent
@@ -44,11 +45,11 @@ Programs that teachers write, or that you give as tasks, may import these module
 The line is drawn at what computes: nobody works out a digest or a seeded draw by thinking, so {scrambling}
 stay out, as do files, processes and the network. Any other import is rejected as `policy`.
 
-{table}
+{modules}
 
-Parts of these packages count as they do. *At once* is in memory before a program starts. `open`, `input` and
-`breakpoint` are refused, and clocks, `hash` and `id` as numbers are `nondeterministic`
-([what becomes of a proposal](../how/verify.md)). Packages that are not part of Python are not there.
+Parts of these packages count as they do. `open`, `input` and `breakpoint` are refused, and clocks, `hash` and `id` as
+numbers are `nondeterministic` ([what becomes of a proposal](../how/verify.md)). Packages that are not part of Python
+are not there.
 
 `docs/generate.py` writes this page.
 """
@@ -84,9 +85,8 @@ def settings_page() -> str:
 
 
 def modules_page() -> str:
-    rows = [f"| `{name}` | {'at once' if name in LIGHT else 'on demand'} |" for name in sorted([*LIGHT, *FULL])]
     scrambling = ", ".join(f"`{name}`" for name in SCRAMBLING)
-    return MODULES.format(scrambling=scrambling, table="\n".join(["| module | loaded |", "|---|---|", *rows]))
+    return MODULES.format(scrambling=scrambling, modules="\n".join(f"* `{name}`" for name in IMPORTABLE))
 
 
 PAGES: dict[str, Callable[[], str]] = {"reference/settings.md": settings_page, "reference/modules.md": modules_page}

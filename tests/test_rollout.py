@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.games import PROPOSALS, G, make_game, play, proposal, solve_by_plan
-from trl_populora.sandbox import Gold, Job, Limits, Sandbox
+from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
 from trl_populora.step.pay import Rules
 from trl_populora.step.referee import Written
@@ -267,7 +267,7 @@ class Own(CodeO):
     measures = ("letters",)
 
     def check(self, proposal):
-        return Job(proposal.program, proposal.inputs, runs=1, gold=Gold(("11",)))
+        return Job(proposal.program, proposal.inputs, runs=1)
 
     def complexity(self, task):
         return {"letters": float(len(task.program))}

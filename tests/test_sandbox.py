@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from trl_populora.sandbox import Gold, Job, Limits, Sandbox, Status, Verdict
+from trl_populora.sandbox import Job, Limits, Sandbox, Status, Verdict
 from trl_populora.sandbox.values import encode
 
 
@@ -64,75 +64,6 @@ def test_a_program_is_measured_in_bytes_and_not_in_characters(sandbox, letter, s
     if status is Status.POLICY:
         size = len(program.encode("utf-8", "surrogatepass"))
         assert verdict.reason == f"a program of {size} bytes, more than 100"
-
-
-# Wrong for 2, endless from 3 on, an error for a string.
-CASES = """
-def f(x):
-    while x > 2:
-        pass
-    return x if x != 2 else "wrong"
-"""
-
-
-def attempt(program, inputs, outputs):
-    gold = Gold(tuple(encode(value) for value in outputs))
-    return Job(program, tuple(arguments(value) for value in inputs), gold=gold)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "status", "outputs"),
-    [
-        ([0, 1], "ok", ("0", "1")),
-        ([0, 2, 1], "ok", ("0", '"wrong"')),
-        ([0, 2, 3], "ok", ("0", '"wrong"')),
-        ([2, 3, 1], "ok", ('"wrong"',)),
-        ([1, 2, "x"], "ok", ("1", '"wrong"')),
-        ([1, "x", 2], "error", ()),
-        ([0, 1, 2], "ok", ("0", "1", '"wrong"')),
-    ],
-)
-def test_a_program_ends_at_its_first_wrong_output(sandbox, inputs, status, outputs):
-    (verdict,) = sandbox.run([attempt(CASES, inputs, inputs)])
-    assert (verdict.status, verdict.outputs) == (status, outputs), verdict.reason
-    assert (f"output {len(outputs) - 1} is not the expected one" in verdict.reason) == ('"wrong"' in outputs)
-    assert verdict.cpu_seconds < 2  # of 5 that an endless one would use
-
-
-def test_an_endless_input_after_right_outputs_is_a_timeout(sandbox):
-    job = attempt(CASES, [0, 1, 3], [0, 1, 3])
-    (verdict,) = sandbox.run([Job(job.program, job.inputs, limits=Limits(cpu_seconds=0.3), gold=job.gold)])
-    assert verdict.status is Status.TIMEOUT
-
-
-def test_a_wrong_program_is_heard_of_while_it_runs(sandbox):
-    used = [sandbox.run([attempt(f"{CASES}# {i}", [2, 3], [2, 3])])[0].cpu_seconds for i in range(8)]
-    assert sum(used) < 1  # heard of by chance, each would run for a quarter of a second
-
-
-def test_wrong_programs_leave_the_background_at_once(sandbox):
-    jobs = [attempt(f"{CASES}# {i}", [2, 3], [2, 3]) for i in range(20)] + [Job(ADD, (arguments(1),))] * 40
-    verdicts = sandbox.run(jobs)
-    assert {verdict.outputs for verdict in verdicts} == {('"wrong"',), ("2",)}
-    assert sum(verdict.cpu_seconds for verdict in verdicts) < 5  # twenty that were let run need more
-
-
-def test_outputs_are_compared_as_answers_are(sandbox):
-    program = "def f(x):\n    return x + 0.5 if x else True"
-    jobs = [
-        attempt(program, [0, 1], [1, 1.5]),
-        attempt(program, [1, 0], [1.5001, 1]),
-    ]
-    assert [len(verdict.outputs) for verdict in sandbox.run(jobs)] == [2, 1]
-
-
-def test_many_large_outputs_are_compared(sandbox):
-    program = "def f(x):\n    return str(x) * 12_000"
-    inputs = [1, 2, 3, 4, 5]
-    outputs = [str(x) * 12_000 for x in inputs]
-    right, wrong = sandbox.run([attempt(program, inputs, outputs), attempt(program, inputs, [*outputs[:3], "", ""])])
-    assert right.outputs == tuple(encode(text) for text in outputs)
-    assert len(wrong.outputs) == 4
 
 
 def test_an_answer_larger_than_a_socket_holds_arrives():
@@ -200,11 +131,9 @@ def test_wrong_limits_are_refused():
 
 
 @pytest.mark.parametrize(("workers", "processes", "share"), [(5, 2, 2), (1, 4, 1)])
-def test_processes_of_a_host_share_workers_and_memory(workers, processes, share):
+def test_processes_of_a_host_share_its_workers(workers, processes, share):
     with Sandbox(workers) as whole, Sandbox(workers, processes=processes) as part:
         assert (whole.workers, part.workers) == (workers, share)
-        memory = [each._supervisor.places.memory for each in (whole, part)]
-        assert memory[1] == pytest.approx(memory[0] / processes, rel=0.2), "what is free changes meanwhile"
         assert part.run([Job("def f(x): return x", (encode((1,)),))])[0].ok
 
 

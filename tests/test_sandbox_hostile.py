@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_populora.sandbox import Gold, Job, Limits, Sandbox
+from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode, equal
 
 from .sandbox_cases import PWNED, benign, determinism_and_state, forge_and_output, process_and_escape, time_and_memory
@@ -35,13 +35,12 @@ CANARY = Path("/tmp/sandbox_canary")
 FORBIDDEN = Path("/tmp/sandbox_pwned")
 
 
-def job(case, seconds=None, hoped_for=None):
+def job(case, seconds=None):
     return Job(
         case.program,
         tuple(encode(call) for call in case.calls),
-        runs=1 if hoped_for else case.runs,
+        runs=case.runs,
         limits=Limits(cpu_seconds=seconds or case.seconds, memory_bytes=case.memory),
-        gold=Gold((hoped_for,) * len(case.calls)) if hoped_for else None,
     )
 
 
@@ -75,7 +74,7 @@ class Listener:
         return self.arrived
 
 
-def run_all(soft, cases, seconds=None, hoped_for=None):
+def run_all(soft, cases, seconds=None):
     """Verdicts by case name and what was found on the host afterwards."""
     os.environ["SANDBOX_SECRET"] = "SECRET"
     CANARY.mkdir(exist_ok=True)
@@ -84,7 +83,7 @@ def run_all(soft, cases, seconds=None, hoped_for=None):
     many_open = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]  # as in a trainer, so sockets have high numbers
     with Sandbox(workers=2, soft=soft) as box:
         first = [each.process.pid for each in box._supervisor._workers()]
-        verdicts = box.run([job(case, seconds, hoped_for) for case in cases])
+        verdicts = box.run([job(case, seconds) for case in cases])
         (control,) = box.run([Job("def f(x): return x + 1", (encode((1,)),), runs=2)])
         sessions = {each.process.pid for each in box._supervisor._workers()} | set(first)
         report = box.report()
@@ -149,16 +148,6 @@ NOTHING = {
 
 def test_nothing_happened_outside(guarded):
     assert guarded[1] == NOTHING
-
-
-def test_nothing_is_gained_where_outputs_are_compared():
-    cases = [case for case in CASES if case.group in ("process", "escape", "forge", "output")]
-    verdicts, effects = run_all(False, cases, seconds=0.3, hoped_for=encode(PWNED))
-    assert effects == NOTHING
-    for name, verdict in verdicts.items():
-        assert encode(PWNED) not in verdict.outputs, name
-        assert "SECRET" not in str(verdict), name
-    assert sum("is not the expected one" in verdict.reason for verdict in verdicts.values()) > 50
 
 
 @pytest.mark.parametrize("name", [name for name, case in BY_NAME.items() if case.group != "benign"])

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_populora.sandbox import Limits, Status, modules, protocol, seccomp
+from trl_populora.sandbox import Limits, Status, protocol, seccomp, soft
 from trl_populora.sandbox.child import read_payload
-from trl_populora.sandbox.health import PROBES, level
+from trl_populora.sandbox.confine import PROBES, find_level
 from trl_populora.sandbox.judge import Observation, combine, judge_run, largest_frame
 from trl_populora.sandbox.values import decode, encode
 
@@ -95,16 +95,11 @@ def test_how_a_child_ended_counts_more_than_what_it_said(seen, status):
     assert outputs == ()
 
 
-def test_the_full_tier_is_granted_once():
-    assert judge_run(frame(b"tier\nstatistics"), 1, LIMITS, FINE, full=False)[0] is None
-    assert judge_run(frame(b"tier\nstatistics"), 1, LIMITS, FINE, full=True)[0] is Status.TAMPERED
-
-
 @settings(max_examples=400, deadline=None)
 @given(st.binary(max_size=200), st.booleans(), st.integers(0, 3), st.integers(0, 0xFFFF))
 def test_any_bytes_are_judged(noise, framed, inputs, wait_status):
     seen = Observation(False, wait_status if os.WIFEXITED(wait_status) or os.WIFSIGNALED(wait_status) else 0, 0, 0, 0)
-    status, reason, outputs = judge_run(frame(noise) if framed else noise, inputs, LIMITS, seen, True)
+    status, reason, outputs = judge_run(frame(noise) if framed else noise, inputs, LIMITS, seen)
     assert isinstance(status, Status)
     assert len(outputs) == (inputs if status is Status.OK else 0)
     assert all(encode(decode(text)) == text for text in outputs)
@@ -161,34 +156,14 @@ def test_payloads_arrive_as_they_were_sent(program, inputs, run):
 
 @given(st.text(max_size=1000))
 def test_reasons_are_one_printable_line(text):
-    line = protocol.one_line(text)
+    line = protocol.make_line(text)
     assert line.isascii()
     assert len(line) <= protocol.MAX_REASON
     assert line.isprintable()
 
 
-@pytest.mark.parametrize(
-    ("program", "full"),
-    [
-        ("import math", False),
-        ("import statistics", True),
-        ("import math, decimal as d", True),
-        ("  from fractions import Fraction", True),
-        ("from collections.abc import Mapping", False),
-        ("import os", False),
-        ("x = 'no imports'", False),
-        ("import urllib.parse", True),
-        ("import", False),
-        ("import ,", False),
-        ("exec('import statistics')", False),
-    ],
-)
-def test_the_import_scan(program, full):
-    assert modules.needs_full_tier(program) is full
-
-
 def test_no_allowed_module_hands_out_the_system():
-    assert not modules.ALLOWED & set(modules.HOSTILE)
+    assert not soft.ALLOWED & set(soft.HOSTILE)
 
 
 class _Machine:
@@ -279,10 +254,10 @@ ALL = dict.fromkeys(("namespaces", "chroot", "uid", "landlock", "seccomp"), "")
 )
 def test_levels(missing, expected):
     layers = {**ALL, **dict.fromkeys(missing, "not here")}
-    assert level(layers, dict.fromkeys(PROBES, True)) == expected
+    assert find_level(layers, dict.fromkeys(PROBES, True)) == expected
 
 
 @pytest.mark.parametrize("hole", PROBES)
 def test_one_open_door_means_level_c(hole):
-    assert level(ALL, {**dict.fromkeys(PROBES, True), hole: False}) == "C"
-    assert level(ALL, {}) == "C"
+    assert find_level(ALL, {**dict.fromkeys(PROBES, True), hole: False}) == "C"
+    assert find_level(ALL, {}) == "C"

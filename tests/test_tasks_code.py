@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.code_tasks import DOUBLE, block, grade, inputs_text, propose
 from tests.written import write_answer, write_proposal
-from trl_populora.sandbox import Gold, Sandbox, Status, Verdict
+from trl_populora.sandbox import Sandbox, Status, Verdict
 from trl_populora.sandbox.values import decode, encode, equal
 from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Proposal, Refusal, Reject, Task, resolve_kind
 from trl_populora.tasks.templates import fence
@@ -406,7 +406,7 @@ def test_code_f_truth(program, verdict, sandbox):
 def test_code_f_runs_on_all_inputs():
     attempt = CodeF().parse_attempt(block("python", DOUBLE), HIDDEN_TASK)
     trial = CodeF().trial(HIDDEN_TASK, attempt)
-    assert (trial.inputs, trial.gold) == (HIDDEN_TASK.inputs, Gold(HIDDEN_TASK.outputs))
+    assert trial.inputs == HIDDEN_TASK.inputs
 
 
 @pytest.mark.parametrize(
@@ -440,8 +440,10 @@ def test_the_same_mistake_in_another_notation_is_one(sandbox):
     )
     half = Task("code_i", "def f(a):\n    return a / 2 if a % 2 else a // 2", (encode((3,)),), ("1.5",))
     assert len({said(CodeI(), half, block("input", text)) for text in ("4", "4.0", "5")}) == 2
-    programs = ("def f(x):\n    return 0", "def f(y):\n    # none\n    return y - y", "def f(x):\n    return 1")
-    assert len({said(CodeF(), HIDDEN_TASK, block("python", program)) for program in programs}) == 2
+    # The second differs from the first in outputs that come after the first wrong one.
+    bodies = ("return 0", "# none\n    return 0.0 if x == 1 else x", "return 1")
+    programs = [block("python", f"def f(x):\n    {body}") for body in bodies]
+    assert len({said(CodeF(), HIDDEN_TASK, program) for program in programs}) == 2
 
 
 def test_a_missing_verdict_is_never_right():

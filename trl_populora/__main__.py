@@ -285,7 +285,7 @@ def check_kind(arguments: Sequence[str]) -> None:
 
 def sandbox_check(arguments: Sequence[str]) -> None:
     """Says how well this host can confine untrusted programs."""
-    from trl_populora.sandbox.check import main as check
+    from trl_populora.sandbox.pool import main as check
 
     raise SystemExit(check(arguments))
 

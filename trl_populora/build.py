@@ -31,7 +31,7 @@ from trl_populora.report.trackers import TrackerTables, alert
 from trl_populora.runs.alarms import Alarms
 from trl_populora.runs.records import Records
 from trl_populora.sandbox import Sandbox
-from trl_populora.sandbox.starting import SandboxSettings, start_sandbox
+from trl_populora.sandbox.pool import SandboxSettings, start_sandbox
 from trl_populora.step.forwards import Sharing, why_not_shared
 from trl_populora.step.held_out import HeldOut
 from trl_populora.step.pay import NEED_FEATURES, Rules, choose_student_reward, choose_teacher_reward

@@ -19,7 +19,7 @@ from trl import GRPOConfig
 from trl_populora.files import without_secrets
 from trl_populora.population.evolution import Breeding, learning_roles
 from trl_populora.population.matchmaking import STRATEGIES
-from trl_populora.sandbox.starting import SandboxSettings
+from trl_populora.sandbox.pool import SandboxSettings
 from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS, Scoring
 from trl_populora.step.pay import PAY, STUDENT_PAY, check_choice
 from trl_populora.step.sizes import StepSize, check_no_teachers

@@ -1,8 +1,8 @@
-"""Inside the process that belongs to one program: take the payload, run it, say one thing, exit.
+"""Inside the process that belongs to one program: reads the payload, runs the program, sends one answer, exits.
 
-Everything here shares its process with untrusted code, so nothing here protects anything: the walls are built by
-`confine.py` and `seccomp.py` before the program starts, and the verdict is formed by `judge.py` in the trainer. This
-file only has to be right for honest programs.
+Untrusted code shares this process, so nothing here protects anything. `confine.py` and `seccomp.py` have built the
+walls before the program starts, and `judge.py` forms the verdict in the trainer. This file only has to be right for
+honest programs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import types
 
 from . import protocol
 from .entropy import Address
-from .protocol import OK, OK_IN_ORDER, Payload, answer
+from .protocol import OK, OK_IN_ORDER, Payload, pack_answer
 from .soft import Guard
 from .values import NotPlainData, ValueTooLarge, decode, encode
 
 
 _exit, _read, _write, _Code = os._exit, os.read, os.write, types.CodeType
 _unpack, _length_of, _LENGTH_BYTES = marshal.loads, protocol.LENGTH.unpack, protocol.LENGTH.size
-# Made before, because by then there may be no memory left to make it.
-_OUT_OF_MEMORY = answer(protocol.MEMORY, ["the program ran out of memory"])
+# This answer is made in advance, because a program without memory leaves none to make it.
+_OUT_OF_MEMORY = pack_answer(protocol.MEMORY, ["the program ran out of memory"])
 
 _ORDER_NAMES = frozenset(
     [
@@ -34,7 +34,7 @@ _ORDER_CODES = frozenset(opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD",
 
 
 def read_payload(fd: int) -> Payload:
-    """The program, its inputs and its limits, from the trainer."""
+    """Reads the program, its inputs and its limits from the trainer."""
     (size,) = _length_of(_read_exactly(fd, _LENGTH_BYTES))
     return _unpack(_read_exactly(fd, size))
 
@@ -50,41 +50,37 @@ def _read_exactly(fd: int, size: int) -> bytes:
 
 
 def send(fd: int, frame: bytes) -> None:
-    """Send the last frame and end the process without running anything else."""
-    _write_all(fd, frame)
-    _exit(0)
-
-
-def _write_all(fd: int, frame: bytes) -> None:
+    """Sends the answer and ends the process without running anything else."""
     sent = _write(fd, frame)
     while sent < len(frame):
         sent += _write(fd, memoryview(frame)[sent:])
+    _exit(0)
 
 
-def outcome(payload: Payload, guard: Guard, fd: int) -> bytes:
-    """Run the payload's program; the frame that says what came of it."""
+def run_payload(payload: Payload, guard: Guard) -> bytes:
+    """Runs the payload's program; returns the frame that says what came of it."""
     try:
-        word, outputs = _run(payload, guard, fd)
+        word, outputs = _run(payload, guard)
     except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
         return _failure(error, guard)
     if guard.finding:
-        return answer(*guard.finding)
-    return answer(word, outputs)
+        return pack_answer(*guard.finding)
+    return pack_answer(word, outputs)
 
 
 def _failure(error: BaseException, guard: Guard) -> bytes:
     if guard.finding:
-        return answer(*guard.finding)
+        return pack_answer(*guard.finding)
     if isinstance(error, MemoryError):
         return _OUT_OF_MEMORY
     if isinstance(error, _BadOutput):
-        return answer(protocol.BAD_OUTPUT, [protocol.one_line(str(error))])
-    return answer(protocol.ERROR, [_describe(error)])
+        return pack_answer(protocol.BAD_OUTPUT, [protocol.make_line(str(error))])
+    return pack_answer(protocol.ERROR, [_describe(error)])
 
 
 def _describe(error: BaseException) -> str:
     try:
-        return protocol.one_line(f"{type(error).__name__}: {error}")
+        return protocol.make_line(f"{type(error).__name__}: {error}")
     except BaseException:  # noqa: B036 - the text of an exception is untrusted code as well
         return "an exception that cannot be described"
 
@@ -93,8 +89,8 @@ class _BadOutput(Exception):
     """An output that is not plain data, or too large."""
 
 
-def _run(payload: Payload, guard: Guard, fd: int) -> tuple[str, list[str]]:
-    run, ask_about_sets, budget, tells, name, program, inputs = payload
+def _run(payload: Payload, guard: Guard) -> tuple[str, list[str]]:
+    run, ask_about_sets, budget, name, program, inputs = payload
     jitter = _disturb_heap(run) if run else None
     guard.limits.start(run)
     code = compile(program, "<program>", "exec", dont_inherit=True)
@@ -106,13 +102,11 @@ def _run(payload: Payload, guard: Guard, fd: int) -> tuple[str, list[str]]:
     if not callable(function):
         raise NameError(f"the program defines no function {name!r}")
     outputs: list[str] = [""] * len(inputs)
-    # Every second run goes backwards: state that one call leaves for the next then shows as a difference.
+    # Every second run takes the inputs backwards. State that one call leaves for the next then shows as a difference.
     for index in range(len(inputs))[:: -1 if run % 2 else 1]:
         result = function(*decode(inputs[index], max_bytes=1 << 30))
         text = outputs[index] = _encode_output(index, result, budget, guard)
         budget -= len(text)
-        if tells:
-            _write_all(fd, answer(protocol.SO_FAR, [text]))
     del jitter
     return word, outputs
 
@@ -129,20 +123,20 @@ def _encode_output(index: int, result: object, budget: int, guard: Guard) -> str
 
 
 def _disturb_heap(run: int) -> list:
-    """Blocks of all sizes, their numbers different in each run also modulo 8, so that the order of addresses shows."""
+    """Allocates blocks of all sizes, other numbers of them in each run, so that an order by addresses shows."""
     small = [_block(size) for size in range(16, 513, 16) for _ in range(run * 13 % (64 if size <= 128 else 8))]
     return small + [bytes(size + run * 112) for size in range(600, 10000, 1000)]
 
 
 def _block(size: int) -> object:
-    """An object of so many bytes that nothing else holds."""
+    """Makes a fresh object of so many bytes."""
     if size == 16:
         return object()
     return complex(size) if size == 32 else bytes(size - 33)
 
 
 def _order_matters(code: types.CodeType) -> bool:
-    """Whether the program makes sets or asks for hashes or addresses, whose order no single repetition can settle."""
+    """Whether the program makes sets or asks for hashes or addresses: two runs do not settle their order."""
     if not _ORDER_NAMES.isdisjoint(code.co_names) or not _ORDER_CODES.isdisjoint(code.co_code[::2]):
         return True
     return any(type(each) is frozenset or (type(each) is _Code and _order_matters(each)) for each in code.co_consts)

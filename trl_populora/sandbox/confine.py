@@ -1,7 +1,11 @@
-"""The walls, built once around a zygote before it serves: namespaces, chroot, uid, Landlock, seccomp.
+"""The walls, which a zygote builds around itself once before it serves, and the probes that test them.
 
-Every layer is tried on its own and noted with a reason when it does not hold, so that the level can be told from
-facts. A program that only computes misses nothing: all modules are loaded before, and no file is opened after.
+The layers are namespaces, chroot, uid, resource limits, Landlock and seccomp. The zygote tries each on its own. It
+notes why a layer does not hold, so that the level is told from facts. A program that only computes misses nothing: all
+modules are loaded before, and no file is opened after.
+
+The zygote's first child then tries the walls from inside, and the trainer sums up layers and probes as a level (A, B
+or C).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import ctypes
 import errno
 import os
 import resource
+import socket
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +53,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the thread that forked this process ends; forgotten by the kernel when the uid changes."""
+    """Asks for SIGKILL when the thread that forked this process ends. The kernel forgets it when the uid changes."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
@@ -67,11 +72,11 @@ class Layers(dict):
 
 def enter_namespaces(layers: Layers) -> None:
     """
-    New namespaces for network, mounts, processes, IPC and host name; returns in a process with number 1.
+    Enters new namespaces for network, mounts, processes, IPC and host name; returns in a process with number 1.
 
-    The calling process stays outside, waits and ends with it. Without privileges a user namespace comes first; whether
-    its capabilities are real is tried to the end in a process that is thrown away, because some distributions let
-    `unshare` succeed and refuse everything after.
+    The calling process stays outside, waits for the inner one and ends with it. Without privileges a user namespace
+    comes first. Some distributions let `unshare` succeed and refuse everything after it, so a process that is thrown
+    away tries all of it first.
     """
     for flags in (_SPACES, _SPACES | CLONE_NEWUSER):
         if _survives(_unshare, flags):
@@ -128,11 +133,11 @@ def _write(path: str, text: str) -> None:
 
 def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
     """
-    Everything after the namespaces, in the only order that works; the seccomp filter comes last.
+    Builds everything after the namespaces, in the only order that works; the seccomp filter comes last.
 
     Args:
-        layers (`Layers`): Takes the result of each layer.
-        without (`tuple[str, ...]`, *optional*): Layers to leave out, for tests of what the others do alone.
+        layers: Takes the result of each layer.
+        without: Layers to leave out, for tests of what the others do alone.
     """
     for name, build in (
         ("chroot", _chroot_into_nothing),
@@ -151,7 +156,7 @@ def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
 
 
 def _chroot_into_nothing() -> None:
-    """The root becomes a folder that is already deleted: nothing is in it and nothing can be made in it."""
+    """Makes a deleted folder the root: nothing is in it and nothing can be made in it."""
     fd = -1
     for base in ("/dev/shm", "/tmp", "/var/tmp", os.getcwd()):  # noqa: S108 - the folder exists for a moment only
         path = f"{base}/.sandbox-{os.getpid()}-{os.urandom(8).hex()}"
@@ -174,7 +179,7 @@ def _chroot_into_nothing() -> None:
 
 
 def _drop_user() -> None:
-    """An unprivileged user of the zygote's own, and no capability left."""
+    """Becomes an unprivileged user of the zygote's own, without any capability."""
     if os.geteuid() == 0:
         uid = _OWN_UIDS + os.getpid() % 100_000_000
         os.setgroups([])
@@ -194,7 +199,7 @@ def _drop_user() -> None:
 
 
 def _limit_resources() -> None:
-    # Forked children inherit all of this.
+    # Forked children inherit all of these.
     for name, limit in (("CORE", 0), ("FSIZE", 0), ("NOFILE", 16), ("MEMLOCK", 0), ("MSGQUEUE", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
 
@@ -205,7 +210,7 @@ def _lock_privileges() -> None:
 
 
 def _landlock() -> None:
-    """Zero rules: no file, no TCP, no abstract socket, no signal outside, as far as this kernel's Landlock goes."""
+    """Allows no file, TCP port, abstract socket or signal to the outside, as far as this kernel's Landlock goes."""
     abi = _call("syscall", _LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     files = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}.get(abi, (1 << 16) - 1)
     network = 3 if abi >= 4 else 0
@@ -222,15 +227,15 @@ def _seccomp() -> None:
     seccomp.zygote_filter().install()
 
 
-def child_walls(layers: Layers) -> Callable[[int, int], None]:
+def prepare_child_walls(layers: Layers) -> Callable[[int, int], None]:
     """
-    What every child calls first, with its address space in bytes and its CPU seconds (the kernel then kills; a
-    backstop to the deadline): limits of the calling process, then the second filter.
+    Makes the function that every child calls first, with its address space in bytes and its CPU seconds.
 
-    Made ready in the zygote, because every page that a child touches is a page to copy.
+    That function sets the limits of the child, then installs the second filter. The kernel kills at the CPU limit, in
+    case the zygote does not. All is made ready in the zygote, because each page that a child touches has to be copied.
     """
     install = seccomp.child_filter().try_to_install if layers.get("seccomp") == "" else None
-    # In namespaces of its own the zygote is process number 1, with which the kernel ends all others.
+    # In namespaces of its own the zygote is process number 1, and the kernel ends all others with it.
     alone = layers.get("namespaces") == ""
     die_with_zygote = None if alone else partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, 9, 0, 0, 0)
     zygote = os.getpid()
@@ -239,7 +244,7 @@ def child_walls(layers: Layers) -> Callable[[int, int], None]:
         if die_with_zygote is not None:
             die_with_zygote()
             if os.getppid() != zygote:
-                os._exit(1)  # it was dead before
+                os._exit(1)  # the zygote died before this process asked to die with it
         _setrlimit(_CPU, (cpu_seconds, cpu_seconds + 1))
         _setrlimit(_NPROC, (0, 0))
         _setrlimit(_AS, (memory, memory))
@@ -247,3 +252,122 @@ def child_walls(layers: Layers) -> Callable[[int, int], None]:
             raise OSError(errno.EPERM, "the kernel takes no second seccomp filter")
 
     return close_in
+
+
+# The probes: a child runs them, the trainer judges them.
+
+_MOST_DESCRIPTORS = 4096
+
+
+def _open_root() -> None:
+    os.close(os.open("/", os.O_RDONLY))
+
+
+def _create_file() -> None:
+    os.close(os.open("probe", os.O_CREAT | os.O_WRONLY, 0o600))
+
+
+def _read_passwd() -> None:
+    os.close(os.open("/etc/passwd", os.O_RDONLY))
+
+
+def _open_proc() -> None:
+    os.close(os.open("/proc/self/environ", os.O_RDONLY))
+
+
+def _socket() -> None:
+    socket.socket(socket.AF_INET, socket.SOCK_STREAM).close()
+
+
+def _pair() -> None:
+    for each in socket.socketpair():
+        each.close()
+
+
+def _fork() -> None:
+    if os.fork() == 0:
+        os._exit(0)
+
+
+def _kill() -> None:
+    os.kill(os.getppid() or 1, 0)
+
+
+def _raise_limit() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, resource.getrlimit(resource.RLIMIT_CPU))
+
+
+def _limit_parent() -> None:
+    resource.prlimit(os.getppid() or 1, resource.RLIMIT_CORE, (0, 0))  # what it has anyway
+
+
+def _use_another_descriptor() -> None:
+    open_ones = 0
+    for fd in range(3, _MOST_DESCRIPTORS):
+        try:
+            os.read(fd, 0)
+        except OSError as error:
+            open_ones += error.errno != errno.EBADF
+        else:
+            open_ones += 1
+    if open_ones == 1:  # its own socket
+        raise OSError("there is no other")
+
+
+def _be_root() -> None:
+    if os.getuid() != 0 and os.geteuid() != 0:
+        raise OSError("not root")
+
+
+def _exec() -> None:
+    os.execv("/proc/self/exe", ["python", "-c", ""])  # noqa: S606 - it must not work
+
+
+# What must fail in a child. `exec` comes last, because a success ends the process.
+PROBES = {
+    "open /": _open_root,
+    "create a file": _create_file,
+    "read /etc/passwd": _read_passwd,
+    "open /proc": _open_proc,
+    "open a network socket": _socket,
+    "open a local socket": _pair,
+    "fork": _fork,
+    "signal the zygote": _kill,
+    "set its own limits": _raise_limit,
+    "set the zygote's limits": _limit_parent,
+    "use another descriptor": _use_another_descriptor,
+    "be root": _be_root,
+    "exec": _exec,
+}
+
+
+def try_walls() -> list[bool]:
+    """Tries each probe; returns whether it was refused."""
+    results = []
+    for attempt in PROBES.values():
+        try:
+            attempt()
+        except (OSError, ValueError):  # `resource` says EPERM as a ValueError
+            results.append(True)
+        else:
+            results.append(False)
+    return results
+
+
+def find_level(layers: dict[str, str], refused: dict[str, bool]) -> str:
+    """
+    Sums up layers and probes as `"A"`, `"B"` or `"C"`.
+
+    A needs namespaces, chroot, a uid of its own, Landlock and seccomp. B needs seccomp, with an unprivileged uid or
+    Landlock. Anything less is C, and so is any host on which a probe was not refused, whatever the layers claim.
+
+    Args:
+        layers: Layer name to the reason why it does not hold; `""` when it holds.
+        refused: Probe name to whether the attempt failed, as it must.
+    """
+    holds = {name for name, reason in layers.items() if not reason}
+    if "seccomp" not in holds or not refused or not all(refused.values()):
+        return "C"
+    if {"namespaces", "chroot", "uid", "landlock"} <= holds:
+        return "A"
+    return "B" if holds & {"uid", "landlock"} else "C"

@@ -1,12 +1,18 @@
-"""Guards around everything that makes two runs of a program differ: clocks, hashes, addresses (verify).
+"""Guards around what differs between two runs of a program, or between two interpreters (verify).
 
-`facades` are copies of modules for the program's own imports: `time` and `datetime`, where arithmetic on given dates
-works as ever, and those through which one that is not allowed (`modules.py`) could be reached.
+Clocks, hashes and addresses differ between runs. `make_facades` copies modules for the program's own imports: `time`
+and `datetime`, in which arithmetic on given dates still works, and modules through which a forbidden one could be
+reached.
+
+Versions, limits and the insides of objects differ between interpreters, and no repetition on one host shows it. What
+the language leaves open is stopped where the program's text asks for it. Each run has other limits of recursion and of
+integers' texts, so that a program that reaches one gives another result.
 """
 
 from __future__ import annotations
 
 import datetime
+import re
 import sys
 import time
 import types
@@ -16,11 +22,11 @@ from typing import Any
 
 Stop = Callable[[str], None]
 
-_OPEN = ("statistics",)  # has the random module lying in it
+_OPEN = ("statistics",)  # `statistics.random` is the random module
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 
 
-def _stopper(stop: Stop, name: str) -> Callable:
+def _make_stopper(stop: Stop, name: str) -> Callable:
     def stopped(*_: object, **__: object) -> None:
         stop(f"{name} differs from run to run")
 
@@ -31,24 +37,24 @@ def _stopper(stop: Stop, name: str) -> Callable:
 def _copy(module: types.ModuleType) -> Any:
     facade = types.ModuleType(module.__name__, module.__doc__)
     for name, value in vars(module).items():
-        # The modules that a module has imported for itself are no part of what it offers.
+        # Modules that a module imported for itself are not part of what it offers.
         if not isinstance(value, types.ModuleType) and not name.startswith("__"):
             setattr(facade, name, value)
     return facade
 
 
-def facades(stop: Stop) -> dict[str, types.ModuleType]:
-    """The guarded modules by name, as far as they are loaded."""
-    return {"time": _time(stop), "datetime": _datetime(stop)} | {
+def make_facades(stop: Stop) -> dict[str, types.ModuleType]:
+    """Makes the guarded modules, by name."""
+    return {"time": _guard_time(stop), "datetime": _guard_datetime(stop)} | {
         name: _copy(sys.modules[name]) for name in _OPEN if name in sys.modules
     }
 
 
-def _time(stop: Stop) -> types.ModuleType:
+def _guard_time(stop: Stop) -> types.ModuleType:
     facade = _copy(time)
     for name in _CLOCKS:
-        setattr(facade, name, _stopper(stop, f"time.{name}()"))
-        setattr(facade, f"{name}_ns", _stopper(stop, f"time.{name}_ns()"))
+        setattr(facade, name, _make_stopper(stop, f"time.{name}()"))
+        setattr(facade, f"{name}_ns", _make_stopper(stop, f"time.{name}_ns()"))
 
     def given(name: str, position: int) -> Callable:
         function = getattr(time, name)
@@ -60,15 +66,15 @@ def _time(stop: Stop) -> types.ModuleType:
 
         return guarded
 
-    facade.sleep = lambda seconds, /: None  # no clock tells, and the limit is one of CPU time
+    facade.sleep = lambda seconds, /: None  # without a clock no program can tell, and the limit is one of CPU time
     for name, position in (("localtime", 0), ("gmtime", 0), ("ctime", 0), ("asctime", 0), ("strftime", 1)):
         setattr(facade, name, given(name, position))
     return facade
 
 
-def _datetime(stop: Stop) -> types.ModuleType:
+def _guard_datetime(stop: Stop) -> types.ModuleType:
     class Meta(type):
-        # A plain date made by the standard library counts as an instance of the program's `date`.
+        # A plain date that the standard library made counts as an instance of the program's `date`.
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, cls.__mro__[1])
 
@@ -77,7 +83,7 @@ def _datetime(stop: Stop) -> types.ModuleType:
 
     def guarded(base: type, clocks: tuple[str, ...]) -> type:
         plain_repr: Callable = base.__repr__
-        body: dict[str, Any] = {name: classmethod(_stopper(stop, f"{base.__name__}.{name}()")) for name in clocks}
+        body: dict[str, Any] = {name: classmethod(_make_stopper(stop, f"{base.__name__}.{name}()")) for name in clocks}
         body["__repr__"] = lambda self: "datetime." + plain_repr(self)
         body["__module__"] = "datetime"
         return Meta(base.__name__, (base,), body)
@@ -88,14 +94,14 @@ def _datetime(stop: Stop) -> types.ModuleType:
     return facade
 
 
-# Types whose hash hangs on the process: on its hash seed, or on an address.
+# The hash of these types depends on the process: on its hash seed, or on an address.
 _SEEDED = {
     kind.__hash__ for kind in (str, bytes, object, memoryview, type(None), type, type(len), type(lambda: 0), type(...))
 }
 
 
 def _stable_hash(value: Any) -> bool:
-    """Whether the hash of `value` is the same in every process, as far as types tell."""
+    """Whether `value` has the same hash in every process, as far as types tell."""
     kind = type(value)
     if kind in (tuple, frozenset):
         return all(map(_stable_hash, value))
@@ -105,7 +111,7 @@ def _stable_hash(value: Any) -> bool:
 
 
 class Address(int):
-    """What `id` gives, and `hash` of all but integers: equal to itself, a fine key, and of no other use."""
+    """What `id` gives, and `hash` for all but integers: it can be compared and be a key, and nothing else."""
 
     __slots__ = ()
 
@@ -118,12 +124,12 @@ _ADDRESS_USES = [
 ]
 
 
-def guarded_builtins(stop: Stop) -> dict[str, Callable]:
-    """`hash` and `id`, which are fine as long as only equality is asked of their results."""
+def make_builtins(stop: Stop) -> dict[str, Callable]:
+    """Makes `hash` and `id` whose results can only be compared for equality."""
     real_hash, real_id = hash, id
 
     def guarded_hash(value: object, /) -> int:
-        # A class's own __hash__ may combine hashes as it likes; what counts is where the result goes.
+        # A class's own __hash__ may combine hashes as it likes. What counts is where its result goes.
         if sys._getframe(1).f_code.co_name != "__hash__":
             if not _stable_hash(value):
                 stop(f"hash() of {type(value).__name__} differs from run to run")
@@ -145,3 +151,124 @@ def guarded_builtins(stop: Stop) -> dict[str, Callable]:
 
     guarded_hash.__name__, guarded_id.__name__ = "hash", "id"
     return {"hash": guarded_hash, "id": guarded_id}
+
+
+LOWEST, HIGHEST = (3, 10), (3, sys.maxsize)  # the versions of Python on which a program may run
+_DEEPER = 1037  # each run allows so many more frames than the one before
+_DIGITS = 4300  # Python's own limit for the decimal text of an integer
+# Attributes that the language leaves to the interpreter. Those that follow from the program's text are not among them.
+INSIDES = frozenset(
+    [
+        *(f"co_{name}" for name in ("code", "consts", "exceptiontable", "flags", "lines", "linetable", "lnotab")),
+        *(f"co_{name}" for name in ("names", "nlocals", "positions", "qualname", "stacksize", "varnames")),
+        *(f"__{name}__" for name in ("basicsize", "dictoffset", "flags", "itemsize", "sizeof", "weakrefoffset")),
+        *("f_lasti", "tb_lasti", "_co_code_adaptive"),
+    ]
+)
+_IN_TEXT = re.compile(rf"(?<!\w)(?:{'|'.join(sorted(INSIDES))})(?!\w)")
+_LIMITS = ("getrecursionlimit", "setrecursionlimit", "get_int_max_str_digits", "set_int_max_str_digits")
+_FACTS = ("copyright", "hash_info", "hexversion", "implementation", "int_info", "version")
+
+
+def asks_inside(code: types.CodeType) -> str:
+    """Finds an attribute of `INSIDES` that compiled code names, also inside a text; empty if there is none."""
+    found = INSIDES.intersection(code.co_names)
+    if found:
+        return min(found)
+    for each in code.co_consts:
+        if isinstance(each, str) and (match := _IN_TEXT.search(each)):
+            return match[0]
+        if isinstance(each, types.CodeType) and (inside := asks_inside(each)):
+            return inside
+    return ""
+
+
+def make_getattr(stop: Callable[[str], None]) -> Callable:
+    """Makes a guarded `getattr`, because a program may put a name together while it runs."""
+    real = getattr
+
+    def guarded(value: object, name: str, /, *default: object) -> object:
+        if name in INSIDES:
+            stop(f"{name} hangs on the interpreter")
+        return real(value, name, *default)
+
+    guarded.__name__ = "getattr"
+    return guarded
+
+
+class Version:
+    """`sys.version_info` that answers only what all versions from `LOWEST` to `HIGHEST` answer alike."""
+
+    __slots__ = ("_stop",)
+    major = 3
+
+    def __init__(self, stop: Callable[[], Any]):
+        self._stop = stop
+
+    def _agreed(self, ask: Callable[[tuple, tuple], bool], other: tuple) -> bool:
+        lowest, highest = ask(LOWEST, other), ask(HIGHEST, other)
+        return lowest if lowest == highest else self._stop()
+
+    def __lt__(self, other: tuple) -> bool:
+        return self._agreed(tuple.__lt__, other)
+
+    def __le__(self, other: tuple) -> bool:
+        return self._agreed(tuple.__le__, other)
+
+    def __gt__(self, other: tuple) -> bool:
+        return self._agreed(tuple.__gt__, other)
+
+    def __ge__(self, other: tuple) -> bool:
+        return self._agreed(tuple.__ge__, other)
+
+    def __getitem__(self, place: int | slice) -> Any:
+        if place == 0:
+            return self.major
+        return self if isinstance(place, slice) and not place.start and (place.stop or 2) > 1 else self._stop()
+
+    def __getattr__(self, name: str) -> Any:
+        return self._stop()
+
+    def _stopped(self, *_: object) -> Any:
+        return self._stop()
+
+    __eq__ = __ne__ = __hash__ = __iter__ = __len__ = __repr__ = __str__ = __format__ = _stopped  # type: ignore
+
+
+class Limits:
+    """The limits of recursion and of integers' texts: what the program set, and what holds in this run."""
+
+    def __init__(self) -> None:
+        self.run = 0
+        self.recursion, self.digits = sys.getrecursionlimit(), _DIGITS
+
+    def start(self, run: int) -> None:
+        """Sets the limits of run number `run`; from the second run on they are others, so that reaching one shows."""
+        self.run = run
+        sys.setrecursionlimit(self.recursion + _DEEPER * run)
+        if hasattr(sys, "set_int_max_str_digits"):
+            sys.set_int_max_str_digits(0 if run else _DIGITS)
+
+    def getrecursionlimit(self) -> int:
+        return self.recursion
+
+    def setrecursionlimit(self, limit: int, /) -> None:
+        sys.setrecursionlimit(min(limit + _DEEPER * self.run, 2**31 - 1) if limit > 0 else limit)
+        self.recursion = limit
+
+    def get_int_max_str_digits(self) -> int:
+        return self.digits
+
+    def set_int_max_str_digits(self, maxdigits: int) -> None:
+        sys.set_int_max_str_digits(maxdigits)
+        self.digits = maxdigits
+
+
+def guard_sys(facade: type, limits: Limits, stop: Callable[[str], Any]) -> None:
+    """Gives a class of `sys` facades the guarded attributes."""
+    given: dict[str, object] = {name: getattr(limits, name) for name in _LIMITS}
+    given["version_info"] = Version(lambda: stop("sys.version_info hangs on the interpreter"))
+    for name in given:
+        setattr(facade, name, property(lambda self, name=name: given[name]))  # type: ignore[misc]
+    for name in _FACTS:
+        setattr(facade, name, property(lambda self, name=name: stop(f"sys.{name} hangs on the interpreter")))  # type: ignore[misc]

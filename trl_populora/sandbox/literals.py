@@ -1,4 +1,4 @@
-"""Reading answers: Python literals from model text, without evaluating anything.
+"""Reads answers: Python literals in the text of a model, without evaluating anything.
 
 A token scan comes first. It lets through strings, numbers, brackets, commas, colons, signs and a handful of names,
 under limits on length, nesting, digits and operators. Only text that passed is given to `ast.parse`, and the tree is
@@ -44,31 +44,31 @@ class LiteralError(ValueError):
 
 def read_literal(text: str) -> Any:
     """
-    Plain data from a Python literal.
+    Reads plain data from a Python literal.
 
     Args:
-        text (`str`): What a solver wrote, for example `[1, 'a', {2.5: None}]`. Reads everything that
+        text: What a solver wrote, for example `[1, 'a', {2.5: None}]`. Reads everything that
             [`to_literal`][trl_populora.sandbox.values] writes, and `float('nan')`.
 
     Raises:
-        `LiteralError`: The text is anything else, or exceeds a limit.
+        `LiteralError`: If the text is anything else, or exceeds a limit.
     """
     return _convert(_parse(_scan(text, ())))
 
 
 def read_arguments(text: str, function: str = "f") -> tuple:
     """
-    The positional arguments of a call, from `3, [4]` or from exactly one call `f(3, [4])`.
+    Reads the positional arguments of a call, from `3, [4]` or from exactly one call `f(3, [4])`.
 
-    So `f(3)` means the argument `3`, never what `f` returns for it: models write the whole call where the arguments
-    are asked for, and nothing is evaluated here. A task keeps and shows `3`, so everybody sees the call that is made.
+    Models write the whole call where they are asked for the arguments. So `f(3)` means the argument `3`, never what
+    `f` returns for it: nothing is evaluated here.
 
     Args:
-        text (`str`): What a solver wrote.
-        function (`str`, *optional*, defaults to `"f"`): The only name that may be called.
+        text: What a solver wrote.
+        function: The only name that may be called.
 
     Raises:
-        `LiteralError`: The text is anything else, or exceeds a limit.
+        `LiteralError`: If the text is anything else, or exceeds a limit.
     """
     source = _scan(text, (function,))
     if not re.match(rf"{re.escape(function)}\s*\(", source):
@@ -82,7 +82,7 @@ def read_arguments(text: str, function: str = "f") -> tuple:
 
 
 def _scan(text: str, functions: tuple[str, ...]) -> str:
-    """Check every token; return the text with odd escapes made explicit."""
+    """Checks every token; returns the text with odd escapes made explicit."""
     if not isinstance(text, str):
         raise LiteralError(f"expected a string, got {type(text).__name__}")
     if len(text) > MAX_LENGTH:
@@ -129,7 +129,7 @@ def _check_order(kinds: list[str]) -> None:
 
 
 def _check_neighbours(tokens: list[tuple[str, str]]) -> None:
-    """Chains without brackets, as in `1+1+1` or `()()()`, are deep trees, which crash the parser of some Pythons."""
+    """Refuses chains without brackets, as `1+1+1` or `()()()`: their deep trees crash the parser of some Pythons."""
     values = ("number", "name", "string", "close")
     for (before, _), (kind, token) in zip(tokens, tokens[1:], strict=False):
         if kind == "open" and before in values and (before, token) != ("name", "("):
@@ -157,7 +157,7 @@ def _check_token(kind: str, token: str, match: re.Match, functions: tuple[str, .
 
 
 def _explicit_escapes(token: str, is_bytes: bool) -> str:
-    """Double the backslashes that Python would keep with a warning, so that reading answers never warns."""
+    """Doubles the backslashes that Python would keep with a warning, so that reading answers never warns."""
     allowed = "\\'\"abfnrtvx01234567\n\r" + ("" if is_bytes else "NuU")
     return _ESCAPE.sub(lambda pair: pair.group() if pair.group()[1] in allowed else "\\" + pair.group(), token)
 
@@ -217,7 +217,7 @@ def _complex_sum(node: ast.BinOp) -> complex:
 
 
 def _named_form(name: str, nodes: list[ast.expr]) -> Any:
-    """`set()`, `frozenset()`, `frozenset({1})`, `complex(nan, 1.0)` and `float('nan')`."""
+    """Converts `set()`, `frozenset()`, `frozenset({1})`, `complex(nan, 1.0)` and `float('nan')`."""
     values = [_convert(node) for node in nodes]
     if name == "set" and not values:
         return set()

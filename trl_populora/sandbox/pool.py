@@ -1,18 +1,29 @@
-"""`Sandbox`: many programs in, verdicts out; one supervisor thread owns every socket and zygote."""
+"""The sandbox as its users see it: `Sandbox`, its settings, its start on every rank, and `populora sandbox-check`.
+
+Many programs go in, verdicts come out. One supervisor thread per `Sandbox` owns every socket and every zygote.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import logging
 import os
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
 
 from .jobs import Job, Limits, Verdict
-from .places import Places
 from .supervisor import Supervisor
+from .values import encode
+
+
+logger = logging.getLogger(__name__)
 
 
 class Sandbox:
@@ -20,24 +31,25 @@ class Sandbox:
     Runs untrusted programs, each in a process of its own, and judges them from outside.
 
     Args:
-        workers (`int`, *optional*): Programs that run at a time, on a core each; up to three times as many are under
-            way, being handed over or ending. Defaults to the number of `cores`.
-        limits (`Limits`, *optional*): For jobs that bring none of their own.
-        allow_weak (`bool`, *optional*, defaults to `False`): Run even where the kernel offers no confinement (level
-            C).
-        seed (`int`, *optional*, defaults to `0`): Chooses the hash seeds, so that a run can be repeated.
-        soft (`bool`, *optional*, defaults to `True`): The import allow-list and the entropy guards. Off, every module
-            can be imported; for tests of the walls.
-        cores (`Iterable[int]`, *optional*): Processors that programs run on, as far as the kernel allows. Those that
-            this process may use, when not given.
-        processes (`int`, *optional*, defaults to `1`): Processes that have a sandbox each on this host, this one
-            among them: it gets its share of the workers, at least one, and of the memory for slow programs.
-        without (`tuple[str, ...]`, *optional*): Layers of confinement to leave out; for tests of the others.
-        packages (`tuple[str, ...]`, *optional*): Installed modules that are loaded before the walls are built, such as
-            `"numpy"`, which the tests of published benchmarks import. Programs may import them with `soft=False`.
+        workers:
+            Programs that run at a time, one per core; the number of `cores` when not given. Up to three times as many
+            are under way, because some are handed over or end while others run.
+        limits: Limits of jobs that bring none of their own.
+        allow_weak: Runs programs even where the kernel cannot confine them (level C).
+        seed: Chooses the hash seeds, so that a run can be repeated.
+        soft: Whether the import allow-list and the guards are on. Turn them off only to test the walls.
+        cores: Processors that programs run on, as far as the kernel allows; those of this process when not given.
+        processes:
+            How many processes of this host have a `Sandbox`, this one included. It gets its share of the workers, at
+            least one.
+        without: Layers of confinement to leave out, for tests of the others.
+        packages:
+            Installed modules to load before the walls are built, such as `"numpy"`, which the tests of published
+            benchmarks import. Programs may import them with `soft=False`.
 
     Raises:
-        `RuntimeError`: This host cannot confine programs and `allow_weak` is not set, or no zygote starts.
+        `RuntimeError`: If this host cannot confine programs and `allow_weak` is not set, or if no zygote starts.
+        `ValueError`: If `workers` is below 1 or a package is not installed.
     """
 
     def __init__(
@@ -65,32 +77,32 @@ class Sandbox:
         self.workers, self.limits = max(1, workers // processes), limits or Limits()
         options = {"soft": soft, "cores": usable, "without": list(without)}
         options["packages"] = {each: _folder_of(each) for each in packages}
-        places = Places(self.workers, processes)
-        self._supervisor = Supervisor(places, seed=seed, allow_weak=allow_weak, options=options)
+        self._supervisor = Supervisor(self.workers, seed=seed, allow_weak=allow_weak, options=options)
         self._closing = threading.Lock()
+        # Also ends the zygotes of a `Sandbox` that is dropped, or that is open when Python exits.
         self._finalizer = weakref.finalize(self, Supervisor.close, self._supervisor)
 
     def submit(self, job: Job) -> Future[Verdict]:
-        """Queue one job; its verdict arrives in the future."""
+        """Queues one job; its verdict arrives in the future."""
         return self._supervisor.submit(job, job.limits or self.limits)
 
     def run(self, jobs: Iterable[Job]) -> list[Verdict]:
-        """The verdicts of `jobs`, in order."""
+        """Runs all jobs and returns their verdicts, in order."""
         futures = [self.submit(job) for job in jobs]
         wait(futures)
         return [future.result() for future in futures]
 
     @property
     def level(self) -> str:
-        """`"A"`, `"B"` or `"C"`: see `report`."""
+        """How far programs are confined: `"A"`, `"B"` or `"C"`, as `README.md` beside this file explains."""
         return self.report()["level"]
 
     def report(self) -> dict:
-        """The level, and each layer with whether it holds and why not."""
+        """Returns the level, each layer with the reason why it does not hold, and how often zygotes were replaced."""
         return self._supervisor.report()
 
     def close(self) -> None:
-        """End it; jobs that are not finished raise `RuntimeError`. May be called twice."""
+        """Ends every program and zygote; unfinished jobs raise `RuntimeError`. It may be called twice."""
         with self._closing:
             self._finalizer()
 
@@ -102,8 +114,141 @@ class Sandbox:
 
 
 def _folder_of(package: str) -> str:
-    """Where a zygote, which starts without site-packages, has to look for an installed package."""
+    """Finds the folder of an installed package, because a zygote starts without site-packages."""
     spec = importlib.util.find_spec(package.partition(".")[0])
     if spec is None or spec.origin is None:
         raise ValueError(f"`packages` names {package!r}, which is not installed")
     return os.path.dirname(os.path.dirname(spec.origin))
+
+
+@dataclass(frozen=True)
+class SandboxSettings:
+    """
+    What programs may use. Each field is the option of the same name.
+
+    Raises:
+        `ValueError`: If a number is too small.
+    """
+
+    sandbox_workers: int | None = None
+    sandbox_seconds: float = Limits.cpu_seconds
+    sandbox_memory_mb: int = Limits.memory_bytes >> 20
+    sandbox_allow_weak: bool = False
+
+    def __post_init__(self):
+        for name in ("sandbox_workers", "sandbox_memory_mb"):
+            if (value := getattr(self, name)) is not None and not value >= 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        if not self.sandbox_seconds > 0:
+            raise ValueError(f"`sandbox_seconds` must be positive, got {self.sandbox_seconds}.")
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of one run of one program."""
+        return Limits(cpu_seconds=self.sandbox_seconds, memory_bytes=self.sandbox_memory_mb << 20)
+
+
+def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather: Callable[[list], list]) -> Sandbox:
+    """
+    Starts this process's sandbox with its share of the node's cores. Call it on every rank.
+
+    Args:
+        settings: The same on all ranks.
+        rank: Number of this process in the run.
+        local_rank: Number of this process on its node.
+        gather: Joins the lists of all ranks.
+
+    Raises:
+        `RuntimeError`: On every rank, if one of them cannot confine programs.
+    """
+    node = rank - local_rank
+    # A launcher may bind each rank to cores of its own. Programs may use the cores of all ranks of the node.
+    bound = gather([(node, os.sched_getaffinity(0) if sys.platform == "linux" else set())])
+    cores = [theirs for where, theirs in bound if where == node]
+    further: dict[str, Any] = {"cores": set().union(*cores), "processes": len(cores)}
+    sandbox, failure = None, ""
+    try:
+        sandbox = Sandbox(settings.sandbox_workers, settings.limits, settings.sandbox_allow_weak, **further)
+    except RuntimeError as error:
+        failure = str(error)
+    # All ranks hear of a failure, so that none waits for one that has failed.
+    if failures := [each for each in gather([failure]) if each]:
+        if sandbox is not None:
+            sandbox.close()
+        raise RuntimeError(failures[0])
+    assert sandbox is not None
+    if local_rank == 0:
+        _log_level(sandbox)
+    return sandbox
+
+
+def _log_level(sandbox: Sandbox) -> None:
+    """Logs which walls this run has, as a warning where there are none."""
+    missing = [f"{name} ({reason})" for name, reason in sandbox.report()["layers"].items() if reason]
+    logger.log(
+        logging.WARNING if sandbox.level == "C" else logging.INFO,
+        "The sandbox runs %d programs at a time, at level %s. Layers that do not hold: %s.",
+        sandbox.workers,
+        sandbox.level,
+        ", ".join(missing) or "none",
+    )
+
+
+_MEANING = {
+    "A": "namespaces, chroot, a user of its own, Landlock and seccomp all hold",
+    "B": "seccomp holds, with an unprivileged user or Landlock: no files, no network, no processes",
+    "C": "not confined; training refuses unless `allow_weak` is set",
+}
+_PURPOSE = {
+    "namespaces": "own network, mounts, processes, IPC and host name",
+    "chroot": "an empty, deleted folder as root",
+    "uid": "an unprivileged user and no capability",
+    "limits": "no files, no core dumps, few descriptors",
+    "no_new_privs": "no gain by exec, not traceable",
+    "landlock": "no file, TCP port, abstract socket or outside signal, as far as the kernel's version goes",
+    "seccomp": "an allow-list of system calls for computing",
+}
+
+
+def measure(sandbox: Sandbox, seconds: float = 2.0) -> float:
+    """Measures how many small programs, with one input and one run each, the sandbox runs per second."""
+    done, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        jobs = [Job(f"def f(x):\n    return x + {done + i}\n", (encode((i,)),)) for i in range(100)]
+        done += sum(verdict.ok for verdict in sandbox.run(jobs))
+    return done / (time.perf_counter() - start)
+
+
+def check(write: Callable[[str], object] = sys.stdout.write, seconds: float = 2.0) -> str:
+    """
+    Writes how far this host confines programs, layer by layer, and how fast; returns the level.
+
+    Args:
+        write: Takes the lines.
+        seconds: How long to measure the speed.
+    """
+    with Sandbox(allow_weak=True) as sandbox:
+        report = sandbox.report()
+        speed = measure(sandbox, seconds)
+        write(f"sandbox level {report['level']}: {_MEANING[report['level']]}\n\nlayers\n")
+        for name, reason in report["layers"].items():
+            held = "yes" if not reason else f"no   ({reason})"
+            write(f"  {name:<14}{held:<5}{_PURPOSE.get(name, '') if not reason else ''}\n")
+        write("\ntried from inside a program's process\n")
+        for name, refused in report["refused"].items():
+            write(f"  {name:<26}{'refused' if refused else 'POSSIBLE'}\n")
+        write(f"\n{speed:.0f} programs per second on {sandbox.workers} workers\n")
+    return report["level"]
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Runs `populora sandbox-check`: exit status 0 for level A or B, 1 for C, 2 if no program can be run at all."""
+    parser = argparse.ArgumentParser(
+        prog="populora sandbox-check", description="How well this host confines programs."
+    )
+    parser.parse_args(list(arguments))
+    try:
+        return 1 if check() == "C" else 0
+    except RuntimeError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2

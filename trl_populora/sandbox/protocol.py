@@ -1,13 +1,12 @@
-"""The three message forms between the trainer, a warm process ("zygote") and a program's process ("child").
+"""The messages between the trainer, a warm process ("zygote") and a program's process ("child").
 
     trainer -> zygote   ORDER   control socket; START comes with the child's end of a private socket pair, no payload
     zygote  -> trainer  EVENT   control socket: what the kernel said about the child
     trainer -> child    frame   private pair: the program and its inputs
-    child   -> trainer  frame   private pair: one frame, then end of file; frames of single outputs before, if asked
-    for
+    child   -> trainer  frame   private pair: one frame, then end of file
 
-A frame is a length of 4 bytes and as many bytes. The child's answer is ASCII lines: a status word, then one line per
-output or one line of reason: no object can come back, only text.
+A frame is a length of 4 bytes, then as many bytes. The child's answer consists of ASCII lines: a status word, then one
+line per output, or one line that gives the reason. No object can come back, only text.
 """
 
 from __future__ import annotations
@@ -16,57 +15,50 @@ import marshal
 import struct
 
 
-ORDER = struct.Struct("<QQddQ")  # kind, job, seconds, owed CPU seconds, address space in bytes
+ORDER = struct.Struct("<QQdQ")  # kind, job, CPU seconds, address space in bytes
 EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, job, CPU seconds, wall seconds, peak resident bytes
 LENGTH = struct.Struct("<I")
 _pack_length = LENGTH.pack
 
 # ORDER kinds
 START = 0  # fork a child for the attached socket
-PROBE = 1  # the same, but the child tries the confinement instead of running a program
-YIELD = 2  # a job that was reported SLOW goes to the background
-BUSY = 3  # other jobs wait: the background gets turns
-IDLE = 4  # no job waits: the background runs on
-STOP = 5  # what the job has said settles it, or it is slow and has to wait until there is room
+PROBE = 1  # the same, but the child tries the walls and runs no program
 
 # EVENT kinds
 READY = 0  # the zygote is warm; a JSON report follows the header
 DONE = 1  # the child is dead and reaped
 EXPIRED = 2  # the same, killed by the zygote at the deadline
-SLOW = 3  # the child has had its owed CPU time
-FAILED = 4  # the zygote could not start; a JSON report follows the header
+FAILED = 3  # the zygote could not start; a JSON report follows the header
 
-# Status words of a child's answer. It may say these things about itself and no others.
-OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second asks for more runs
+# Status words of a child's answer. A child may say these things about itself and no others.
+OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second makes the trainer ask for more runs
 ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY = "error", "memory", "bad_output", "policy", "entropy"
-TIER = "tier"  # a module of the full tier is wanted
-SO_FAR = "so far"  # one output, before the answer
 MAX_REASON = 300  # characters
 
-# A program that the busy host does not let run is killed after its limit times this, by the clock.
+# The clock ends a program after its limit times this, even if a busy host has not let it run.
 LONGEST_EXTENSION = 120.0
 
 
-Payload = tuple[int, bool, int, bool, str, str, tuple[str, ...]]
+Payload = tuple[int, bool, int, str, str, tuple[str, ...]]
 """
-What a child is told: number of the run, whether to look out for sets, most output bytes, whether to tell of each
-output at once, function, program, inputs.
+What a child is told: number of the run, whether to say if the program makes sets, most bytes of output, function,
+program, inputs.
 """
 
 
 def pack_payload(payload: Payload) -> bytes:
-    """The trainer's one frame to a child, which believes it: Python's own format costs the child one call to read."""
+    """Makes the trainer's one frame to a child. The child trusts it, so Python's own format will do."""
     body = marshal.dumps(payload)
     return LENGTH.pack(len(body)) + body
 
 
-def answer(word: str, lines: list[str]) -> bytes:
-    """The child's one frame."""
+def pack_answer(word: str, lines: list[str]) -> bytes:
+    """Makes the child's one frame."""
     body = "\n".join([word, *lines]).encode("ascii", "backslashreplace")
     return _pack_length(len(body)) + body
 
 
-def one_line(text: str) -> str:
-    """`text` as a printable ASCII line of bounded length."""
+def make_line(text: str) -> str:
+    """Turns `text` into one printable ASCII line of bounded length."""
     text = text[:MAX_REASON].encode("ascii", "backslashreplace").decode("ascii")
     return "".join(char if " " <= char <= "~" else " " for char in text)[:MAX_REASON]

@@ -1,6 +1,6 @@
-"""System-call filters: which requests to the kernel the warm process and the programs may make.
+"""System-call filters: which requests to the kernel the zygote and the programs may make.
 
-Two classic BPF programs, assembled here and installed through `prctl`:
+Two classic BPF programs are assembled here and installed through `prctl`:
 
 * `zygote_filter`, once, before any untrusted code: an allow-list for pure computation plus what the zygote needs to
   fork, kill and reap. There is no `open`, no `socket`, no `execve`, no `ptrace`, no `mount`, no `bpf`, no `io_uring`,
@@ -8,8 +8,8 @@ Two classic BPF programs, assembled here and installed through `prctl`:
 * `child_filter`, once per program and on top: takes away forking, killing, reaping, passing descriptors, changing
   limits and priorities, and installing filters. It is short because the kernel checks and translates it each time.
 
-A refused call fails with EPERM, which Python shows as an `OSError`. Numbers for aarch64 are from the kernel's generic
-table and have not been tried on such a machine.
+A refused call fails with EPERM, which Python shows as an `OSError`. The numbers for aarch64 are those of the kernel's
+generic table; nobody has tried them on such a machine.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Filter:
         Put the filter on the calling thread for good. Needs `PR_SET_NO_NEW_PRIVS`.
 
         Raises:
-            `OSError`: The kernel refuses; nothing has changed.
+            `OSError`: If the kernel refuses; nothing has changed then.
         """
         if ctypes.CDLL(None, use_errno=True).prctl(*self._arguments):
             code = ctypes.get_errno()

@@ -1,64 +1,213 @@
-"""The thread behind a `Sandbox`: gives runs to zygotes (warm processes that fork a child per program), and judges."""
+"""The thread behind a `Sandbox`: hands jobs to zygotes, hears how their processes ended, and resolves the verdicts.
+
+A zygote is a warm process that forks one child per program. A `Pending` is a job on its way. Its runs come one after
+the other, each in the zygote of another hash seed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import select
+import socket
 import threading
 import time
 import weakref
+import zlib
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from . import health, protocol
+from . import confine, protocol
 from .jobs import Job, Limits, Status, Verdict
-from .judge import Observation, combine, ended_at_wrong, judge_run
-from .listener import Listener
-from .pending import Pending
-from .places import Places
+from .judge import Observation, combine, judge_run, largest_frame
 from .protocol import LONGEST_EXTENSION
 from .worker import Worker
 
 
+# Programs under way per worker: one runs while others are handed over or end. With 2 the sandbox is 3 % slower, with 5
+# it is 2 % faster.
+UNDER_WAY = 3
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
 FAILED_STARTS = 3  # zygotes in a row that may fail to start
+SENSITIVE_RUNS = 6  # a two-way choice by the order of a set passes 1 time in 32; with two runs, 1 time in 2
+
+
+class Pending:
+    """
+    A job, its future, and the private socket of its current run.
+
+    Args:
+        job: What to run.
+        limits: The job's limits, or the sandbox's.
+    """
+
+    probe_of: Worker | None = None  # the zygote whose walls this job tries
+
+    def __init__(self, job: Job, limits: Limits):
+        self.job, self.limits = job, limits
+        self.future: Future[Verdict] = Future()
+        self.runs: list = []
+        self.seen: list[Observation] = []
+        self.wanted = job.runs
+        self.retried = False
+        self.socket: socket.socket = None  # type: ignore[assignment]  # between `open` and `close` only
+        self.forget_run()
+
+    def take(self, run: tuple, seen: Observation) -> bool:
+        """Notes a finished run; returns whether another one is needed."""
+        status, reason, outputs = run
+        self.runs.append(run)
+        self.seen.append(seen)
+        # An `ok` run has a reason only if the child says that the order of a set may matter.
+        if reason and self.job.runs > 1:
+            self.wanted = max(self.wanted, SENSITIVE_RUNS)
+        return status is Status.OK and len(self.runs) < self.wanted and outputs == self.runs[0][2]
+
+    def forget_run(self) -> None:
+        """Drops what is known of the current run."""
+        self.outgoing = memoryview(b"")
+        self.data = bytearray()
+        self.end_of_file = False
+        self.event: Observation = None  # type: ignore[assignment]  # until the zygote has spoken
+        self.late_at = float("inf")
+
+    @property
+    def seed_index(self) -> int:
+        """
+        The number of the next run's hash seed.
+
+        It depends only on the program and the number of the run, so that the same jobs repeat exactly under any load.
+        """
+        first = zlib.crc32(self.job.program.encode("utf-8", "surrogatepass")) & 1
+        number = len(self.runs)
+        # Half of all programs begin with seed 1, so that the zygotes of both first seeds are equally busy.
+        return first ^ number if number < 2 else number
+
+    def open(self) -> socket.socket:
+        """Opens a private socket pair for the next run; keeps our end and returns the child's."""
+        job = self.job
+        run, several = len(self.runs), job.runs > 1
+        # A subclass of `str`, as numpy has one, is text like any other.
+        function, program, *inputs = map(str.__str__, (job.function, job.program, *job.inputs))
+        payload = (run, several and not run, self.limits.output_bytes, function, program, tuple(inputs))
+        self.forget_run()
+        self.outgoing = memoryview(protocol.pack_payload(payload))
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        return theirs
+
+    def send(self) -> int:
+        """Writes what the socket takes; returns the events to wait for next."""
+        try:
+            while self.outgoing:
+                self.outgoing = self.outgoing[self.socket.send(self.outgoing) :]
+        except BlockingIOError:
+            return select.EPOLLIN | select.EPOLLOUT
+        except OSError:
+            self.outgoing = memoryview(b"")  # the child is gone, and the zygote will tell how it ended
+        return select.EPOLLIN
+
+    def receive(self) -> None:
+        """Reads what has arrived and keeps one byte more than the longest honest answer."""
+        most = largest_frame(self.limits, len(self.job.inputs)) + 1
+        try:
+            while not self.end_of_file:
+                part = self.socket.recv(1 << 17)
+                self.data += part
+                del self.data[most:]
+                self.end_of_file = not part
+        except BlockingIOError:
+            return
+        except OSError:
+            self.end_of_file = True
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+
+
+class Listener:
+    """Calls the handler of each socket that has something to say. Any thread may call `wake`."""
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self.handlers: dict[int, tuple] = {}
+        self.wake_read, self.wake_write = socket.socketpair()
+        for each in (self.wake_read, self.wake_write):
+            each.setblocking(False)
+        self.watch(self.wake_read, select.EPOLLIN, self._on_wake)
+
+    def watch(self, source: socket.socket, mask: int, handler: Callable, *arguments: object) -> None:
+        """Calls `handler(*arguments, mask)` from now on when the source is ready."""
+        self.handlers[source.fileno()] = (handler, arguments)
+        self.epoll.register(source.fileno(), mask)
+
+    def watches(self, source: socket.socket) -> bool:
+        return source.fileno() in self.handlers
+
+    def change(self, source: socket.socket, mask: int) -> None:
+        self.epoll.modify(source.fileno(), mask)
+
+    def forget(self, source: socket.socket) -> None:
+        if self.handlers.pop(source.fileno(), None):
+            self.epoll.unregister(source.fileno())
+
+    def listen(self, seconds: float) -> None:
+        """Waits at most so many seconds for a socket to be ready, then calls the handlers."""
+        for fd, mask in self.epoll.poll(seconds):
+            if fd in self.handlers:
+                handler, arguments = self.handlers[fd]
+                handler(*arguments, mask)
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self.wake_write.send(b"x")
+
+    def _on_wake(self, _: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.wake_read.recv(4096):
+                pass
+
+    def close(self) -> None:
+        for each in (self.epoll, self.wake_read, self.wake_write):
+            each.close()
 
 
 class Supervisor:
     """
-    All but `submit`, `report` and `close` runs in one thread of its own, so nothing here needs a lock.
+    Everything but `submit`, `report` and `close` runs in one thread, so that nothing here needs a lock.
 
     Args:
-        places ([`Places`]): How many programs may be under way.
-        seed (`int`): Chooses the hash seeds.
-        allow_weak (`bool`): Whether level C is accepted.
-        options (`dict`): Of every zygote; `soft` among them: whether the import allow-list and the guards are on.
+        workers: Programs that run at a time; `UNDER_WAY` times as many may be under way.
+        seed: Chooses the hash seeds.
+        allow_weak: Whether level C is accepted.
+        options: What every zygote is told on its command line.
 
     Raises:
-        `RuntimeError`: No zygote starts, or the host is too weak.
+        `RuntimeError`: If no zygote starts, or the host cannot confine programs.
     """
 
-    def __init__(self, places: Places, *, seed: int, allow_weak: bool, options: dict):
-        self.workers, self.seed, self.allow_weak = places.workers, seed, allow_weak
-        self.options, self.soft = options, options["soft"]
-        self.pools: dict[tuple[bool, int], list[Worker]] = {}
-        self.inbox: deque[Pending] = deque()
-        self.queue: deque[Pending] = deque()
-        self.later: deque[Pending] = deque()  # slow ones that were put back until nothing else waits
-        self.unresolved: set[Pending] = set()
-        self.waiting: dict[tuple[bool, int], deque[Pending]] = {}
-        self.running: dict[int, Pending] = {}
+    def __init__(self, workers: int, *, seed: int, allow_weak: bool, options: dict):
+        self.workers, self.seed, self.allow_weak = workers, seed, allow_weak
+        self.options = options
+        self.pools: dict[int, list[Worker]] = {}  # by the index of their hash seed
+        self.inbox: deque[Pending] = deque()  # other threads append here, the thread takes
+        self.queue: deque[Pending] = deque()  # for a place among those under way
+        self.waiting: dict[int, deque[Pending]] = {}  # by seed: for a zygote that has tried its walls
+        self.running: dict[int, Pending] = {}  # by number of the run
+        self.unresolved: set[Pending] = set()  # all of these
         self.numbers = itertools.count(1)
-        self.places, self.failed_starts = places, 0
+        self.failed_starts = 0
         self.respawns: Counter[str] = Counter()
         self.failure: Exception | None = None
-        self.closed, self.busy, self.ready = False, False, threading.Event()
+        self.closed, self.ready = False, threading.Event()
         self.listener, self.next_check = Listener(), 0.0
         for index in (0, 1):
-            self._populate((not self.soft, index))
+            self._populate(index)
         self.thread = threading.Thread(target=self._loop, name="sandbox", daemon=True)
         self.thread.start()
         _alive.add(self)
@@ -69,7 +218,7 @@ class Supervisor:
     # Called from any thread.
 
     def report(self) -> dict:
-        """The weakest zygote's level, with its layers and probes; how often zygotes were replaced, by reason."""
+        """Returns the weakest zygote's level, layers and probes, and how often zygotes were replaced, by reason."""
         healthy = [each for each in self._workers() if each.healthy]
         worst = max(healthy, key=lambda each: each.level, default=None)  # "C" is the weakest
         return {
@@ -84,13 +233,14 @@ class Supervisor:
         if self.closed:
             raise RuntimeError("the sandbox is closed") from self.failure
         limits = replace(limits, cpu_seconds=limits.cpu_seconds / job.headroom)
-        pending = Pending(job, limits, self.soft)
+        pending = Pending(job, limits)
         if (size := len(job.program.encode("utf-8", "surrogatepass"))) > limits.program_bytes:
             reason = f"a program of {size} bytes, more than {limits.program_bytes}"
             self._resolve(pending, Verdict(Status.POLICY, reason))
             return pending.future
         self.inbox.append(pending)
         self.listener.wake()
+        # The thread may have ended between the check above and the append: then nobody else would answer.
         if self.closed and not self.thread.is_alive():
             self._refuse_all()
         return pending.future
@@ -121,14 +271,13 @@ class Supervisor:
             self._shut_down()
             self.ready.set()
 
-    def _populate(self, slot: tuple[bool, int]) -> None:
-        """Starts a slot's zygotes: one per two workers for seeds 0 and 1, of first runs; one for any other seed."""
-        full, index = slot
+    def _populate(self, index: int) -> None:
+        """Starts the zygotes of one hash seed: for 0 and 1, which run most programs, one per two workers; else one."""
         copies = (self.workers + 1) // 2 if index < 2 else 1
-        pool = self.pools.setdefault(slot, [])
+        pool = self.pools.setdefault(index, [])
         while len(pool) < copies:
             hash_seed = 1 + (self.seed * 16 + index) % 4294967294
-            worker = Worker(slot, hash_seed, self.options | {"full": full})
+            worker = Worker(index, hash_seed, self.options)
             pool.append(worker)
             self.listener.watch(worker.control, select.EPOLLIN, self._on_control, worker)
 
@@ -137,81 +286,60 @@ class Supervisor:
             pending = self.inbox.popleft()
             self.unresolved.add(pending)
             self.queue.append(pending)
-        while self.queue and self.places.is_free:
+        while self.queue and len(self.running) < UNDER_WAY * self.workers:
             if not self._dispatch(self.queue.popleft()):
                 break
-        while self.later and not self.queue and self.places.has_room_behind(self.later[0]):
-            self._dispatch(self.later.popleft())
-        self._tell_whether_busy()
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Gives a job to the least busy zygote of its slot; False when no file descriptor is left."""
+        """Gives a job to the least busy zygote of its seed; returns `False` when no file descriptor is left."""
         if pending.future.cancelled():
             self.unresolved.discard(pending)
             return True
-        slot = pending.slot
-        if slot not in self.pools:
-            self._populate(slot)
-        healthy = [each for each in self.pools[slot] if each.healthy]
+        index = pending.seed_index
+        if index not in self.pools:
+            self._populate(index)
+        healthy = [each for each in self.pools[index] if each.healthy]
         if healthy:
             return self._start(pending, min(healthy, key=lambda each: len(each.jobs)))
-        self.waiting.setdefault(slot, deque()).append(pending)
+        self.waiting.setdefault(index, deque()).append(pending)
         return True
 
-    def _queue_again(self, pending: Pending) -> None:
-        """Puts a job at the front of its queue."""
-        (self.later if pending.slow else self.queue).appendleft(pending)
-
-    def _tell_whether_busy(self) -> None:
-        """Tells all zygotes when the workers become busy or free: their slow children then take turns or run on."""
-        busy = self.places.are_taken
-        if busy != self.busy:
-            self.busy = busy
-            for worker in self._workers():
-                worker.tell(protocol.BUSY if busy else protocol.IDLE)
-
     def _start(self, pending: Pending, worker: Worker) -> bool:
-        """Start the next run; False when no file descriptor is left."""
+        """Starts a job's next run; returns `False` when no file descriptor is left."""
         number, limits = next(self.numbers), pending.limits
         try:
             theirs = pending.open()
         except OSError as error:
+            # A running job gives its descriptor back when it ends. Without one, waiting would never end.
             if self.running:
-                self._queue_again(pending)
+                self.queue.appendleft(pending)
             else:
                 self._resolve(pending, error)
             return False
         with theirs:
-            pending.late_at = _late_at(pending)
-            self.places.take(pending)
+            pending.late_at = time.monotonic() + limits.cpu_seconds * LONGEST_EXTENSION + GRACE_SECONDS
             self.running[number] = pending
             kind = protocol.PROBE if pending.probe_of else protocol.START
-            seconds, owed, memory = limits.cpu_seconds, limits.owed_cpu_seconds, limits.memory_bytes
             try:
-                worker.start(kind, number, theirs.fileno(), seconds, owed, memory)
+                worker.start(kind, number, theirs.fileno(), limits.cpu_seconds, limits.memory_bytes)
             except OSError as error:
                 self._lose(worker, f"it takes no orders: {error.strerror}")
                 return True
-        if pending.slow:
-            worker.tell(protocol.YIELD, number)
-            self.places.move_behind(pending)
-        # What a program says is read when it has ended, unless it is slow or has much to say.
+        # The answer is read when the program has ended: to watch every socket would cost 4 %. `_check_late` listens to
+        # programs that take long, because they may be waiting for a full socket to be read.
         if pending.send() & select.EPOLLOUT:
-            self._listen(number, pending, worker, select.EPOLLIN | select.EPOLLOUT)
+            self._listen(number, pending, select.EPOLLIN | select.EPOLLOUT)
         return True
 
-    def _listen(self, number: int, pending: Pending, worker: Worker, mask: int = select.EPOLLIN) -> None:
+    def _listen(self, number: int, pending: Pending, mask: int = select.EPOLLIN) -> None:
         if not self.listener.watches(pending.socket):
-            self.listener.watch(pending.socket, mask, self._on_socket, pending, worker, number)
+            self.listener.watch(pending.socket, mask, self._on_socket, number, pending)
 
-    def _on_socket(self, pending: Pending, worker: Worker, number: int, mask: int) -> None:
+    def _on_socket(self, number: int, pending: Pending, mask: int) -> None:
         if mask & select.EPOLLOUT:
             self.listener.change(pending.socket, pending.send())
         if mask & ~select.EPOLLOUT:
-            was_wrong = pending.wrong
             pending.receive()
-            if pending.wrong and not was_wrong and pending.event is None:
-                worker.tell(protocol.STOP, number)
             self._settle(number, pending)
 
     def _on_control(self, worker: Worker, _: int) -> None:
@@ -223,21 +351,18 @@ class Supervisor:
                 self._probe(worker)
             elif kind == protocol.FAILED:
                 worker.failure = report["error"]
-            elif pending is not None and kind == protocol.SLOW:
-                self._note_slow(number, worker, pending)
-                self._listen(number, pending, worker)
             elif pending is not None:
                 worker.jobs.discard(number)
                 pending.event = Observation(kind == protocol.EXPIRED, status, cpu, wall, peak)
                 pending.receive()
                 if not pending.end_of_file:
-                    self._listen(number, pending, worker)
+                    self._listen(number, pending)
                 self._settle(number, pending)
         if events is None:
             self._lose(worker, worker.failure or "it ended")
 
     def _settle(self, number: int, pending: Pending) -> None:
-        """Finishes a run once its answer has ended and the zygote has told of its exit, whichever comes first."""
+        """Finishes a run once its answer has ended and the zygote has told of its exit, in either order."""
         if not pending.end_of_file:
             return
         self.listener.forget(pending.socket)
@@ -245,94 +370,70 @@ class Supervisor:
             self._drop(number, pending)
             self._finish_run(pending)
 
-    def _note_slow(self, number: int, worker: Worker, pending: Pending) -> None:
-        """Moves a slow program to the background, which frees its place; if that is full, it is rerun later."""
-        pending.slow = True
-        if not pending.foreground:
-            return
-        if self.places.has_room_behind(pending):
-            worker.tell(protocol.YIELD, number)
-            self.places.move_behind(pending)
-        else:
-            pending.put_back = True
-            worker.tell(protocol.STOP, number)
-
     def _drop(self, number: int, pending: Pending) -> None:
         del self.running[number]
-        self.places.leave(pending)
         self.listener.forget(pending.socket)
         pending.close()
 
     def _finish_run(self, pending: Pending) -> None:
         data, inputs = bytes(pending.data), len(pending.job.inputs)
-        if pending.put_back and os.WIFSIGNALED(pending.event.wait_status) and not pending.event.expired:
-            self.later.append(pending)
-            return
-        status, reason, outputs = judge_run(data, inputs, pending.limits, pending.event, pending.full)
-        if pending.wrong:
-            self._resolve(pending, ended_at_wrong(pending.told, pending.event))
-            return
+        status, reason, outputs = judge_run(data, inputs, pending.limits, pending.event)
         if pending.probe_of is not None:
             self._admit(pending.probe_of, [text == "true" for text in outputs], reason)
             return
-        if status is None:
-            # The scan of the imports was fooled: the run does not count and is repeated in the full tier.
-            pending.full = True
-            self._queue_again(pending)
-            return
         if pending.take((status, reason, outputs), pending.event):
-            self._queue_again(pending)
+            self.queue.appendleft(pending)
         else:
             self._resolve(pending, combine(pending.runs, pending.seen))
 
     # Births and deaths of zygotes.
 
     def _probe(self, worker: Worker) -> None:
-        pending = Pending(Job("", ("",) * len(health.PROBES)), Limits(cpu_seconds=10.0), self.soft)
+        pending = Pending(Job("", ("",) * len(confine.PROBES)), Limits(cpu_seconds=10.0))
         pending.probe_of = worker
         self._start(pending, worker)
 
     def _admit(self, worker: Worker, refused: list[bool], reason: str) -> None:
-        """A zygote has tried its own walls: let it serve, or give up when the host is too weak."""
-        worker.refused = dict(zip(health.PROBES, refused, strict=False))
+        """Lets a zygote serve that has tried its own walls, or gives up when the host is too weak."""
+        worker.refused = dict(zip(confine.PROBES, refused, strict=False))
         if worker.level == "C" and not self.allow_weak:
             self.failure = RuntimeError(worker.weakness(reason))
             self.closed = True
             return
         worker.healthy, self.failed_starts = True, 0
-        worker.tell(protocol.BUSY if self.busy else protocol.IDLE)
-        for pending in reversed(self.waiting.pop(worker.slot, ())):
-            self._queue_again(pending)
+        for pending in reversed(self.waiting.pop(worker.seed_index, ())):
+            self.queue.appendleft(pending)
         if all(any(each.healthy for each in pool) for pool in self.pools.values()):
             self.ready.set()
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """A zygote is gone: start another, and give its jobs one more chance."""
+        """Replaces a zygote that is gone, and gives its jobs one more chance."""
         self.listener.forget(worker.control)
         words = worker.failure or ("" if worker.healthy else worker.last_words())
         worker.kill()
-        self.pools[worker.slot].remove(worker)
+        self.pools[worker.seed_index].remove(worker)
         for number in worker.jobs:
             pending = self.running[number]
             self._drop(number, pending)
             if pending.probe_of is not None:
                 continue
+            # A program that ends its zygote would do so again and again, so a second death counts against it.
             if pending.retried:
                 twice = "its worker process died twice while the program was running"
                 self._resolve(pending, Verdict(Status.TAMPERED, twice))
             else:
                 pending.retried = True
-                self._queue_again(pending)
+                self.queue.appendleft(pending)
         self.respawns[reason] += 1
-        self.failed_starts += not worker.healthy
+        self.failed_starts += not worker.healthy  # one that has served has started
         if self.failed_starts >= FAILED_STARTS:
             self.failure = RuntimeError(f"{FAILED_STARTS} zygotes in a row did not start: {words}")
             self.closed = True
         else:
-            self._populate(worker.slot)
+            self._populate(worker.seed_index)
 
     def _check_late(self) -> None:
-        """Replace zygotes that do not start or do not report, and listen to programs that take so long."""
+        """Replaces zygotes that do not start or do not report, and listens to programs that take long."""
         now = time.monotonic()
         self.next_check = now + 0.5
         for worker in self._workers():
@@ -341,10 +442,7 @@ class Supervisor:
                 self._lose(worker, "it did not start in time" if unborn else "it did not report in time")
                 continue
             for number in worker.jobs:
-                pending = self.running[number]
-                self._listen(number, pending, worker)
-                if self.busy and not pending.foreground:
-                    pending.late_at = _late_at(pending)  # its zygote has paused it, so it cannot be late
+                self._listen(number, self.running[number])
 
     def _shut_down(self) -> None:
         workers = self._workers()
@@ -375,17 +473,14 @@ class Supervisor:
             self._resolve(pending, error)
 
 
-def _late_at(pending: Pending) -> float:
-    return time.monotonic() + pending.limits.cpu_seconds * LONGEST_EXTENSION + GRACE_SECONDS
-
-
 _alive: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     """
-    In a process forked from the trainer: let go of every socket, so that the trainer's death is still seen by its
-    zygotes. The fork has no supervisor thread; using the sandbox there raises.
+    Closes every socket in a process that was forked from the trainer, so that the zygotes still see the trainer's end.
+
+    The fork has no supervisor thread, so using the sandbox there raises.
     """
     for each in _alive:
         each.closed = True

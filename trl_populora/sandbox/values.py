@@ -130,18 +130,18 @@ def _float_text(value: float) -> str:
 
 def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODES, max_depth=MAX_DEPTH) -> str:
     """
-    Canonical text of plain data; pure ASCII without line breaks.
+    Writes plain data as canonical text, in pure ASCII without line breaks.
 
     Args:
-        value (`object`): Plain data; anything else, a subclass included, is refused and never stored by its `repr`.
-        ordered (`bool`, *optional*, defaults to `False`): Whether dicts keep their order. If not, equal is equal text.
-        max_bytes (`int`, *optional*, defaults to `65536`): Longest text, in bytes.
-        max_nodes (`int`, *optional*, defaults to `20000`): Most scalars and containers.
-        max_depth (`int`, *optional*, defaults to `64`): Most containers inside each other; also ends cyclic data.
+        value: Plain data. Anything else, a subclass included, is refused and never stored by its `repr`.
+        ordered: Whether dicts keep their order. If not, equal values of equal type have equal text.
+        max_bytes: Longest text, in bytes.
+        max_nodes: Most scalars and containers.
+        max_depth: Most containers inside each other; also ends cyclic data.
 
     Raises:
-        `NotPlainData`: The value holds something else than plain data.
-        `ValueTooLarge`: A budget is exceeded. Nothing is ever cut.
+        `NotPlainData`: If the value holds anything but plain data.
+        `ValueTooLarge`: If a budget is exceeded. Nothing is ever cut.
     """
     text = _Encoder(max_bytes, max_nodes, max_depth, ordered).text(value, 0)
     if len(text) > max_bytes:
@@ -151,10 +151,12 @@ def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODE
 
 def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
     """
-    The value behind a canonical text, dicts in its order. Only text that [`encode`] could have written is read.
+    Reads the value behind a canonical text, with dicts in the order of the text.
+
+    It reads only text that [`encode`] could have written.
 
     Raises:
-        `ValueError`: `text` is not canonical: unknown tags, unsorted sets, repeated members, spaces, other forms of
+        `ValueError`: If `text` is not canonical: unknown tags, unsorted sets, repeated members, spaces, other forms of
             numbers.
     """
     value = _read(text, max_bytes, max_depth)
@@ -288,7 +290,7 @@ _ANY_SIZE: dict[str, Any] = {"max_bytes": 1 << 40, "max_nodes": 1 << 40, "max_de
 
 
 def key(value: Any) -> str:
-    """A text that two values share exactly when they are equal."""
+    """Makes a text that two values share exactly when they are equal."""
     kind = type(value)
     if kind in (bool, int, float, complex):
         return _number_key(value)
@@ -311,13 +313,13 @@ def _number_key(value: complex) -> str:
 
 def to_literal(value: Any) -> str:
     """
-    Plain data as a Python literal for prompts; [`read_literal`][trl_populora.sandbox.literals] reads it back.
+    Writes plain data as a Python literal for prompts; [`read_literal`][trl_populora.sandbox.literals] reads it back.
 
     Values without a literal of their own become `nan`, `inf`, `set()`, `frozenset({1})` and `complex(nan, 1.0)`. Sets
     are written in canonical order, dicts in their own.
 
     Raises:
-        `NotPlainData`: The value holds something else than plain data.
+        `NotPlainData`: If the value holds anything but plain data.
     """
     kind = type(value)
     if kind is int:

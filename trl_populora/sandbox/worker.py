@@ -1,4 +1,4 @@
-"""The trainer's handle on one zygote: start it by exec, hand it jobs, hear its events, end it."""
+"""The trainer's handle on one zygote: starts it by exec, hands it jobs, hears its events, ends it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import health, protocol
+from . import confine, protocol
 
 
 _SCRIPT = Path(__file__).with_name("zygote.py")
@@ -25,27 +25,28 @@ class Worker:
     One zygote.
 
     Args:
-        slot (`tuple[bool, int]`): Whether it holds the full tier, and the number of its hash seed.
-        hash_seed (`int`): Its `PYTHONHASHSEED`.
-        options (`dict`): What it is told on its command line (plain JSON).
+        seed_index: Number of its hash seed.
+        hash_seed: Its `PYTHONHASHSEED`.
+        options: What it is told on its command line; plain JSON.
     """
 
-    def __init__(self, slot: tuple[bool, int], hash_seed: int, options: dict):
-        self.slot = slot
+    def __init__(self, seed_index: int, hash_seed: int, options: dict):
+        self.seed_index = seed_index
+        # SOCK_SEQPACKET keeps messages apart, so that each `recv` returns exactly one event.
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # A clean environment and -s -S: no site, no .pth file, no variable of the trainer reaches the zygote.
             command = [sys.executable, "-s", "-S", "-B", str(_SCRIPT), str(theirs.fileno()), json.dumps(options)]
             self.process = subprocess.Popen(
                 command,
-                # Symbols are bound before the first fork, or every child would bind them anew in pages of its own.
+                # LD_BIND_NOW binds symbols before the first fork. Else each child would bind them in pages of its own.
                 env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 cwd="/",
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,
+                start_new_session=True,  # `kill` ends the whole group
             )
         self.control.setblocking(False)
         assert self.process.stderr is not None
@@ -55,14 +56,14 @@ class Worker:
         self.jobs: set[int] = set()
         self.layers: dict[str, str] = {}
         self.refused: dict[str, bool] = {}
-        self.healthy, self.failure = False, ""  # what it said when it failed
+        self.healthy, self.failure = False, ""  # `failure`: what the zygote said of its failed start
 
     @property
     def level(self) -> str:
-        return health.level(self.layers, self.refused)
+        return confine.find_level(self.layers, self.refused)
 
     def weakness(self, reason: str) -> str:
-        """Why it may not serve; `reason` says what came of its probe."""
+        """Says why it may not serve; `reason` is what came of its probe."""
         missing = [f"{name}: {why}" for name, why in self.layers.items() if why]
         open_doors = [name for name, refused in self.refused.items() if not refused]
         return (
@@ -74,24 +75,19 @@ class Worker:
             " keeps them from your files and your network: only where a virtual machine or a container is the wall."
         )
 
-    def start(self, kind: int, job: int, fd: int, limit: float, owed: float, memory: int) -> None:
+    def start(self, kind: int, job: int, fd: int, limit: float, memory: int) -> None:
         """
-        Hand over the child's end of a job's private socket.
+        Hands over the child's end of a job's private socket.
 
         Raises:
-            `OSError`: The zygote is gone, or does not read its socket.
+            `OSError`: If the zygote is gone, or does not read its socket.
         """
         self.jobs.add(job)
-        message = protocol.ORDER.pack(kind, job, limit, owed, memory)
+        message = protocol.ORDER.pack(kind, job, limit, memory)
         self.control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
 
-    def tell(self, kind: int, job: int = 0) -> None:
-        """All but START and PROBE. A zygote that cannot be told is found out by its jobs."""
-        with contextlib.suppress(OSError):
-            self.control.send(protocol.ORDER.pack(kind, job, 0.0, 0.0, 0))
-
     def events(self) -> list[tuple] | None:
-        """Header and report of what the zygote says since the last call; None when it is gone."""
+        """Reads header and report of all that the zygote has said since the last call; `None` when it is gone."""
         found: list[tuple] = []
         while True:
             try:
@@ -107,27 +103,27 @@ class Worker:
                 try:
                     report = json.loads(report)
                 except ValueError:
-                    return None  # no zygote writes this: it is as good as gone
+                    return None  # no zygote writes this, so it counts as gone
             found.append((*protocol.EVENT.unpack_from(data), report))
 
     def last_words(self) -> str:
-        """What a zygote that could not start has left on its standard error."""
+        """Reads what a zygote that could not start has left on its standard error."""
         try:
             return (self.errors.read() or b"").decode("utf-8", "replace").strip()[-300:]
         except OSError:
             return ""
 
     def kill(self) -> None:
-        """End the zygote and everything under it."""
+        """Ends the zygote and everything under it."""
         self.control.close()
-        if self.process.returncode is None:  # not waited for, so its number is still its own, even if it is dead
+        if self.process.returncode is None:  # unreaped, so its number is still its own, even if it is dead
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self.errors.close()
 
     def close(self, seconds: float = 2.0) -> None:
-        """Ask the zygote to end by closing its socket; kill it if it does not."""
+        """Asks the zygote to end, by closing its socket; kills it if it does not."""
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)

@@ -1,7 +1,8 @@
-"""The warm process: started by exec, confined once, forks one child per program and reports what the kernel says.
+"""The zygote, a warm process: it is started by exec, confines itself once, and forks one child per program.
 
-Run as a script with the number of its control socket and its options; it never reads a payload. The private socket of
-a job passes through it as a descriptor, from the trainer's message to the child, so no process ever holds two jobs.
+The trainer runs this file as a script, with the number of the control socket and the options. The zygote never reads a
+payload: a job's private socket passes through it as a descriptor, from the trainer's message to the child. So no
+process ever holds two jobs. When a child ends, the zygote reports what the kernel says about it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import sys
 
 
 if __name__ == "__main__":
-    # The script's folder comes first on the path. It is imported as `sandbox_room`, so that trl_populora is not.
+    # Python puts the script's folder first on the path. Importing it as `sandbox_room` keeps trl_populora out.
     import os
     import types
 
-    # Some modules want to run something in every forked child; `random` would reseed its hidden generator with 2.5 KB
-    # from the kernel, which costs more than most programs. Nothing of that is needed here.
+    # Some modules register work for every forked child. `random`, for one, reseeds its hidden generator with 2.5 KB
+    # from the kernel, which costs more than most programs. Children need none of it.
     os.register_at_fork = lambda **_: None
     _package = types.ModuleType("sandbox_room")
     _package.__path__ = [sys.path.pop(0)]
@@ -34,10 +35,9 @@ import struct
 import time
 from collections.abc import Callable
 
-from . import confine, health, modules, soft
-from .child import outcome, read_payload, send
+from . import confine, soft
+from .child import read_payload, run_payload, send
 from .protocol import (
-    BUSY,
     DONE,
     EVENT,
     EXPIRED,
@@ -47,62 +47,48 @@ from .protocol import (
     ORDER,
     PROBE,
     READY,
-    SLOW,
-    START,
-    STOP,
-    YIELD,
-    answer,
+    pack_answer,
     pack_payload,
 )
 
 
-# Looked up once: a lookup changes reference counts, and after a fork each such write copies a memory page.
+# Names are looked up once: a lookup changes a reference count, and after a fork each such write copies a memory page.
 _close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, os.fork, os.wait4
 _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
-_DESCRIPTORS = 64  # a child closes those below; none is higher: see `_control`, and `confine.py` allows 16
-_PATIENCE_SECONDS = 5.0  # or the limit, if longer: a program that used no CPU time for so long sleeps, and is killed
-# While other jobs wait, slow children are stopped and run one at a time for 3 ms out of 100: programs that never end
-# then cost their zygote 3 % of a core whatever their number.
-_TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.097
-_WARM_UPS = 40  # CPython specialises code after 8 calls, part by part
+_DESCRIPTORS = 64  # a child closes all below; `_control` moves the only high one, and `confine.py` allows 16
+_PATIENCE_SECONDS = 5.0  # a program that used no CPU time for so long, or for its limit if longer, sleeps: kill it
+_WARM_UPS = 40  # CPython specialises a function after 8 calls, and the parts of it one after the other
 
 
 class Running:
-    """A child that is not reaped."""
+    """A child that is not reaped, and when to look at its CPU time again."""
 
-    def __init__(self, job: int, pid: int, limit: float, owed: float):
-        self.job, self.pid, self.limit, self.owed = job, pid, limit, owed
+    def __init__(self, job: int, pid: int, limit: float):
+        self.job, self.pid, self.limit = job, pid, limit
         self.started = _now()
         self.deadline = self.started + limit
         self.last_deadline = self.started + limit * LONGEST_EXTENSION
-        self.yields_at: float | None = self.started + owed
         self.used_at_deadline, self.asleep_at = -1.0, _FOREVER
         self.expired = False
 
     def cpu_seconds(self) -> float:
-        """CPU time so far; infinite for a child that has just ended and is not reaped."""
+        """Reads the CPU time so far; infinite for a child that has just ended."""
         try:
             return time.clock_gettime((~self.pid) << 3 | 2)  # the kernel's number for the CPU clock of a process
         except OSError:
             return _FOREVER
 
-    def may_go_on(self, now: float, stopped: bool) -> bool:
+    def may_go_on(self, now: float) -> bool:
         """
-        Asked at the deadline. True, with a later deadline, if the child has CPU time left and has lately used some.
+        Decides at the deadline; sets a later deadline if the child may go on.
 
-        One that uses none of the time it is given sleeps. The time for which a child is stopped does not count.
+        Only CPU time counts, so that a busy host fails no honest program. The child may go on while it has some left
+        and has lately used some. A child that uses none of the time it is given sleeps.
         """
         used = self.cpu_seconds()
-        if self.limit <= used < _FOREVER:
-            return False
-        if stopped:
-            self.used_at_deadline = -1.0
-            self.last_deadline = now + self.limit * LONGEST_EXTENSION
-            self.deadline = now + max(self.limit - used, _PAUSE_SECONDS)
-            return True
-        if now >= self.last_deadline:
+        if self.limit <= used < _FOREVER or now >= self.last_deadline:
             return False
         if used > self.used_at_deadline:
             self.used_at_deadline = used
@@ -116,28 +102,25 @@ class Zygote:
     The serving loop.
 
     Args:
-        control (`socket.socket`): orders in, events out.
-        guard (`soft.Guard`): The soft layer, ready to use in any child.
+        control: Orders come in, events go out.
+        guard: The soft layer, ready to use in any child.
     """
 
-    close_in: Callable[[int, int], None]  # what every child adds to the walls
+    close_in: Callable[[int, int], None]  # every child calls it first: see `confine.prepare_child_walls`
 
     def __init__(self, control: socket.socket, guard: soft.Guard):
         self.control, self.guard = control, guard
         self.children: dict[int, Running] = {}
-        self.background: list[Running] = []
-        self.busy, self.next_turn = False, 0.0
-        self.turn_of: Running | None = None
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.poll = select.poll()
         self.poll.register(control, select.POLLIN)
         self.poll.register(self.wake_read, select.POLLIN)
-        # Before the walls, which may refuse the system call by which `set_wakeup_fd` looks at the descriptor.
-        signal.signal(signal.SIGCHLD, operator.is_)  # anything that takes two arguments and is not Python code
+        # This comes before the walls, which may refuse the system call by which `set_wakeup_fd` checks a descriptor.
+        signal.signal(signal.SIGCHLD, operator.is_)  # any callable of two arguments that runs no Python code
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
 
     def loop(self) -> None:
-        """Serve until the trainer is gone."""
+        """Serves until the trainer is gone."""
         while True:
             for fd, _ in self.poll.poll(self._timeout()):
                 if fd == self.wake_read:
@@ -147,11 +130,9 @@ class Zygote:
             self._reap()
             if self.children:
                 self._watch()
-            if self.busy and self.background:
-                self._take_turns()
 
     def end(self) -> None:
-        """Kill what runs; the rest dies with this process."""
+        """Kills what runs; the rest dies with this process."""
         for pid in self.children:
             os.kill(pid, signal.SIGKILL)
 
@@ -161,33 +142,21 @@ class Zygote:
     def _timeout(self) -> int | None:
         if not self.children:
             return None
-        moment = self.next_turn if self.busy and self.background else _FOREVER
-        for each in self.children.values():
-            if not each.expired and each.deadline < moment:
-                moment = each.deadline
-            if each.yields_at is not None and each.yields_at < moment:
-                moment = each.yields_at
+        moment = min((each.deadline for each in self.children.values() if not each.expired), default=_FOREVER)
         return max(0, int((moment - _now()) * 1000) + 1) if moment < _FOREVER else 1000
 
     def _accept(self) -> bool:
-        """Follow one order; False at the end of the trainer."""
+        """Follows one order; returns `False` when the trainer is gone."""
         data, ancillary, _, _ = self.control.recvmsg(_ORDER_BYTES, _FD_BYTES)
         if not data:
             return False
-        kind, job, limit, owed, memory = ORDER.unpack(data)
-        if kind in (START, PROBE):
-            (fd,) = _descriptor(ancillary[0][2][:4])
-            pid = _fork()
-            if pid == 0:
-                _become_child(fd, kind, limit, memory, self.close_in, self.guard)
-            _close(fd)
-            self.children[pid] = Running(job, pid, limit, owed)
-        elif kind == YIELD:
-            self._yield_to_others(job)
-        elif kind == STOP:
-            self._stop(job)
-        else:
-            self._set_busy(kind == BUSY)
+        kind, job, limit, memory = ORDER.unpack(data)
+        (fd,) = _descriptor(ancillary[0][2][:4])
+        pid = _fork()
+        if pid == 0:
+            _become_child(fd, kind, limit, memory, self.close_in, self.guard)
+        _close(fd)
+        self.children[pid] = Running(job, pid, limit)
         return True
 
     def _reap(self) -> None:
@@ -198,119 +167,69 @@ class Zygote:
             running = self.children.pop(pid, None)
             if running is None:
                 continue
-            if running in self.background:
-                self.background.remove(running)
             kind = EXPIRED if running.expired else DONE
             wall = _now() - running.started
             self._send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
 
     def _watch(self) -> None:
-        """Kills children that are past their limit; reports as slow those that have used `owed_cpu_seconds`."""
+        """Kills children that are past their limit."""
         now = _now()
         for running in self.children.values():
-            if running.expired:
-                continue
-            if now >= running.deadline and not self._may_go_on(running, now):
-                running.expired, running.yields_at = True, None
+            if not running.expired and now >= running.deadline and not running.may_go_on(now):
+                running.expired = True
                 os.kill(running.pid, signal.SIGKILL)
-            elif running.yields_at is not None and now >= running.yields_at:
-                self._report_slow(running, now)
-
-    def _may_go_on(self, running: Running, now: float) -> bool:
-        return running.may_go_on(now, self.busy and running in self.background)
-
-    def _report_slow(self, running: Running, now: float) -> None:
-        missing = running.owed - running.cpu_seconds()
-        if missing > 0:
-            running.yields_at = now + max(missing, 0.001)
-            return
-        running.yields_at = None
-        self._send(SLOW, running.job)
-
-    def _yield_to_others(self, job: int) -> None:
-        for running in self.children.values():
-            if running.job == job and not running.expired:
-                self.background.append(running)
-                if self.busy:
-                    os.kill(running.pid, signal.SIGSTOP)
-
-    def _stop(self, job: int) -> None:
-        for running in self.children.values():
-            if running.job == job:
-                os.kill(running.pid, signal.SIGKILL)
-
-    def _set_busy(self, busy: bool) -> None:
-        self.busy, self.turn_of = busy, None
-        for running in self.background:
-            os.kill(running.pid, signal.SIGSTOP if busy else signal.SIGCONT)
-
-    def _take_turns(self) -> None:
-        """Let one child of the background run for a moment, then the next."""
-        now = _now()
-        if now < self.next_turn:
-            return
-        if self.turn_of is None:
-            # The one that has used least goes first, so that an honest program overtakes the endless ones.
-            self.turn_of = min(self.background, key=Running.cpu_seconds)
-            os.kill(self.turn_of.pid, signal.SIGCONT)
-            self.next_turn = now + _TURN_SECONDS
-        else:
-            if self.turn_of in self.background:
-                os.kill(self.turn_of.pid, signal.SIGSTOP)
-            self.turn_of = None
-            self.next_turn = now + _PAUSE_SECONDS
 
 
 def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Callable, guard: soft.Guard) -> None:
     try:
-        # The way back to the trainer is closed before the program is even read: nothing but its own socket is left.
+        # Every way back to the trainer but the child's own socket is closed before the program is even read.
         _close_range(3, fd)
         _close_range(fd + 1, _DESCRIPTORS)
         payload = read_payload(fd)
         close_in(memory, int(limit) + 2)
         if kind == PROBE:
-            send(fd, answer(OK, ["true" if each else "false" for each in health.probe()]))
-        send(fd, outcome(payload, guard, fd))
+            send(fd, pack_answer(OK, ["true" if each else "false" for each in confine.try_walls()]))
+        send(fd, run_payload(payload, guard))
     finally:
         _exit(70)
 
 
 def _forget_surroundings() -> None:
-    """Nothing of the trainer's environment, and no way to look for modules."""
+    """Drops the trainer's environment and every way to look for modules."""
     os.environ.clear()
     _set_time_zone()
     sys.path.clear()
     sys.path_hooks.clear()
     sys.path_importer_cache.clear()
     sys.argv[:] = ["program"]
-    os.dup2(1, 2)  # both are /dev/null from here on; until here, errors are for the trainer
+    os.dup2(1, 2)  # /dev/null from here on; until here, the trainer reads the errors
 
 
 def _set_time_zone() -> None:
-    """The same on every host, or `time.localtime(0)` would tell them apart."""
+    """Sets UTC on every host, because `time.localtime(0)` would tell hosts apart."""
     os.environ["TZ"] = "UTC0"
     time.tzset()
 
 
 def _warm_up(guard: soft.Guard) -> None:
-    """Runs what every child runs, so that CPython specialises its code here, once, and not in each child."""
-    frame = pack_payload((0, False, 100, False, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
+    """Runs what every child runs, so that CPython specialises that code once, here, and not in each child."""
+    frame = pack_payload((0, False, 100, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
     reader, writer = os.pipe()
     os.write(writer, frame)
-    outcome(read_payload(reader), guard, writer)
+    run_payload(read_payload(reader), guard)
     os.close(reader)
     os.close(writer)
 
 
 def _control(number: int) -> socket.socket:
-    """Moves the inherited socket, whose number may be high, to a low one: children close only low ones."""
+    """Gives the inherited socket a low number: children close only low ones."""
     control = socket.socket(fileno=os.dup(number))
     os.close(number)
     return control
 
 
 def main() -> None:
-    """Load, confine, report, serve."""
+    """Loads modules, builds the walls, reports, serves."""
     control = _control(int(sys.argv[1]))
     options = json.loads(sys.argv[2])
     try:
@@ -321,7 +240,7 @@ def main() -> None:
         gc.freeze()
         zygote.loop()
         zygote.end()
-    except Exception as error:  # noqa: BLE001 - whatever goes wrong must be told to the trainer, there is no other way
+    except Exception as error:  # noqa: BLE001 - the trainer hears of a failure in no other way
         report = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
         control.send(EVENT.pack(FAILED, 0, 0, 0.0, 0.0, 0) + report)
     os._exit(0)
@@ -330,23 +249,23 @@ def main() -> None:
 def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Layers]:
     layers = confine.Layers()
     _set_time_zone()
-    with contextlib.suppress(OSError):  # a hint for speed; a container may forbid all of them
+    with contextlib.suppress(OSError):  # this only helps speed, and a container may forbid all of these cores
         os.sched_setaffinity(0, options["cores"])
     if "namespaces" in options["without"]:
         layers["namespaces"] = "left out on request"
     else:
         confine.enter_namespaces(layers)
-    modules.preload(full=options["full"], hostile=not options["soft"])
-    modules.preload_packages(options["packages"])
+    soft.preload(hostile=not options["soft"])
+    soft.preload_packages(options["packages"])
     soft.silence()
-    guard = soft.Guard(options["soft"], options["full"])
+    guard = soft.Guard(options["soft"])
     for _ in range(_WARM_UPS):
         _warm_up(guard)
-    guard = soft.Guard(options["soft"], options["full"])  # a fresh one: programs find nothing of the warm-up in theirs
+    guard = soft.Guard(options["soft"])  # a fresh one, in which programs find nothing of the warm-up
     zygote = Zygote(control, guard)
     _forget_surroundings()
     confine.build_walls(layers, tuple(options["without"]))
-    zygote.close_in = confine.child_walls(layers)
+    zygote.close_in = confine.prepare_child_walls(layers)
     return zygote, layers
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
@@ -31,55 +30,27 @@ Note = Mapping[str, float]
 Entry = tuple[Task, bytes, "Note | None"]  # task, duplicate key, note
 
 
-def _pack(task: Task, note: Note | None, names: list[str]) -> bytes:
-    """
-    A task and its note in a few hundred bytes: as objects a million of them would not fit into a gigabyte.
-
-    Values stand at their name's place in `names`, which grows.
-    """
-    fields = [task.program, task.inputs, task.outputs, task.message, task.visible, task.author, task.step, None]
-    if note is not None:
-        names.extend(name for name in note if name not in names)
-        fields[-1] = [note.get(name) for name in names]
-    return zlib.compress(json.dumps(fields, separators=(",", ":")).encode("ascii"), 1)
-
-
-def _unpack(kind: str, packed: bytes, names: Sequence[str]) -> tuple[Task, Note | None]:
-    program, inputs, outputs, message, visible, author, step, note = json.loads(zlib.decompress(packed))
-    task = Task(kind, program, tuple(inputs), tuple(outputs), message, visible, author, step)
-    if note is None:
-        return task, None
-    return task, {name: value for name, value in zip(names, note, strict=False) if value is not None}
-
-
 class _Ring:
     """The newest `cap` tasks of one kind; position 0 is the oldest."""
 
-    def __init__(self, kind: str, cap: int, names: list[str]):
-        self.kind, self.cap, self.names = kind, cap, names
-        self.packed: list[bytes] = []
-        self.keys: list[bytes] = []
+    def __init__(self, cap: int):
+        self.cap = cap
+        self.entries: list[Entry] = []
         self.start = 0
 
     def __len__(self) -> int:
-        return len(self.packed)
+        return len(self.entries)
 
-    def __getitem__(self, position: int) -> Task:
-        return self.entry(position)[0]
+    def __getitem__(self, position: int) -> Entry:
+        return self.entries[(self.start + position) % len(self.entries)]
 
-    def entry(self, position: int) -> Entry:
-        slot = (self.start + position) % len(self.packed)
-        task, note = _unpack(self.kind, self.packed[slot], self.names)
-        return task, self.keys[slot], note
-
-    def push(self, packed: bytes, key: bytes) -> tuple[int, bytes | None]:
-        """Appends a task; returns its slot and the key of the one that had to go, if any."""
-        if len(self.packed) < self.cap:
-            self.packed.append(packed)
-            self.keys.append(key)
-            return len(self.packed) - 1, None
-        slot, evicted = self.start, self.keys[self.start]
-        self.packed[slot], self.keys[slot] = packed, key
+    def push(self, entry: Entry) -> tuple[int, bytes | None]:
+        """Appends an entry; returns its slot and the key of the one that had to go, if any."""
+        if len(self.entries) < self.cap:
+            self.entries.append(entry)
+            return len(self.entries) - 1, None
+        slot = self.start
+        evicted, self.entries[slot] = self.entries[slot][1], entry
         self.start = (slot + 1) % self.cap
         return slot, evicted
 
@@ -106,7 +77,7 @@ class TaskArchive:
         self.cap = cap
         self.coverage = Coverage()
         self._rings: dict[str, _Ring] = {}
-        self._names = list(NOTED)
+        self._measures: set[str] = set()
         self._keys: dict[bytes, int] = {}  # to the slot in the ring of the task's kind
 
     def add(self, task: Task) -> bool:
@@ -129,22 +100,23 @@ class TaskArchive:
     @property
     def measures(self) -> list[str]:
         """Names of all that was ever noted beside `NOTED`, in alphabetical order."""
-        return sorted(self._names[len(NOTED) :])
+        return sorted(self._measures)
 
     def note(self, task: Task, **facts: float) -> None:
         """Writes down how an archived task fared; a task that is not here any more is passed over."""
         key = key_of(task)
         if key in self._keys:
-            self._rings[task.kind].packed[self._keys[key]] = _pack(task, facts, self._names)
+            self._rings[task.kind].entries[self._keys[key]] = (task, key, facts)
+            self._measures.update(facts.keys() - set(NOTED))
 
     def entries(self) -> Iterator[Entry]:
         """All entries in the order of iteration."""
         for ring in self._rings.values():
-            yield from (ring.entry(position) for position in range(len(ring)))
+            yield from (ring[position] for position in range(len(ring)))
 
     def restore(self, entries: Iterable[Entry], coverage: Mapping[str, Any]) -> None:
         """Replaces the contents by saved entries (in order, without duplicates) and a saved state of `coverage`."""
-        self._rings, self._keys, self._names = {}, {}, list(NOTED)
+        self._rings, self._keys, self._measures = {}, {}, set()
         for entry in entries:
             if entry[1] not in self._keys:
                 self._push(entry)
@@ -184,7 +156,7 @@ class TaskArchive:
         for position in positions:
             for ring in rings:
                 if position < len(ring):
-                    picked.append(ring[position])
+                    picked.append(ring[position][0])
                     break
                 position -= len(ring)
         return picked
@@ -213,8 +185,9 @@ class TaskArchive:
 
     def _push(self, entry: Entry) -> None:
         task, key, note = entry
-        ring = self._rings.setdefault(task.kind, _Ring(task.kind, self.cap, self._names))
-        slot, evicted = ring.push(_pack(task, note, self._names), key)
+        ring = self._rings.setdefault(task.kind, _Ring(self.cap))
+        slot, evicted = ring.push(entry)
+        self._measures.update((note or {}).keys() - set(NOTED))
         if evicted is not None:
             del self._keys[evicted]
         self._keys[key] = slot

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from trl_populora.sandbox import values
-from trl_populora.sandbox.jobs import Gold, Job, Status, Verdict
+from trl_populora.sandbox.jobs import Job, Status, Verdict
 
 from . import shots, templates
 from .base import Attempt, KindSettings, Proposal, Refusal, Reject, Task
@@ -150,21 +150,23 @@ class CodeF(CodeKind):
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         if not attempt.well_formed:
             return None
-        return Job(attempt.answer, task.inputs, gold=Gold(task.outputs))
+        return Job(attempt.answer, task.inputs)
 
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
         """What it gives for the inputs, up to the first that is wrong: two texts may be one guess."""
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
-        return " ".join(map(self.normalize, verdict.outputs))
+        said = []
+        for output, gold in zip(verdict.outputs, task.outputs, strict=False):
+            said.append(self.normalize(output))
+            if said[-1] != self.normalize(gold):
+                break
+        return " ".join(said)
 
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:
             return False
-        gold = Gold(task.outputs)
-        return len(verdict.outputs) == len(gold.outputs) and all(
-            gold.accepts(index, returned) for index, returned in enumerate(verdict.outputs)
-        )
+        return list(map(self.normalize, verdict.outputs)) == list(map(self.normalize, task.outputs))
 
     def _is_known_program(self, references: Sequence[Task]) -> str:
         if not references:
