@@ -75,25 +75,19 @@ class PopuLoRATrainer(HubTrainer):
     - [`~trl_populora.hub.trainer.HubTrainer`], between the two: a card of the population, uploads while it trains.
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`]):
-            Base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
-        reward_funcs (`Callable` or `list[Callable]`, *optional*):
-            Further reward functions in TRL's signature, added to the two built in. They receive the columns of
-            [`~trl_populora.step.rows.Row`] up to `pay`; return `None` for rows that do not concern you.
+        model: Base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
+        reward_funcs: Further reward functions in TRL's signature, added to the two built in. They receive the columns
+            of [`~trl_populora.step.rows.Row`] up to `pay`; return `None` for rows that do not concern you.
             `args.reward_weights`, if set, weighs these alone.
-        args ([`PopuLoRAConfig`], *optional*): Settings of the run.
-        train_dataset ([`~datasets.Dataset`], *optional*):
-            Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`; the package's own when `None`:
-            ordinary Python, or for `prompt_style="compact"` the language of the embedded base.
-        eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
-            Held-out tasks in the same format, or several tables by name, for [`evaluate`] and `eval_strategy`.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            Tokenizer with a chat template; loaded with the base when `None`.
-        reward_processing_classes, callbacks, optimizers (*optional*): As in TRL; an optimizer must cover every member.
-        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
-            Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
-        peft_config ([`~peft.LoraConfig`], *optional*):
-            Adapter of every member; rank 32, alpha 64, all linear layers when `None`.
+        args: Settings of the run.
+        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`; the package's own when
+            `None`: ordinary Python, or for `prompt_style="compact"` the language of the embedded base.
+        eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
+            `eval_strategy`.
+        processing_class: Tokenizer with a chat template; loaded with the base when `None`.
+        reward_processing_classes, callbacks, optimizers: As in TRL; an optimizer must cover every member.
+        quantization_config: Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
+        peft_config: Adapter of every member; rank 32, alpha 64, all linear layers when `None`.
 
     Raises:
         `TypeError`: If `args` is no [`PopuLoRAConfig`] or `peft_config` no `LoraConfig`.
@@ -338,9 +332,9 @@ class PopuLoRATrainer(HubTrainer):
         Lets every student attempt each held-out task `eval_attempts` times. Changes nothing that trains. Collective.
 
         Args:
-            eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*): Other tasks than the trainer's.
-            ignore_keys (`list[str]`, *optional*): Without meaning here.
-            metric_key_prefix (`str`, *optional*, defaults to `"eval"`): Starts every key.
+            eval_dataset: Other tasks than the trainer's.
+            ignore_keys: Without meaning here.
+            metric_key_prefix: Starts every key.
 
         Returns:
             `dict[str, float]`: The figures of [`~trl_populora.step.held_out.HeldOut.measure`], which keeps the rates.
@@ -549,9 +543,8 @@ class PopuLoRATrainer(HubTrainer):
         of the new one: its step, identities of its parents (`name@version`), what made it, and its TrueSkill rating.
 
         Args:
-            name (`str`): The slot.
-            factors (`Mapping[str, torch.Tensor]`): As [`~trl_populora.adapters.weights.read_member`] returns them, the
-                same on every rank.
+            name: The slot.
+            factors: As [`~trl_populora.adapters.weights.read_member`] returns them, the same on every rank.
 
         Raises:
             `KeyError`: If there is no such member.

@@ -28,8 +28,8 @@ class Alarms(TrainerCallback):
     - All attempts at each task were worth the same for ten steps, while students are compared within groups.
 
     Args:
-        played (`Callable`): Returns the step as it was played.
-        alert (`Callable`): Takes the names in `report_to`, a title of less than 64 characters and a text.
+        played: Returns the step as it was played.
+        alert: Takes the names in `report_to`, a title of less than 64 characters and a text.
     """
 
     def __init__(self, played: Callable[[], Played], alert: Callable[[Sequence[str], str, str], None]) -> None:

@@ -64,9 +64,9 @@ def to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
     The checkpoint that `resume_from_checkpoint` means. Collective.
 
     Args:
-        wanted (`str` or `bool`, *optional*): A checkpoint, `True` for the newest whole one in `output_dir`, or
-            `"newest"` for that one or, where there is none, a start from the first step.
-        output_dir (`str`): The run's directory.
+        wanted: A checkpoint, `True` for the newest whole one in `output_dir`, or `"newest"` for that one or, where
+            there is none, a start from the first step.
+        output_dir: The run's directory.
 
     Returns:
         `str` or `None`: Its path; `None` to start from the first step.
@@ -92,8 +92,8 @@ class Staging:
     Where a checkpoint is written until it is whole.
 
     Args:
-        args ([`~transformers.TrainingArguments`]): Who saves, and how many checkpoints stay.
-        accelerator ([`~accelerate.Accelerator`]): Brings the processes together.
+        args: Who saves, and how many checkpoints stay.
+        accelerator: Brings the processes together.
 
     Attributes:
         directory (`str` or `None`): While a checkpoint is written, the folder to use in place of `output_dir`.
@@ -109,9 +109,9 @@ class Staging:
         Gives the directory to write into, and moves it into place at the end. Collective.
 
         Args:
-            root (`Path`): The run's directory.
-            state (`TrainerState`): Gives the step. Its `best_model_checkpoint`, which `Trainer` looks for in the
-                folder of the unfinished checkpoint, is corrected.
+            root: The run's directory.
+            state: Gives the step. Its `best_model_checkpoint`, which `Trainer` looks for in the folder of the
+                unfinished checkpoint, is corrected.
 
         Raises:
             `RuntimeError`: If it could not be written whole; says why and what to resume from.
@@ -156,7 +156,7 @@ def find_newest(output_dir: str) -> str | None:
     The newest whole checkpoint of a run, or `None`; everything unfinished or damaged is passed over with a warning.
 
     Args:
-        output_dir (`str`): The run's directory.
+        output_dir: The run's directory.
     """
     return next(_find_whole(Path(output_dir)), None)
 
@@ -246,12 +246,12 @@ def save(
     Writes the members, their table and the archive. Collective.
 
     Args:
-        directory (`str`): Where to.
-        model (`nn.Module`): The members' model, wrapped or not.
-        game ([`Game`]): Its population and archive.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Saved beside them.
-        about (`dict`): The contents of `population.json`.
-        write (`bool`): Whether this rank writes.
+        directory: Where to.
+        model: The members' model, wrapped or not.
+        game: Its population and archive.
+        tokenizer: Saved beside them.
+        about: The contents of `population.json`.
+        write: Whether this rank writes.
     """
     root = Path(directory)
     for name in game.population.adapters:
@@ -269,11 +269,11 @@ class RankState:
     What one rank holds between two optimizer steps.
 
     Args:
-        step (`int`): TRL's count of micro-batches.
-        buffered (`list` or `None`): Micro-batches that are still to be trained on.
-        played (`dict` or `None`): The step that they are of.
-        metrics (`dict[str, list[float]]`): Metrics that are not logged yet.
-        loss (`float`), logged (`int`): The loss since the last log, and the step of that log.
+        step: TRL's count of micro-batches.
+        buffered: Micro-batches that are still to be trained on.
+        played: The step that they are of.
+        metrics: Metrics that are not logged yet.
+        loss, logged: The loss since the last log, and the step of that log.
     """
 
     step: int
@@ -291,12 +291,11 @@ def save_game(
     Writes `game.json`, this rank's `rank_state_<n>.pt` and a copy of `lineage.jsonl`.
 
     Args:
-        directory (`Path`): Where to.
-        stateful (`Mapping[str, Any]`): Objects with a `state_dict` that is the same on every rank, by their names in
-            `game.json`.
-        archive ([`TaskArchive`]): Its coverage is written here; its tasks have a file of their own.
-        rank_state ([`RankState`]): This rank's.
-        args ([`~transformers.TrainingArguments`]): Who saves, and where the run is.
+        directory: Where to.
+        stateful: Objects with a `state_dict` that is the same on every rank, by their names in `game.json`.
+        archive: Its coverage is written here; its tasks have a file of their own.
+        rank_state: This rank's.
+        args: Who saves, and where the run is.
     """
     torch.save(vars(rank_state), directory / f"rank_state_{args.process_index}.pt")
     if not args.should_save:

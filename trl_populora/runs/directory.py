@@ -55,8 +55,8 @@ class RunDirectory:
     evaluating and saving elsewhere need no lock.
 
     Args:
-        args ([`~transformers.TrainingArguments`]): Names the directory and says which ranks save.
-        accelerator ([`~accelerate.Accelerator`]): Brings the ranks together.
+        args: Names the directory and says which ranks save.
+        accelerator: Brings the ranks together.
 
     Raises:
         `ValueError`: On every rank, if another process trains here.
@@ -120,7 +120,7 @@ class RunDirectory:
         Makes the directory this training's, and returns the checkpoint to go on from. Collective.
 
         Args:
-            wanted (`str` or `bool`, *optional*): As [`~trl_populora.runs.checkpoint.to_resume`] takes it.
+            wanted: As [`~trl_populora.runs.checkpoint.to_resume`] takes it.
 
         Raises:
             `ValueError`: On every rank, if a run lies here that would not go on, or had gone on after the checkpoint.

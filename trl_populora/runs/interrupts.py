@@ -25,7 +25,7 @@ class StopAtSignals(TrainerCallback):
     The run then leaves a checkpoint; with `save_strategy="no"`, the members. A second Ctrl-C ends it at once.
 
     Args:
-        trainer (`Trainer`): Whose training it is; this is one of its callbacks while it lasts.
+        trainer: Whose training it is; this is one of its callbacks while it lasts.
 
     Raises:
         `KeyboardInterrupt`: At the exit, after Ctrl-C.

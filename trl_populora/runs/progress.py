@@ -68,8 +68,8 @@ def step_line(step: int, max_steps: int, logs: dict[str, Any]) -> str:
     Formats the metrics of one step.
 
     Args:
-        step, max_steps (`int`): Position in the run.
-        logs (`dict`): Metrics as logged; a missing or NaN value prints as `-`.
+        step, max_steps: Position in the run.
+        logs: Metrics as logged; a missing or NaN value prints as `-`.
     """
     parts = [
         f"step {step:>{len(str(max_steps))}}/{max_steps}",

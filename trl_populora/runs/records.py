@@ -37,11 +37,11 @@ def write_rollouts(
     open with `load_dataset("parquet", data_files="rollouts/*.parquet")`.
 
     Args:
-        output_dir (`str`): The run's directory.
-        step (`int`): Population step, from 1: the `step` of its line in `metrics.jsonl`.
-        game (`Game`): Tells this rank from the others.
-        rows (`Sequence[Row]`): Rows of this rank, shape `[R]`.
-        rewards, advantages (`Sequence[float]`): Of the same rows.
+        output_dir: The run's directory.
+        step: Population step, from 1: the `step` of its line in `metrics.jsonl`.
+        game: Tells this rank from the others.
+        rows: Rows of this rank, shape `[R]`.
+        rewards, advantages: Of the same rows.
 
     Returns:
         `Path`: The file written. It appears whole or not at all.
@@ -101,7 +101,7 @@ class Records(TrainerCallback):
     `population.json` tells the ratings.
 
     Args:
-        describe (`Callable`): Returns what `population.json` is to hold now.
+        describe: Returns what `population.json` is to hold now.
     """
 
     def __init__(self, describe: Callable[[], dict[str, Any]]):

@@ -82,10 +82,10 @@ class Shape:
     What adapters have to fit.
 
     Args:
-        base_model (`str`): Name or path of the base.
-        base_config (`dict`): The numbers of its configuration that decide whether an adapter fits.
-        lora (`dict`): The members' LoRA settings.
-        quantization (`dict`, *optional*): How the base's weights are held in few bits, if they are.
+        base_model: Name or path of the base.
+        base_config: The numbers of its configuration that decide whether an adapter fits.
+        lora: The members' LoRA settings.
+        quantization: How the base's weights are held in few bits, if they are.
     """
 
     base_model: str
@@ -111,11 +111,11 @@ def describe(game: Game, shape: Shape, args: GRPOConfig, step: int, held_out: He
     The population for people and other programs: the contents of `population.json`.
 
     Args:
-        game ([`Game`]): Its population, kinds and prompt style.
-        shape (`Shape`): Base and adapters.
-        args ([`~trl.GRPOConfig`]): Settings.
-        step (`int`): Optimizer steps so far.
-        held_out ([`HeldOut`] or `None`): Last solve rates on held-out tasks.
+        game: Its population, kinds and prompt style.
+        shape: Base and adapters.
+        args: Settings.
+        step: Optimizer steps so far.
+        held_out: Last solve rates on held-out tasks.
     """
     population, rates = game.population, held_out.rates if held_out else {}
     # What was measured before the last update tells nothing of the weights that are there now.
@@ -185,9 +185,9 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
     Reads a saved population and refuses it if its adapters do not fit.
 
     Args:
-        root (`Path`): Its directory.
-        shape (`Shape`): What they have to fit.
-        members (`Sequence[str]`, *optional*): Whom the file must list, as a resumed run needs it.
+        root: Its directory.
+        shape: What they have to fit.
+        members: Whom the file must list, as a resumed run needs it.
 
     Raises:
         `ValueError`: If the file is broken, or its base, adapter shape or members differ; names file and field.
@@ -241,10 +241,10 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     Says which settings a resumed run changes, and refuses those that a checkpoint decides.
 
     Args:
-        args ([`~trl.GRPOConfig`]): Settings of the run that resumes.
-        root (`Path`): The checkpoint, for messages.
-        saved (`Mapping`): Its `population.json`; settings that an older file lacks are not compared.
-        same_processes (`bool`): Whether as many processes resume as have saved.
+        args: Settings of the run that resumes.
+        root: The checkpoint, for messages.
+        saved: Its `population.json`; settings that an older file lacks are not compared.
+        same_processes: Whether as many processes resume as have saved.
 
     Raises:
         `ValueError`: If a setting differs that would be taken by halves; names all of them, with both values.
@@ -273,9 +273,9 @@ def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[st
     to date while a run goes on. Files of early runs do not say when they were saved, and are taken.
 
     Args:
-        root (`Path`): Directory of a saved population.
-        saved (`Mapping`): Its `population.json`.
-        adapters (`Sequence[str]`, *optional*): Directories of those that are wanted; all members' by default.
+        root: Directory of a saved population.
+        saved: Its `population.json`.
+        adapters: Directories of those that are wanted; all members' by default.
 
     Raises:
         `ValueError`: If one is missing or of another step; names both steps and the way out.

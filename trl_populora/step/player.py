@@ -26,11 +26,11 @@ class Player:
     Generates for members, on one process or on several that work together.
 
     Args:
-        generate (`Callable`): `(prompts, members, seeds=None) -> completions`, one completion per prompt, in order.
-            With `seeds`, one per row, the samples depend on them and the rows alone, and no other generator moves.
-            Collective, and all ranks have to ask as many.
-        gather (`Callable`): Collects one picklable object per rank into a list in rank order.
-        rank, world (`int`): This process and their number.
+        generate: `(prompts, members, seeds=None) -> completions`, one completion per prompt, in order. With `seeds`,
+            one per row, the samples depend on them and the rows alone, and no other generator moves. Collective, and
+            all ranks have to ask as many.
+        gather: Collects one picklable object per rank into a list in rank order.
+        rank, world: This process and their number.
     """
 
     generate: Callable[..., list[Completion]]

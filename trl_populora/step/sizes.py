@@ -11,8 +11,8 @@ from typing import Any
 def check_no_teachers(given: Mapping[str, Any], known: Mapping[str, Field]) -> None:
     """
     Args:
-        given (`Mapping[str, Any]`): Settings by name.
-        known (`Mapping[str, Field]`): Their fields, which have the defaults.
+        given: Settings by name.
+        known: Their fields, which have the defaults.
 
     Raises:
         `ValueError`: If a run without teachers is asked for what only they could do.
@@ -35,14 +35,14 @@ class StepSize:
     The size of one population step over all processes.
 
     Args:
-        teachers (`int`): Number of teachers, each with one match.
-        students (`int`): Number of students, each with one match where there are no teachers.
-        proposals (`int`): Proposals per teacher.
-        attempts (`int`): Attempts per task.
-        per_device (`int`): Rows of a micro-batch, for a process.
-        replay (`float`, *optional*, defaults to `0.0`): Share of archived tasks among those that students attempt, in
-            [0, 1), beside the ones that fill in for invalid proposals.
-        least (`int`, *optional*, defaults to `0`): Fewest proposals that a way out may suggest.
+        teachers: Number of teachers, each with one match.
+        students: Number of students, each with one match where there are no teachers.
+        proposals: Proposals per teacher.
+        attempts: Attempts per task.
+        per_device: Rows of a micro-batch, for a process.
+        replay: Share of archived tasks among those that students attempt, in [0, 1), beside the ones that fill in for
+            invalid proposals.
+        least: Fewest proposals that a way out may suggest.
     """
 
     teachers: int

@@ -63,9 +63,9 @@ def kinds_to_import(run: str, saved: Sequence[str], named: Sequence[str] | None)
     refused unless the user names it.
 
     Args:
-        run (`str`): Name of the run, for the error.
-        saved (`Sequence[str]`): `task_kinds` of its settings.
-        named (`Sequence[str]` or `None`): What the user's own command or call names.
+        run: Name of the run, for the error.
+        saved: `task_kinds` of its settings.
+        named: What the user's own command or call names.
 
     Raises:
         `ValueError`: If the user names none, and a saved one is not the package's.

@@ -56,8 +56,8 @@ def _is_finite(value: object) -> bool:
 def check_bounds(settings: object, bounds: Mapping[str, str]) -> None:
     """
     Args:
-        settings (`object`): What has the settings as attributes.
-        bounds (`Mapping[str, str]`): The names of settings by what they must be: `{">= 1": "students archive_size"}`.
+        settings: What has the settings as attributes.
+        bounds: The names of settings by what they must be: `{">= 1": "students archive_size"}`.
 
     Raises:
         `ValueError`: If a setting that is given is out of bounds, or is NaN.

@@ -203,7 +203,9 @@ class _Program:
             if isinstance(node, ast.Constant):
                 # Python refuses to write a huge integer in decimals, never in hexadecimals.
                 of_type, value = type(node.value), node.value
-                texts.append((hex(value) if of_type is int else repr(value), of_type.__name__))
+                texts.append(
+                    (hex(value) if isinstance(value, int) and of_type is int else repr(value), of_type.__name__)
+                )
                 continue
             if isinstance(node, ast.AST):
                 key: Any = self.keys.get(id(node), getattr(node, "arg", None))
