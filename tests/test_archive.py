@@ -175,6 +175,22 @@ def test_a_resumed_archive_goes_on_as_if_nothing_had_happened(tmp_path):
     assert resumed.metrics() == straight.metrics()
 
 
+def test_an_archive_with_keys_of_another_normal_form_is_read_with_new_ones(tmp_path):
+    archive, path = TaskArchive(), tmp_path / "archive.parquet"
+    tasks = [make(1), make(2), make(1, program="def f(y):\n    return y * {}"), Task("mine", "24", (), ())]
+    for task in tasks:
+        archive.add(task)
+    save_archive(archive, path)
+    table = pq.read_table(path)
+    older = table.set_column(table.column_names.index("key"), "key", [[f"{n:032x}" for n in range(len(tasks))]])
+    pq.write_table(older.replace_schema_metadata({"populora_archive": "3"}), path)
+    read = TaskArchive()
+    load_archive(read, path, archive.coverage.state_dict() | {"forms": [1, 2, 3, 4, 5]})
+    assert contents(read) == contents(archive)
+    assert not any(read.add(task) for task in tasks)
+    assert read.programs == archive.programs == 3
+
+
 def test_what_an_own_kind_measures_is_a_column_and_survives(tmp_path):
     archive, path = TaskArchive(), tmp_path / "archive.parquet"
     tasks = [make(1), make(2, kind="mine"), make(3, kind="mine"), make(4, kind="other")]

@@ -135,9 +135,9 @@ class _Program:
         elif isinstance(node, ast.Call):
             self._note_call(node, scope, statement)
         of_class = isinstance(holder.node, ast.ClassDef) and isinstance(node, ast.stmt)
-        raises = self.catches and isinstance(node, (ast.Raise, ast.Assert))
+        ends = isinstance(node, _ENDS) or "*" in said or (self.catches and isinstance(node, (ast.Raise, ast.Assert)))
         # All of a class counts but methods that nobody names.
-        if isinstance(node, _ENDS) or raises or (of_class and getattr(node, "name", "__").startswith("__")):
+        if ends or (of_class and getattr(node, "name", "__").startswith("__")):
             holder.waiting.append(statement)
         elif isinstance(node, (ast.Break, ast.Continue)):
             statement.around(_LOOPS).waiting.append(statement)
