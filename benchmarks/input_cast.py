@@ -32,8 +32,10 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from peft.helpers import disable_input_dtype_casting  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from trl_populora.adapters.layers import add_members  # noqa: E402
-from trl_populora.adapters.routing import Router  # noqa: E402
+from trl_populora.lora.layers import (
+    Router,  # noqa: E402
+    add_members,  # noqa: E402
+)
 
 
 SIDES = ("stock", "stock without the cast", "this package")

@@ -54,10 +54,12 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
-from trl_populora.adapters.layers import add_members  # noqa: E402
-from trl_populora.adapters.routing import Router  # noqa: E402
-from trl_populora.step import batching  # noqa: E402
-from trl_populora.step.forwards import Sharing  # noqa: E402
+from trl_populora.lora.layers import (
+    Router,  # noqa: E402
+    add_members,  # noqa: E402
+)
+from trl_populora.step import microbatch  # noqa: E402
+from trl_populora.step.microbatch import Sharing  # noqa: E402
 
 
 BYTES_PER_PARAMETER = 16  # fp32 weight, gradient, exp_avg, exp_avg_sq
@@ -244,7 +246,7 @@ class Levers:
     median: int = 125
     longest: int = 1024
 
-    def micro_batches(self, vocabulary: int, live: float, sharing: Sharing | None) -> list[batching.Batch]:
+    def micro_batches(self, vocabulary: int, live: float, sharing: Sharing | None) -> list[microbatch.Batch]:
         """The rows as TRL has them, dealt; all attempts at `1 - live` of the tasks have advantage 0."""
         rng, generator = random.Random(0), torch.Generator().manual_seed(0)
         rows = self.tasks * self.attempts
@@ -263,8 +265,8 @@ class Levers:
         answered = [length * each for length, each in zip(lengths, alive, strict=True)]
         members = batch["member"].tolist()
         half = self.attempts // 2
-        plan = batching.plan_micro_batches(members, task.tolist(), asked, answered, 0, half, sharing)
-        return batching.cut(batch, plan)
+        plan = microbatch.plan_micro_batches(members, task.tolist(), asked, answered, 0, half, sharing)
+        return microbatch.cut(batch, plan)
 
 
 def score(model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> tuple:
@@ -296,11 +298,11 @@ def measure_levers(preset: Preset, levers: Levers, live: float, device: torch.de
     for _ in range(preset.rounds):
         for name, (share, how) in cases.items():
             batches = levers.micro_batches(preset.vocabulary, share, how)
-            layouts = [batching.layout_of(batch) for batch in batches]
+            layouts = [microbatch.layout_of(batch) for batch in batches]
             tokens[name] = sum(layout.grid for layout in layouts)
             start = now(device)
             for batch, layout in zip(batches, layouts, strict=True):
-                ids, mask, length = batching.join({key: value.to(device) for key, value in batch.items()})
+                ids, mask, length = microbatch.join({key: value.to(device) for key, value in batch.items()})
                 router.set(batch["member"][layout.heads])
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                     logps, _, _ = layout.log_probs(score, model, ids, mask, length, how)

@@ -46,7 +46,7 @@ from trl_populora.population.factors import Factors, compare, modules_of  # noqa
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS  # noqa: E402
 from trl_populora.tasks import resolve_kind  # noqa: E402
 from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
-from trl_populora.tasks.templates import fence, input_block, output_block  # noqa: E402
+from trl_populora.tasks.python.prompts import fence, input_block, output_block  # noqa: E402
 
 
 try:

@@ -29,11 +29,13 @@ from accelerate import Accelerator  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
-from trl_populora.adapters.layers import add_members  # noqa: E402
-from trl_populora.adapters.routing import Router  # noqa: E402
-from trl_populora.adapters.weights import member_parameters, save_member  # noqa: E402
-from trl_populora.generation.shelf import SHARED_MEMORY, AdapterShelf  # noqa: E402
-from trl_populora.generation.vllm import PopulationGeneration  # noqa: E402
+from trl_populora.generate.publish import SHARED_MEMORY, AdapterShelf  # noqa: E402
+from trl_populora.generate.vllm import PopulationGeneration  # noqa: E402
+from trl_populora.lora.layers import (
+    Router,  # noqa: E402
+    add_members,  # noqa: E402
+)
+from trl_populora.lora.members import member_parameters, save_member  # noqa: E402
 
 
 MEMBERS = 8

@@ -42,10 +42,10 @@ from scipy.stats import rankdata
 # The script runs from a checkout that is not installed, too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from trl_populora.config import PopuLoRAConfig  # noqa: E402
 from trl_populora.population.evolution import Breeding, newborn_rating, plan_births  # noqa: E402
-from trl_populora.population.matchmaking import BETA, Match, Matchmaker  # noqa: E402
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population  # noqa: E402
-from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
+from trl_populora.population.ratings import BETA, Match, Matchmaker  # noqa: E402
 from trl_populora.step.pay import Outcome, student_share  # noqa: E402
 
 

@@ -41,11 +41,11 @@ import torch  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from trl_populora import populora_trainer  # noqa: E402
+from trl_populora import trainer as populora_trainer  # noqa: E402
+from trl_populora.config import PopuLoRAConfig  # noqa: E402
 from trl_populora.population import evolution  # noqa: E402
-from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
-from trl_populora.populora_trainer import PopuLoRATrainer  # noqa: E402
-from trl_populora.step import rollout  # noqa: E402
+from trl_populora.step import play  # noqa: E402
+from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
 
 
 PAIRS = 4  # teachers, and students

@@ -35,11 +35,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from trl_populora.adapters.layers import add_members
-from trl_populora.adapters.routing import Router
-from trl_populora.adapters.weights import read_member, write_member
 from trl_populora.assets import tiny_base_path
-from trl_populora.generation.vllm import PopulationGeneration
+from trl_populora.generate.vllm import PopulationGeneration
+from trl_populora.lora.layers import Router, add_members
+from trl_populora.lora.members import read_member, write_member
 
 
 MEMBERS, ROWS_PER_MEMBER = 8, 8

@@ -64,14 +64,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.generation import vllm_generation  # noqa: E402
 
-from trl_populora import populora_trainer  # noqa: E402
+from trl_populora import trainer as populora_trainer  # noqa: E402
 from trl_populora.assets import resolve_model_path  # noqa: E402
-from trl_populora.populora_config import PopuLoRAConfig  # noqa: E402
-from trl_populora.populora_trainer import PopuLoRATrainer  # noqa: E402
-from trl_populora.step import rollout  # noqa: E402
+from trl_populora.config import PopuLoRAConfig  # noqa: E402
+from trl_populora.step import play  # noqa: E402
 from trl_populora.step.pay import Answer, Outcome, Rules  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
 from trl_populora.step.rows import Played, Row  # noqa: E402
+from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
 
 
 PAIRS = 4  # teachers, and students, unless an option says otherwise

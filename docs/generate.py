@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trl import GRPOConfig
 
-from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.config import PopuLoRAConfig
 from trl_populora.sandbox.soft import MODULES as IMPORTABLE
 from trl_populora.sandbox.soft import SCRAMBLING
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from trl_populora.sandbox.values import decode, encode
-from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
+from trl_populora.tasks.kind import Attempt, Proposal, Reject, Task, TaskKind
 
 
 MAX_NUMBERS = 5  # reachable targets are found by trying everything; five numbers take some milliseconds

@@ -29,12 +29,11 @@ from budget_nodes import Nodes, print_nodes
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from trl import ModelConfig, TrlParser
 
-from trl_populora.__main__ import TrainArguments
 from trl_populora.assets import resolve_model_path
-from trl_populora.generation.decoding import READ_SHARE
-from trl_populora.model_options import MemberConfig
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.step.forwards import pair_cost
+from trl_populora.cli import TrainArguments
+from trl_populora.config import MemberConfig, PopuLoRAConfig
+from trl_populora.generate.transformers import READ_SHARE
+from trl_populora.step.microbatch import pair_cost
 from trl_populora.tasks import CodeO
 
 
@@ -56,7 +55,7 @@ REPLAYING_START = 0.0004  # likewise, replayed from a CUDA graph
 TRAINING_START = 0.024  # for a micro-batch: forward, recomputation, backward
 
 # Measured on the embedded base; nobody knows it of a larger one. Mean of `batch/live_rows` over the 24 steps of
-# recipes/tiny/quickstart.yaml, seed 0, on 22 November 2026; over 60 steps of recipes/tiny_headroom.py it was 0.48.
+# recipes/tiny/quickstart.yaml, seed 0, on 22 November 2026; over 60 steps of studies/tiny_headroom.py it was 0.48.
 LIVE_ROWS = 0.54
 
 # Characters of the instructions of a proposal prompt in the chat style, and of one seed task shown with it.
@@ -311,7 +310,7 @@ def levers(args: PopuLoRAConfig, shape: Shape, like: Rows) -> dict[str, float]:
     "live rows": rows without advantage are not computed. "shared prompts": a prompt stands once for as many attempts
     as a micro-batch has room for; it is bounded by the tokens of `per_device_train_batch_size` rows at the completion
     limit. Attention over the longer rows is counted, at the price per pair that was measured (`PAIR_SLOWDOWN` of
-    `step/forwards.py`, benchmarks/RESULTS.md).
+    `step/microbatch.py`, benchmarks/RESULTS.md).
     """
     prompt, completion = like.prompt, like.completion
     pair = pair_cost(Qwen2Config(**vars(shape), head_dim=shape.head))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.config import PopuLoRAConfig
 
 
 # Assumed.

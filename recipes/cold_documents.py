@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from execution_traces import Trace, trace
-from tiny_documents import DialogueWriter
-from tiny_scores import random_task
+from tiny_documents import DialogueWriter, random_task
 
 from trl_populora.sandbox import values
 from trl_populora.step.player import Messages
 from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Task, TaskKind
-from trl_populora.tasks.templates import arguments, fence, input_block, literal, output_block, program_block
+from trl_populora.tasks.kind import Task, TaskKind
+from trl_populora.tasks.python.prompts import arguments, fence, input_block, literal, output_block, program_block
 
 
 PROPOSALS = 0.4  # of all documents

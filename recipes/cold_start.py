@@ -27,24 +27,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer, TrlParser, get_quantization_config
 
-from trl_populora.__main__ import TrainArguments
-from trl_populora.adapters.checks import check_is_base
 from trl_populora.assets import TINY, resolve_model_path
-from trl_populora.build import (
+from trl_populora.cli import TrainArguments
+from trl_populora.config import MemberConfig, PopuLoRAConfig, base_options, member_lora
+from trl_populora.evaluate.held_out import load_held_out
+from trl_populora.generate.player import plain_room
+from trl_populora.lora.checks import check_is_base
+from trl_populora.start import (
     check_output_dir,
+    choose_style,
     fit_into_context,
     load_base,
     load_tokenizer,
     make_kinds,
     make_referee,
 )
-from trl_populora.generation.plain import plain_room
-from trl_populora.generation.prompting import choose_style
-from trl_populora.given_tasks import load_archive, load_held_out, read_held_out, read_tasks
-from trl_populora.model_options import MemberConfig, base_options, member_lora
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.step.forwards import score_labels_alone
-from trl_populora.tasks.fences import has_thinking
+from trl_populora.step.microbatch import score_labels_alone
+from trl_populora.tasks.dataset import load_archive, read_held_out, read_tasks
+from trl_populora.tasks.python.reading import has_thinking
 
 
 @dataclass

@@ -40,14 +40,14 @@ from evalscope.api.mixin.code_execution_sandbox_mixin import CodeExecutionSandbo
 from evalscope.benchmarks.live_code_bench.testing_util import import_string
 from peft import LoraConfig
 
-from trl_populora.adapters.folding import fold_patterns, largest_rank
 from trl_populora.assets import resolve_model_path
 from trl_populora.files import write_json
-from trl_populora.generation.stops import STOPS, TEXT_STOPS
-from trl_populora.hub.downloads import fetch
-from trl_populora.hub.model_card import VLLM_RANKS
-from trl_populora.population.members import read_population
-from trl_populora.runs.saved_population import check_one_moment
+from trl_populora.generate.player import STOPS, TEXT_STOPS
+from trl_populora.hub.card import VLLM_RANKS
+from trl_populora.hub.download import fetch
+from trl_populora.lora.convert import fold_patterns, largest_rank
+from trl_populora.run.read import read_population
+from trl_populora.run.saved_population import check_one_moment
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trl_populora.sandbox import Job, Sandbox, values
-from trl_populora.tasks.programs import FUNCTION, bound_names, function_tree
+from trl_populora.tasks.python.programs import FUNCTION, bound_names, function_tree
 
 
 MAX_LINES, MAX_CHARACTERS, MAX_VALUE = 60, 2000, 120

@@ -24,9 +24,9 @@ from typing import Any
 
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import CodeI, CodeO, Task, TaskArchive
-from trl_populora.tasks.base import Proposal, Refusal, Reject
-from trl_populora.tasks.code import refuse
-from trl_populora.tasks.programs import ProgramError
+from trl_populora.tasks.kind import Proposal, Refusal, Reject
+from trl_populora.tasks.python.kinds import refuse
+from trl_populora.tasks.python.programs import ProgramError
 
 
 KINDS = (CodeO(), CodeI())

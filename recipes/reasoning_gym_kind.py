@@ -24,7 +24,7 @@ from typing import Any
 
 import reasoning_gym
 
-from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
+from trl_populora.tasks.kind import Attempt, Proposal, Reject, Task, TaskKind
 
 
 # Generator -> its settings, each from ... to. A number of things is exact, so its `min_` follows the `max_`.

@@ -37,21 +37,25 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from arms_race_page import markdown
 from tqdm import tqdm
 
-from trl_populora.adapters.routing import BASE_NAME
-from trl_populora.evaluation.cross_play import Contest, assemble
+from trl_populora.evaluate.cross_play import Contest, assemble
 from trl_populora.files import write_json
-from trl_populora.population.members import read_population
-from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import check_one_moment
+from trl_populora.lora.layers import BASE_NAME
+from trl_populora.run.checkpoint import write_member_file
+from trl_populora.run.read import read_population
+from trl_populora.run.saved_population import check_one_moment
 from trl_populora.tasks import Task, kinds_to_import, load_seed_tasks, resolve_kind
-from trl_populora.tasks.fences import has_thinking
+from trl_populora.tasks.python.reading import has_thinking
 
 
 START, COPYING, ADAPTER_FILE = "start", "copying", "adapter_model.safetensors"
 Try = tuple[bool, str, bool]  # right, the answer (empty if unreadable), worked
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
 def try_tasks(

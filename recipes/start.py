@@ -23,9 +23,9 @@ import argparse
 import torch
 
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
-from trl_populora.hub.uploads import push_run
+from trl_populora.hub.push import push_run
 from trl_populora.report.page import write_report
-from trl_populora.report.terminal import print_population
+from trl_populora.report.table import print_population
 
 
 # What the embedded base was trained on; others take the defaults.

@@ -31,6 +31,9 @@ from tiny_programs import (
 )
 from tokenizers import Tokenizer
 
+from trl_populora.sandbox import values
+from trl_populora.tasks.kind import Task
+
 
 INPUTS_PER_CODE_F = 6
 MAX_REFERENCES = 3
@@ -353,3 +356,23 @@ class Source:
                 pack(long, layout.long_rows, layout.long_length, pad),
             )
             step += 1
+
+
+def as_task(kind: str, example: Example, rng: random.Random) -> Task:
+    """The task of `kind` about an example; code_f takes all its pairs in random order and shows the first half."""
+    pairs = list(zip(example.inputs, example.outputs, strict=True))
+    rng.shuffle(pairs)
+    is_f = kind == "code_f"
+    inputs, outputs = zip(*(pairs if is_f else pairs[:1]), strict=True)
+    return Task(
+        kind,
+        example.program.text,
+        tuple(map(values.encode, inputs)),
+        tuple(map(values.encode, outputs)),
+        example.program.message if is_f else "",
+        len(pairs) // 2 if is_f else 0,
+    )
+
+
+def random_task(kind: str, level: int, writer: DialogueWriter) -> Task:
+    return as_task(kind, writer.varied_example(level), writer.rng)

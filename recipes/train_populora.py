@@ -2,7 +2,7 @@
 
 Every key of the YAML can be overridden on the command line (`--max_steps 60`); `--help` lists them in the order
 population, tasks, matchmaking, rewards, sandbox, evolution. `--resume` continues from the newest whole checkpoint.
-The code is `run_training` in `trl_populora/__main__.py`, some thirty lines; `populora train` is the same in one
+The code is `run_training` in `trl_populora/cli.py`, some thirty lines; `populora train` is the same in one
 process. The run directory holds, at the end:
 
     members/<name>/          one ordinary PEFT adapter directory per member; the best student's lies at the root, too
@@ -19,7 +19,7 @@ report`).
 
 import sys
 
-from trl_populora.__main__ import main
+from trl_populora.cli import main
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, Qwen2ForCausalLM, Qwen2MoeForCausalLM
 
 from tests.models import random_model
-from trl_populora.adapters.layers import add_members
-from trl_populora.adapters.routing import Router
-from trl_populora.adapters.weights import read_member, write_member
+from trl_populora.lora.layers import Router, add_members
+from trl_populora.lora.members import read_member, write_member
 
 
 VOCABULARY = 64

@@ -31,13 +31,12 @@ from transformers import TrainerCallback
 from tests import fsdp_worker, held_out_worker, populora_run
 from tests.fixed_rows import POPULATION, TEACHERS, play_fixed_rows
 from tests.launching import leave
-from trl_populora.adapters.optim import withhold_gradients
-from trl_populora.adapters.weights import _optimizer_entries, member_parameters, read_member
-from trl_populora.build import check_quantised, refuse_unsupported
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.runs.checkpoint import UNFINISHED
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.lora.members import _optimizer_entries, member_parameters, read_member, withhold_gradients
+from trl_populora.run.checkpoint import UNFINISHED
 from trl_populora.sandbox import Job
+from trl_populora.start import check_quantised, refuse_unsupported
+from trl_populora.trainer import PopuLoRATrainer
 
 
 # About Adam's epsilon see test_solo_parity.py.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trl_populora import __main__ as program
-from trl_populora.evaluation.cross_play import CrossPlayArguments
-from trl_populora.evaluation.tryout import TryArguments
+from trl_populora import cli as program
+from trl_populora.evaluate.cross_play import CrossPlayArguments
+from trl_populora.evaluate.tryout import TryArguments
 from trl_populora.hub.export import ExportArguments
 
 

@@ -15,7 +15,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from trl_populora.generation.decoding import complete
+from trl_populora.generate.transformers import complete
 
 from .adapter_models import make_population
 

@@ -183,7 +183,7 @@ PROGRAMS = [  # program, argument tuples
 def seed_tasks():
     """Twelve hand-written tasks, four of each kind; the truth is what Python says here."""
     from trl_populora.sandbox.values import encode
-    from trl_populora.tasks.base import Task
+    from trl_populora.tasks.kind import Task
 
     tasks = []
     for program, arguments in PROGRAMS:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import encode
-from trl_populora.tasks.normal_form import normal_forms
-from trl_populora.tasks.programs import bound_names
+from trl_populora.tasks.python.normal_form import normal_forms
+from trl_populora.tasks.python.programs import bound_names
 
 
 IMPORTS = [

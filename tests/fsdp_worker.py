@@ -9,8 +9,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.adapter_models import make_population, make_rows, token_logps
-from trl_populora.adapters.optim import clip_member_grad_norms, member_param_groups, withhold_gradients
-from trl_populora.adapters.weights import member_parameters, read_member, reset_optimizer_state, write_member
+from trl_populora.lora.members import (
+    clip_member_grad_norms,
+    member_param_groups,
+    member_parameters,
+    read_member,
+    reset_optimizer_state,
+    withhold_gradients,
+    write_member,
+)
 
 
 ROWS = [

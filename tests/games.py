@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
+from trl_populora.population.ratings import Matchmaker
 from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Player
 from trl_populora.step.referee import Referee

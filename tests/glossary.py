@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from trl_populora.tasks.base import Reject
+from trl_populora.tasks.kind import Reject
 
 
 PAGE = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()

@@ -8,7 +8,7 @@ import torch
 def ranks(base: str, directory: str) -> dict:
     """The first evaluation of a trainer whose members are no longer the base."""
     from tests.populora_run import EVALUATED, make_trainer
-    from trl_populora.adapters.weights import read_member
+    from trl_populora.lora.members import read_member
 
     trainer = make_trainer(base, directory, EVALUATED | {"max_steps": 1})
     for seed, name in enumerate(trainer.population.names):
@@ -26,11 +26,11 @@ def vllm(directory: str) -> list[dict]:
     from datasets import Dataset
     from peft import LoraConfig
 
-    from trl_populora.adapters.weights import read_member, write_member
     from trl_populora.assets import tiny_eval_tasks
-    from trl_populora.populora_config import PopuLoRAConfig
-    from trl_populora.populora_trainer import PopuLoRATrainer
+    from trl_populora.config import PopuLoRAConfig
+    from trl_populora.lora.members import read_member, write_member
     from trl_populora.tasks import load_seed_tasks
+    from trl_populora.trainer import PopuLoRATrainer
 
     tasks = [task.to_record() for task in load_seed_tasks(tiny_eval_tasks()) if task.kind == "code_o"][:50]
     told = []

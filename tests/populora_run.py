@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.small_run import SMALL, small_trainer
 from trl_populora.sandbox.values import encode
-from trl_populora.tasks.base import Attempt, Proposal, Reject, Task, TaskKind
+from trl_populora.tasks.kind import Attempt, Proposal, Reject, Task, TaskKind
 
 
 def letters(completions, **kwargs) -> list[float]:
@@ -115,9 +115,9 @@ def cut_run(base: str, output_dir: str, settings: dict, cut: int):
 
 def state_of(trainer) -> dict:
     """Everything that must be equal after equal runs: adapters, state, records; times left out."""
-    from trl_populora.adapters.weights import read_member
-    from trl_populora.runs.checkpoint import game_state
-    from trl_populora.runs.lines import read_lines
+    from trl_populora.lora.members import read_member
+    from trl_populora.run.checkpoint import game_state
+    from trl_populora.run.read import read_lines
 
     run = Path(trainer.args.output_dir)
     members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.adapters}

@@ -14,7 +14,7 @@ from tests import glossary
 from tests.launching import launch, run_script
 from tests.models import save_base
 from trl_populora.assets import tiny_base_path
-from trl_populora.runs.lines import read_lines
+from trl_populora.run.read import read_lines
 
 
 ROOT = Path(__file__).parent.parent

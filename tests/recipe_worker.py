@@ -14,7 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from tests.backend_worker import without_compiler
-from trl_populora.__main__ import train
+from trl_populora.cli import train
 
 
 def main(result: str, arguments: list[str]) -> None:

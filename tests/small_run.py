@@ -40,7 +40,7 @@ def small_lora():
 
 def small_args(**settings: Any):
     """2T+2S, 4 proposals, 2 attempts: 24 rows in 3 micro-batches."""
-    from trl_populora.populora_config import PopuLoRAConfig
+    from trl_populora.config import PopuLoRAConfig
 
     return PopuLoRAConfig(**(SMALL | settings))
 
@@ -56,7 +56,7 @@ def small_trainer(
     """A trainer of such a run; `tasks` and `eval_dataset` are records."""
     from datasets import Dataset
 
-    from trl_populora.populora_trainer import PopuLoRATrainer
+    from trl_populora.trainer import PopuLoRATrainer
 
     tables = [None if rows is None else Dataset.from_list(list(rows)) for rows in (tasks, eval_dataset)]
     return PopuLoRATrainer(

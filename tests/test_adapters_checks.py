@@ -23,9 +23,8 @@ from transformers import (
 
 from tests.adapter_models import make_base, make_config
 from tests.models import random_model
-from trl_populora.adapters.checks import check_is_base
-from trl_populora.adapters.layers import add_members, routed_layers
-from trl_populora.adapters.routing import Router
+from trl_populora.lora.checks import check_is_base
+from trl_populora.lora.layers import Router, add_members, routed_layers
 
 
 NAMES = ["teacher_0", "student_0"]

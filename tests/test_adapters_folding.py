@@ -10,9 +10,9 @@ from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
 
 from tests.adapter_models import make_base, make_population, make_rows, token_logps
-from trl_populora.adapters.folding import fold, fold_patterns
-from trl_populora.adapters.layers import routed_layers
-from trl_populora.adapters.weights import read_member, save_member
+from trl_populora.lora.convert import fold, fold_patterns
+from trl_populora.lora.layers import routed_layers
+from trl_populora.lora.members import read_member, save_member
 
 
 PATTERNS = [

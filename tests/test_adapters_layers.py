@@ -16,9 +16,8 @@ from tests.adapter_models import (
     make_rows,
     token_logps,
 )
-from trl_populora.adapters.layers import RoutedLinear, add_members, routed_layers
-from trl_populora.adapters.routing import Router
-from trl_populora.adapters.weights import member_parameters, read_member, save_member
+from trl_populora.lora.layers import RoutedLinear, Router, add_members, routed_layers
+from trl_populora.lora.members import member_parameters, read_member, save_member
 
 
 ROUTES = {

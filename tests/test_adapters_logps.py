@@ -8,10 +8,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.fixed_rows import POPULATION, play_fixed_rows
-from trl_populora.adapters.weights import read_member, save_member, write_member
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.step.forwards import Layout
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.lora.members import read_member, save_member, write_member
+from trl_populora.step.microbatch import Layout
+from trl_populora.trainer import PopuLoRATrainer
 
 
 class Observed(PopuLoRATrainer):

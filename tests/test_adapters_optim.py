@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from tests.adapter_models import gradients, make_population, make_rows, token_logps
-from trl_populora.adapters.optim import clip_member_grad_norms, member_param_groups, withhold_gradients
-from trl_populora.adapters.weights import member_parameters, read_member
+from trl_populora.lora.members import (
+    clip_member_grad_norms,
+    member_param_groups,
+    member_parameters,
+    read_member,
+    withhold_gradients,
+)
 
 
 def backward(model, router, rows, seed=5) -> None:

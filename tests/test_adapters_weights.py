@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.adapter_models import make_base, make_population, make_rows, token_logps
 from tests.without_extras import without_extras
-from trl_populora.adapters.optim import member_param_groups
-from trl_populora.adapters.weights import (
+from trl_populora.lora.members import (
+    member_param_groups,
     member_parameters,
     read_member,
     reset_optimizer_state,
@@ -75,7 +75,7 @@ def test_saved_bytes_do_not_depend_on_the_hash_seed(tmp_path):
     """This process has a random one."""
     program = (
         "import sys; from tests.adapter_models import make_population; "
-        "from trl_populora.adapters.weights import save_member; "
+        "from trl_populora.lora.members import save_member; "
         "save_member(make_population(1)[0], 'member_0', sys.argv[1])"
     )
     variables = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(filter(None, sys.path))}

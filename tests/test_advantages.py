@@ -7,12 +7,7 @@ import math
 import pytest
 import torch
 
-from trl_populora.step.advantages import (
-    LOSS_NORMALISERS,
-    STD_EPSILON,
-    compute_advantages,
-    member_factors,
-)
+from trl_populora.step.advantages import LOSS_NORMALISERS, STD_EPSILON, compute_advantages, member_factors
 
 
 NAN = math.nan

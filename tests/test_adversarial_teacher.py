@@ -18,8 +18,8 @@ from statistics import fmean
 import pytest
 
 from tests.games import play
-from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
+from trl_populora.population.ratings import Matchmaker
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.step.pay import PAY, Outcome, price_proposals
@@ -28,8 +28,8 @@ from trl_populora.step.player import Completion, Player
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task, load_seed_tasks
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.control import THINK_TAGS
-from trl_populora.tasks.templates import literal
+from trl_populora.tasks.kind import THINK_TAGS
+from trl_populora.tasks.python.prompts import literal
 
 
 P, G, STEPS = 16, 8, 4

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from tests.command_options import OPTIONS
-from trl_populora import __main__ as program
-from trl_populora.model_options import MemberConfig
-from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora import cli as program
+from trl_populora.config import MemberConfig, PopuLoRAConfig
 
 
 ROOT = Path(__file__).parent.parent

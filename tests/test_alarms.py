@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl_populora.runs.alarms import STEPS, Alarms
+from trl_populora.run.callbacks import STEPS, Alarms
 from trl_populora.step.rows import Played
 
 
@@ -59,9 +59,9 @@ def test_flat_groups_do_not_matter_where_a_member_is_compared_with_itself(caplog
 
 def test_a_run_in_which_nothing_is_valid_says_so(random_base, make_args, lora, seed_dataset, monkeypatch, caplog):
     """By what a real run logs: a random base writes no task and no answer."""
-    from trl_populora.populora_trainer import PopuLoRATrainer
+    from trl_populora.trainer import PopuLoRATrainer
 
-    monkeypatch.setattr("trl_populora.runs.alarms.STEPS", 2)
+    monkeypatch.setattr("trl_populora.run.callbacks.STEPS", 2)
     trainer = PopuLoRATrainer(random_base, None, make_args(max_steps=3), train_dataset=seed_dataset, peft_config=lora)
     trainer.train()
     (rejects,) = (line for line in caplog.messages if "No proposal of step 1 was valid" in line)

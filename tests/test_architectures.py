@@ -23,10 +23,10 @@ from transformers import (
 
 from tests.models import CHATML, make_tokenizer, save_base
 from tests.populora_run import SETTINGS, letters
-from trl_populora.adapters.weights import adds_nothing
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.step.forwards import why_not_shared
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.lora.members import adds_nothing
+from trl_populora.step.microbatch import why_not_shared
+from trl_populora.trainer import PopuLoRATrainer
 
 
 ROOT = Path(__file__).parent.parent

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from trl_populora.sandbox.values import encode
-from trl_populora.tasks.archive import TaskArchive, load_seed_tasks
-from trl_populora.tasks.archive_table import load_archive, save_archive
-from trl_populora.tasks.base import Task
+from trl_populora.tasks.archive import TaskArchive, load_archive, load_seed_tasks, save_archive
+from trl_populora.tasks.kind import Task
 
 
 def make(number, kind="code_o", program="def f(x):\n    return x + {}"):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trl_populora.given_tasks import read_tasks
-from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.tasks.base import Proposal, Reject, Task
+from trl_populora.tasks.dataset import read_tasks
+from trl_populora.tasks.kind import Proposal, Reject, Task
+from trl_populora.trainer import PopuLoRATrainer
 
 
 RECIPES = Path(__file__).parent.parent / "recipes"

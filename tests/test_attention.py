@@ -11,8 +11,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_populora.generation.attention import group_queries
-from trl_populora.generation.decoding import complete
+from trl_populora.generate.transformers import complete, group_queries
 
 from .models import random_model
 

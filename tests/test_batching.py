@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
-from trl_populora.adapters.routing import Route
-from trl_populora.step.batching import (
+from trl_populora.lora.layers import Route
+from trl_populora.step.microbatch import (
     Batch,
+    Sharing,
     add_blank_rows,
     by_micro_batch,
     cut,
@@ -19,7 +20,6 @@ from trl_populora.step.batching import (
     plan_micro_batches,
     take_turns,
 )
-from trl_populora.step.forwards import Sharing
 
 
 def make_rows(members: list[int], seed: int = 0) -> Batch:

@@ -21,8 +21,8 @@ import ratings  # noqa: E402
 import scaling  # noqa: E402
 
 from trl_populora.assets import tiny_base_path  # noqa: E402
-from trl_populora.population.matchmaking import Match  # noqa: E402
 from trl_populora.population.members import Population  # noqa: E402
+from trl_populora.population.ratings import Match  # noqa: E402
 
 from .without_extras import without_extras  # noqa: E402
 

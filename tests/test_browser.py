@@ -19,7 +19,7 @@ from tests.browser import (
     served,
 )
 from tests.unfinished import as_it_was
-from trl_populora.hub.space import make_space
+from trl_populora.hub.push import make_space
 from trl_populora.report.page import write_report
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from trl_populora import __main__ as cli
-from trl_populora.evaluation import check_kind as module
-from trl_populora.evaluation.check_kind import check_kind
+from trl_populora import cli
+from trl_populora.evaluate import check_kind as module
+from trl_populora.evaluate.check_kind import check_kind
 from trl_populora.tasks import TASK_KINDS, load_seed_tasks, resolve_kind
-from trl_populora.tasks.base import Attempt, Refusal, Reject
+from trl_populora.tasks.kind import Attempt, Refusal, Reject
 
 
 RECIPES = Path(__file__).parent.parent / "recipes"

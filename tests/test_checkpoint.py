@@ -22,9 +22,9 @@ from transformers import TrainerCallback
 
 from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
 from tests.without_extras import without_extras
-from trl_populora.adapters.weights import read_member
-from trl_populora.runs.checkpoint import MANIFEST, find_flaw, find_newest
-from trl_populora.runs.lines import PLAYED, read_lines
+from trl_populora.lora.members import read_member
+from trl_populora.run.checkpoint import MANIFEST, find_flaw, find_newest
+from trl_populora.run.read import PLAYED, read_lines
 
 
 # 20 for the acceptance figure; a few show the same in seconds.
@@ -118,7 +118,7 @@ class TestKill:
         for name, value in without_extras().items():
             monkeypatch.setenv(name, value)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.populora_run", "trl_populora.populora_trainer"])
+        context.set_forkserver_preload(["tests.populora_run", "trl_populora.trainer"])
         settings = {"max_steps": 6, "save_steps": 1, "save_total_limit": 2}
         rng = random.Random(0)
         warm_up = context.Process(target=len, args=("",))  # the first process waits for the server's imports

@@ -16,16 +16,16 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from tests.recipe_runs import save_qwen
 from tests.small_run import small_trainer
-from trl_populora.adapters.weights import adds_nothing, read_member
 from trl_populora.assets import tiny_base_path
-from trl_populora.build import make_kinds
-from trl_populora.given_tasks import built_in_tasks
-from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.evaluate.held_out import HeldOut
+from trl_populora.lora.members import adds_nothing, read_member
 from trl_populora.sandbox import Sandbox
-from trl_populora.step.held_out import HeldOut
+from trl_populora.start import make_kinds
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import TaskArchive
-from trl_populora.tasks.fences import has_thinking
+from trl_populora.tasks.dataset import built_in_tasks
+from trl_populora.tasks.python.reading import has_thinking
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_populora.tasks.complexity import Coverage, measure, signature
-from trl_populora.tasks.programs import ProgramError, parse_bounded
+from trl_populora.tasks.python.complexity import Coverage, measure, signature
+from trl_populora.tasks.python.programs import ProgramError, parse_bounded
 
 
 FLAT = "def f(x):\n    return x + 1"

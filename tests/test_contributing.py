@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trl import GRPOConfig
 
-from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.config import PopuLoRAConfig
 
 
 ROOT = Path(__file__).parent.parent
@@ -98,11 +98,11 @@ def test_what_decides_stands_in_the_file_before_it(question, cell):
 
 
 def test_a_name_that_is_not_there_is_found():
-    cell = "`step/rules.py`: `PAY`, `choose_price`; `step/held_out.py`: `HeldOut.measure`, `HeldOut.guess`, `PAY`"
+    cell = "`step/rules.py`: `PAY`, `choose_price`; `evaluate/held_out.py`: `HeldOut.measure`, `HeldOut.guess`, `PAY`"
     assert missing_names(cell) == [
         "step/rules.py: choose_price",
-        "step/held_out.py: HeldOut.guess",
-        "step/held_out.py: PAY",
+        "evaluate/held_out.py: HeldOut.guess",
+        "evaluate/held_out.py: PAY",
     ]
 
 

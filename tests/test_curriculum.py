@@ -8,14 +8,14 @@ import pytest
 
 from tests.games import G, make_game, play, solve_by_plan
 from tests.small_run import small_args, small_trainer
-from trl_populora.given_tasks import read_held_out
-from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
+from trl_populora.population.ratings import Matchmaker
 from trl_populora.report.load import load_run, load_samples
 from trl_populora.report.page import write_report
-from trl_populora.runs.lines import read_lines
+from trl_populora.run.read import read_lines
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import make_task
+from trl_populora.tasks.dataset import read_held_out
 
 
 def tasks(count: int) -> list:

@@ -11,9 +11,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from trl_populora.generation import decoding
-from trl_populora.generation.cache import RoomyLayer
-from trl_populora.generation.decoding import complete, complete_whole, why_whole
+from trl_populora.generate import transformers as decoding
+from trl_populora.generate.transformers import RoomyLayer, complete, complete_whole, why_whole
 
 from .completions import BASES, ENDS, PROMPTS, base, check_distribution, check_members, generated, no_route, settings
 

@@ -20,9 +20,9 @@ from transformers import TrainerCallback
 from tests.populora_run import EVALUATED, assert_equal, make_trainer, state_of
 from tests.without_extras import without_extras
 from trl_populora.report.load import load_run
-from trl_populora.runs.checkpoint import find_newest
-from trl_populora.runs.directory import set_aside
-from trl_populora.runs.lines import PLAYED, read_lines
+from trl_populora.run.checkpoint import find_newest
+from trl_populora.run.directory import set_aside
+from trl_populora.run.read import PLAYED, read_lines
 
 
 OLD = ["metrics.jsonl", "times.jsonl", "lineage.jsonl", "rollouts/step_00007-rank1.parquet", "archive.parquet"]
@@ -168,7 +168,7 @@ class TestLock:
         for name, value in without_extras().items():
             monkeypatch.setenv(name, value)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.populora_run", "trl_populora.populora_trainer"])
+        context.set_forkserver_preload(["tests.populora_run", "trl_populora.trainer"])
         run = tmp_path / "run"
 
         def start(hold: bool = False) -> tuple[list, list]:

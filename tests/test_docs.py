@@ -18,12 +18,11 @@ import trl_populora
 from tests.command_options import OPTIONS
 from tests.populora_run import make_trainer
 from tests.small_run import small_args
-from trl_populora import __main__ as program
-from trl_populora.model_options import MemberConfig
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora import cli as program
+from trl_populora.config import MemberConfig, PopuLoRAConfig
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import TASK_KINDS
+from trl_populora.trainer import PopuLoRATrainer
 
 
 ROOT = Path(__file__).parent.parent

@@ -11,14 +11,13 @@ import pytest
 
 from tests.populora_run import make_trainer
 from tests.recipe_runs import RECIPES
-from trl_populora import __main__ as cli
-from trl_populora.evaluation.cross_play import assemble
+from trl_populora import cli
+from trl_populora.evaluate.cross_play import assemble
 from trl_populora.hub.export import export_member
-from trl_populora.hub.uploads import push_run
-from trl_populora.population.members import read_population
+from trl_populora.hub.push import push_run
 from trl_populora.report.page import write_report
-from trl_populora.report.terminal import print_population
-from trl_populora.runs.lines import read_lines
+from trl_populora.report.table import print_population
+from trl_populora.run.read import read_lines, read_population
 
 
 ESCAPE = "\x1b]0;owned\x07\u202e"

@@ -28,7 +28,7 @@ from tests.recipe_runs import RECIPES
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from trl_populora.assets import tiny_base_path
 from trl_populora.hub.eval_results import read_figures
-from trl_populora.population.members import read_population
+from trl_populora.run.read import read_population
 
 
 sys.path.insert(0, str(RECIPES))

@@ -16,17 +16,16 @@ from trl import GRPOConfig
 
 from tests.games import PROPOSALS, Ranks, make_game, proposal, solve_by_plan
 from tests.populora_run import SETTINGS, make_trainer
-from trl_populora import __main__ as cli
-from trl_populora.adapters.weights import read_member, write_member
-from trl_populora.evaluation.cross_play import assemble, cross_play, run_prefixes, score_members, solve_rates
-from trl_populora.generation.plain import sampling_config
-from trl_populora.given_tasks import read_tasks
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.report.payoff import Payoff
+from trl_populora import cli
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.evaluate.cross_play import Payoff, assemble, cross_play, run_prefixes, score_members, solve_rates
+from trl_populora.generate.player import sampling_config
+from trl_populora.lora.members import read_member, write_member
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.step.player import Completion
 from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.dataset import read_tasks
+from trl_populora.trainer import PopuLoRATrainer
 
 
 KINDS = SETTINGS["task_kinds"]  # one is the tests' own, which the caller has to name

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from tests.populora_run import letters
 from tests.small_run import small_trainer
-from trl_populora.adapters.weights import adds_nothing, member_parameters, read_member
+from trl_populora.lora.members import adds_nothing, member_parameters, read_member
 from trl_populora.population.evolution import (
     DEFAULT_CROSSOVERS,
     DEFAULT_MUTATIONS,
@@ -30,10 +30,10 @@ from trl_populora.population.evolution import (
     tournament,
 )
 from trl_populora.population.factors import compare
-from trl_populora.population.matchmaking import BETA, Matchmaker
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
-from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.population.ratings import BETA, Matchmaker
+from trl_populora.trainer import PopuLoRATrainer
 
 
 def rated(*mus: float, age: int = 20, teachers: int = 1) -> Population:

@@ -10,9 +10,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.small_run import small_trainer
-from trl_populora import __main__ as cli
-from trl_populora.adapters.weights import read_member, write_member
+from trl_populora import cli
 from trl_populora.hub.export import export_member
+from trl_populora.lora.members import read_member, write_member
 
 
 QUESTIONS = ["solve abc", "propose", "what is 1 + 1?"]

@@ -19,9 +19,8 @@ from transformers import (
 from trl.trainer import utils
 
 from tests.models import random_model
-from trl_populora.adapters.layers import add_members
-from trl_populora.adapters.routing import Route, Router
-from trl_populora.step.forwards import Layout, Sharing, lay_out, why_not_shared
+from trl_populora.lora.layers import Route, Router, add_members
+from trl_populora.step.microbatch import Layout, Sharing, lay_out, why_not_shared
 
 
 VOCABULARY = 97

@@ -16,8 +16,8 @@ import torch
 from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_populora import __main__ as program
-from trl_populora.runs.lines import read_lines
+from trl_populora import cli as program
+from trl_populora.run.read import read_lines
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"

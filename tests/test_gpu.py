@@ -18,9 +18,9 @@ from tests.adapter_models import gradients, make_population, make_rows, token_lo
 from tests.completions import check_distribution
 from tests.models import random_model
 from tests.populora_run import assert_equal, cut_run, make_trainer, state_of
-from trl_populora.adapters.weights import adds_nothing, read_member, save_member, write_member
-from trl_populora.generation import graphs
-from trl_populora.generation.decoding import complete
+from trl_populora.generate import transformers as decoding
+from trl_populora.generate.transformers import complete
+from trl_populora.lora.members import adds_nothing, read_member, save_member, write_member
 
 
 pytestmark = pytest.mark.gpu
@@ -152,7 +152,7 @@ def test_recorded_tokens_are_those_of_rounds(saved, monkeypatch):
         recorded = complete(model, prompts, rows, router.rows_of, sampling)
         assert bool(replays) == (DEVICE.type == "cuda")
         with monkeypatch.context() as patch:
-            patch.setattr(graphs, "why_not", lambda base, sampling: "not now")
+            patch.setattr(decoding, "why_not", lambda base, sampling: "not now")
             assert recorded == complete(model, prompts, rows, router.rows_of, sampling)
         assert (recorded[0] == recorded[5]) == changed, "rows with one prompt"
         write_member(model, names[2], read_member(model, names[0]))

@@ -24,8 +24,8 @@ from transformers import AutoTokenizer
 
 from tests.models import save_byte_base
 from tests.vllm_models import ENGINE_ENVIRONMENT, logprobs_of, make_population, randomise
-from trl_populora.generation.routes import StaleAdapterError
-from trl_populora.generation.vllm import PopulationGeneration
+from trl_populora.generate.publish import StaleAdapterError
+from trl_populora.generate.vllm import PopulationGeneration
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]

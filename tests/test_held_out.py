@@ -15,15 +15,15 @@ from tests import held_out_worker
 from tests.games import Ranks
 from tests.populora_run import EVALUATED, HELD_OUT, Letters, assert_equal, cut_run, make_trainer, state_of
 from tests.vllm_models import ENGINE_ENVIRONMENT
-from trl_populora.adapters.weights import read_member
+from trl_populora.evaluate.held_out import HeldOut, Tried, attempt, scores
+from trl_populora.lora.members import read_member
 from trl_populora.population.members import Population
 from trl_populora.report.load import load_evaluations, load_history
-from trl_populora.runs.lines import read_lines
+from trl_populora.run.read import read_lines
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
-from trl_populora.step.held_out import HeldOut, Tried, attempt, scores
 from trl_populora.step.referee import Referee
-from trl_populora.tasks.base import Task
+from trl_populora.tasks.kind import Task
 
 
 def evaluations(trainer) -> list[dict]:
@@ -274,7 +274,7 @@ class TestBadInput:
         ],
     )
     def test_wrong_rows_are_named_before_training(self, make_args, random_base, lora, rows, message):
-        from trl_populora.populora_trainer import PopuLoRATrainer
+        from trl_populora.trainer import PopuLoRATrainer
 
         args = make_args(task_kinds=["tests.populora_run:Letters", "code_o"], sandbox_allow_weak=True)
         seeds = Dataset.from_list([HELD_OUT[1] | {"message": "zz"}])
@@ -284,7 +284,7 @@ class TestBadInput:
             )
 
     def test_empty_and_no_table(self, make_args, random_base, lora):
-        from trl_populora.populora_trainer import PopuLoRATrainer
+        from trl_populora.trainer import PopuLoRATrainer
 
         empty = Dataset.from_dict({name: [] for name in HELD_OUT[0]})
         for wrong, error, message in (
@@ -296,7 +296,7 @@ class TestBadInput:
                 PopuLoRATrainer(random_base, args=make_args(), eval_dataset=wrong, peft_config=lora)
 
     def test_seed_tasks_that_are_held_out(self, make_args, random_base, lora, seed_dataset):
-        from trl_populora.populora_trainer import PopuLoRATrainer
+        from trl_populora.trainer import PopuLoRATrainer
 
         with pytest.raises(ValueError, match="12 of the 12 tasks to start from ask what `eval_dataset` holds out"):
             PopuLoRATrainer(
@@ -307,7 +307,7 @@ class TestBadInput:
         "settings", [{"eval_strategy": "steps", "eval_steps": 2}, {"eval_steps": 2}, {"eval_on_start": True}]
     )
     def test_settings_without_tasks(self, make_args, random_base, lora, settings):
-        from trl_populora.populora_trainer import PopuLoRATrainer
+        from trl_populora.trainer import PopuLoRATrainer
 
         with pytest.raises(ValueError, match="needs held-out tasks: pass `eval_dataset="):
             PopuLoRATrainer(random_base, args=make_args(**settings), peft_config=lora)

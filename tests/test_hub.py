@@ -22,13 +22,13 @@ from tests.hub_server import HubServer
 from tests.populora_run import make_trainer
 from tests.recipe_runs import RECIPES
 from tests.without_extras import without_extras
-from trl_populora.adapters.weights import read_member
 from trl_populora.assets import tiny_base_path
-from trl_populora.hub.downloads import fetch
-from trl_populora.hub.model_card import PICTURES, write_card
-from trl_populora.hub.space import push_space
-from trl_populora.hub.uploads import make_stage, push_archive, push_run
-from trl_populora.population.members import Population, read_population
+from trl_populora.hub.card import PICTURES, write_card
+from trl_populora.hub.download import fetch
+from trl_populora.hub.push import make_stage, push_archive, push_run, push_space
+from trl_populora.lora.members import read_member
+from trl_populora.population.members import Population
+from trl_populora.run.read import read_population
 
 
 sys.path.insert(0, str(RECIPES))
@@ -375,7 +375,7 @@ class TestFailures:
 
 OPEN_DATASET = """
 from datasets import load_dataset
-from trl_populora.given_tasks import read_tasks
+from trl_populora.tasks.dataset import read_tasks
 from trl_populora.tasks.archive import TaskArchive
 
 table = load_dataset("me/tasks", split="train")

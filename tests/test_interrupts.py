@@ -10,10 +10,10 @@ import pytest
 from transformers import TrainerCallback
 
 from tests.populora_run import EVALUATED, make_trainer
-from trl_populora.adapters.weights import saved_step
-from trl_populora.population.members import read_population
-from trl_populora.runs.checkpoint import find_newest, is_disk_full
-from trl_populora.runs.saved_population import check_one_moment
+from trl_populora.lora.members import saved_step
+from trl_populora.run.checkpoint import find_newest, is_disk_full
+from trl_populora.run.read import read_population
+from trl_populora.run.saved_population import check_one_moment
 
 
 class Send(TrainerCallback):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset
 
-from trl_populora.build import make_kinds
-from trl_populora.given_tasks import load_archive
-from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import encode
+from trl_populora.start import make_kinds
 from trl_populora.tasks import make_task
+from trl_populora.tasks.dataset import load_archive
+from trl_populora.trainer import PopuLoRATrainer
 
 
 def test_a_kind_that_is_about_known_programs_needs_some(make_args, seed_tasks):

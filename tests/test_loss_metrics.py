@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from tests.fixed_rows import POPULATION, play_fixed_rows, rows_of_step
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.config import PopuLoRAConfig
 from trl_populora.step.rows import Row
+from trl_populora.trainer import PopuLoRATrainer
 
 
 CLIPPED = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}

@@ -24,14 +24,12 @@ from trl import TrlParser
 import trl_populora
 from tests.launching import launch, run_script
 from tests.without_extras import without_extras
-from trl_populora import __main__ as cli
-from trl_populora.build import make_kinds
-from trl_populora.given_tasks import load_archive, read_tasks
-from trl_populora.model_options import MemberConfig, member_lora
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.report.payoff import Payoff, write_payoff
-from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.archive_table import save_archive
+from trl_populora import cli
+from trl_populora.config import MemberConfig, PopuLoRAConfig, member_lora
+from trl_populora.evaluate.cross_play import Payoff, write_payoff
+from trl_populora.start import make_kinds
+from trl_populora.tasks.archive import TaskArchive, save_archive
+from trl_populora.tasks.dataset import load_archive, read_tasks
 
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +62,7 @@ def test_every_command_helps_without_the_extras():
 import contextlib, io, json, sys
 for name in ("vllm", "matplotlib", "rich", "deepspeed"):
     sys.modules[name] = None
-from trl_populora.__main__ import COMMANDS, main
+from trl_populora.cli import COMMANDS, main
 said = {}
 for command in COMMANDS:
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
@@ -82,7 +80,7 @@ print(json.dumps(said))
 
 def test_a_run_is_looked_at_without_torch(saved, tmp_path):
     """Importing it takes ten times as long as the rest."""
-    block = "import sys; sys.modules['torch'] = None; from trl_populora.__main__ import main; main(sys.argv[1:])"
+    block = "import sys; sys.modules['torch'] = None; from trl_populora.cli import main; main(sys.argv[1:])"
     done = subprocess.run([sys.executable, "-c", block, "info", saved], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Population after 7 steps on tiny" in done.stdout
@@ -117,7 +115,7 @@ def test_a_checkout_that_is_not_installed_knows_its_version(tmp_path):
     others = [path for path in Path(sysconfig.get_path("purelib")).iterdir() if "trl_populora" not in path.name]
     for path in (*others, Path(trl_populora.__file__).parent):
         (tmp_path / path.name).symlink_to(path)
-    program = "from trl_populora.runs.saved_population import versions; print(versions()['trl-populora'])"
+    program = "from trl_populora.run.saved_population import versions; print(versions()['trl-populora'])"
     for arguments in (["-m", "trl_populora", "--version"], ["-c", program]):
         command = [sys.executable, "-S", *arguments]  # -S: of the installed packages only those in `tmp_path`
         told = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
@@ -205,7 +203,7 @@ class TestPlainInstall:
         assert json.loads((tmp_path / "crossplay.json").read_text())["solved"] == [[0.25, None]]
 
     def test_other_modules_that_are_missing_are_errors(self, monkeypatch, saved):
-        monkeypatch.setitem(sys.modules, "trl_populora.report.terminal", None)
+        monkeypatch.setitem(sys.modules, "trl_populora.report.table", None)
         with pytest.raises(ModuleNotFoundError):
             cli.main(["info", saved])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trl_populora.report.mastery import FEW, map_mastery, map_use, order_features
+from trl_populora.report.plots import FEW, map_mastery, map_use, order_features
 
 
 def row(step: int, *features: str, correct: bool = False) -> dict:

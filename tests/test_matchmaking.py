@@ -13,14 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, norm, spearmanr
 
-from trl_populora.population.matchmaking import (
-    Match,
-    Matchmaker,
-    no_student_idles,
-    pfsp_weight,
-    win_probability,
-)
 from trl_populora.population.members import Member, Population
+from trl_populora.population.ratings import Match, Matchmaker, no_student_idles, pfsp_weight, win_probability
 
 
 BETA, TAU, SHARE_SD = 25 / 6, 25 / 60, 0.25

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.without_extras import without_extras
-from trl_populora.runs.checkpoint import find_newest
+from trl_populora.run.checkpoint import find_newest
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]

@@ -18,7 +18,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 # Seam: module, what is looked at in it, and the text that must stand there.
 PROMISES = {
-    # adapters/optim.py and adapters/weights.py
+    # lora/members.py
     "ZeRO 1 and 2 map a parameter to its master": (
         "deepspeed.utils.mixed_precision_linkage",
         "link_hp_params",
@@ -79,13 +79,13 @@ PROMISES = {
         "DeepSpeedEngineWrapper.backward",
         "self.engine.step()",
     ),
-    # adapters/layers.py
+    # lora/layers.py
     "4-bit layers are packed anew for a CPU unless an attribute says no": (
         "bitsandbytes.nn",
         "Linear4bit.forward",
         "and self.support_avx512bf16_for_cpu",
     ),
-    # runs/checkpoint.py, populora_trainer.py
+    # run/checkpoint.py, trainer.py
     "the loss since the last log is one attribute": (
         "transformers.trainer",
         "Trainer",
@@ -101,7 +101,7 @@ PROMISES = {
         "TrainingArguments",
         "self._setup_devices",
     ),
-    # generation/vllm.py
+    # generate/vllm.py
     "TRL's engine is built by name": (
         "trl.generation.vllm_generation",
         "VLLMGeneration._init_vllm",
@@ -117,7 +117,7 @@ PROMISES = {
         "VLLMGeneration.generate",
         "self._llm_weights_sleeping",
     ),
-    # generation/engine.py
+    # generate/engine.py
     "vLLM's model names its LoRA manager": (
         "vllm.lora.model_manager",
         "LoRAModelManager.__init__",

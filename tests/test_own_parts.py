@@ -10,12 +10,12 @@ import torch
 import yaml
 
 from tests.populora_run import HELD_OUT, SETTINGS
-from trl_populora import __main__ as cli
+from trl_populora import cli
+from trl_populora.config import PopuLoRAConfig
 from trl_populora.population.evolution import read_mixture
-from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
 from trl_populora.population.operators import find_operator
-from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.population.ratings import Matchmaker
 from trl_populora.step.advantages import estimate_advantages
 from trl_populora.step.rows import add_metrics, find_metrics
 

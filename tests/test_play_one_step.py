@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trl_populora.population.matchmaking import Matchmaker
 from trl_populora.population.members import Population
+from trl_populora.population.ratings import Matchmaker
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode
 from trl_populora.step.play import Game, play_step

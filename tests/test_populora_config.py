@@ -13,7 +13,7 @@ import pytest
 import torch
 from trl import TrlParser
 
-from trl_populora.populora_config import PopuLoRAConfig
+from trl_populora.config import PopuLoRAConfig
 from trl_populora.tasks import CodeO
 
 

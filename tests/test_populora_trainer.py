@@ -20,19 +20,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import HELD_OUT, letters
 from tests.vllm_models import randomise
-from trl_populora.adapters.weights import read_member
-from trl_populora.build import load_tokenizer
+from trl_populora.lora.members import read_member
 from trl_populora.population.evolution import Birth
-from trl_populora.population.members import read_population
-from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.report.load import load_evaluations, load_history, load_run
 from trl_populora.report.page import write_report
 from trl_populora.report.plots import plot_run
-from trl_populora.runs.lines import read_lines
-from trl_populora.runs.records import OnlyKnown
-from trl_populora.step import batching
+from trl_populora.run.read import read_lines, read_population
+from trl_populora.run.records import OnlyKnown
+from trl_populora.start import load_tokenizer
+from trl_populora.step import microbatch
 from trl_populora.step.pay import Outcome, Rules
 from trl_populora.step.rows import student_reward, teacher_reward
+from trl_populora.trainer import PopuLoRATrainer
 
 
 class SilentFor:
@@ -194,7 +193,7 @@ class TestStep:
         """Its one row has lost its context, without which a token may cost hundreds more at a low temperature."""
         trainer = make_trainer(**{pull: 0.04}, max_steps=1)
         trainer.train()
-        (blank,) = batching.cut(trainer._buffered_inputs[0], [[]])
+        (blank,) = microbatch.cut(trainer._buffered_inputs[0], [[]])
         blank["ref_per_token_logps"] += 200.0
         loss = trainer._compute_loss(trainer.model, blank | {"live": 0, "tokens": 0})
         gradients = torch.autograd.grad(loss, [p for p in trainer.model.parameters() if p.requires_grad])

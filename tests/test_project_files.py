@@ -15,7 +15,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 import trl_populora
-from trl_populora.__main__ import COMMANDS
+from trl_populora.cli import COMMANDS
 
 
 ROOT = Path(__file__).parent.parent

@@ -14,14 +14,14 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from tests.code_tasks import DOUBLE
 from tests.models import CHATML, make_tokenizer, save_base
 from trl_populora.assets import real_seed_tasks, tiny_base_path
-from trl_populora.generation.prompting import choose_shots, choose_style
-from trl_populora.generation.texts import as_completions
-from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.generate.player import as_completions
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
+from trl_populora.start import choose_shots, choose_style
 from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Refusal, Task, TaskArchive, TaskKind, load_seed_tasks
-from trl_populora.tasks.base import KindSettings
+from trl_populora.tasks.kind import KindSettings
+from trl_populora.trainer import PopuLoRATrainer
 
 
 TURNS = {"prompt_style": "turns", "max_completion_length": 200}

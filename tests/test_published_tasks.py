@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from trl_populora.build import make_kinds
-from trl_populora.given_tasks import load_held_out, read_tasks
+from trl_populora.evaluate.held_out import load_held_out
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import decode
+from trl_populora.start import make_kinds
+from trl_populora.tasks.dataset import read_tasks
 
 
 ROOT = Path(__file__).parents[1]

@@ -10,12 +10,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tests.adapter_models import gradients, make_base, make_population, make_rows, token_logps
 from tests.populora_run import assert_equal, cut_run, make_trainer, state_of
 from tests.small_run import small_trainer
-from trl_populora.adapters.layers import add_members
-from trl_populora.adapters.routing import Router
-from trl_populora.adapters.weights import save_member
-from trl_populora.build import check_quantised
-from trl_populora.evaluation.cross_play import assemble
-from trl_populora.hub.uploads import push_run
+from trl_populora.evaluate.cross_play import assemble
+from trl_populora.hub.push import push_run
+from trl_populora.lora.layers import Router, add_members
+from trl_populora.lora.members import save_member
+from trl_populora.start import check_quantised
 
 
 pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")

@@ -10,10 +10,10 @@ import pytest
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
-from trl_populora.evaluation.check_kind import check_kind
-from trl_populora.given_tasks import read_tasks
+from trl_populora.evaluate.check_kind import check_kind
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Proposal, Reject, Task
+from trl_populora.tasks.dataset import read_tasks
+from trl_populora.tasks.kind import Proposal, Reject, Task
 
 
 RECIPES = Path(__file__).parent.parent / "recipes"

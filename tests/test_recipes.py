@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,23 +32,21 @@ from tests.models import random_model
 from tests.recipe_runs import CONFIGS, RECIPES, ROOT, arguments_of, check_run, check_zero2, save_qwen
 from tests.vllm_models import ENGINE_ENVIRONMENT
 from tests.without_extras import without_extras
-from trl_populora.__main__ import train
 from trl_populora.assets import tiny_base_path, tiny_eval_tasks
-from trl_populora.runs.lines import read_lines
+from trl_populora.cli import train
 
 
 sys.path.insert(0, str(RECIPES))
 
 import budget  # noqa: E402
-import check_learning  # noqa: E402
-import retention  # noqa: E402
 from budget import GIB, GPUS, SHAPES, Rows, Shape, engines_of, levers, memory, read_recipe, seconds  # noqa: E402
 from budget_nodes import RECORD_BYTES, Nodes, archive_bytes, sandbox_cores, traffic  # noqa: E402
 
-from trl_populora.adapters.layers import add_members  # noqa: E402
-from trl_populora.adapters.routing import Router  # noqa: E402
-from trl_populora.step.batching import cut, layout_of, plan_micro_batches  # noqa: E402
-from trl_populora.step.forwards import Sharing, pair_cost  # noqa: E402
+from trl_populora.lora.layers import (
+    Router,  # noqa: E402
+    add_members,  # noqa: E402
+)
+from trl_populora.step.microbatch import Sharing, cut, layout_of, pair_cost, plan_micro_batches  # noqa: E402  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
 from trl_populora.step.rows import Row  # noqa: E402
 
@@ -366,63 +363,3 @@ def test_quick_start_leaves_what_the_readme_lists(tmp_path):
     rows = load_dataset("parquet", data_files=str(run / "rollouts" / "*.parquet"), split="train", cache_dir=tmp_path)
     assert len(rows) == 2 * 2 * 4 * (1 + 2)
     assert all(row["reject_reason"] for row in rows if row["role"] == "teacher" and not row["valid"])
-
-
-@pytest.mark.slow
-class TestChecks:
-    """One update of the recipes that ask whether learning is real and whether children keep it."""
-
-    def test_a_teacher_alone(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(check_learning, "HELD_OUT_TASKS", 8)
-        monkeypatch.setattr(sys, "argv", ["", "teacher", "--steps", "1", "--output", str(tmp_path)])
-        check_learning.main()
-        result = json.loads(capsys.readouterr().out.splitlines()[-1])
-        (figures,) = result.pop("runs")
-        assert result == {"check": "teacher", "mean_reward_gain": 0}, "the first update is the last"
-        assert -1 < figures["reward_first"] == figures["reward_last"] <= 1, "the base writes valid tasks"
-
-    def test_a_student_alone_on_fixed_tasks(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(check_learning, "HELD_OUT_TASKS", 8)  # 512 take half a minute, before and after
-        monkeypatch.setattr(sys, "argv", ["", "student", "--steps", "1", "--seeds", "3", "--output", str(tmp_path)])
-        check_learning.main()
-        result = json.loads(capsys.readouterr().out.splitlines()[-1])
-        (figures,) = result["runs"]
-        assert (figures["seed"], figures["steps"], figures["held_out_tasks"]) == (3, 1, 8)
-        assert 0 <= figures["held_out_before"] <= 1
-        assert 0 <= figures["held_out_after"] <= 1
-        step = next(entry for entry in read_lines(tmp_path / "student_3" / "metrics.jsonl") if "loss" in entry)
-        assert step["propose/valid_rate"] is None, "nobody proposes"
-        assert math.isfinite(step["solve/rate"])
-
-    def test_children_and_their_parents(self, tmp_path, monkeypatch, capsys):
-        options = "--seeds 0 --steps 1 --attempts 1 --tasks 4 --proposals_per_teacher 2 --attempts_per_task 2"
-        options += " --per_device_train_batch_size 6 --max_completion_length 64 --output"
-        figures = tmp_path / "seed_0.json"
-
-        def breed(*operators: str) -> dict:
-            monkeypatch.setattr(sys, "argv", ["x", *options.split(), str(tmp_path), "--operators", *operators])
-            retention.main()
-            return json.loads(figures.read_text())
-
-        kept = breed("clone", "average")
-        kept["result"]["average"]["bred"] = "before"
-        figures.write_text(json.dumps(kept))
-        result = breed("average@0.5", "average", "clone")["result"]
-        first, second = capsys.readouterr().out.split('"above_better_parent"', 1)
-        assert "step 1/1" in first
-        assert "step 1/1" not in second, "finished runs are read"
-        assert result["average"]["bred"] == "before", "and so are children"
-        lines = (tmp_path / "retention.md").read_text().splitlines()
-        table = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[1:] for row in lines}
-        assert table["clone"][0] == "1.000" > table["average@0.5"][0] > table["average"][0], "likeness to the parent"
-        better = max(("code_o parent", "code_i parent"), key=lambda name: result[name]["mixture"])
-        assert {**result["clone"]} == pytest.approx(result[better]), "the same weights, the same random numbers"
-        assert result["base"].keys() == {"code_o", "code_i", "mixture"}
-        assert (tmp_path / "retention.png").read_bytes().startswith(b"\x89PNG")
-
-    def test_the_published_children_are_those_of_the_published_figures(self, tmp_path, monkeypatch):
-        for path in (RECIPES / "tiny" / "retention").glob("seed_*.json"):
-            shutil.copy(path, tmp_path)
-        monkeypatch.setattr(sys, "argv", ["retention.py", "--output", str(tmp_path)])
-        retention.main()
-        assert (tmp_path / "retention.md").read_text() in (RECIPES / "README.md").read_text()

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from trl_populora.population.members import Population
-from trl_populora.runs.lines import read_lines, sort_of
-from trl_populora.runs.records import Records, write_rollouts
+from trl_populora.run.read import read_lines, sort_of
+from trl_populora.run.records import Records, write_rollouts
 from trl_populora.step.rows import Row
 
 

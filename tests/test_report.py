@@ -18,25 +18,29 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from tests.unfinished import as_it_was
-from trl_populora import __main__ as cli
+from trl_populora import cli
+from trl_populora.evaluate.cross_play import payoff_size
 from trl_populora.report import plots
-from trl_populora.report.canvas import COLORS, STYLE, draw_payoff, smooth
-from trl_populora.report.charts import draw_rejects, draw_times
-from trl_populora.report.curves import (
+from trl_populora.report.charts import (
+    COLORS,
     CURRICULUM,
+    STYLE,
     draw_coverage,
     draw_curriculum,
     draw_held_out,
+    draw_payoff,
     draw_ratings,
+    draw_rejects,
     draw_rewards,
     draw_thinking,
+    draw_times,
+    smooth,
 )
 from trl_populora.report.load import Run, load_history, load_run, load_samples
 from trl_populora.report.page import page, write_report
-from trl_populora.report.payoff import payoff_size
 from trl_populora.report.plots import PLOTS, plot_run
-from trl_populora.report.summary import changes
-from trl_populora.runs.lines import read_lines
+from trl_populora.report.table import changes
+from trl_populora.run.read import read_lines
 
 
 @pytest.fixture(scope="module")

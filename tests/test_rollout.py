@@ -15,8 +15,7 @@ from trl_populora.step.pay import Rules
 from trl_populora.step.referee import Written
 from trl_populora.step.rows import Row, in_a_line, student_reward, teacher_reward
 from trl_populora.tasks import CodeF, CodeI, CodeO, Reject, Task
-from trl_populora.tasks.answers import measure_complexity
-from trl_populora.tasks.base import KindSettings, Refusal
+from trl_populora.tasks.kind import KindSettings, Refusal, measure_complexity
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from datasets import Dataset
 
 from tests.games import PROPOSALS, make_game, play, proposal, solve_by_plan
 from tests.models import make_tokenizer
-from trl_populora.evaluation.cross_play import cross_play
+from trl_populora.evaluate.cross_play import cross_play
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.step.rows import Row, teacher_reward
 from trl_populora.tasks import CodeF, CodeI, CodeO
-from trl_populora.tasks.make import make_task
+from trl_populora.tasks.python.kinds import make_task
 
 
 TOKENIZER = make_tokenizer()  # a token is a byte
@@ -133,7 +133,7 @@ class TestTasks:
 
 @pytest.fixture
 def make_trainer(random_base, make_args, lora):
-    from trl_populora.populora_trainer import PopuLoRATrainer
+    from trl_populora.trainer import PopuLoRATrainer
 
     trainers = []
 

@@ -17,11 +17,11 @@ from datasets import Dataset
 from tests import glossary
 from tests.glossary import table
 from tests.populora_run import EVALUATED, HELD_OUT, Letters, make_trainer
-from trl_populora.runs.lines import LINEAGE, METRICS, TIMES, read_lines
+from trl_populora.run.read import LINEAGE, METRICS, TIMES, read_lines
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks import make_task
 from trl_populora.tasks.archive import read_task
-from trl_populora.tasks.base import COLUMNS, Reject
+from trl_populora.tasks.kind import COLUMNS, Reject
 
 
 FILES = (Path(__file__).parent.parent / "docs" / "files.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 
 from trl_populora.sandbox import Job, Sandbox
 from trl_populora.sandbox.values import encode
-from trl_populora.tasks.code import CodeKind
+from trl_populora.tasks.python.kinds import CodeKind
 
 
 ONE = (encode((1,)),)

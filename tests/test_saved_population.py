@@ -12,12 +12,12 @@ from transformers import TrainerCallback
 
 from tests.populora_run import SETTINGS, make_trainer
 from tests.recipe_runs import RECIPES
-from trl_populora.adapters.weights import saved_step
-from trl_populora.evaluation.cross_play import assemble
+from trl_populora.evaluate.cross_play import assemble
 from trl_populora.hub.export import export_member
-from trl_populora.hub.uploads import push_archive, push_run
-from trl_populora.population.members import read_population
-from trl_populora.tasks.archive_table import archive_step
+from trl_populora.hub.push import push_archive, push_run
+from trl_populora.lora.members import saved_step
+from trl_populora.run.read import read_population
+from trl_populora.tasks.archive import archive_step
 
 
 sys.path.insert(0, str(RECIPES))

@@ -8,9 +8,9 @@ import pytest
 
 from tests.populora_run import make_trainer
 from trl_populora.files import without_secrets
-from trl_populora.hub.model_card import write_card
-from trl_populora.hub.uploads import push_run
-from trl_populora.population.members import read_population
+from trl_populora.hub.card import write_card
+from trl_populora.hub.push import push_run
+from trl_populora.run.read import read_population
 
 
 TOKEN = "hf_" + "s3cret" * 5

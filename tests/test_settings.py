@@ -12,18 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.populora_run import Letters, letters
-from trl_populora import build
-from trl_populora.given_tasks import load_archive
-from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.runs.saved_population import check_settings
+from trl_populora import start
+from trl_populora.run.saved_population import check_settings
 from trl_populora.step.pay import Answer, Outcome
 from trl_populora.tasks import TaskKind
+from trl_populora.tasks.dataset import load_archive
+from trl_populora.trainer import PopuLoRATrainer
 
 
 def test_archive_size(make_args, seed_dataset):
     for size, kept in ((2, 2), (16384, 4)):
         args = make_args(archive_size=size)
-        archive = load_archive(seed_dataset, build.make_kinds(args), args.prompt_style, args.archive_size, 6)
+        archive = load_archive(seed_dataset, start.make_kinds(args), args.prompt_style, args.archive_size, 6)
         assert set(Counter(task.kind for task in archive).values()) == {kept}
 
 
@@ -46,7 +46,7 @@ ANSWERS = [Answer("code_o", *flags) for flags in ((True, True), (False, True), (
     ],
 )
 def test_rewards(make_args, settings, rewards):
-    rules = build.make_rules(make_args(**settings), {})
+    rules = start.make_rules(make_args(**settings), {})
     assert [*map(rules.teacher_reward, OUTCOMES), *map(rules.student_reward, ANSWERS)] == rewards
 
 

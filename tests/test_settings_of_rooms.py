@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import trl_populora
+from trl_populora.config import PopuLoRAConfig
 from trl_populora.population.evolution import Breeding
-from trl_populora.populora_config import PopuLoRAConfig
 from trl_populora.sandbox.jobs import Limits
 from trl_populora.sandbox.pool import SandboxSettings
 from trl_populora.step.advantages import Scoring
-from trl_populora.tasks.base import KindSettings
+from trl_populora.tasks.kind import KindSettings
 
 
 PACKAGE = Path(trl_populora.__file__).parent

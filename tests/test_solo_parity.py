@@ -25,10 +25,10 @@ from tests.fixed_rows import (
     rows_of_step,
     solo_trainer,
 )
-from trl_populora.adapters.weights import member_parameters, read_member, save_member
-from trl_populora.populora_config import PopuLoRAConfig
-from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.lora.members import member_parameters, read_member, save_member
 from trl_populora.step.rows import Row
+from trl_populora.trainer import PopuLoRATrainer
 
 
 pytestmark = pytest.mark.early

@@ -6,9 +6,9 @@ import pytest
 
 from tests.models import CHATML, make_tokenizer
 from tests.populora_run import letters
-from trl_populora.adapters.weights import read_member
-from trl_populora.generation.stops import end_tokens, vllm_kwargs
-from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.generate.player import end_tokens, vllm_kwargs
+from trl_populora.lora.members import read_member
+from trl_populora.trainer import PopuLoRATrainer
 
 
 END_OF_TURN, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"

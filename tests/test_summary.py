@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trl_populora.report.load import Run
-from trl_populora.report.summary import changes, fifths, held_out_changes, write
-from trl_populora.report.terminal import duration
+from trl_populora.report.table import changes, duration, fifths, held_out_changes, write
 
 
 def run_of(**series: list) -> Run:

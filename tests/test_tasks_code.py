@@ -15,7 +15,7 @@ from tests.written import write_answer, write_proposal
 from trl_populora.sandbox import Sandbox, Status, Verdict
 from trl_populora.sandbox.values import decode, encode, equal
 from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Proposal, Refusal, Reject, Task, resolve_kind
-from trl_populora.tasks.templates import fence
+from trl_populora.tasks.python.prompts import fence
 
 
 ADD = "def f(x, y):\n    return [x + y, 1.0]"

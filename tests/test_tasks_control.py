@@ -10,11 +10,11 @@ from transformers import AutoTokenizer
 from tests.countdown import Countdown
 from tests.games import make_game, play, proposal
 from trl_populora.assets import tiny_base_path
-from trl_populora.populora_trainer import PopuLoRATrainer
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks import CodeF, CodeI, Proposal, Refusal, Reject, Task
-from trl_populora.tasks.control import THINK_TAGS, control_texts, screen
+from trl_populora.tasks.kind import THINK_TAGS, control_texts, screen
+from trl_populora.trainer import PopuLoRATrainer
 
 
 TEXTS = (*THINK_TAGS, "<|im_end|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_populora.tasks.fences import FormatError, read_blocks, strip_thinking
-from trl_populora.tasks.templates import fence
+from trl_populora.tasks.python.prompts import fence
+from trl_populora.tasks.python.reading import FormatError, read_blocks, strip_thinking
 
 
 NAMES = ("python", "input")

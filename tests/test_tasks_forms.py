@@ -10,8 +10,8 @@ import pytest
 
 from trl_populora.assets import real_seed_tasks
 from trl_populora.tasks import load_seed_tasks
-from trl_populora.tasks.normal_form import normal_forms
-from trl_populora.tasks.programs import parse_bounded
+from trl_populora.tasks.python.normal_form import normal_forms
+from trl_populora.tasks.python.programs import parse_bounded
 
 from .form_pairs import differing, duplicates, pairs
 

@@ -11,8 +11,7 @@ from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import decode, encode
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task
-from trl_populora.tasks.code_i import GUESSES
-from trl_populora.tasks.guesses import MAX_SIZE, guess_blindly
+from trl_populora.tasks.python.kinds import GUESSES, MAX_SIZE, guess_blindly
 
 
 VALUES = [

@@ -11,7 +11,7 @@ from tests.code_tasks import DOUBLE, block, grade, inputs_text, propose
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import decode, encode
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task, TaskArchive
-from trl_populora.tasks.archive_table import load_archive, save_archive
+from trl_populora.tasks.archive import load_archive, save_archive
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from trl_populora.tasks import (
     load_seed_tasks,
     resolve_kind,
 )
-from trl_populora.tasks.base import KindSettings
+from trl_populora.tasks.kind import KindSettings
 
 
 class NoKind:
@@ -166,7 +166,8 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 import trl_populora.tasks as tasks
-from trl_populora.tasks import archive, code, complexity, fences, programs, templates
+from trl_populora.tasks import archive
+from trl_populora.tasks.python import kinds as code, complexity, reading as fences, programs, prompts as templates
 
 kind = tasks.resolve_kind("code_o")
 (first, *_) = tasks.load_seed_tasks()

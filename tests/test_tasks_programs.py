@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 
-from trl_populora.tasks.base import Reject
-from trl_populora.tasks.normal_form import normal_forms
-from trl_populora.tasks.programs import (
+from trl_populora.tasks.kind import Reject
+from trl_populora.tasks.python.normal_form import normal_forms
+from trl_populora.tasks.python.programs import (
     MAX_PROGRAM_CHARS,
     ProgramError,
     check_program,

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tests.code_tasks import DOUBLE, block
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks import TASK_KINDS, CodeF, Proposal, Task
-from trl_populora.tasks.fences import FormatError, read_blocks
-from trl_populora.tasks.reading import ALIASES, find_answer
-from trl_populora.tasks.templates import fence
+from trl_populora.tasks.python.prompts import fence
+from trl_populora.tasks.python.reading import ALIASES, FormatError, find_answer, read_blocks
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "model.md"

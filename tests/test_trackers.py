@@ -12,9 +12,9 @@ import wandb
 from trackio import sqlite_storage
 
 from tests.populora_run import EVALUATED, make_trainer
-from trl_populora.populora_trainer import PopuLoRATrainer
-from trl_populora.report.trackers import BIRTH, MEMBER
-from trl_populora.runs.lines import LINEAGE, read_lines
+from trl_populora.report.callbacks import BIRTH, MEMBER
+from trl_populora.run.read import LINEAGE, read_lines
+from trl_populora.trainer import PopuLoRATrainer
 
 
 PLAYED = ("prompt", "completion", "kind", "member", "role", "advantage")

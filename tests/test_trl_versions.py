@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.populora_run import assert_equal, make_trainer, state_of
-from trl_populora import populora_trainer
-from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora import trainer as populora_trainer
+from trl_populora.trainer import PopuLoRATrainer
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

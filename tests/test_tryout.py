@@ -6,11 +6,10 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from trl_populora import __main__ as program
+from trl_populora import cli as program
 from trl_populora.assets import tiny_base_path
-from trl_populora.evaluation.tryout import Form, Outcome, Question, TryArguments, Tryout, try_model
-from trl_populora.evaluation.tryout_page import show
-from trl_populora.generation.plain import tokenize
+from trl_populora.evaluate.tryout import Form, Outcome, Question, TryArguments, Tryout, show, try_model
+from trl_populora.generate.player import tokenize
 from trl_populora.step.player import Completion
 
 

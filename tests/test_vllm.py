@@ -18,9 +18,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
-from trl_populora.generation.routes import Published, StaleAdapterError
-from trl_populora.hub.downloads import fetch
-from trl_populora.hub.uploads import push_run
+from trl_populora.generate.publish import Published, StaleAdapterError
+from trl_populora.hub.download import fetch
+from trl_populora.hub.push import push_run
 
 from .populora_run import make_trainer
 from .vllm_models import (
@@ -79,7 +79,7 @@ def port_of_an_engine(base, directory, monkeypatch) -> str:
     def begin(self, **arguments):
         raise Begun
 
-    monkeypatch.setattr("trl_populora.generation.engine.RoutedLLM.__init__", begin)
+    monkeypatch.setattr("trl_populora.generate.engine.RoutedLLM.__init__", begin)
     with pytest.raises(Begun):
         colocate(*make_population(base, 1), base, directory)
     return os.environ["MASTER_PORT"]

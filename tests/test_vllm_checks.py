@@ -11,9 +11,9 @@ import pytest
 from peft import LoraConfig
 from transformers import BloomConfig, CTRLConfig, Qwen3Config, Qwen3ForCausalLM
 
-from trl_populora.generation.checks import WINDOW, check_vllm, warn_of_truncation
-from trl_populora.generation.client import VLLMServerError
-from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.generate.checks import WINDOW, check_vllm, warn_of_truncation
+from trl_populora.generate.server import VLLMServerError
+from trl_populora.trainer import PopuLoRATrainer
 
 from .vllm_models import make_served_base
 from .vllm_processes import free_port
@@ -27,7 +27,7 @@ import trl_versions  # noqa: E402
 
 
 BLOCKED = "import sys; sys.modules['vllm'] = None\n"
-CHECK = "from trl_populora.generation.checks import check_installed; check_installed()"
+CHECK = "from trl_populora.generate.checks import check_installed; check_installed()"
 
 
 def run_python(program: str, *first_on_path: str) -> str:
@@ -45,8 +45,8 @@ def run_python(program: str, *first_on_path: str) -> str:
 
 def test_a_missing_vllm_is_an_error_before_the_base_is_looked_at(tmp_path):
     program = BLOCKED + (
-        "from trl_populora.populora_config import PopuLoRAConfig\n"
-        "from trl_populora.populora_trainer import PopuLoRATrainer\n"
+        "from trl_populora.config import PopuLoRAConfig\n"
+        "from trl_populora.trainer import PopuLoRATrainer\n"
         f"args = PopuLoRAConfig({str(tmp_path)!r}, use_vllm=True, use_cpu=True, bf16=False)\n"
         "PopuLoRATrainer('no/such-base', args=args)\n"
     )
@@ -98,7 +98,7 @@ class TestWithVLLM:
         return make_args(use_vllm=True)
 
     def test_an_installed_version_in_the_window_passes(self):
-        from trl_populora.generation.checks import check_installed
+        from trl_populora.generate.checks import check_installed
 
         check_installed()
 
@@ -115,7 +115,7 @@ class TestWithVLLM:
         ],
     )
     def test_the_next_permitted_rank_is_taken(self, options, size):
-        from trl_populora.generation.checks import permitted_rank
+        from trl_populora.generate.checks import permitted_rank
 
         assert permitted_rank(LoraConfig(**options)) == size
 

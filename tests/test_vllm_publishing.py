@@ -11,9 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from trl_populora.adapters.weights import member_parameters
-from trl_populora.generation.routes import Published, distinct_asks
-from trl_populora.generation.shelf import PREFIX, AdapterShelf, ChangeDetector, choose_parent, sweep
+from trl_populora.generate.publish import (
+    PREFIX,
+    AdapterShelf,
+    ChangeDetector,
+    Published,
+    choose_parent,
+    distinct_asks,
+    sweep,
+)
+from trl_populora.lora.members import member_parameters
 
 from .adapter_models import make_population
 from .without_extras import without_extras
@@ -103,7 +110,7 @@ def test_a_directory_appears_only_when_complete(tmp_path):
 
 PROGRAM = """
 import os, sys
-from trl_populora.generation.shelf import AdapterShelf
+from trl_populora.generate.publish import AdapterShelf
 if os.fork() == 0:
     AdapterShelf(sys.argv[1])
     1 / 0

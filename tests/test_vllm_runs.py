@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from trl_populora.adapters.weights import read_member, write_member
+from trl_populora.lora.members import read_member, write_member
 
 from .vllm_models import (
     ENGINE_ENVIRONMENT,

@@ -20,10 +20,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_populora.adapters.weights import read_member
-from trl_populora.generation.client import VLLMServerError
-from trl_populora.generation.routes import Published, StaleAdapterError
-from trl_populora.generation.vllm import PopulationGeneration
+from trl_populora.generate.publish import Published, StaleAdapterError
+from trl_populora.generate.server import VLLMServerError
+from trl_populora.generate.vllm import PopulationGeneration
+from trl_populora.lora.members import read_member
 
 from .recipe_runs import check_zero2, save_qwen
 from .vllm_models import largest_difference, logprobs_of, make_population, randomise

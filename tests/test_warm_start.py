@@ -11,12 +11,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.adapter_models import make_base, make_config, make_rows, token_logps
 from tests.small_run import small_trainer
-from trl_populora.adapters.layers import add_members, routed_layers
-from trl_populora.adapters.routing import Router
-from trl_populora.adapters.weights import adds_nothing, read_member
 from trl_populora.hub.warm_start import warm_start
+from trl_populora.lora.layers import Router, add_members, routed_layers
+from trl_populora.lora.members import adds_nothing, read_member
 from trl_populora.population.members import Population
-from trl_populora.runs.saved_population import Shape
+from trl_populora.run.saved_population import Shape
 
 
 def members():

@@ -9,9 +9,8 @@ from accelerate import Accelerator
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_populora.adapters.layers import add_members
-from trl_populora.adapters.routing import Router
-from trl_populora.adapters.weights import read_member, write_member
+from trl_populora.lora.layers import Router, add_members
+from trl_populora.lora.members import read_member, write_member
 
 from .models import save_byte_base
 
@@ -45,7 +44,7 @@ def make_population(base: str, members: int, rank: int = 4, **options):
 
 def colocate(model, names: list[str], router: Router, base: str, directory: Path):
     """A `PopulationGeneration` with an engine in this process."""
-    from trl_populora.generation.vllm import PopulationGeneration
+    from trl_populora.generate.vllm import PopulationGeneration
 
     return PopulationGeneration(
         model,

@@ -18,8 +18,8 @@ from tests.launching import leave
 from tests.populora_run import HELD_OUT, letters
 from tests.small_run import small_trainer
 from tests.vllm_models import largest_difference, logprobs_of, randomise
-from trl_populora.adapters.weights import read_member, write_member
-from trl_populora.populora_trainer import PopuLoRATrainer
+from trl_populora.lora.members import read_member, write_member
+from trl_populora.trainer import PopuLoRATrainer
 
 
 def watch_newborns(trainer: PopuLoRATrainer) -> list[tuple[float, float]]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from trl_populora.tasks import Proposal, templates
+from trl_populora.tasks import Proposal
+from trl_populora.tasks.python import prompts
 
 
 def write_proposal(proposal: Proposal) -> str:
     if proposal.kind == "code_f":
-        lines = "\n".join(templates.arguments(text) for text in proposal.inputs)
-        return templates.fence(("inputs", lines), ("message", proposal.message))
-    return templates.fence(templates.program_block(proposal.program), templates.input_block(proposal.inputs[0]))
+        lines = "\n".join(prompts.arguments(text) for text in proposal.inputs)
+        return prompts.fence(("inputs", lines), ("message", proposal.message))
+    return prompts.fence(prompts.program_block(proposal.program), prompts.input_block(proposal.inputs[0]))
 
 
 def write_answer(kind: str, answer: str) -> str:
     """`answer` is a canonical text; for code_f a program."""
-    blocks = {"code_o": templates.output_block, "code_i": templates.input_block, "code_f": templates.program_block}
-    return templates.fence(blocks[kind](answer))
+    blocks = {"code_o": prompts.output_block, "code_i": prompts.input_block, "code_f": prompts.program_block}
+    return prompts.fence(blocks[kind](answer))

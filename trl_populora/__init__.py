@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from ._moved import keep_old_names
+
 
 if TYPE_CHECKING:
+    from .config import PopuLoRAConfig
     from .population.evolution import EvolutionCallback
     from .population.members import Member, Population
-    from .populora_config import PopuLoRAConfig
-    from .populora_trainer import PopuLoRATrainer
-    from .tasks.base import TaskKind
+    from .tasks.kind import TaskKind
+    from .trainer import PopuLoRATrainer
 
 __version__ = "0.1.0"
 __all__ = ["EvolutionCallback", "Member", "PopuLoRAConfig", "PopuLoRATrainer", "Population", "TaskKind"]
@@ -23,11 +25,13 @@ __all__ = ["EvolutionCallback", "Member", "PopuLoRAConfig", "PopuLoRATrainer", "
 _HOMES = {
     "EvolutionCallback": "population.evolution",
     "Member": "population.members",
-    "PopuLoRAConfig": "populora_config",
-    "PopuLoRATrainer": "populora_trainer",
+    "PopuLoRAConfig": "config",
+    "PopuLoRATrainer": "trainer",
     "Population": "population.members",
-    "TaskKind": "tasks.base",
+    "TaskKind": "tasks.kind",
 }
+
+keep_old_names()
 
 
 def __getattr__(name: str):

@@ -12,9 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_populora.assets import resolve_model_path
-from trl_populora.hub.downloads import fetch
-from trl_populora.population.members import POPULATION_FILE, read_population
-from trl_populora.runs.saved_population import check_one_moment
+from trl_populora.hub.download import fetch
+from trl_populora.run.read import POPULATION_FILE, read_population
+from trl_populora.run.saved_population import check_one_moment
 
 
 logger = logging.getLogger(__name__)

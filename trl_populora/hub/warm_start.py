@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from peft import PeftConfig, load_peft_weights
 
-from trl_populora.adapters.checks import check_ordinary_adapter
-from trl_populora.adapters.folding import fold_into
-from trl_populora.adapters.weights import peft_model, read_member, write_member
-from trl_populora.hub.downloads import POPULATION, fetch
-from trl_populora.population.members import POPULATION_FILE, PRIOR_SIGMA, Population
-from trl_populora.runs.checkpoint import write_member_file
-from trl_populora.runs.saved_population import Shape, check_one_moment, check_same_shape
+from trl_populora.hub.download import POPULATION, fetch
+from trl_populora.lora.checks import check_ordinary_adapter
+from trl_populora.lora.convert import fold_into
+from trl_populora.lora.members import peft_model, read_member, write_member
+from trl_populora.population.members import PRIOR_SIGMA, Population
+from trl_populora.run.checkpoint import write_member_file
+from trl_populora.run.read import POPULATION_FILE
+from trl_populora.run.saved_population import Shape, check_one_moment, check_same_shape
 
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from accelerate import PartialState
 from accelerate.utils import broadcast
 from transformers import TrainerCallback
 
+from trl_populora.options import check_bounds, check_numbers
 from trl_populora.population.factors import Factors, compare
 from trl_populora.population.members import PRIOR_SIGMA, ROLES, Member, Population
 from trl_populora.population.operators import find_operator
-from trl_populora.tasks.bounds import check_bounds, check_numbers
 
 
 # The paper's own eight, evenly. The other operators of the tables are used only where a run names them.

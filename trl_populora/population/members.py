@@ -1,5 +1,4 @@
-"""
-Members and the population: names, roles, ratings, ages and lineage. Every phase uses them.
+"""Members and the population: names, roles, ratings, ages and lineage. Every phase uses them.
 
 Holds plain numbers only (no tensors, no torch), so that every rank can keep its own identical copy.
 """
@@ -13,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from trl_populora.files import is_file_name, read_json, without_secrets
+from trl_populora.files import is_file_name
 
 
 ROLES = ("teacher", "student")
@@ -21,29 +20,6 @@ ROLES = ("teacher", "student")
 # TrueSkill's own prior (Herbrich et al., 2006), which PopuLoRA keeps: nothing is known of a member of the first step.
 PRIOR_MU = 25.0
 PRIOR_SIGMA = 25.0 / 3
-
-POPULATION_FILE = "population.json"
-
-
-def read_population(directory: str | Path) -> dict[str, Any]:
-    """
-    What a saved population says of itself; [`~trl_populora.runs.saved_population.describe`] names the fields.
-
-    Somebody else may have made it. Its members have names that are no paths, and adapters inside `members/`, so
-    readers may join both to a directory. Secrets, which early versions saved among the settings, are left out.
-
-    Raises:
-        `ValueError`: If its `population.json` is missing, broken or of another version, or a member's name or adapter
-            leads elsewhere.
-    """
-    path = Path(directory, POPULATION_FILE)
-    saved = read_json(path)
-    names = [_check_places(path, member) for member in saved.get("members", ())]
-    if names and saved.get("best_student", names[0]) not in names:
-        raise ValueError(
-            f"{path}: field `best_student` is {saved['best_student']!r}, and `members` lists {', '.join(names)}."
-        )
-    return without_secrets(saved)
 
 
 def _check_places(path: Path, member: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from peft.utils.merge_utils import task_arithmetic
 from peft.utils.merge_utils import ties as peft_ties
 from torch import Generator, Tensor
 
+from trl_populora.options import find_function, is_own, list_choices
 from trl_populora.population.factors import (
     RELATIVE_ZERO,
     Factors,
@@ -33,7 +34,6 @@ from trl_populora.population.factors import (
     product_norms,
     singular_bases,
 )
-from trl_populora.tasks.own import find_function, is_own, list_choices
 
 
 def _check(strength: float, parents: Sequence[Factors]) -> None:

@@ -1,25 +1,327 @@
-"""Pictures of what a run did as a whole: rejects, matches, lineage, and where the time went."""
+"""How pictures are drawn, and the pictures: curves by step, then what a run did as a whole.
+
+Needs the `report` extra (matplotlib).
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trl_populora.report.canvas import (
-    COLORS,
-    SERIES_COLORS,
-    draw_payoff,
-    mean,
-    name_steps,
-    on_one_axis,
-    whole_numbers,
-)
-from trl_populora.report.load import Run
+from trl_populora.report.load import Run, table_name
+from trl_populora.tasks.python.complexity import PROGRAM_MEASURES
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+
+Draw = Callable[["Figure", Run], None]  # paints into a figure or a part of one
+
+# Colour-blind safe (Okabe and Ito); a role keeps its colour in every picture.
+COLORS = {"teacher": "#D55E00", "student": "#0072B2"}
+SERIES_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#8C6D00", "#444444")
+LINE_STYLES = ("-", "--", "-.", ":")
+GREY = "0.45"
+
+# 4.4 inches shrink to a phone's 340 pixels with letters of 10 pixels and more.
+WIDTH, DPI = 4.4, 220
+STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9.5,
+    "legend.fontsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+def picture(
+    path: Path, size: tuple[float, float], paint: Callable[..., None], *arguments: Any, dpi: int = DPI
+) -> Path:
+    """Lets `paint(figure, *arguments)` draw a figure of so many inches into a PNG file; same values, same bytes."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        paint(figure, *arguments)
+        figure.savefig(path, dpi=dpi, metadata={"Software": None})  # no version stamp
+    return path
+
+
+def on_one_axis(paint: Callable[[Axes, Run], None]) -> Draw:
+    """A picture with one pair of axes, with its births marked, its steps named and its legend below."""
+
+    @wraps(paint)
+    def draw(figure: Figure, run: Run) -> None:
+        axis: Any = figure.subplots()
+        paint(axis, run)
+        mark_births(axis, run)
+        finish(figure, axis)
+
+    return draw
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour and dashes of the n-th line: distinct for 32 of them, on paper too."""
+    return {
+        "color": SERIES_COLORS[index % len(SERIES_COLORS)],
+        "linestyle": LINE_STYLES[index // len(SERIES_COLORS) % len(LINE_STYLES)],
+    }
+
+
+def mark_births(axis: Axes, run: Run, label: bool = True) -> None:
+    for index, step in enumerate(run.births):
+        text = "evolution" if label and not index else None
+        axis.axvline(step, color=GREY, linestyle=":", linewidth=0.9, zorder=0, label=text)
+
+
+def name_steps(axis: Axes, ticks: int = 7) -> None:
+    axis.set_xlabel("population step")
+    axis.xaxis.set_major_locator(whole_numbers(ticks))
+
+
+def whole_numbers(ticks: int) -> MaxNLocator:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True, nbins=ticks, min_n_ticks=1)
+
+
+def finish(figure: Figure, lowest: Axes) -> None:
+    """Names the steps, and puts one legend for the whole figure below it, where it covers nothing."""
+    name_steps(lowest)
+    lines: list[Any] = [line for axis in figure.axes for line in axis.lines]
+    for line in lines:
+        if len(line.get_xdata()) == 1:  # a run's first step: through one point there is no line
+            line.set(marker="o", markersize=4)
+        if len(line.get_xdata()) == 0:  # not measured in this run: nothing that a legend could name
+            line.set_label(None)
+    if any(axis.get_legend_handles_labels()[0] for axis in figure.axes):
+        figure.legend(loc="outside lower center", ncols=2)
+
+
+def window(run: Run) -> str:
+    width = _width(run)
+    return f"thick: running mean of {width} logged steps" if width > 1 else ""
+
+
+def _width(run: Run) -> int:
+    """
+    Points that a running mean covers: steps of a few tasks each jump more than they change. A twelfth of a run is
+    short enough to show what an evolution event did.
+    """
+    return 1 + len(run.history) // 12
+
+
+def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
+    """A metric's running mean, with what was measured as a faint line behind it."""
+    steps, values = run.series(key)
+    if _width(run) > 1:
+        axis.plot(steps, values, color=style["color"], linewidth=0.7, alpha=0.35, zorder=1)
+    axis.plot(steps, smooth(values, run), **style)
+
+
+def smooth(values: Sequence[float], run: Run) -> list[float]:
+    """Running mean over the last points."""
+    width = _width(run)
+    return [mean(values[max(0, index + 1 - width) : index + 1]) for index in range(len(values))]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def draw_payoff(
+    figure: Figure,
+    rates: Sequence[Sequence[float]],
+    teachers: Sequence[str],
+    students: Sequence[str],
+    notes: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """Solve rates as a heat map, a row per teacher and a column per student; `notes` follow the number in a cell."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    axis = figure.subplots()
+    scale = LinearSegmentedColormap.from_list("match", [COLORS["teacher"], "#FFFFFF", COLORS["student"]])
+    image = axis.imshow(rates, cmap=scale, vmin=0, vmax=1, aspect="auto")
+    size = 9 if max(len(teachers), len(students)) <= 4 else 7
+    for y, row in enumerate(rates):
+        for x, rate in enumerate(row):
+            text = (f"{100 * rate:.0f} %" if rate == rate else "-") + (notes[y][x] if notes else "")
+            axis.text(x, y, text, ha="center", va="center", fontsize=size)
+    axis.set_xticks(range(len(students)), students, rotation=0 if max(map(len, students)) < 10 else 90)
+    axis.set_yticks(range(len(teachers)), teachers)
+    axis.grid(False)
+    axis.set(xlabel="student", ylabel="teacher")
+    figure.colorbar(image, ax=axis, label="solved (fraction)", shrink=0.9)
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# Pictures of what changes from step to step: held-out tasks, ratings, rewards, shares, how demanding tasks are.
+#
+# Every function draws into the figure, or part of one, that it is given; thin lines are what was measured.
+
+
+@on_one_axis
+def draw_held_out(axis: Axes, run: Run) -> None:
+    """Held-out solve rate of each student, their mean, and the base's as a line; of several tables the means alone."""
+    tables = run.tables
+    if len(tables) == 1:
+        for index, name in enumerate(run.members("student")):
+            style = line_style(index) | {"linewidth": 1.2, "marker": ".", "label": name}
+            axis.plot(*run.series(f"{tables[0]}{name}/solve_rate"), **style)
+    for index, table in enumerate(tables):
+        one = len(tables) == 1
+        color = COLORS["student"] if one else SERIES_COLORS[index % len(SERIES_COLORS)]
+        label = "mean of the students" if one else f"{table_name(table)}, mean"
+        axis.plot(*run.series(f"{table}solve_rate_mean"), color=color, linewidth=2.6, marker="o", label=label)
+        _, base = run.series(f"{table}base/solve_rate")
+        if base:
+            label = "the base, untrained" if one else "_"
+            axis.axhline(base[0], color=GREY if one else color, label=label, linestyle="--", linewidth=1.4)
+    axis.set(ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
+
+
+@on_one_axis
+def draw_held_out_kinds(axis: Axes, run: Run) -> None:
+    """The students' held-out solve rate by kind of task, dashed the base's; of several tables the first."""
+    table = run.tables[0]
+    for kind, color in zip(run.held_out_kinds, SERIES_COLORS, strict=False):
+        axis.plot(*run.series(f"{table}{kind}/solve_rate"), color=color, linewidth=2, marker="o", label=kind)
+        _, base = run.series(f"{table}base/{kind}/solve_rate")
+        if base:
+            axis.axhline(base[0], color=color, linestyle="--", linewidth=1.2)
+    axis.set(title=table_name(table), ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
+
+
+@on_one_axis
+def draw_thinking(axis: Axes, run: Run) -> None:
+    plot_smoothed(axis, run, "solve/thinking_rate", color=COLORS["student"], linewidth=2, label="fresh tasks")
+    axis.plot(*run.series("eval/thinking_rate"), color="0.3", linestyle="--", marker="o", label="held-out tasks")
+    axis.set(title=window(run), ylabel="attempts that think first (fraction)", ylim=(-0.02, 1.02))
+
+
+def draw_ratings(role: str) -> Draw:
+    @on_one_axis
+    def draw(axis: Axes, run: Run) -> None:
+        color, members = COLORS[role], run.members(role)
+        axis.set(ylabel="TrueSkill mu (rating points)")
+        if len(members) == 1:
+            axis.plot(*run.series(f"member/{members[0]}/mu"), color=color, linewidth=2.4, label=members[0])
+            return
+        steps, means = run.series(f"population/{role}/mu_mean")
+        if len(members) > 3:  # a spread of fewer is the lines themselves
+            _, spreads = run.series(f"population/{role}/mu_std")
+            low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
+            axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label="± 1 std over members")
+        axis.plot(steps, means, color=color, linewidth=2.4, label=f"mean of the {role}s", zorder=3)
+        for index, name in enumerate(members):
+            axis.plot(*run.series(f"member/{name}/mu"), **line_style(index), linewidth=1, label=name)
+
+    return draw
+
+
+@on_one_axis
+def draw_solve_rates(axis: Axes, run: Run) -> None:
+    by_match: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    teacher_of = {(r["step"], r["match"]): r["member"] for r in run.rows if r["role"] == "teacher"}
+    for row in run.rows:
+        if row["role"] == "student" and not row["archived"] and teacher_of:
+            by_match[teacher_of[row["step"], row["match"]]][row["step"]].append(row["correct"])
+    for index, teacher in enumerate(sorted(by_match) if len(by_match) > 1 else ()):
+        steps = sorted(by_match[teacher])
+        rates = [mean(by_match[teacher][step]) for step in steps]
+        axis.plot(steps, smooth(rates, run), **line_style(index), linewidth=1, label=f"against {teacher}")
+    plot_smoothed(axis, run, "solve/rate", color="black", linewidth=2.2, label="all fresh tasks")
+    for key, style, label in (("frac_none", "--", "solved by nobody"), ("frac_all", "-.", "solved by all")):
+        steps, rates = run.series(f"solve/{key}")
+        axis.plot(steps, smooth(rates, run), color=GREY, linestyle=style, linewidth=1, label=label)
+    axis.set(title=window(run), ylabel="attempts solved (fraction)", ylim=(-0.03, 1.03))
+
+
+@on_one_axis
+def draw_rewards(axis: Axes, run: Run) -> None:
+    for role, color in COLORS.items():
+        label = f"{role}s, mean of the step"
+        plot_smoothed(axis, run, f"rewards/{role}_reward/mean", color=color, linewidth=2, label=label)
+    axis.axhline(0, color=GREY, linewidth=0.8, zorder=0)
+    axis.set(title=window(run), ylabel="reward (points)")
+
+
+@on_one_axis
+def draw_kinds(axis: Axes, run: Run) -> None:
+    for kind, color in zip(run.kinds, SERIES_COLORS, strict=False):
+        plot_smoothed(axis, run, f"solve/{kind}/rate", color=color, label=f"{kind}: solved")
+        steps, rates = run.series(f"propose/{kind}/valid_rate")
+        axis.plot(steps, smooth(rates, run), color=color, linestyle=":", label=f"{kind}: valid")
+    axis.set(title=window(run), ylabel="attempts solved, proposals valid\n(fraction)", ylim=(-0.03, 1.03))
+
+
+CURRICULUM = dict(
+    zip(
+        PROGRAM_MEASURES,
+        (
+            ("AST depth", "nodes per program"),
+            ("Cyclomatic complexity", "paths per program"),
+            ("Lines of code", "lines per program"),
+            ("Variables", "names per program"),
+        ),
+        strict=True,
+    )
+)
+
+
+def draw_curriculum(figure: Figure, run: Run) -> None:
+    names = run.measures
+    columns = min(2, len(names))
+    rows = -(-len(names) // columns)
+    figure.set_figheight(1.0 + 1.8 * rows)
+    axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        plot_smoothed(axis, run, f"curriculum/{name}", color=COLORS["teacher"], marker=".", markersize=3)
+        title, unit = CURRICULUM.get(name, (name.replace("_", " "), f"{name} per task"))
+        axis.set(title=title, ylabel=unit)
+        mark_births(axis, run, label=False)
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    for axis in axes[-1]:
+        name_steps(axis, ticks=4)
+    label = ",\n".join(filter(None, ["mean over the step's valid tasks", window(run)]))
+    drawn = axes.flat[0].lines  # births last
+    named = {label: drawn[-1 - len(run.births)]} | ({"evolution": drawn[-1]} if run.births else {})
+    figure.legend(named.values(), named, loc="outside lower center", ncols=2)
+
+
+BREADTH = {
+    "curriculum/coverage": ("program structures so far", "distinct structures\n(number)"),
+    "curriculum/entropy": ("how evenly they are used", "entropy\n(bits)"),
+    "curriculum/features": ("features in recent tasks", "different features\n(number)"),
+}
+
+
+def draw_coverage(figure: Figure, run: Run) -> None:
+    names = run.breadth
+    figure.set_figheight(1.4 + 1.4 * len(names))
+    axes = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, name, color in zip(axes, names, SERIES_COLORS, strict=False):
+        label, unit = BREADTH[name]
+        axis.plot(*run.series(name), color=color, label=label)
+        axis.set(ylabel=unit)
+    finish(figure, axes[-1])
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# Pictures of what a run did as a whole: rejects, matches, lineage, and where the time went.
 
 
 @on_one_axis

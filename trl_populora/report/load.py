@@ -7,9 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trl_populora.population.members import POPULATION_FILE, read_population
-from trl_populora.runs.lines import EVALUATION, LINEAGE, METRICS, STEP, TIMES, read_lines, sort_of
-from trl_populora.tasks.complexity import PROGRAM_MEASURES
+from trl_populora.run.read import (
+    EVALUATION,
+    LINEAGE,
+    METRICS,
+    POPULATION_FILE,
+    STEP,
+    TIMES,
+    read_lines,
+    read_population,
+    sort_of,
+)
+from trl_populora.tasks.python.complexity import PROGRAM_MEASURES
 
 
 @dataclass

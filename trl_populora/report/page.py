@@ -15,10 +15,8 @@ from urllib.parse import quote
 
 from trl_populora.files import write_whole
 from trl_populora.report.load import Run, Sample, load_run, load_samples, name_reject
-from trl_populora.report.members import HEADER, list_members
 from trl_populora.report.plots import Plot, draw_plots
-from trl_populora.report.summary import Change, changes, fifths, held_out_changes, write
-from trl_populora.report.terminal import duration
+from trl_populora.report.table import HEADER, Change, changes, duration, fifths, held_out_changes, list_members, write
 
 
 # Characters of a completion that are shown, and rows of the table of births before it folds.

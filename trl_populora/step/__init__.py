@@ -1,11 +1,11 @@
-"""One population step: match, propose, verify, solve, reward.
+"""One population step: match, propose, verify, solve, grade, price.
 
-rollout.py     `play_step`, match, propose, verify and solve in order
+slot.py        a task of a step, and all that becomes of it
+play.py        `play_step`: a list of slots goes through all phases
 player.py      who answers prompts
 referee.py     what is a task and what is right
-played.py      the one object that a step leaves
-rewards.py     the two reward functions
+pay.py         every price and every chance
+rows.py        the rows that TRL trains on, and the metrics of a step
 advantages.py  baselines, and the factor that makes joint training equal solo training
-batching.py    micro-batches: which rows are computed together, and their padding
-forwards.py    what of a micro-batch is computed: a prompt once for its attempts
+microbatch.py  which rows are computed together, and how they enter the model
 """

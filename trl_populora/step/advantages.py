@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather
 
+from trl_populora.options import find_function, is_own
 from trl_populora.population.members import Population
-from trl_populora.step.batching import plan_micro_batches
-from trl_populora.step.forwards import Sharing
+from trl_populora.step.microbatch import Sharing, plan_micro_batches
 from trl_populora.step.rows import Played, Worth
-from trl_populora.tasks.own import find_function, is_own
 
 
 # Added to a standard deviation before dividing by it, as in TRL's GRPO.
@@ -277,7 +276,7 @@ def member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_typ
     tokens (`dapo`, `cispo`). Alone, a member's sum would be divided by its own rows or tokens only. The factor is the
     ratio of the two: a member with a third of the rows gets 3.
 
-    [`~trl_populora.adapters.routing.Router.set`] takes the factors with the rows, and the routed layer multiplies the
+    [`~trl_populora.lora.layers.Router.set`] takes the factors with the rows, and the routed layer multiplies the
     member's *gradients* by them. So every term of the loss gets its factor, the KL term (`beta`) too. A factor on the
     advantages would miss that term.
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from trl_populora.tasks.own import find_function, is_own, list_choices
+from trl_populora.options import find_function, is_own, list_choices
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from trl_populora.population.matchmaking import Match, Matchmaker
 from trl_populora.population.members import Population
+from trl_populora.population.ratings import Match, Matchmaker
 from trl_populora.step.pay import Answer, Outcome, Rules, estimate_chance
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee, Written
 from trl_populora.step.rows import Metrics, Played, add_metrics, make_rows, measure_step
 from trl_populora.step.slot import Sample, Slot
-from trl_populora.tasks.answers import measure_complexity
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Refusal, Reject, Task
 from trl_populora.tasks.features import CANDIDATES, Features, draw_evenly, name_features
+from trl_populora.tasks.kind import Refusal, Reject, Task, measure_complexity
 
 
 if TYPE_CHECKING:

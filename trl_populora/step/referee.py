@@ -20,11 +20,20 @@ from jinja2 import TemplateError
 
 from trl_populora.sandbox import Job, Sandbox, Verdict
 from trl_populora.step.player import Messages
-from trl_populora.tasks.answers import checked, estimate
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.base import Attempt, Proposal, Refusal, Reject, Task, TaskKind
-from trl_populora.tasks.control import THINK_TAGS, screen
-from trl_populora.tasks.templates import show_before
+from trl_populora.tasks.kind import (
+    THINK_TAGS,
+    Attempt,
+    Proposal,
+    Refusal,
+    Reject,
+    Task,
+    TaskKind,
+    checked,
+    estimate,
+    screen,
+)
+from trl_populora.tasks.python.prompts import show_before
 
 
 if TYPE_CHECKING:
@@ -79,7 +88,7 @@ class Referee:
         kinds: The run's kinds of task by name, in rotation order.
         sandbox: Runs every program that a model wrote.
         style: Prompt style, `"turns"`, `"chat"` or `"compact"`.
-        forbidden: Texts that no task may contain, see `tasks/control.py`.
+        forbidden: Texts that no task may contain, see `tasks/kind.py`.
         held_out: Tasks that nobody may train on.
         free_tokens: Takes a prompt, and gives the tokens of the context that it leaves free beside the longest
             completion. Below 0 the prompt does not fit.

@@ -16,12 +16,12 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from trl_populora.errors import printable
+from trl_populora.options import find_function
 from trl_populora.step.player import Completion, Messages
 from trl_populora.step.slot import Sample, Slot
-from trl_populora.tasks.base import Reject, Task, TaskKind
-from trl_populora.tasks.complexity import PROGRAM_MEASURES
-from trl_populora.tasks.fences import has_thinking
-from trl_populora.tasks.own import find_function
+from trl_populora.tasks.kind import Reject, Task, TaskKind
+from trl_populora.tasks.python.complexity import PROGRAM_MEASURES
+from trl_populora.tasks.python.reading import has_thinking
 
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Played:
         rewards: What every reward function says of the rows of all ranks, `[W * R, functions]`, NaN where nothing.
         worth, local_worth: What the rewards make of the rows of all ranks, and of this rank's.
         plan: Which of this rank's rows are computed together, as
-            [`~trl_populora.step.batching.plan_micro_batches`] returns it.
+            [`~trl_populora.step.microbatch.plan_micro_batches`] returns it.
 
     The last three are known once the step is scored, before any of its rows enters the model.
     """

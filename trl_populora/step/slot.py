@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from trl_populora.population.matchmaking import Match
+from trl_populora.population.ratings import Match
 from trl_populora.step.pay import Outcome
 from trl_populora.step.player import Completion, Messages
 from trl_populora.step.referee import Grade
-from trl_populora.tasks.base import Refusal, Task
+from trl_populora.tasks.kind import Refusal, Task
 
 
 @dataclass

@@ -6,13 +6,11 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from trl_populora.options import find_own
+from trl_populora.tasks.python.kinds import CodeF, CodeI, CodeO, make_task
+
 from .archive import TaskArchive, load_seed_tasks
-from .base import STYLES, Attempt, Proposal, Refusal, Reject, Shot, Task, TaskKind
-from .code_f import CodeF
-from .code_i import CodeI
-from .code_o import CodeO
-from .make import make_task
-from .own import find_own
+from .kind import STYLES, Attempt, Proposal, Refusal, Reject, Shot, Task, TaskKind
 
 
 __all__ = [

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from .answers import checked
-from .base import Task, TaskKind
-from .normal_form import walk_living
-from .programs import bound_names, function_tree
+from trl_populora.tasks.python.normal_form import walk_living
+from trl_populora.tasks.python.programs import bound_names, function_tree
+
+from .kind import Task, TaskKind, checked
 
 
 STEPS = 12  # how many steps' proposals are remembered: about 200 tasks of 2 teachers with 8 proposals each

@@ -1,0 +1,387 @@
+"""
+The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, push, export, info, crossplay,
+check-kind and sandbox-check; `populora try` tells whether a base can be trained.
+
+`populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
+`accelerate launch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import signal
+import sys
+import typing
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+
+from trl_populora import __version__
+from trl_populora.errors import end_with, sentence_of, way_to_install
+
+
+@dataclass
+class TrainArguments:
+    """What a training command needs beside the settings of trainer and model."""
+
+    _argument_group_name = "This command"
+    seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
+    eval_tasks: str | None = field(default=None, metadata={"help": "Held-out tasks, as seed_tasks; 'tiny'; 'none'."})
+    resume: str | None = field(
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": "newest",
+            "metavar": "CHECKPOINT",
+            "help": "Go on from this checkpoint; without a value from the newest whole one in output_dir.",
+        },
+    )
+
+    def __post_init__(self) -> None:  # a recipe says `resume: true`
+        self.resume = {"true": "newest", "false": None}.get(str(self.resume).lower(), self.resume)
+
+
+@dataclass
+class RecipesArguments:
+    """What `populora recipes` needs."""
+
+    out: str | None = field(
+        default=None, metadata={"help": "Directory that gets recipes/ and accelerate_configs/; else they are listed."}
+    )
+
+
+@dataclass
+class PushArguments:
+    """What `populora push` needs."""
+
+    run: str = field(metadata={"help": "Directory of a finished run."})
+    repo: str | None = field(default=None, metadata={"help": "Repository on the Hub, user/name; made if absent."})
+    archive_repo: str | None = field(default=None, metadata={"help": "Dataset repository for the run's task archive."})
+    space: str | None = field(default=None, metadata={"help": "Static Space that shows the run's report."})
+    token: str | None = field(default=None, metadata={"help": "Write token; that of `hf auth login` by default."})
+    private: bool = field(default=False, metadata={"help": "Make a new repository private."})
+
+
+@dataclass
+class InfoArguments:
+    """What `populora info` needs."""
+
+    run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
+
+
+@dataclass
+class ReportArguments:
+    """What `populora report` needs."""
+
+    run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
+    out: str | None = field(default=None, metadata={"help": "Where report.html and plots/ go; the run by default."})
+
+
+@dataclass
+class CheckKindArguments:
+    """What `populora check-kind` needs."""
+
+    kind: str = field(metadata={"help": "A class as package.module:Class, or the name of one of the package's kinds."})
+    tasks: str | None = field(default=None, metadata={"help": "Tasks to show and to run, as seed_tasks."})
+
+
+def quickstart(arguments: Sequence[str]) -> None:
+    """Trains 2 teachers and 2 students on the embedded base: three minutes on two CPU cores."""
+    from trl_populora.assets import find_shipped
+
+    given = ["--config", str(find_shipped("recipes") / "tiny" / "quickstart.yaml")]
+    if not any(option.startswith("--resume") for option in arguments):
+        names = itertools.chain(["quickstart"], map("quickstart-{}".format, itertools.count(2)))
+        given += ["--output_dir", next(f"runs/{name}" for name in names if not Path("runs", name).exists())]
+    train([*given, *arguments])
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Trains a population."""
+    from trl import TrlParser
+
+    from trl_populora.config import MemberConfig, PopuLoRAConfig
+
+    # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+    parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
+    if arguments[-1:] == ["--config"]:  # TRL's parser would take the next from an empty list
+        parser.error("argument --config: expected one argument")
+    if not arguments:
+        parser.error("what to train? Give a recipe, `--config recipes/tiny/quickstart.yaml`, or options; see --help.")
+    run_training(*_parse_known(parser, "train", arguments))
+
+
+# argparse would list 250 options twice.
+USAGE = "populora train --config FILE.yaml [--option value ...]"
+
+
+def build_trainer(recipe, args, model):
+    """The trainer that the arguments of a training command describe."""
+    from trl import get_quantization_config
+
+    from trl_populora.assets import TINY
+    from trl_populora.config import base_options, member_lora
+    from trl_populora.tasks.dataset import read_held_out, read_tasks
+    from trl_populora.trainer import PopuLoRATrainer
+
+    args.model_init_kwargs = base_options(model, args.model_init_kwargs)
+    return PopuLoRATrainer(
+        model=model.model_name_or_path or TINY,
+        args=args,
+        train_dataset=read_tasks(recipe.seed_tasks),
+        eval_dataset=read_held_out(recipe.eval_tasks, args.task_kinds),
+        quantization_config=get_quantization_config(model),
+        peft_config=member_lora(model),
+    )
+
+
+def run_training(recipe, args, model) -> None:
+    """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
+    from trl_populora.report.page import write_report
+    from trl_populora.report.plots import plot_run
+    from trl_populora.report.table import print_population
+    from trl_populora.run.directory import why_taken
+
+    checkpoint = args.resume_from_checkpoint or recipe.resume
+    # `train` refuses, too; here it is before a large model is loaded.
+    if not checkpoint and (taken := why_taken(args.output_dir)):
+        raise ValueError(taken)
+    trainer = build_trainer(recipe, args, model)
+    with trainer.directory:  # until all is written
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_state()
+        trainer.save_model()
+        if trainer.is_world_process_zero():
+            print_population(args.output_dir)
+            _say(f"Population saved to {args.output_dir}.")
+            try:
+                _say(f"Its story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
+            except ModuleNotFoundError as error:
+                if not (way_out := way_to_install(error)):
+                    raise
+                _say(f"There is no picture: {way_out}")
+    if args.use_vllm:
+        trainer.vllm_generation.end()
+    # A process that ends connected may be aborted by its threads for collectives, and the launcher then calls a
+    # finished run failed (pytorch#190489).
+    trainer.accelerator.end_training()
+
+
+def try_model(arguments: Sequence[str]) -> None:
+    """Shows what a base makes of each prompt style, before a run does."""
+    from trl_populora.evaluate.tryout import TryArguments, show
+    from trl_populora.evaluate.tryout import try_model as run_tryout
+
+    (options,) = _parse(TryArguments, "try", arguments)
+    found = run_tryout(options)
+    for line in show(found, options):
+        _say(line)
+    if found.obstacles():
+        raise SystemExit(1)
+
+
+def recipes(arguments: Sequence[str]) -> None:
+    """Lists the recipes of the package, or copies them and the accelerate configs."""
+    from trl_populora.assets import copy_recipes, recipe_titles
+
+    (options,) = _parse(RecipesArguments, "recipes", arguments)
+    if options.out is None:
+        for name, title in recipe_titles().items():
+            _say(f"{name:<46} {title}")
+        _say("`populora recipes DIRECTORY` copies them; there it is `populora train --config recipes/<name>`.")
+    else:
+        copy_recipes(options.out)
+        _say(f"Recipes and accelerate configs copied to {options.out}; recipes/README.md explains them.")
+
+
+def report(arguments: Sequence[str]) -> None:
+    """Draws the pictures of a run, also of one in progress, and writes report.html."""
+    from trl_populora.report.page import write_report
+
+    (options,) = _parse(ReportArguments, "report", arguments)
+    own = _own_directory(options.run)
+    _say(f"Report written to {write_report(_local(options.run), options.out or own, own and options.run)}.")
+
+
+def push(arguments: Sequence[str]) -> None:
+    """Uploads a run to the Hub, its archive as a dataset, its report as a Space."""
+    from trl_populora.hub.push import push_archive, push_run, push_space
+
+    (options,) = _parse(PushArguments, "push", arguments)
+    push_page = partial(push_space, model=options.repo)
+    uploads = (push_run, options.repo), (push_archive, options.archive_repo), (push_page, options.space)
+    if not any(repo for _, repo in uploads):
+        raise ValueError(
+            "nothing to push to; give `--repo user/name`, `--archive_repo user/tasks`, `--space user/page`."
+        )
+    for upload, repo in uploads:
+        if repo is not None:
+            _say(f"Pushed to {upload(options.run, repo, options.token, options.private or None)}.")
+
+
+def export(arguments: Sequence[str]) -> None:
+    """Writes one member as an ordinary PEFT adapter, or merged into the base."""
+    from trl_populora.hub.export import ExportArguments, export_member
+
+    (options,) = _parse(ExportArguments, "export", arguments)
+    name = export_member(options.run, options.out, options.member, options.merge, options.merge_students)
+    _say(f"{name} is in {options.out}.")
+
+
+def info(arguments: Sequence[str]) -> None:
+    """Shows the members of a run with their ratings."""
+    from trl_populora.report.table import print_population
+
+    (options,) = _parse(InfoArguments, "info", arguments)
+    print_population(_local(options.run))
+
+
+def crossplay(arguments: Sequence[str]) -> None:
+    """Lets every student of some runs attempt fresh tasks of every teacher."""
+    from trl_populora.evaluate.cross_play import CrossPlayArguments, assemble, write_payoff
+    from trl_populora.start import check_outputs
+    from trl_populora.tasks.archive import TaskArchive, read_task
+    from trl_populora.tasks.dataset import read_tasks
+
+    (options,) = _parse(CrossPlayArguments, "crossplay", arguments)
+    rows = [read_task(row, f"row {n}") for n, row in enumerate(read_tasks(options.tasks) or ())]
+    with assemble(options.runs, task_kinds=options.task_kinds, seed=options.seed) as contest:
+        check_outputs({"tasks": rows}, contest.referee, contest.player)
+        payoff = contest.play(options.proposals, options.attempts, options.seed)
+        if options.tasks is not None:
+            given = list(TaskArchive.from_dataset(task.to_record() for task in rows))  # without duplicates
+            payoff.given = contest.score([*contest.teachers, *contest.students], given, options.attempts)
+    _say(f"Cross-play written to {write_payoff(payoff.rename(contest.names), options.out)}.")
+
+
+def check_kind(arguments: Sequence[str]) -> None:
+    """Tries a task kind of your own before a run does."""
+    from trl_populora.config import PopuLoRAConfig
+    from trl_populora.evaluate.check_kind import check_kind as check
+    from trl_populora.start import make_kinds
+    from trl_populora.tasks import load_seed_tasks
+    from trl_populora.tasks.archive import TaskArchive
+    from trl_populora.tasks.dataset import read_tasks
+
+    (options,) = _parse(CheckKindArguments, "check-kind", arguments)
+    (kind,) = make_kinds(PopuLoRAConfig("unused", task_kinds=[options.kind], proposals_per_teacher=8)).values()
+    given = load_seed_tasks() if options.tasks is None else TaskArchive.from_dataset(read_tasks(options.tasks))
+    problems = check(kind, list(given), _say)
+    for problem in problems:
+        _say(problem)
+    if problems:
+        raise ValueError(f"{len(problems)} problem(s) in the task kind {kind.name!r}, as told above.")
+    _say(f"No problem found in the task kind {kind.name!r}.")
+
+
+def sandbox_check(arguments: Sequence[str]) -> None:
+    """Says how well this host can confine untrusted programs."""
+    from trl_populora.sandbox.pool import main as check
+
+    raise SystemExit(check(arguments))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "quickstart": quickstart,
+    "train": train,
+    "try": try_model,
+    "recipes": recipes,
+    "report": report,
+    "push": push,
+    "export": export,
+    "info": info,
+    "crossplay": crossplay,
+    "check-kind": check_kind,
+    "sandbox-check": sandbox_check,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command; errors that the user can mend are one line, without a traceback."""
+    parser = argparse.ArgumentParser(
+        prog="populora",
+        description="Trains populations of LoRA adapters that teach and solve each other's verifiable tasks.",
+        epilog="\n".join(["commands:"] + [f"  {name:<14} {run.__doc__}" for name, run in COMMANDS.items()]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"populora {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each has --help")
+    # On some CPUs bitsandbytes says at every import that a faster kernel is a package away.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = parser.parse_args(given[:1]).command
+    try:
+        # A user's own `module:function` lies where the command runs; last, so that no file there hides a library.
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
+        COMMANDS[command](given[1:])
+    except KeyboardInterrupt as stop:  # how a run goes on was said where it stopped
+        raise SystemExit(128 + signal.SIGINT) from stop
+    except Exception as error:
+        sentence = sentence_of(error)
+        if sentence is None:
+            raise
+        end_with(f"populora {command}: {sentence}")
+
+
+def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
+    """
+    Options by name, as TRL's parser takes them (YAML with `--config`), and the first of them also by position.
+
+    Where all are texts, without that parser: it imports torch, which takes longer than looking at a run.
+    """
+    first, default = fields(options)[0].name, fields(options)[0].default
+    many = typing.get_origin(typing.get_type_hints(options)[first]) is list
+    place = first.upper().removesuffix("S") + (" ..." if many else "")
+    place = f"[{place}]" if default is None else place
+    given = list(arguments)
+    if given and not given[0].startswith("-"):
+        given[:0] = ["--" + first]
+    usage = f"populora {command} {place} [--option value ...]"
+    about: dict[str, typing.Any] = {
+        "prog": f"populora {command}",
+        "usage": usage,
+        "description": COMMANDS[command].__doc__,
+    }
+    if set(typing.get_type_hints(options).values()) <= {str, str | None} and "--config" not in given:
+        plain = argparse.ArgumentParser(**about)
+        for option in fields(options):
+            needed = option.default is MISSING
+            plain.add_argument(
+                f"--{option.name}", required=needed, default=option.default, help=option.metadata["help"]
+            )
+        return (options(**vars(plain.parse_args(given))),)
+    from trl import TrlParser
+
+    return _parse_known(TrlParser((options,), **about), command, given)
+
+
+def _parse_known(parser: typing.Any, command: str, arguments: Sequence[str]) -> tuple:
+    *options, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
+    if unknown:
+        raise ValueError(f"there is no option `{' '.join(unknown)}`. `populora {command} --help` lists all.")
+    return tuple(options)
+
+
+def _local(run: str) -> str:
+    if Path(run).is_dir():
+        return run
+    from trl_populora.hub.download import fetch
+
+    return str(fetch(run))
+
+
+def _own_directory(run: str) -> str | None:
+    """A downloaded population lies in a shared cache, so its report goes to the current directory."""
+    return None if Path(run).is_dir() else run.rpartition("/")[2]
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

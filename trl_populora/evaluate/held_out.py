@@ -1,0 +1,348 @@
+"""Held-out tasks: read from tables, checked, and how often members solve them.
+
+    members x tasks x attempts --attempt--> Tried --scores--> solve rates --HeldOut--> metrics, the best student
+
+[`HeldOut`] is what `eval_dataset` becomes. Measuring changes nothing that trains: its samples have seeds of their own,
+and it leaves ratings, archive and weights as they are. So a run trains the same weights with evaluation and without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from datasets import Dataset
+from tqdm.auto import tqdm
+from trl import GRPOConfig
+
+from trl_populora.lora.layers import BASE_NAME
+from trl_populora.population.members import Member
+from trl_populora.step.player import Player
+from trl_populora.step.referee import Referee
+from trl_populora.tasks.archive import TaskArchive, read_task
+from trl_populora.tasks.kind import Task, TaskKind
+from trl_populora.tasks.python.normal_form import normal_forms
+from trl_populora.tasks.python.programs import function_tree
+from trl_populora.tasks.python.reading import has_thinking
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One attempt: whether it is right, and whether the member thought inside `<think>` first."""
+
+    correct: bool
+    thinking: bool
+
+
+def attempt(
+    referee: Referee,
+    player: Player,
+    members: Sequence[str],
+    tasks: Sequence[Task],
+    attempts: int,
+    batch: int | None,
+    seed: int | None = None,
+    describe: str = "",
+) -> dict[str, list[list[Tried]]]:
+    """
+    Lets members attempt tasks, sampled as in training. The ranks share the rows in equal parts. Collective.
+
+    With a `seed` the attempts do not depend on the number of ranks, nor on what was sampled before; and later samples
+    do not depend on them. Every batch has a seed of its own or, without `batch`, every task. vLLM rounds differently
+    when other rows are computed beside a row, which may change a token.
+
+    Args:
+        referee: Poses the tasks and grades.
+        player: Generates.
+        members: Names of members, or `base`.
+        tasks: What to solve.
+        attempts: Attempts of each member at each task.
+        batch: Most rows that a rank generates at once. With `None` a rank generates all its rows at once: vLLM
+            schedules them itself.
+        seed: Seed of the samples. With `None` they come from the training's own generators.
+        describe: Name of the progress bar; no bar without one.
+
+    Returns:
+        Per member, and per task in order, the attempts.
+    """
+    prompts = {task: referee.solving_prompt(task) for task in tasks}
+    # Prompts of like length share a batch, which spares padding; the sort is stable, so the order is always the same.
+    ordered = sorted(range(len(tasks)), key=lambda index: len(prompts[tasks[index]][-1]["content"]))
+    rows = [(member, index) for member in members for index in ordered for _ in range(attempts)]
+    if batch is None:
+        share = attempts * -(-len(members) * len(tasks) // player.world)
+        numbers = [index for _, index in rows]
+    else:
+        share = _choose_part(len(rows), batch)
+        numbers = [place // share for place in range(len(rows))]
+    found: dict[int, Tried] = {}
+    first, quiet = player.rank * share, not describe or player.rank > 0
+    starts = range(first, first + len(rows), share * player.world)
+    for start in tqdm(starts, desc=describe, unit="batch", leave=False, disable=quiet):
+        # All ranks have to ask for as many rows. One that has run out asks for the last row again, and drops it.
+        places = [min(place, len(rows) - 1) for place in range(start, start + share)]
+        completions = player.generate(
+            [prompts[tasks[rows[place][1]]] for place in places],
+            [rows[place][0] for place in places],
+            seeds=None if seed is None else [seed + numbers[place] for place in places],
+        )
+        mine = range(start, min(start + share, len(rows)))
+        texts = [completion.text for completion in completions[: len(mine)]]
+        grades = referee.grade([tasks[rows[place][1]] for place in mine], texts)
+        found |= {
+            place: Tried(grade.right, has_thinking(text))
+            for place, text, grade in zip(mine, texts, grades, strict=True)
+        }
+    outcomes = {place: outcome for part in player.gather(found) for place, outcome in part.items()}
+    tried: dict[str, list[list[Tried]]] = {member: [[] for _ in tasks] for member in members}
+    for place, (member, index) in enumerate(rows):
+        tried[member][index].append(outcomes[place])
+    return tried
+
+
+def _choose_part(rows: int, most: int) -> int:
+    """Splits so many rows into the fewest equal parts of at most `most` rows, and returns the size of a part."""
+    parts = max(1, -(-rows // most))
+    return max(1, -(-rows // parts))
+
+
+def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]) -> dict[str, float]:
+    """
+    Computes the figures of some members on the same tasks. Each is a mean over tasks.
+
+    Args:
+        tried: What [`attempt`] returns, for the members that count.
+        tasks: The tasks, in the same order.
+
+    Returns:
+        `{member}/solve_rate` and `{member}/thinking_rate`. Over the members: `solve_rate_mean`, `solve_rate_best`,
+        `solve_rate_worst`, `thinking_rate`, `{kind}/solve_rate`, and `pass_at_{k}`, the share of tasks that at least
+        one of the k attempts solves.
+    """
+    figures: dict[str, float] = {}
+    rates = {member: [fmean(t.correct for t in group) for group in groups] for member, groups in tried.items()}
+    for member, groups in tried.items():
+        figures[f"{member}/solve_rate"] = fmean(rates[member])
+        figures[f"{member}/thinking_rate"] = fmean(t.thinking for group in groups for t in group)
+    means = [figures[f"{member}/solve_rate"] for member in tried]
+    figures |= {"solve_rate_mean": fmean(means), "solve_rate_best": max(means), "solve_rate_worst": min(means)}
+    figures["thinking_rate"] = fmean(figures[f"{member}/thinking_rate"] for member in tried)
+    for kind in dict.fromkeys(task.kind for task in tasks):
+        of_kind = [i for i, task in enumerate(tasks) if task.kind == kind]
+        figures[f"{kind}/solve_rate"] = fmean(rates[member][i] for member in tried for i in of_kind)
+    count = len(next(iter(tried.values()))[0])
+    figures[f"pass_at_{count}"] = fmean(any(t.correct for t in group) for groups in tried.values() for group in groups)
+    return figures
+
+
+@dataclass
+class HeldOut:
+    """
+    The held-out tasks of a run, and how its members last did on them.
+
+    Args:
+        tables: The tasks. Several tables have names; a single one is called `""`.
+        attempts: Attempts per member and task.
+        batch: Rows that a rank generates at once; all its rows when `None`.
+        seed: Seed of the samples. It is the same in every evaluation, so two evaluations differ only by the weights.
+        base: The base's figures per table, measured once.
+        rates: The last solve rate on the first table, by `name@version`.
+        step: Optimizer steps that the members had done when `rates` were measured.
+    """
+
+    tables: dict[str, list[Task]]
+    attempts: int
+    batch: int | None
+    seed: int
+    base: dict[str, dict[str, float]] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    step: int | None = None
+
+    def __post_init__(self):
+        self._questions = {_question(task) for tasks in self.tables.values() for task in tasks}
+
+    def __contains__(self, task: object) -> bool:
+        """Whether a held-out task asks about the same program and inputs, whatever its kind."""
+        return isinstance(task, Task) and _question(task) in self._questions
+
+    def measure(
+        self,
+        referee: Referee,
+        player: Player,
+        students: Sequence[Member],
+        prefix: str,
+        step: int,
+        progress: bool = False,
+        untrained: Container[str] = (),
+    ) -> dict[str, float]:
+        """
+        Scores the students on every table and, the first time, the base too. Collective.
+
+        Args:
+            referee: Poses the tasks and grades.
+            player: Generates.
+            students: Whom to ask.
+            prefix: Starts every key, followed by the table's name if it has one.
+            step: Optimizer steps that the students have done.
+            progress: Whether to show a bar.
+            untrained: Students whose adapter still adds nothing. They share the base's attempts.
+
+        Returns:
+            The figures of [`scores`] over the students, the base's as `base/...`, and `{prefix}_runtime` in seconds.
+        """
+        start, metrics = time.perf_counter(), dict[str, float]()
+        for name in self.tables:
+            bar = f"evaluate {name}".strip() if progress else ""
+            named = f"{prefix}_{name}_" if name else f"{prefix}_"
+            figures = self._figures(referee, player, students, name, bar, untrained)
+            metrics |= {named + key: value for key, value in figures.items()}
+        self.step = step
+        return metrics | {f"{prefix}_runtime": round(time.perf_counter() - start, 4)}
+
+    def _figures(
+        self,
+        referee: Referee,
+        player: Player,
+        students: Sequence[Member],
+        name: str,
+        bar: str,
+        untrained: Container[str],
+    ) -> dict[str, float]:
+        """Scores the students, and the base if need be, on one table."""
+        tasks = self.tables[name]
+
+        def tries_of(names: Sequence[str]) -> dict[str, list[list[Tried]]]:
+            return attempt(referee, player, names, tasks, self.attempts, self.batch, self.seed, bar) if names else {}
+
+        known = name in self.base
+        base = {} if known and not any(student.name in untrained for student in students) else tries_of([BASE_NAME])
+        names = [student.name for student in students]
+        trained = tries_of([each for each in names if each not in untrained])
+        figures = scores({each: trained.get(each) or base[BASE_NAME] for each in names}, tasks)
+        if name == next(iter(self.tables)):
+            self.rates = {student.identity: figures[f"{student.name}/solve_rate"] for student in students}
+        if not known:
+            self.base[name] = {
+                key if key.startswith(f"{BASE_NAME}/") else f"{BASE_NAME}/{key}": value
+                for key, value in scores(base, tasks).items()
+                if key != "thinking_rate" and not key.startswith("solve_rate_")  # of one: said already
+            }
+        return figures | self.base[name]
+
+    @property
+    def base_rate(self) -> float | None:
+        """Solve rate of the base on the first table; `None` until it is measured."""
+        return self.base.get(next(iter(self.tables)), {}).get(f"{BASE_NAME}/solve_rate")
+
+    def describe_tasks(self) -> dict[str, Any]:
+        """Identifies the tasks behind `rates`, the first table: `digest` of their ids, how many, attempts at each."""
+        tasks = next(iter(self.tables.values()))
+        return {"digest": _digest(tasks), "tasks": len(tasks), "attempts": self.attempts}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON. Of the tasks it holds a digest per table; the tasks come with the config."""
+        tasks = {name: _digest(table) for name, table in self.tables.items()}
+        return {"base": self.base, "rates": self.rates, "step": self.step, "tasks": tasks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned, for the tables whose tasks are still the same."""
+        asked = state.get("tasks")  # version 0.1 did not say
+        same = [name for name, tasks in self.tables.items() if asked is None or asked.get(name) == _digest(tasks)]
+        if len(same) < len(self.tables):
+            logger.warning(
+                "The held-out tasks are not those of the checkpoint. The base is scored on them anew; a "
+                "`metric_for_best_model` goes on comparing with scores on the former ones."
+            )
+        self.base = {name: figures for name, figures in state["base"].items() if name in same}
+        self.rates = dict(state["rates"]) if next(iter(self.tables)) in same else {}
+        self.step = state.get("step")
+
+
+def _digest(tasks: Sequence[Task]) -> str:
+    return hashlib.sha256(" ".join(task.task_id for task in tasks).encode()).hexdigest()[:16]
+
+
+def _question(task: Task) -> tuple:
+    """What a task asks about: for programs the normal form and the inputs, for other texts all of the task."""
+    tree = function_tree(task.program)
+    if tree is None:
+        return task.kind, task.program, task.inputs, task.message
+    return normal_forms(tree)[0], tuple(sorted(task.inputs))
+
+
+def load_held_out(
+    eval_dataset: Any, kinds: Mapping[str, TaskKind], archive: TaskArchive | None, args: GRPOConfig
+) -> HeldOut | None:
+    """
+    Builds the held-out tasks from one table or several; the training's archive may hold none of them.
+
+    Raises:
+        `TypeError`: If a table is not a `datasets.Dataset`.
+        `ValueError`: If evaluation is wanted without tasks, or a table is empty, holds prompts, a broken cell, a kind
+            that is not played, or a task of the archive.
+    """
+    if eval_dataset is None:
+        for name, wanted in {
+            "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
+            "eval_steps": args.eval_steps is not None,
+            "eval_on_start": args.eval_on_start,
+        }.items():
+            if wanted:
+                raise ValueError(
+                    f"`{name}={getattr(args, name)!s}` needs held-out tasks: pass `eval_dataset=` (on the command "
+                    "line `--eval_tasks`), a table with the columns of seed tasks, or leave it unset."
+                )
+        return None
+    named = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    tables = {name: _held_out_table(_field(name), table, kinds) for name, table in named.items()}
+    if not tables:
+        raise ValueError("`eval_dataset` is an empty dict; name at least one table.")
+    batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM schedules rows by itself
+    held_out = HeldOut(tables, args.num_generations_eval, batch, args.seed)
+    if shared := [task for task in archive or () if task in held_out]:
+        raise ValueError(
+            f"{len(shared)} of the {len(archive or ())} tasks to start from ask what `eval_dataset` holds out, so "
+            "nothing would be learned from a high score. Take them out of `train_dataset`. The first is "
+            f"{shared[0].program!r:.200}."
+        )
+    return held_out
+
+
+def _held_out_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> list[Task]:
+    if not isinstance(table, Dataset):
+        raise TypeError(f"`{field}` must be a `datasets.Dataset` of tasks, got `{type(table).__name__}`.")
+    if "prompt" in table.column_names and "kind" not in table.column_names:
+        raise ValueError(
+            f"`{field}` holds prompts; held-out tasks are rows with `kind`, `program`, `inputs` and `outputs`, as "
+            "seed tasks are."
+        )
+    tasks = [read_task(row, f"`{field}`, row {number}") for number, row in enumerate(table)]
+    if not tasks:
+        raise ValueError(f"`{field}` is empty; give at least one task, or leave it unset.")
+    for number, task in enumerate(tasks):
+        if task.kind not in kinds:
+            raise ValueError(
+                f"`{field}`, row {number}: column `kind` is {task.kind!r}, this run plays {', '.join(kinds)}. Leave "
+                "such rows out, or add the kind to `task_kinds`."
+            )
+    return tasks
+
+
+def given_tables(train_dataset: Dataset | None, held_out: HeldOut | None) -> dict[str, list[Task]]:
+    """What the user has claimed to be true: the tasks of both datasets under the names that messages give them."""
+    tables = {} if held_out is None else {_field(name): tasks for name, tasks in held_out.tables.items()}
+    if train_dataset is not None:
+        tables["train_dataset"] = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]
+    return tables
+
+
+def _field(name: str) -> str:
+    return f"eval_dataset[{name!r}]" if name else "eval_dataset"

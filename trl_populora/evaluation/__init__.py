@@ -1,1 +1,0 @@
-"""How good members are: cross-play of saved populations, published benchmarks."""

@@ -1,0 +1,350 @@
+"""The cards that are pushed: a population's model card, and the dataset card of its archive."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import DatasetCardData, ModelCardData
+
+from trl_populora.assets import TINY
+from trl_populora.files import write_whole
+from trl_populora.hub.eval_results import model_index, read_figures, results_table, write_results
+from trl_populora.report.plots import PLOTS
+from trl_populora.report.table import HEADER, WORDS, list_members
+from trl_populora.run.read import read_lines, read_population
+from trl_populora.tasks.archive import schema
+from trl_populora.tasks.python.complexity import PROGRAM_MEASURES
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+TAGS = ("trl", "populora", "lora", "peft", "reinforcement-learning")
+
+CARD = """---
+{metadata}
+---
+
+# {name}
+
+A population of {teachers} teachers and {students} students, LoRA adapters of rank {rank} on one frozen base
+({base}), after {step} steps of [PopuLoRA](https://arxiv.org/abs/2605.16727) with
+trl-populora on [TRL](https://github.com/huggingface/trl). Teachers write tasks
+of the kinds {kinds}, students solve them, and programs decide which answers are right.
+
+The adapter at the root of this repository is **{best}**, the student with the highest {best_by}.
+
+## Members
+
+{ratings}
+
+`held out` is the solve rate on held-out tasks{held_out_base}; `rating` is TrueSkill's mu ± sigma from
+the matches of the run; `born` is the step.
+{evaluation}{plots}
+## Load it
+
+The best student:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+{base_import}
+base = AutoModelForCausalLM.from_pretrained({base_code})
+model = PeftModel.from_pretrained(base, "{repo}")
+```
+
+Any member: `PeftModel.from_pretrained(base, "{repo}", subfolder="{member}")`.
+{quantization}
+Continue the population, also with other numbers of teachers and students:
+
+```python
+from peft import LoraConfig
+from trl_populora import PopuLoRAConfig, PopuLoRATrainer
+
+args = PopuLoRAConfig("runs/more", teachers=4, students=4, warm_start="{repo}")
+PopuLoRATrainer("{base}", args=args, peft_config={lora}).train()
+```
+
+All members in one vLLM server{folding}:
+
+```bash
+hf download {repo} --local-dir population
+vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vllm_rank} \\
+    --lora-modules {modules}
+```
+
+## Lineage
+
+{lineage}
+
+## Training
+
+```json
+{settings}
+```
+
+## Citation
+
+```bibtex
+@misc{{populora,
+    title        = {{PopuLoRA}},
+    eprint       = {{2605.16727}},
+    archivePrefix = {{arXiv}},
+    year         = {{2026}}
+}}
+```
+"""
+
+# vLLM knows these ranks only; a smaller adapter runs under the next one.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+FOLDING = (
+    ". It scales every module by `r` and `lora_alpha` alone, and these members have patterns of both: "
+    "`trl_populora.lora.convert.fold_patterns(directory)` first turns a member into an equal one without"
+)
+_LINEAGE_ROWS = 40
+PICTURES = (
+    "held_out",
+    "ratings_teachers",
+    "ratings_students",
+    "solve_rate",
+    "curriculum",
+    "coverage",
+)  # drawn when pushing
+
+
+def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, details: dict | None = None) -> None:
+    """
+    Writes `README.md` into the directory of a saved population, and `.eval_results/` where benchmarks were measured.
+
+    Args:
+        root: Holds `population.json`, and `lineage.jsonl`, `evaluation.json` and `plots/*.png` where there are any.
+        name: Name of the repository, best with its user; the title.
+        tags: Added to the package's own.
+        details: Further metadata, for example `license` and `language`.
+    """
+    population = read_population(root)
+    base, members = population["base_model"], population["members"]
+    patterns = [population["lora"].get(f"{name}_pattern") or {} for name in ("rank", "alpha")]
+    largest = max([population["lora"]["r"], *patterns[0].values()])
+    published = not os.path.isdir(base) and base != TINY
+    repo = name if "/" in name else f"<user>/{name}"
+    best, best_by = population["best_student"], population.get("best_student_by", "rating")
+    figures = read_figures(root, population, repo)
+    write_results(root, figures, best, repo)
+    metadata = ModelCardData(
+        library_name="peft",
+        tags=sorted({*TAGS, *([tags] if isinstance(tags, str) else tags or ())}),
+        **({"base_model": base, "base_model_relation": "adapter"} if published else {}),
+        pipeline_tag="text-generation",
+        model_name=name.split("/")[-1] if figures else None,
+        eval_results=model_index(figures) or None,
+        ignore_metadata_errors=True,
+        **{key: value for key, value in (details or {}).items() if key in ("license", "language", "datasets")},
+    )
+    text = CARD.format(
+        metadata=metadata.to_yaml(),
+        name=name.split("/")[-1],
+        teachers=sum(member["role"] == "teacher" for member in members),
+        students=sum(member["role"] == "student" for member in members),
+        rank=population["lora"]["r"],
+        base=base,
+        **_base_code(base, population.get("settings", {}).get("base_revision", "main")),
+        step=population["step"],
+        kinds=", ".join(population["task_kinds"]),
+        best=best,
+        best_by=best_by,
+        evaluation=results_table(figures, best, best_by),
+        ratings=_ratings(members),
+        held_out_base=_held_out_base(population),
+        plots=_plots(root),
+        repo=repo,
+        lora=_lora(population["lora"]),
+        members=len(members),
+        member=members[0]["adapter"],
+        quantization=_quantization(population.get("base_quantization")),
+        folding=FOLDING if any(patterns) else "",
+        vllm_rank=next((rank for rank in VLLM_RANKS if rank >= largest), VLLM_RANKS[-1]),
+        modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
+        lineage=_lineage(root / "lineage.jsonl"),
+        settings=json.dumps(population.get("settings", {}), indent=2),
+    )
+    with write_whole(root / "README.md") as unfinished:
+        unfinished.write_text(text)
+
+
+def _quantization(config: dict | None) -> str:
+    if config is None:
+        return ""
+    bits = 4 if config.get("load_in_4bit") else 8
+    return (
+        f"The base was held in {bits} bits while they were trained; load it with `quantization_config="
+        f"BitsAndBytesConfig(load_in_{bits}bit=True, ...)`, as `base_quantization` of `population.json` says.\n"
+    )
+
+
+def _base_code(base: str, revision: str) -> dict[str, str]:
+    """How Python and a shell name the base; the embedded one lies inside the installed package."""
+    if base != TINY:
+        if revision == "main":
+            return {"base_import": "", "base_code": f'"{base}"', "base_shell": base}
+        code = f'"{base}", revision="{revision}"'
+        return {"base_import": "", "base_code": code, "base_shell": f"{base} --revision {revision}"}
+    line, code = "from trl_populora.assets import tiny_base_path", "tiny_base_path()"
+    return {
+        "base_import": f"{line}\n",
+        "base_code": code,
+        "base_shell": f"\"$(python -c '{line}; print({code})')\"",
+    }
+
+
+def _ratings(members: list[dict[str, Any]]) -> str:
+    rule = ("---" if column in WORDS else "---:" for column in HEADER)
+    rows = [row for rows in list_members(members).values() for row in rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADER, tuple(rule), *rows))
+
+
+def _held_out_base(population: dict[str, Any]) -> str:
+    rate, step = population.get("held_out_base"), population.get("held_out_step")
+    earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
+    return earlier if rate is None else f" (the base without an adapter: {rate:.3f}){earlier}"
+
+
+def _plots(root: Path) -> str:
+    names = [name for name in PICTURES if (root / "plots" / f"{name}.png").exists()]
+    if not names:
+        return ""
+    titles = {plot.name: plot.title for plot in PLOTS}
+    images = [f'<img alt="{titles[name]}" src="plots/{name}.png" width="400">' for name in names]
+    return "\n".join(["", "## The run in pictures", "", *images, ""])
+
+
+def _lora(lora: dict[str, Any]) -> str:
+    return f"LoraConfig({', '.join(f'{name}={value!r}' for name, value in lora.items())})"
+
+
+def _lineage(path: Path) -> str:
+    events = read_lines(path)
+    if not events:
+        return "Nobody has been replaced yet."
+    rows = ["| step | child | parents | operator |", "|---:|---|---|---|"]
+    for event in events[-_LINEAGE_ROWS:]:
+        parents = ", ".join(parent["member"] for parent in event["parents"])
+        rows.append(f"| {event['step']} | {event['child']} | {parents} | {event['operator']} |")
+    if len(events) > _LINEAGE_ROWS:
+        rows.append(f"\nThe last {_LINEAGE_ROWS} of {len(events)} births; all are in `lineage.jsonl`.")
+    return "\n".join(rows)
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# The dataset card of a task archive that is pushed to the Hub.
+
+
+ARCHIVE_CARD = """---
+{metadata}
+---
+
+# {name}
+
+{count} verified tasks, the archive of a [PopuLoRA](https://arxiv.org/abs/2605.16727) run: LoRA teachers
+on {base} wrote them over {step} steps (`author` is `seed` for those that the run started with), a sandbox ran their
+programs and refused what failed, depended on chance or was a duplicate.
+
+| kind | tasks |
+|---|---:|
+{kinds}
+
+```python
+from datasets import load_dataset
+
+tasks = load_dataset("{repo}", split="train")
+```
+
+They seed another run: `PopuLoRATrainer(..., train_dataset=tasks)`, or `seed_tasks: {repo}` in its YAML.
+
+| column | |
+|---|---|
+| `kind` | `code_o`: predict the output; `code_i`: find an input; `code_f`: write the program |
+| `program` | defines `f` |
+| `inputs`, `outputs` | canonical texts (`trl_populora.sandbox.values.decode`); an input is the tuple of arguments |
+| `message`, `visible` | code_f alone: the hint, and how many pairs the solver sees |
+| `author`, `step`, `match` | who wrote it and when |
+| `solve_rate` | share of attempts that solved it; empty if nobody has tried |
+| {complexity} | complexity of the program |{measures}
+| `key` | hash by which duplicates are recognised |
+"""
+
+
+def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
+    """
+    The card's text.
+
+    Args:
+        path: `archive.parquet` of a run.
+        population: `population.json` of the same run.
+        repo: Where it goes, `user/name`.
+
+    Raises:
+        `ValueError`: If the file is missing or broken.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        kinds = Counter(pq.read_table(path, columns=["kind"])["kind"].to_pylist())
+        columns, file = pq.read_schema(path), pq.read_metadata(path)
+        own = [name for name in columns.names if name not in schema().names]
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+    name = repo.split("/")[-1]
+    metadata = DatasetCardData(
+        pretty_name=name,
+        tags=["populora", "trl", "code", "self-play"],
+        task_categories=["text-generation"],
+        size_categories=[_size(kinds.total())],
+        configs=[{"config_name": "default", "data_files": [{"split": "train", "path": path.name}], "default": True}],
+        dataset_info=_info(columns, kinds.total(), _whole_size(file), path.stat().st_size),
+    )
+    return ARCHIVE_CARD.format(
+        metadata=metadata.to_yaml(),
+        name=name,
+        repo=repo,
+        count=f"{kinds.total():,}",
+        base=population["base_model"],
+        step=population["step"],
+        complexity=", ".join(f"`{name}`" for name in PROGRAM_MEASURES),
+        measures=f"\n| {', '.join(f'`{name}`' for name in own)} | what tasks of other kinds measure |" if own else "",
+        kinds="\n".join(f"| {kind} | {count:,} |" for kind, count in sorted(kinds.items())),
+    )
+
+
+# As the Hub's viewer names them.
+_TYPES = {"string": "string", "int64": "int64", "double": "float64"}
+
+
+def _info(columns: pa.Schema, tasks: int, size: int, download: int) -> dict[str, Any]:
+    """Columns and size, which the viewer shows without reading the file: numbers, texts and lists of texts."""
+    features = []
+    for column in columns:
+        if str(column.type).startswith("list"):
+            features.append({"name": column.name, "list": _TYPES[str(column.type.value_type)]})
+        else:
+            features.append({"name": column.name, "dtype": _TYPES[str(column.type)]})
+    splits = [{"name": "train", "num_bytes": size, "num_examples": tasks}]
+    return {"features": features, "splits": splits, "download_size": download, "dataset_size": size}
+
+
+def _whole_size(file: Any) -> int:
+    """Bytes of a parquet file before compression."""
+    return sum(file.row_group(group).total_byte_size for group in range(file.num_row_groups))
+
+
+def _size(tasks: int) -> str:
+    """The Hub's word for so many rows."""
+    bounds = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
+    return next((word for bound, word in bounds.items() if tasks < bound), "1M<n<10M")

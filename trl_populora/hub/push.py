@@ -1,0 +1,368 @@
+"""Uploads to the Hub: a population while it trains and afterwards, its archive, and a Space with its report.
+
+A repository, like the run's directory, has at its root the best student as an ordinary adapter, so that
+`PeftModel.from_pretrained(base, repo)` works, and beside it `members/<name>/`, `population.json`, `lineage.jsonl`,
+`archive.parquet`, `metrics.jsonl`, `times.jsonl`, `plots/` and the model card. The archive may go to a dataset
+repository, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import CommitOperationAdd, HfApi, SpaceCardData, constants
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from transformers import TrainerControl, TrainingArguments
+from transformers.trainer_utils import HubStrategy
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_populora.files import write_json, write_whole
+from trl_populora.hub.card import PICTURES, archive_card, write_card
+from trl_populora.hub.download import is_connection_error
+from trl_populora.hub.eval_results import OURS
+from trl_populora.report.load import load_run, load_samples
+from trl_populora.report.page import page
+from trl_populora.report.plots import draw_plots
+from trl_populora.run.checkpoint import Staging
+from trl_populora.run.read import POPULATION_FILE, read_population
+from trl_populora.run.saved_population import best_adapter, check_one_moment
+
+
+logger = logging.getLogger(__name__)
+
+# What a checkpoint holds for resuming alone.
+RESUME_ONLY = (
+    "optimizer",
+    "scheduler",
+    "rng_state",
+    "rank_state",
+    "game.json",
+    "trainer_state",
+    "whole.json",
+    "global_",
+)
+NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp", *(f"{name}*" for name in RESUME_ONLY if name != "trainer_state")]
+STAGES = "_push"
+
+
+class Uploads:
+    """
+    Uploads of checkpoints while training goes on, each of a frozen copy of what is uploaded.
+
+    Args:
+        args: The run's directory, strategy, token and revision.
+    """
+
+    def __init__(self, args: TrainingArguments):
+        self.args = args
+        self.run = Path(args.output_dir)
+        self.begun: list[Future] = []
+
+    def hub_errors(self, repo: str | None = None) -> AbstractContextManager:
+        """[`hub_errors`] for uploads of this run."""
+        return hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
+
+    @property
+    def are_due(self) -> bool:
+        """Whether a checkpoint goes up now: one at a time unless `hub_always_push`."""
+        idle = all(job.done() for job in self.begun)
+        return self.args.hub_strategy != HubStrategy.END and (idle or self.args.hub_always_push)
+
+    def start(self, checkpoint: Path, repo: str, step: int) -> None:
+        """Begins the upload of a whole checkpoint."""
+        self._drop_ended(repo)
+        if not self.begun:
+            shutil.rmtree(self.run / STAGES, ignore_errors=True)
+        stage = make_stage(self.run, checkpoint, self.args.hub_strategy)
+        draw_for_card(stage)
+        write_card(stage, repo)
+        job = HfApi().upload_folder(
+            repo_id=repo,
+            folder_path=stage,
+            commit_message=f"Training in progress, step {step}",
+            token=self.args.hub_token,
+            revision=self.args.hub_revision,
+            delete_patterns=OURS,  # a figure of other weights
+            run_as_future=True,
+        )
+        self.begun.append(job)
+
+    def finish(self, repo: str | None) -> None:
+        """Waits for what is under way, and removes the copies."""
+        if not all(job.done() for job in self.begun):
+            logger.info("Waiting for the upload of a checkpoint, which may take a couple of minutes.")
+        wait(self.begun)
+        self._drop_ended(repo)
+        if self.args.process_index == 0:
+            shutil.rmtree(self.run / STAGES, ignore_errors=True)
+
+    def _drop_ended(self, repo: str | None) -> None:
+        """Uploads in the background fail silently; training goes on, but somebody has to be told."""
+        for job in [job for job in self.begun if job.done()]:
+            self.begun.remove(job)
+            if (error := job.exception()) is not None:
+                try:
+                    with self.hub_errors(repo):
+                        raise error
+                except Exception as told:
+                    logger.warning("%s", told)
+
+
+def place_best_student(root: Path) -> None:
+    """Copies the best student's adapter to the root of a saved population."""
+    best = best_adapter(root)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        with write_whole(root / name) as unfinished:
+            shutil.copyfile(best / name, unfinished)
+
+
+def draw_for_card(root: Path) -> None:
+    """Draws the pictures of the model card into `plots/`; a card without them is no reason to stop."""
+    try:
+        draw_plots(load_run(root), root / "plots", PICTURES)
+    except (ImportError, ValueError) as reason:  # the `report` extra is not installed, or no step was logged
+        logger.warning("The model card of %s goes without pictures: %s", root, reason)
+
+
+def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
+    """
+    A frozen copy of what is uploaded at a checkpoint, made of hard links: training may go on and rotate checkpoints.
+
+    Args:
+        run: The run's directory.
+        checkpoint: A whole checkpoint of it.
+        strategy: `hub_strategy`; `"checkpoint"` and `"all_checkpoints"` add the checkpoint itself.
+    """
+    stage = run / STAGES / checkpoint.name
+    shutil.rmtree(stage, ignore_errors=True)
+    shutil.copytree(
+        checkpoint, stage, copy_function=_link, ignore=lambda _, names: [n for n in names if n.startswith(RESUME_ONLY)]
+    )
+    for name in ("metrics.jsonl", "times.jsonl"):
+        if (run / name).exists():
+            shutil.copyfile(run / name, stage / name)  # still growing: a link would grow with it
+    if (run / "rollouts").is_dir():
+        shutil.copytree(
+            run / "rollouts", stage / "rollouts", copy_function=_link, ignore=shutil.ignore_patterns("*.tmp")
+        )
+    place_best_student(stage)
+    if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+        shutil.copytree(checkpoint, stage / name, copy_function=_link)
+    return stage
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
+    return target
+
+
+def push_run(run: str | Path, repo: str, token: str | None = None, private: bool | None = None) -> str:
+    """
+    Uploads the directory of a run, and makes the repository if there is none. Needs no trainer.
+
+    Args:
+        run: The run's `output_dir`, saved with `save_model()`.
+        repo: `user/name`.
+        token: Write token; the one of `hf auth login` by default.
+        private: For a new repository.
+
+    Returns:
+        `str`: Address of the commit.
+
+    Raises:
+        `ValueError`: If the directory holds no saved population, not all of it, or parts of different steps.
+        `RuntimeError`: If the upload fails; the message says why and how to complete it.
+    """
+    root = Path(run)
+    population = read_population(root)
+    check_one_moment(root, population)
+    write_json(root / POPULATION_FILE, population)  # without secrets, which early versions saved
+    place_best_student(root)
+    draw_for_card(root)
+    write_card(root, repo)
+    with hub_errors(repo, str(run)), warnings.catch_warnings():
+        # The archive and the rollouts belong to the population; the client would doubt each of them.
+        warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
+        repo = HfApi().create_repo(repo, token=token, private=private, exist_ok=True).repo_id
+        commit = HfApi().upload_folder(
+            repo_id=repo,
+            folder_path=root,
+            commit_message="Upload population",
+            token=token,
+            ignore_patterns=NOT_UPLOADED,
+            delete_patterns=OURS,  # a figure of other weights
+        )
+    return commit.commit_url
+
+
+def push_archive(run: str | Path, repo: str, token: str | None = None, private: bool | None = None) -> str:
+    """
+    Uploads the task archive of a run as a dataset, with a card, and makes the repository if there is none.
+
+    `load_dataset(repo)` opens it, and the table seeds another run as `train_dataset`.
+
+    Args:
+        run: The run's `output_dir`, saved with `save_model()`, or a checkpoint.
+        repo: `user/name`, of a dataset.
+        token: Write token; the one of `hf auth login` by default.
+        private: For a new repository.
+
+    Returns:
+        `str`: Address of the commit.
+
+    Raises:
+        `ValueError`: If the directory holds no saved archive, or one of another step than its population.
+        `RuntimeError`: If the upload fails; the message says why and how to complete it.
+    """
+    path, population = Path(run, "archive.parquet"), read_population(run)
+    card = archive_card(path, population, repo)
+    check_one_moment(Path(run), population, adapters=())
+    with hub_errors(repo, str(run), "--archive_repo"):
+        repo = HfApi().create_repo(repo, token=token, private=private, repo_type="dataset", exist_ok=True).repo_id
+        commit = HfApi().create_commit(
+            repo_id=repo,
+            repo_type="dataset",
+            operations=[CommitOperationAdd(path.name, path), CommitOperationAdd("README.md", card.encode())],
+            commit_message="Upload task archive",
+            token=token,
+        )
+    return commit.commit_url
+
+
+@contextmanager
+def hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
+    """Turns what may go wrong between here and the Hub into one error that says why and what to do."""
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        reason = "there is no token; run `hf auth login` or set `HF_TOKEN`"
+        raise RuntimeError(_advice(reason, repo, run, option)) from error
+    except HfHubHTTPError as error:
+        reasons = {
+            401: "the token is missing or not valid; run `hf auth login` or set `HF_TOKEN` or `hub_token`",
+            403: f"the token may not write to {repo}; use one with write access, or another `hub_model_id`",
+        }
+        status = error.response.status_code
+        reason = reasons.get(status, f"status {status}, {error!s:.300}")
+        raise RuntimeError(_advice(reason, repo, run, option)) from error
+    except Exception as error:
+        if not is_connection_error(error):
+            raise
+        raise RuntimeError(_advice(f"the connection failed ({error!r:.300})", repo, run, option)) from error
+
+
+def _advice(reason: str, repo: str, run: str, option: str) -> str:
+    return (
+        f"Pushing {run} to {repo} at {constants.ENDPOINT} failed: {reason}. The local files are intact; "
+        f"`populora push {run} {option} {repo}` completes the upload."
+    )
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# A static Space that shows a run's report: the same page, without a server.
+
+
+def push_space(
+    run: str | Path, repo: str, token: str | None = None, private: bool | None = None, model: str | None = None
+) -> str:
+    """
+    Uploads the report of a run, also of one that goes on, as a static Space.
+
+    Args:
+        run: The run's `output_dir`.
+        repo: `user/name`, of a Space; made if absent.
+        token: Write token; the one of `hf auth login` by default.
+        private: For a new Space.
+        model: Repository of the population, to which the Space then links.
+
+    Returns:
+        `str`: Address of the commit.
+
+    Raises:
+        `ValueError`: If the run has not logged a step yet.
+        `RuntimeError`: If the upload fails; the message says why and how to complete it.
+    """
+    with TemporaryDirectory() as place:
+        make_space(run, place, repo, model)
+        with hub_errors(repo, str(run), "--space"):
+            repo = (
+                HfApi()
+                .create_repo(repo, token=token, private=private, repo_type="space", space_sdk="static", exist_ok=True)
+                .repo_id
+            )
+            files = [CommitOperationAdd(path.name, path) for path in sorted(Path(place).iterdir())]
+            commit = HfApi().create_commit(
+                repo_id=repo, repo_type="space", operations=files, commit_message="Upload report", token=token
+            )
+    return commit.commit_url
+
+
+def make_space(run: str | Path, directory: str | Path, repo: str, model: str | None = None) -> None:
+    """Writes the Space's two files, `index.html` and the card, into an empty directory."""
+    name, root = repo.split("/")[-1], Path(directory)
+    records = load_run(run, name)
+    with TemporaryDirectory() as pictures:
+        text = page(records, draw_plots(records, Path(pictures)), load_samples(run), None)
+    (root / "index.html").write_text(text, encoding="utf-8")
+    card = SpaceCardData(
+        title=name,
+        sdk="static",
+        app_file="index.html",
+        short_description="Report of a PopuLoRA run",
+        tags=["populora", "trl"],
+        models=[model] if model else None,
+    )
+    (root / "README.md").write_text(f"---\n{card.to_yaml()}\n---\n", encoding="utf-8")
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# What a trainer does with the Hub: TRL's and transformers' hooks, for a population.
+
+
+class HubTrainer(GRPOTrainer):
+    """
+    A [`~trl.GRPOTrainer`] whose card is a population's, and which uploads frozen copies of a run while training goes
+    on. An upload that fails says why, and how to complete it.
+    """
+
+    # `PopuLoRATrainer` makes the last two.
+    args: GRPOConfig
+    control: TrainerControl
+    hub_model_id: str
+    staging: Staging
+    uploads: Uploads
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None, **details):
+        root = Path(self.args.output_dir)
+        if self.is_world_process_zero() and (root / POPULATION_FILE).exists():
+            write_card(root, self.hub_model_id or model_name or root.name, tags, details)
+
+    def init_hf_repo(self, token=None, **kwargs):
+        with self.uploads.hub_errors():
+            super().init_hf_repo(token=token, **kwargs)
+
+    def push_to_hub(self, commit_message="End of training", **kwargs):
+        if self.is_world_process_zero():
+            draw_for_card(Path(self.args.output_dir))
+        with self.uploads.hub_errors():
+            return super().push_to_hub(commit_message=commit_message, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if self.staging.directory is None and self.is_world_process_zero() and self.uploads.are_due:
+            self.callback_handler.on_push_begin(self.args, self.state, self.control)
+            self.uploads.start(Path(checkpoint_folder), self.hub_model_id, self.state.global_step)
+
+    def _finish_current_push(self):
+        self.uploads.finish(self.hub_model_id)

@@ -1,0 +1,657 @@
+"""Update: which rows of a step are computed together, and the micro-batches that are cut accordingly.
+
+    rows of a step [R, P + C] --plan_micro_batches--> packs --cut--> micro-batches [B, P' + C'], B, P', C' of their own
+
+A step's rows are dealt once, by [`plan_micro_batches`], as soon as their advantages are known. A micro-batch holds one
+role where possible. The rows of a member stand side by side. Where possible every member has the same number of rows,
+which is the fast path of the routed LoRA layer. Two ways of dealing are compared, and the cheaper one is taken: the
+attempts at one task together, or rows of similar length together. [`cut`] then makes the tensors, and leaves out
+padding that no row of the micro-batch needs.
+
+Tokens bound a micro-batch, not rows: it may have `per_device_train_batch_size` times the longest prompt and
+completion. So it holds few long rows or many short ones, and needs no more memory than that many of the longest rows.
+
+Many rows of a step have advantage 0, because every attempt of their group did equally well. Without a KL term such a
+row has no gradient. It is *blank*: no micro-batch holds it. It still counts in every normaliser, so the update stays
+the same but for rounding. All other rows are *live*. Leaving out blank rows and sharing prompts make the update of
+eight adapters on a 7B .19 of stock TRL's with one, where half of the rows are blank (H200, 27 November 2026).
+
+TRL wants the same number of micro-batches in every step, and so do processes that meet in forwards and backwards. So a
+micro-batch without rows gets one row with empty masks. Where nobody waits for it, it is not computed: on a GPU it
+would take nearly as long as a full one.
+
+Shapes: R rows of this rank, B rows of a micro-batch, P prompt tokens, C completion tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from accelerate.utils import gather, reduce
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PretrainedConfig
+from trl.trainer import utils as trl_utils
+
+
+Batch = dict[str, torch.Tensor]
+Packs = list[list[int]]  # `packs[i]` lists the training rows that row i of the forward computes together
+
+# Columns that are padded on the left to P, or on the right to C. `importance_sampling_ratio` is [R, 1] in sequence
+# modes.
+_PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
+_COMPLETION_COLUMNS = (
+    "completion_ids",
+    "completion_mask",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "importance_sampling_ratio",
+)
+# With these at 0 a row's ratio to the old policy is finite, and its tokens count nowhere. Its reference is set where
+# the forward is known: without its context a row's KL may be infinite, and infinity times the mask's 0 is NaN.
+_BLANKED_COLUMNS = (
+    "prompt_mask",
+    "completion_mask",
+    "old_per_token_logps",
+    "sampling_per_token_logps",
+    "importance_sampling_ratio",
+)
+
+
+def plan_micro_batches(
+    members: Sequence[int],
+    prompts: Sequence[int],
+    asked: Sequence[int],
+    answered: Sequence[int],
+    num_teachers: int,
+    size: int,
+    sharing: Sharing | None = None,
+) -> list[Packs]:
+    """
+    Deals the rows of a step into micro-batches.
+
+    Args:
+        members: Member index of each row, shape `[R]`.
+        prompts: A number per row. Rows with the same number have one member and one prompt.
+        asked, answered: Tokens of each row's prompt and completion. Both are 0 for blank rows.
+        num_teachers: Members below this index are teachers.
+        size: How many of the longest rows a micro-batch has room for.
+        sharing: How the model takes shared prompts; `None` if it cannot.
+
+    Returns:
+        The packs of each micro-batch. There are `R / size` micro-batches, rounded up, where R counts blank rows as
+        well. The last ones may be empty.
+    """
+    budget = size * (max(asked) + max(answered))
+
+    def lay(rows: Sequence[int]) -> Layout:
+        columns = [[column[row] for row in rows] for column in (prompts, asked, answered)]
+        return lay_out(columns[0], columns[1], columns[2], sharing, budget)
+
+    def exceeds(rows: Sequence[int]) -> bool:
+        return lay(rows).grid > budget
+
+    ways = []
+    for keys in (None,) if sharing is None else (None, prompts):
+        batches: list[list[int]] = []
+        for is_student in (False, True):
+            own = [(member >= num_teachers) == is_student for member in members]
+            lengths = [(asked[row] + answered[row]) * own[row] for row in range(len(members))]
+            _fill(batches, take_turns(members, lengths, keys), size, exceeds)
+        # A member's rows stand together, so that the routed layers need not gather them.
+        ways.append([sorted(rows, key=lambda row: members[row]) for rows in batches])
+    layouts = [[lay(rows) for rows in way] for way in ways]
+    costs = [sum(layout.cost(sharing) for layout in way) for way in layouts]
+    best = costs.index(min(costs))
+    packs = [
+        [[rows[place] for place in pack] for pack in layout.packs]
+        for rows, layout in zip(ways[best], layouts[best], strict=True)
+    ]
+    return packs + [[] for _ in range(-(-len(members) // size) - len(packs))]
+
+
+def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int] | None) -> list[list[int]]:
+    """
+    Orders rows from long to short. The members take turns as long as they have rows.
+
+    Args:
+        members: Member index per row, shape `[R]`.
+        lengths: Tokens per row, shape `[R]`. Rows of length 0 are left out: blank rows, and those of the other role.
+        prompts: Rows with the same number stay together; `None` if prompts do not matter.
+
+    Returns:
+        Rows that should share a micro-batch: those of one prompt, or one row of each member.
+    """
+    queues: dict[int, dict[int, list[int]]] = {member: {} for member in sorted(set(members))}
+    for row in sorted(range(len(members)), key=lambda row: -lengths[row]):
+        if lengths[row]:
+            queues[members[row]].setdefault(row if prompts is None else prompts[row], []).append(row)
+    turns = zip_longest(*(queue.values() for queue in queues.values()), fillvalue=[])
+    if prompts is None:
+        return [[row for group in turn for row in group] for turn in turns]
+    return [group for turn in turns for group in turn if group]
+
+
+def _fill(
+    batches: list[list[int]], groups: Sequence[list[int]], size: int, exceeds: Callable[[Sequence[int]], bool]
+) -> None:
+    """Adds the groups of one role's rows to the last micro-batch while it has room, then to new ones."""
+    first = True  # a role begins a new micro-batch, unless the role before it left room in the last one
+    for group in groups:
+        splits = ([group[start::count] for start in range(count)] for count in range(1, len(group) + 1))
+        # A group that does not fit into one micro-batch is split into as few equal pieces as do.
+        for piece in next(split for split in splits if not any(map(exceeds, split))):
+            enough = bool(batches) and len(batches[-1]) >= size
+            if not batches or (enough and (first or exceeds(batches[-1] + piece))):
+                batches.append([])
+            for row in piece:
+                if batches[-1] and exceeds([*batches[-1], row]):
+                    batches.append([])
+                batches[-1].append(row)
+            first = False
+
+
+def cut(whole: Batch, plan: Sequence[Packs], multiple: int = 1) -> list[Batch]:
+    """
+    Cuts the micro-batches of a plan, without padding that none of their rows needs.
+
+    Args:
+        whole: The rows of a step as TRL has made them, a dict of columns.
+        plan: As [`plan_micro_batches`] returns it.
+        multiple: P and C of a micro-batch stay multiples of it (`pad_to_multiple_of`).
+
+    Returns:
+        The micro-batches. Their column `pack` says which row of the forward a row belongs to; -1 marks a blank row.
+    """
+    return [trim(_micro_batch(whole, packs), multiple) for packs in plan]
+
+
+def by_micro_batch(
+    forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch], rows: int, columns: int, together: bool
+) -> torch.Tensor:
+    """
+    Computes log-probabilities micro-batch by micro-batch, and puts them back into the order of the rows.
+
+    Args:
+        forward: Computes those of one micro-batch, `[B, C]` with the micro-batch's own C.
+        batches: Micro-batches with a column `row`, the place of each row in the result.
+        rows, columns: Size of the result.
+        together: Whether ranks meet in every forward. Then blank micro-batches are run, too.
+
+    Returns:
+        Of shape `[R, C]`. Rows in no micro-batch are NaN.
+    """
+    found = torch.full((rows, columns), float("nan"), device=batches[0]["row"].device)
+    for batch in batches:
+        live = batch["pack"] >= 0
+        if not (together or live.any()):
+            continue
+        values = forward(batch)
+        found[batch["row"][live]] = nn.functional.pad(values, (0, columns - values.shape[1])).to(found.dtype)[live]
+    return found
+
+
+def part(ids: torch.Tensor, mask: torch.Tensor, completion_length: int, members: torch.Tensor) -> Batch:
+    """Splits `ids` and `mask`, `[R, P + C]`, into the columns that [`cut`] takes. Column `row` numbers the rows."""
+    first = ids.shape[1] - completion_length
+    return {
+        "prompt_ids": ids[:, :first],
+        "prompt_mask": mask[:, :first],
+        "completion_ids": ids[:, first:],
+        "completion_mask": mask[:, first:],
+        "member": members,
+        "row": torch.arange(len(ids), device=ids.device),
+    }
+
+
+def join(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Joins the columns of a micro-batch again: ids and mask `[B, P + C]`, and C."""
+    ids, mask = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    return ids, mask, batch["completion_ids"].shape[1]
+
+
+def layout_of(batch: Batch) -> Layout:
+    """Reads from the column `pack` how the rows of a micro-batch enter the model."""
+    packs: dict[int, list[int]] = {}
+    for row, number in enumerate(batch["pack"].tolist()):
+        if number >= 0:
+            packs.setdefault(number, []).append(row)
+    asked, answered = _lengths(batch)
+    # A blank micro-batch is one row: other processes may wait for this forward.
+    return Layout([*packs.values()] or [[0]], asked, answered)
+
+
+def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
+    """Takes the rows of the packs; one blank row if there are none."""
+    rows = [row for pack in packs for row in pack]
+    numbers = [number for number, pack in enumerate(packs) for _ in pack]
+    device = whole["member"].device
+    batch = _rows_of(whole, torch.tensor(rows or [0])) | {"pack": torch.tensor(numbers or [-1], device=device)}
+    return batch if rows else _empty(batch, batch["pack"] < 0)
+
+
+def match_ranks(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[str, float]]:
+    """
+    Pads each micro-batch with blank rows until it has as many rows as on the other ranks, because TRL gathers one
+    value per row. Collective.
+
+    Args:
+        batches: This rank's, from [`cut`].
+        rows: How many rows this rank has in the step.
+
+    Returns:
+        The micro-batches and metrics. Each micro-batch gets two counts over all ranks: `live`, the rows that are
+        computed, and `tokens`, their completion tokens. The metrics are means over the ranks.
+    """
+    device = batches[0]["member"].device
+    sizes = [(len(b["member"]), live_rows([b]), int(b["completion_mask"].sum())) for b in batches]
+    everywhere = gather(torch.tensor(sizes, device=device)[None])
+    most, (live, tokens) = everywhere[..., 0].amax(0), everywhere[..., 1:].sum(0).unbind(1)
+    shares = {
+        "batch/padding": padding_fraction(batches),
+        "batch/live_rows": live_rows(batches) / rows,
+        "batch/shared_tokens": shared_fraction(batches),
+    }
+    means = reduce(torch.tensor([*shares.values()], device=device), "mean").tolist()
+    even = [add_blank_rows(b, int(most[i])) | {"live": live[i], "tokens": tokens[i]} for i, b in enumerate(batches)]
+    return even, dict(zip(shares, means, strict=True))
+
+
+def add_blank_rows(batch: Batch, rows: int) -> Batch:
+    """Adds blank rows to a micro-batch until it has so many rows."""
+    own = len(batch["member"])
+    more = _rows_of(batch, torch.arange(rows).where(torch.arange(rows) < own, torch.tensor(0)))
+    added = torch.arange(rows, device=batch["member"].device) >= own
+    return _empty(more, added) | {"pack": more["pack"].masked_fill(added, -1)}
+
+
+def _empty(batch: Batch, rows: torch.Tensor) -> Batch:
+    columns = [name for name in _BLANKED_COLUMNS if name in batch]
+    return batch | {name: batch[name].masked_fill(rows[:, None], 0) for name in columns}
+
+
+def _rows_of(batch: Batch, rows: torch.Tensor) -> Batch:
+    return {key: value[rows.to(value.device)] if _is_column(value) else value for key, value in batch.items()}
+
+
+def _lengths(batch: Batch) -> tuple[list[int], list[int]]:
+    """Counts the prompt and completion tokens of each row."""
+    return batch["prompt_mask"].sum(1).tolist(), batch["completion_mask"].sum(1).tolist()
+
+
+def trim(batch: Batch, multiple: int = 1) -> Batch:
+    """
+    Cuts columns that are padding in every row, `multiple` at a time.
+
+    At least one prompt column and two completion columns stay. TRL's metrics take a single completion column for one
+    value per sequence, and apply no mask to it.
+    """
+    needed = batch["prompt_mask"].any(0)
+    left = int(needed.int().argmax()) if needed.any() else len(needed) - 1
+    left = left // multiple * multiple
+    used = batch["completion_mask"].any(0).nonzero()
+    right = max(2, int(used.max()) + 1 if len(used) else 0)
+    right = -(-right // multiple) * multiple
+    kept = {key: batch[key][:, left:] for key in _PROMPT_COLUMNS}
+    kept |= {key: batch[key][:, :right] for key in _COMPLETION_COLUMNS if key in batch and batch[key].shape[1] > 1}
+    return batch | kept
+
+
+def padding_fraction(batches: Sequence[Batch]) -> float:
+    """The share of the tokens of all forwards that is padding."""
+    layouts = [layout_of(batch) for batch in batches]
+    return 1 - sum(layout.used for layout in layouts) / sum(layout.grid for layout in layouts)
+
+
+def shared_fraction(batches: Sequence[Batch]) -> float:
+    """The share of the live rows' tokens that is not computed, because rows share their prompt."""
+    tokens = sum(sum(map(sum, _lengths(batch))) for batch in batches)
+    return 1 - sum(layout_of(batch).used for batch in batches) / max(1, tokens)
+
+
+def live_rows(batches: Sequence[Batch]) -> int:
+    """Counts the rows of all micro-batches that are computed."""
+    return sum(int((batch["pack"] >= 0).sum()) for batch in batches)
+
+
+def _is_column(value: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# Update: how the rows of a micro-batch enter the model.
+#
+#     micro-batch [B, P + C] --Layout--> forward [N, L] --TRL's method--> log-probabilities [B, C]
+#
+# Two things are not computed, because no gradient depends on them. One is blank rows. The other is repeated prompts:
+# all attempts at one task become branches of one row. The prompt stands there once, and every completion sees the
+# prompt and itself. For two completions `a0 a1` and `b0 b1 b2` of the prompt `p0 p1 p2`:
+#
+#     input      p0 p1 | p2 a0 | p2 b0 b1
+#     position    0  1 |  2  3 |  2  3  4
+#     predicted   -  - | a0 a1 | b0 b1 b2
+#
+# A branch begins with the prompt's last token, because that token predicts the completion's first one. It ends before
+# the completion's last token, which predicts nothing. Log-probabilities and gradients equal those of separate rows,
+# but for rounding.
+#
+# Shapes: B rows of a micro-batch, P prompt tokens (left-padded), C completion tokens (right-padded), N rows of the
+# forward, L tokens of its longest row.
+
+
+# What TRL's method returns: log-probabilities, entropies if asked for, and the load-balancing loss (refused here).
+LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+# TRL's method, `(model, input_ids, attention_mask, logits_to_keep) -> LogProbs`.
+Compute = Callable[..., LogProbs]
+
+# A dense mask makes a pair of tokens cost twice its multiplications: its score is also written, masked and
+# exponentiated. Measured in benchmarks/RESULTS.md.
+PAIR_SLOWDOWN = 2.0
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """
+    How a model takes rows with a shared prompt.
+
+    Args:
+        additive: Whether its attention adds the mask (eager) instead of taking a boolean one (SDPA).
+        pair_cost: What attention costs per pair of tokens, as a share of what the linear layers cost per token.
+        multiple: L is a multiple of it (`pad_to_multiple_of`).
+    """
+
+    additive: bool
+    pair_cost: float
+    multiple: int = 1
+
+    @classmethod
+    def of(cls, base: nn.Module, multiple: int = 1) -> Sharing:
+        """Reads it from a base model, for which [`why_not_shared`] must have no reason."""
+        return cls(base.config._attn_implementation == "eager", pair_cost(base.config.get_text_config()), multiple)
+
+
+def pair_cost(config: PretrainedConfig) -> float:
+    """Estimates what attention costs per pair of tokens, as a share of what the linear layers cost per token."""
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    multiplications = 4 * config.hidden_size * width + 3 * config.hidden_size * inner
+    return PAIR_SLOWDOWN * 2 * width / multiplications
+
+
+def why_not_shared(base: nn.Module) -> str:
+    """
+    Says why rows of a base model cannot share a prompt; empty if they can.
+
+    Sharing needs attention that obeys any mask, in all layers. And it needs positions that can be passed in and that
+    count only as distances.
+    """
+    config = base.config.get_text_config()
+    attention = base.config._attn_implementation
+    if attention not in ("eager", "sdpa"):
+        return f"`attn_implementation={attention!r}` knows no mask of branches; 'sdpa' and 'eager' do"
+    window = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+    if others := {*(getattr(config, "layer_types", None) or window)} - {"full_attention"}:
+        return f"the base has layers of {', '.join(sorted(others))}"
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        return "the base takes no `position_ids`"
+    if not getattr(config, "rope_parameters", None):
+        return "the base has no rotary positions"
+    return ""
+
+
+class Layout:
+    """
+    The rows of one forward.
+
+    Args:
+        packs: Per row of the forward, the rows of the micro-batch that it holds. These have one member and one prompt.
+            A pack of several rows becomes branches.
+        prompt_lengths, completion_lengths: Tokens of each row of the micro-batch, 0 for blank rows.
+
+    Attributes:
+        heads: The first row of each pack. Its member is the one that computes the row of the forward.
+        branches: Whether any prompt is shared.
+        width: L.
+        used: Tokens that are not padding.
+    """
+
+    def __init__(
+        self, packs: Sequence[Sequence[int]], prompt_lengths: Sequence[int], completion_lengths: Sequence[int]
+    ):
+        self.packs, self.prompts, self.completions = packs, prompt_lengths, completion_lengths
+        self.heads = [pack[0] for pack in packs]
+        self.branches = any(len(pack) > 1 for pack in packs)
+        answers = [sum(completion_lengths[row] for row in pack) for pack in packs]
+        asked = [prompt_lengths[row] - self.branches for row in self.heads]
+        self.used = sum(asked) + sum(answers)
+        if self.branches:
+            self.width = max(ask + answer for ask, answer in zip(asked, answers, strict=True))
+        else:
+            self.width = max(1, max(asked)) + max(1, max(answers))
+
+    @property
+    def grid(self) -> int:
+        """All tokens, padding included."""
+        return len(self.packs) * self.width
+
+    def cost(self, sharing: Sharing | None) -> float:
+        """Estimates the cost, in tokens through the linear layers. Without `sharing` attention is left out."""
+        return self.grid * (1 + (0 if sharing is None else sharing.pair_cost) * self.width)
+
+    def log_probs(
+        self,
+        compute: Compute,
+        model: Callable,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        length: int,
+        sharing: Sharing | None = None,
+    ) -> LogProbs:
+        """
+        Computes the log-probabilities of a micro-batch. Tokens that are not computed get 0.
+
+        Args:
+            compute: TRL's method.
+            model: The model.
+            ids, mask: The micro-batch, `[B, P + C]`.
+            length: C.
+            sharing: How the model takes branches; needed where a prompt is shared.
+        """
+        with score_labels_alone():
+            if self.branches and sharing is not None:
+                return self._log_probs_of_branches(compute, model, ids, length, sharing)
+            return self._log_probs_of_rows(compute, model, ids, mask, length)
+
+    def _log_probs_of_rows(
+        self, compute: Compute, model: Callable, ids: torch.Tensor, mask: torch.Tensor, length: int
+    ) -> LogProbs:
+        rows = torch.tensor(self.heads, device=ids.device)
+        seen = mask[rows]
+        if not self.used:
+            seen = torch.ones_like(seen)  # attention to nothing would give NaN
+        found = compute(model, ids[rows], seen, length)
+        return _each(found, lambda values: values.new_zeros(len(ids), length).index_copy(0, rows, values))
+
+    def _log_probs_of_branches(
+        self, compute: Compute, model: Callable, ids: torch.Tensor, length: int, sharing: Sharing
+    ) -> LogProbs:
+        columns = ids.shape[1]
+        padding = 0, -self.width % sharing.multiple
+        places, branches, positions = (
+            nn.functional.pad(pad_sequence(list(part), batch_first=True, padding_value=-1), padding, value=-1).to(
+                ids.device
+            )
+            for part in zip(*self._cells(columns, columns - length), strict=True)
+        )
+        scored = branches > 0
+        predicted = ids.flatten()[places + 1].masked_fill(~scored, -100)
+        replaced = {
+            "attention_mask": _mask_branches(branches, sharing.additive),
+            "position_ids": positions.clamp(min=0),
+            "shift_labels": predicted,
+        }
+
+        def call_with_branches(labels, **inputs):  # TRL's labels assume that every token predicts the one after it
+            return model(**inputs | replaced)
+
+        packed = ids.flatten()[places.clamp(min=0)]
+        found = compute(call_with_branches, packed, torch.ones_like(packed), packed.shape[1])
+        target = (places + 1)[scored]
+        target = target // columns * length + target % columns - (columns - length)
+        return _each(
+            found,
+            lambda values: values.new_zeros(len(ids) * length).index_copy(0, target, values[scored]).view(-1, length),
+        )
+
+    def _cells(self, columns: int, first: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """
+        Tells, for each token of a row of the forward, where it stands in the flattened micro-batch, which branch it
+        belongs to (0 is the prompt), and its position. Completions begin at column `first`.
+        """
+        for pack in self.packs:
+            shared = self.prompts[pack[0]] - 1
+            lengths = [shared, *(self.completions[row] for row in pack)]
+            starts = [pack[0] * columns + first - 1 - shared, *(row * columns + first - 1 for row in pack)]
+            steps = [torch.arange(length) for length in lengths]
+            yield (
+                torch.cat([start + step for start, step in zip(starts, steps, strict=True)]),
+                torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+                torch.cat([steps[0], *(shared + step for step in steps[1:])]),
+            )
+
+
+@contextmanager
+def score_labels_alone() -> Iterator[None]:
+    """
+    Lets TRL's fused head skip positions without a label on a CPU, too.
+
+    TRL skips them where Triton is installed. Elsewhere the head scores prompts and padding as well, which takes a
+    quarter of an update with a real vocabulary.
+    """
+    has_triton = trl_utils._use_triton
+    trl_utils._use_triton = lambda device: device.type == "cpu" or has_triton(device)
+    try:
+        yield
+    finally:
+        trl_utils._use_triton = has_triton
+
+
+def _each(found: LogProbs, spread: Callable[[torch.Tensor], torch.Tensor]) -> LogProbs:
+    logps, entropies, aux_loss = found
+    return spread(logps), None if entropies is None else spread(entropies), aux_loss
+
+
+def _mask_branches(branches: torch.Tensor, additive: bool) -> torch.Tensor:
+    """Says which token sees which, `[N, 1, L, L]`: earlier tokens of the prompt and of its own branch, and itself."""
+    keys, queries = branches[:, None, None, :], branches[:, None, :, None]
+    steps = torch.arange(branches.shape[1], device=branches.device)
+    seen = ((keys == 0) | (keys == queries)) & (steps[None, :] <= steps[:, None])
+    if not additive:
+        return seen
+    return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+def lay_out(
+    prompts: Sequence[int],
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    sharing: Sharing | None,
+    budget: float = float("inf"),
+) -> Layout:
+    """
+    Finds the cheapest layout of a micro-batch without its blank rows, or the smallest one if none keeps to the budget.
+
+    Args:
+        prompts: A number per row. Rows with the same number have one member and one prompt.
+        prompt_lengths, completion_lengths: Tokens of each row, 0 for blank rows.
+        sharing: How the model takes shared prompts; `None` if it cannot.
+        budget: Most tokens, padding included.
+    """
+    groups: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        if prompt_lengths[row]:
+            groups.setdefault(prompt, []).append(row)
+    if not groups:
+        return Layout([[0]], prompt_lengths, completion_lengths)
+    layouts = [Layout([[row] for group in groups.values() for row in group], prompt_lengths, completion_lengths)]
+    if sharing is None:
+        return layouts[0]
+    ordered = [sorted(group, key=lambda row: -completion_lengths[row]) for group in groups.values()]
+
+    def width_of(pack: Sequence[int]) -> int:
+        return prompt_lengths[pack[0]] + sum(completion_lengths[row] for row in pack)
+
+    longest, width = max(map(width_of, ordered)), max(width_of(group[:1]) for group in ordered)
+    while width < 1.5 * longest:
+        # Each prompt's rows go into as few packs as the width allows, so that all packs have about one length.
+        packs = []
+        for group in ordered:
+            splits = ([group[part::count] for part in range(count)] for count in range(1, len(group) + 1))
+            packs += next(split for split in splits if max(map(width_of, split)) <= width)
+        layouts.append(Layout(packs, prompt_lengths, completion_lengths))
+        width = round(1.5 * width)
+    fitting = [layout for layout in layouts if layout.grid <= budget]
+    return (
+        min(fitting, key=lambda layout: layout.cost(sharing))
+        if fitting
+        else min(layouts, key=lambda layout: layout.grid)
+    )
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# Update: figures that TRL's loss logs for each micro-batch, put together to one figure per step.
+
+
+EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}  # over rows
+
+
+class LossMetrics:
+    """
+    Collects the figures of TRL's loss over all micro-batches of a step.
+
+    TRL takes the plain mean over micro-batches. Here micro-batches differ in tokens and rows, and some hold blank rows
+    only, for which TRL logs 0. Therefore each micro-batch's mean is weighted by its number of tokens (or rows). A step
+    without a token in the loss gives NaN.
+
+    Args:
+        by_row: Whether there is one ratio per row (`importance_sampling_level="sequence"`) instead of one per token.
+    """
+
+    def __init__(self, by_row: bool):
+        self.by_row = by_row
+        self._parts: dict[str, list[tuple[float, int, int]]] = {}
+
+    def add(self, figures: Mapping[str, Sequence[float]], rows: int, live: int, tokens: int) -> None:
+        """
+        Adds a micro-batch.
+
+        Args:
+            figures: What TRL logged for it.
+            rows: Its rows on all ranks, blank ones included.
+            live: How many of these are not blank.
+            tokens: Completion tokens of the live rows.
+        """
+        for name, values in figures.items():
+            parts = self._parts.setdefault(name, [])
+            # TRL averages over blank rows, too: `over` undoes that.
+            over, weight = (rows, live) if self.by_row and "clip_ratio" in name else (tokens, tokens)
+            parts += [(value, over, weight) for value in values if tokens]
+
+    def take(self) -> dict[str, float]:
+        """Returns the step's figures, and forgets them."""
+        found, self._parts = self._parts, {}
+        return {name: _of_step(name, parts) if parts else math.nan for name, parts in found.items()}
+
+
+def _of_step(name: str, parts: Sequence[tuple[float, int, int]]) -> float:
+    if name in EXTREMES:
+        return EXTREMES[name](value for value, *_ in parts)
+    return sum(value * over for value, over, _ in parts) / sum(weight for *_, weight in parts)

@@ -1,0 +1,328 @@
+"""Every word that models are shown, and the solved tasks that small ones see before their own.
+
+Three styles from one set of blocks (propose and solve):
+
+* `turns`: for instruction-tuned models of any size. A sentence or two of instruction; references are turns before, in
+  which the assistant has answered in exactly the format that is read. Small models follow what they have seen done.
+* `chat`: for large models. One user turn with the references, all rules, and the answer format in full.
+* `compact`: what the embedded tiny base is trained on, byte for byte. One user turn, its first line is role and kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from trl_populora.sandbox import values
+from trl_populora.tasks.kind import STYLES, Shot, Task
+
+
+_FORMAT = """\
+Answer format. You may reason first inside <think>...</think>; only what follows is read. Write the following exactly \
+once{order} and no other fenced block."""
+_FORMAT_ONE = _FORMAT.format(order="")
+_FORMAT_TWO = _FORMAT.format(order=", in this order,")
+
+_ARGUMENTS = "the arguments only, as Python literals separated by commas, for example: 3, [1, 2], 'ab'"
+
+_PROGRAM_RULES = """\
+Rules for the program:
+- It defines one top-level function `def f(...)`. Helper functions, classes and imports of the standard library's \
+computing modules are allowed.
+- It is deterministic: no randomness, hashing, time, files, network, environment or user input.
+- It uses only its arguments, prints nothing, and finishes within a second.
+- Arguments and return value are plain data: None, bool, int, float, complex, str, bytes, list, tuple, set, \
+frozenset, dict."""
+
+PROPOSE_PROGRAM = f"""\
+You write test problems for a skilled programmer. Write one new Python program and one input for it. {{goal}} Make it \
+require real reasoning: state that changes over several steps, nested control flow, data structures, an algorithm. \
+It must still be solvable by careful thinking, and differ from the examples in what it computes.
+
+{_PROGRAM_RULES}
+- It has at most {{program_chars}} characters; its input and its output, written out, at most {{value_chars}} each.
+
+{_FORMAT_TWO}
+
+```python
+def f(...):
+    ...
+```
+```input
+{_ARGUMENTS}
+```"""
+
+TURNS = {
+    "code_o/propose": "Write one new short Python function `f` and one input for it. A reader will be shown both and "
+    "must work out what `f` returns.",
+    "code_i/propose": "Write one new short Python function `f` and one input for it. A reader will be shown the "
+    "function and what it returns, and must find the input.",
+    "code_f/propose": "Write {count} different inputs for this Python function, one per line in an ```inputs block, "
+    "then a ```message block that hints at what it does. A reader will be shown some inputs with what the function "
+    "returns, and the message, and must write the function.",
+    "code_o/solve": "What does `f` return for this input? Work it out, then write the value in an ```output block.",
+    "code_i/solve": "For which input does `f` return this output? Work it out, then write the arguments in an "
+    "```input block.",
+    "code_f/solve": "Write a Python function `f` that does what the message and the examples say, in a ```python "
+    "block.",
+}
+_PLACEHOLDERS = ("count", "program_chars", "value_chars", "message_chars")
+
+PROPOSE_GOAL = {
+    "code_o": "The programmer will see program and input, and must work out the output without running anything.",
+    "code_i": "The programmer will see program and output, and must find an input that gives this output.",
+}
+
+PROPOSE_INPUTS = f"""\
+You write test problems for a skilled programmer. Below is a Python program that the programmer will not see. Write \
+{{count}} different inputs for it, and a message that helps to work out what it does from the inputs and outputs.
+
+Rules:
+- Exactly {{count}} inputs, one per line, no two equal, that together show all the program can do; their outputs \
+must not all be equal. An input and its output have at most {{value_chars}} characters each.
+- A line holds {_ARGUMENTS}
+- The message describes the purpose in words, in one or two lines and at most {{message_chars}} characters. It \
+contains no code: neither the program nor its body.
+
+{_FORMAT_TWO}
+
+```inputs
+first input
+second input
+(and so on, {{count}} lines)
+```
+```message
+the message
+```
+
+The program:
+
+{{task}}"""
+
+SOLVE_OUTPUT = f"""\
+Work out what the call `f(...)` of this Python program returns for the given input.
+
+{{task}}
+
+{_FORMAT_ONE}
+
+```output
+the returned value as one Python literal, for example: [1, 'a', None]
+```"""
+
+SOLVE_INPUT = f"""\
+Find an input for which the call `f(...)` of this Python program returns the given output. Any such input is right.
+
+{{task}}
+
+{_FORMAT_ONE}
+
+```input
+{_ARGUMENTS}
+```"""
+
+SOLVE_PROGRAM = f"""\
+Write the Python program behind these examples. It is tested on further inputs, so find the rule; do not list the \
+examples.
+
+{{task}}
+
+{_PROGRAM_RULES}
+- It has at most {{program_chars}} characters.
+
+{_FORMAT_ONE}
+
+```python
+def f(...):
+    ...
+```"""
+
+REFERENCES = "Examples of earlier programs, with input and output:"
+
+
+def fence(*blocks: tuple[str, str]) -> str:
+    """Blocks of (fence name, content), each on lines of its own, joined by newlines; no newline at the end."""
+    return "\n".join(f"```{name}\n{content}\n```" for name, content in blocks)
+
+
+def arguments(text: str) -> str:
+    """The canonical text of an argument tuple as it stands between the parentheses of a call: `3, [4, 5]`."""
+    given = values.decode(text)
+    assert isinstance(given, tuple)
+    return ", ".join(map(values.to_literal, given))
+
+
+def literal(text: str) -> str:
+    """The canonical text of a value as a Python literal."""
+    return values.to_literal(values.decode(text))
+
+
+def program_block(program: str) -> tuple[str, str]:
+    return "python", program.rstrip("\n")
+
+
+def input_block(text: str) -> tuple[str, str]:
+    return "input", arguments(text)
+
+
+def output_block(text: str) -> tuple[str, str]:
+    return "output", literal(text)
+
+
+def reference_blocks(task: Task) -> str:
+    """Program, first input and its output of a reference task."""
+    return fence(program_block(task.program), input_block(task.inputs[0]), output_block(task.outputs[0]))
+
+
+def examples_block(pairs: Iterable[tuple[str, str]]) -> tuple[str, str]:
+    """Pairs of canonical (arguments, output) as calls, one per line."""
+    return "examples", "\n".join(f"f({arguments(given)}) -> {literal(returned)}" for given, returned in pairs)
+
+
+def user_turn(content: str) -> list[dict[str, str]]:
+    """A conversation of a single user turn: small models follow that better than a system turn."""
+    return [{"role": "user", "content": content}]
+
+
+def compact_turn(first_line: str, blocks: Iterable[str]) -> list[dict[str, str]]:
+    """The compact style: the first line, then the blocks; every line, the last included, ends in a newline."""
+    return user_turn("".join(f"{line}\n" for line in (first_line, *blocks)))
+
+
+def check_texts(texts: Any) -> None:
+    """
+    Checks texts that replace instructions.
+
+    Raises:
+        `TypeError`: If they are no dict, or one is no text.
+        `ValueError`: If none has such a name, or it holds braces that name nothing.
+    """
+    if not isinstance(texts, Mapping):
+        raise TypeError(f"`prompt_texts` must be a dict of texts by name, got {texts!r:.80}.")
+    for name, text in texts.items():
+        if name not in TURNS:
+            raise ValueError(f"`prompt_texts` has the key {name!r}; the keys are {', '.join(TURNS)}.")
+        if not isinstance(text, str):
+            raise TypeError(f"`prompt_texts[{name!r}]` must be a text, got {text!r:.80}.")
+        try:
+            text.format(**dict.fromkeys(_PLACEHOLDERS, 1))
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"`prompt_texts[{name!r}]` has braces that name nothing ({error}). Known are "
+                f"{', '.join('{' + each + '}' for each in _PLACEHOLDERS)}; a brace itself is written twice."
+            ) from error
+
+
+def assistant_turn(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def show_before(asked: Sequence[list[dict[str, str]]], answers: Sequence[str]) -> list[dict[str, str]]:
+    """A conversation in which earlier questions are answered and the last one, which has no answer, is open."""
+    turns = []
+    for messages, answer in zip(asked, [*answers, None], strict=True):
+        turns += messages if answer is None else [*messages, assistant_turn(answer)]
+    return turns
+
+
+def check_style(style: str) -> None:
+    """
+    Raises:
+        `ValueError`: If `style` is not one of the prompt styles.
+    """
+    if style not in STYLES:
+        raise ValueError(f"`style` must be one of {', '.join(STYLES)}, got {style!r}.")
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# Solved tasks that ship with the code kinds: what small models are shown before their own (solve).
+#
+# They show the format alone: shown a line of reasoning as well, a 135M rambled and forgot the answer (1 of 16
+# readable). Models that reason by themselves are large enough to be shown none.
+
+
+_REVERSE = """\
+def f(s, k):
+    out = ''
+    for ch in s:
+        out = ch + out
+    return out[:k]"""
+_TALLY = """\
+def f(numbers):
+    total = 0
+    for n in numbers:
+        if n % 2 == 0:
+            total += n
+        else:
+            total -= 1
+    return total"""
+_LENGTHS = """\
+def f(words):
+    counts = {}
+    for word in words:
+        counts[len(word)] = counts.get(len(word), 0) + 1
+    return counts"""
+_INSERT = """\
+def f(items, n):
+    items.append(n * 2)
+    return sorted(items)"""
+_JOIN = """\
+def f(first, last):
+    return last.upper() + ', ' + first[0] + '.'"""
+_SQUARE = """\
+def f(x):
+    return x * x - 1"""
+
+_FIRSTS = """\
+def f(words):
+    return [word[0] for word in words]"""
+
+
+def _task(kind: str, program: str, *calls: tuple[tuple, Any], message: str = "", visible: int = 0) -> Task:
+    """Of calls as pairs of arguments and what is returned."""
+    inputs = tuple(values.encode(given, ordered=True) for given, _ in calls)
+    return Task(kind, program, inputs, tuple(values.encode(returned) for _, returned in calls), message, visible)
+
+
+def _shot(task: Task, language: str, answer: str) -> Shot:
+    return Shot(task, fence((language, answer)))
+
+
+CODE_O = (
+    _shot(_task("code_o", _REVERSE, (("planet", 3), "ten")), "output", "'ten'"),
+    _shot(_task("code_o", _TALLY, (([4, 7, 10, 3],), 12)), "output", "12"),
+    _shot(
+        _task("code_o", _LENGTHS, ((["a", "to", "be", "sea"],), {1: 1, 2: 2, 3: 1})), "output", "{1: 1, 2: 2, 3: 1}"
+    ),
+)
+
+CODE_I = (
+    _shot(_task("code_i", _SQUARE, ((5,), 24)), "input", "5"),
+    _shot(_task("code_i", _JOIN, (("ada", "hill"), "HILL, a.")), "input", "'a', 'hill'"),
+    _shot(_task("code_i", _INSERT, (([9, 1], 3), [1, 6, 9])), "input", "[1, 9], 3"),
+)
+
+CODE_F = (
+    _shot(
+        _task(
+            "code_f",
+            _SQUARE,
+            *(((2,), 3), ((5,), 24), ((0,), -1), ((3,), 8)),
+            message="one less than the square",
+            visible=2,
+        ),
+        "python",
+        _SQUARE,
+    ),
+    _shot(
+        _task(
+            "code_f",
+            _FIRSTS,
+            *(((["cat", "dog"],), ["c", "d"]), ((["up"],), ["u"]), ((["a", "be"],), ["a", "b"]), (([],), [])),
+            message="the beginnings of the words",
+            visible=2,
+        ),
+        "python",
+        _FIRSTS,
+    ),
+)

@@ -1,0 +1,645 @@
+"""`PopuLoRATrainer`: the population step as overrides of TRL's `GRPOTrainer`; the game is in `step/rollout.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, set_seed
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
+from trl.models import unwrap_model_for_generation
+
+from trl_populora import start
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.evaluate.held_out import given_tables, load_held_out
+from trl_populora.files import without_empty_directories
+from trl_populora.generate import transformers as decoding
+from trl_populora.generate.player import as_completions, end_tokens, pause_training, seed_samples, warn_of_unknown
+from trl_populora.hub import push
+from trl_populora.hub.push import HubTrainer
+from trl_populora.hub.warm_start import warm_start
+from trl_populora.lora import members as lora_members
+from trl_populora.lora.checks import is_quantised
+from trl_populora.lora.layers import BASE, BASE_NAME, Router, add_members
+from trl_populora.population.evolution import EvolutionCallback
+from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.run import checkpoint, directory, records
+from trl_populora.run.callbacks import PhaseClock, StopAtSignals, use_step_line
+from trl_populora.run.read import read_population
+from trl_populora.run.saved_population import Shape, describe
+from trl_populora.step import microbatch
+from trl_populora.step.advantages import LOSS_NORMALISERS, Scorer, Scoring
+from trl_populora.step.microbatch import LossMetrics
+from trl_populora.step.play import Game, play_step
+from trl_populora.step.player import Completion, Messages, Player
+from trl_populora.step.referee import count_free_tokens, trained_context
+from trl_populora.step.rows import Played
+from trl_populora.tasks.dataset import load_archive
+
+
+logger = logging.getLogger(__name__)
+
+
+class PopuLoRATrainer(HubTrainer):
+    """
+    Trains a population of LoRA teachers and students on one frozen base, from PopuLoRA (arXiv 2605.16727).
+
+    In every step each teacher writes small tasks, the student it is matched with solves them, a sandbox decides what
+    is true, and all adapters learn in one joint policy-gradient step that equals training each of them alone.
+
+    What differs from [`~trl.GRPOTrainer`]:
+
+    - `__init__`: builds the population, its game and its adapters; two reward functions stand before the user's.
+    - `rollout_func` (set here), `_calculate_rewards`: one row per slot of the batch, and its rewards.
+    - `_generate_and_score_completions`: adds each row's member, and replaces TRL's advantages by the population's.
+    - `_prepare_inputs`: cuts the micro-batches that were planned with the advantages; TRL shuffles and splits.
+    - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows;
+      without a KL term rows without advantage are not computed, and attempts at one task share their prompt.
+    - `create_optimizer`, `_clip_grad_norm`, `_get_grad_norm`: one parameter group and one gradient norm per member.
+    - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives one member's model.
+    - `train`: locks `output_dir`, which belongs to one run; Ctrl-C and SIGTERM leave a whole checkpoint.
+    - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
+    - `save_model`, `_save`: one ordinary PEFT directory per member, `population.json`, the best student at the root.
+    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: restore the
+      members (DeepSpeed restores them itself), the state of the game, and the loss that is not logged yet.
+    - [`~trl_populora.hub.push.HubTrainer`], between the two: a card of the population, uploads while it trains.
+
+    Args:
+        model: Base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
+        reward_funcs: Further reward functions in TRL's signature, added to the two built in. They receive the columns
+            of [`~trl_populora.step.rows.Row`] up to `pay`; return `None` for rows that do not concern you.
+            `args.reward_weights`, if set, weighs these alone.
+        args: Settings of the run.
+        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`; the package's own when
+            `None`: ordinary Python, or for `prompt_style="compact"` the language of the embedded base.
+        eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
+            `eval_strategy`.
+        processing_class: Tokenizer with a chat template; loaded with the base when `None`.
+        reward_processing_classes, callbacks, optimizers: As in TRL; an optimizer must cover every member.
+        quantization_config: Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
+        peft_config: Adapter of every member; rank 32, alpha 64, all linear layers when `None`.
+
+    Raises:
+        `TypeError`: If `args` is no [`PopuLoRAConfig`] or `peft_config` no `LoraConfig`.
+        `ValueError`: If base, dataset, adapters or output directory cannot be used; names the value and the way out.
+    """
+
+    _tag_names = ["trl", "populora", "lora"]
+    _name = "PopuLoRA"
+
+    # Attributes of the base classes, which do not annotate them.
+    args: PopuLoRAConfig
+    optimizer: Any
+    _buffered_inputs: Any
+    log_completions: bool
+    eos_token_ids: list[int]
+
+    # What one override leaves for another.
+    evolution: EvolutionCallback | None = None
+    _closed = False
+    _resumed: checkpoint.RankState | None = None  # just loaded; cleared once its loss is added
+    _best_step: int | None = None  # of the members that were loaded at the end
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: PopuLoRAConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        *,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: LoraConfig | None = None,
+        **unsupported: Any,
+    ):
+        args = PopuLoRAConfig("populora") if args is None else args
+        lora_config = peft_config or start.default_lora()
+        start.check_setup(args, unsupported, model, lora_config)
+        args.prompt_style = start.choose_style(args.prompt_style, model, args.model_init_kwargs)
+        kinds = start.make_kinds(args)
+        rules = start.make_rules(args, kinds)
+        references = args.references_per_proposal if args.teachers else None
+        archive = load_archive(train_dataset, kinds, args.prompt_style, args.archive_size, references)
+        held_out = load_held_out(eval_dataset, kinds, archive, args)
+
+        set_seed(args.seed)
+        base = start.load_base(model, args, quantization_config)
+        tokenizer = start.load_tokenizer(base, processing_class, args)
+        self.population = Population(args.teachers, args.students, args.single_agent)
+        self.router, self.uploads = Router(), push.Uploads(args)  # `Trainer` makes the repository
+        in_fp32 = not start.is_zero3(args)
+        members = add_members(base, self.population.adapters, lora_config, self.router, args.seed, in_fp32)
+        # Hidden from TRL: `beta`, or it would copy an adapter as reference, which here is the frozen base;
+        # `model_init_kwargs`, or it would warn that they are ignored; `use_vllm`, or its engine would lack adapters.
+        hidden = start.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
+        completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
+        with hidden, without_empty_directories(completions):  # a start that fails below leaves none
+            super().__init__(
+                model=members,
+                reward_funcs=start.reward_functions(args, reward_funcs),
+                args=args,
+                train_dataset=start.placeholder_dataset(args),
+                eval_dataset=None if held_out is None else start.placeholder_dataset(args),
+                processing_class=tokenizer,
+                reward_processing_classes=start.reward_processors(reward_processing_classes),
+                callbacks=callbacks,
+                optimizers=optimizers,
+            )
+        self._choose_generation(base)
+        self._choose_update(base)
+
+        self.rollout_func, self.held_out, self.played = self._play, held_out, Played([], [])
+        self.shape = Shape.of(members, model if isinstance(model, str) else base.config.name_or_path)
+        self.staging = checkpoint.Staging(args, self.accelerator)
+        self.directory = directory.RunDirectory(args, self.accelerator)
+        referee = start.make_referee(args, kinds, base, tokenizer, held_out)
+        player = Player(
+            generate=self._generate_rows,
+            gather=lambda value: gather_object([value]),
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+        )
+        self.game = start.make_game(args, self.population, archive, referee, player, rules)
+        start.check_outputs(given_tables(train_dataset, held_out), referee, player)
+        self._add_callbacks()
+        if args.warm_start:
+            warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
+        if args.use_vllm:
+            self._start_vllm()
+        context = self.vllm_generation.context_length() if self.use_vllm else trained_context(base)
+        longest, tokenize = args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
+        room = count_free_tokens(context, longest, tokenize, tokenizer)
+        start.fit_into_context(referee, archive, held_out, room, bool(args.teachers))
+        start.check_prompts(referee, archive, references, held_out, tokenizer, longest)
+        completions.mkdir(parents=True, exist_ok=True)
+
+    def _choose_update(self, base: PreTrainedModel) -> None:
+        """Which rows an update computes, and how members are clipped."""
+        args = self.args
+        if is_quantised(base):
+            lora_members.keep_fp32(self.model)
+        self.beta = args.beta or args.teacher_beta or 0.0
+        self.scorer = Scorer(
+            settings=args.build(Scoring),
+            population=self.population,
+            reward_weights=self.reward_weights,
+            ends=[*self.eos_token_ids, self.processing_class.pad_token_id],
+            rank=self.accelerator.process_index,
+            sharing=start.make_sharing(base, args),
+            skips_blank_rows=self.beta == 0,  # a KL term reaches every row; entropy terms are refused
+        )
+        self._phases = PhaseClock()
+        self._clipper = lora_members.MemberClipper(self.population.adapters, args.max_grad_norm)
+        self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
+        if self.is_deepspeed_enabled:
+            lora_members.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
+
+    def _choose_generation(self, base: PreTrainedModel) -> None:
+        """Where completions end, and whether ended rows may leave a batch."""
+        known, given = self.eos_token_ids, self.args.generation_kwargs
+        self.eos_token_ids = end_tokens(self.processing_class, known, given, self.chat_template_kwargs)
+        self._sharded = start.is_zero3(self.args) or self.is_fsdp_enabled  # ranks meet in every forward
+        self.generation_config.update(eos_token_id=self.eos_token_ids, stop_strings=None)
+        if not self.args.use_vllm:
+            warn_of_unknown(given)
+            decoding.check_parts(self.args.generation_tokens, self._sharded)
+            self._generates_whole = decoding.why_whole(base.config, self.generation_config, self._sharded)
+
+    def _start_vllm(self) -> None:
+        from trl_populora.generate.vllm import population_generation  # needs packages that come with vLLM
+
+        self.vllm_generation = population_generation(
+            self.args,
+            model=self.model,
+            members=self.population.adapters,
+            router=self.router,
+            accelerator=self.accelerator,
+            tokenizer=self.processing_class,
+            ends=self.eos_token_ids,
+            adapter_dir=self.args.vllm_adapter_dir,
+            engine_kwargs=self.args.vllm_engine_kwargs,
+        )
+        self.use_vllm, self._last_loaded_step = True, -1
+
+    def _add_callbacks(self) -> None:
+        if self.args.evolve_every:
+            self.evolution = EvolutionCallback(
+                self.args.breeding,
+                Path(self.args.output_dir, "lineage.jsonl"),
+                self.population,
+                read=lambda name: lora_members.read_member(self.model_wrapped, self.population.adapter(name)),
+                replace=self.replace_member,
+                log=self._log_values,
+            )
+            self.add_callback(self.evolution)
+        use_step_line(self.callback_handler)
+        self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
+        for callback in start.make_callbacks(self.describe, lambda: self.played):
+            self.add_callback(callback)
+
+    @property
+    def archive(self):
+        """Tasks that were verified so far, newest kept."""
+        return self.game.archive
+
+    def close(self) -> None:
+        """Ends the sandbox's processes, unpublishes the adapters. Training ends so too; a second call does nothing."""
+        self.game.referee.sandbox.close()
+        self._closed = True
+        if self.use_vllm:
+            self.vllm_generation.close()
+            self._last_loaded_step = -1
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        """
+        Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises. Collective.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*): As in `Trainer`; `True` takes the newest whole
+                checkpoint, `"newest"` also starts afresh where there is none.
+
+        Raises:
+            `ValueError`: If another process trains in `output_dir`, a run lies there that is not resumed, or the
+                checkpoint cannot be resumed.
+        """
+        self._open()
+        self._best_step = None
+        self._forget_unfinished_step()
+        try:
+            with self.directory, StopAtSignals(self):
+                found = self.directory.claim(resume_from_checkpoint)
+                return super().train(resume_from_checkpoint=found, **kwargs)
+        finally:
+            self.close()
+
+    def _forget_unfinished_step(self) -> None:
+        """Drops the rows and figures of a training that ended within a step."""
+        self._step, self._buffered_inputs, self._resumed = 0, None, None
+        self._metrics["train"].clear()
+        self._phases.take()
+        self._loss_metrics.take()
+
+    def _open(self) -> Game:
+        if self._closed:
+            self.game.referee.sandbox, self._closed = start.make_sandbox(self.args), False
+        return self.game
+
+    def member(self, name: str) -> AbstractContextManager:
+        """
+        Context in which `trainer.model` is one member, or `"base"`: for `generate` and forwards of your own.
+
+        Raises:
+            `KeyError`: If there is no such member.
+        """
+        return self.router.only(BASE if name == BASE_NAME else self.population[name].index)
+
+    def describe(self) -> dict[str, Any]:
+        """The population for people and other programs: the contents of `population.json`."""
+        return describe(self.game, self.shape, self.args, self._members_step, self.held_out)
+
+    @property
+    def _members_step(self) -> int:
+        """Optimizer steps that the members have had: after `load_best_model_at_end` fewer than `global_step`."""
+        return self.state.global_step if self._best_step is None else self._best_step
+
+    def predict(self, *args, **kwargs):
+        raise RuntimeError(
+            "`predict` has no meaning here: members solve tasks. `trainer.evaluate(tasks)` scores them; for texts use "
+            "`with trainer.member('student_0'): trainer.model.generate(...)`."
+        )
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """
+        Lets every student attempt each held-out task `eval_attempts` times. Changes nothing that trains. Collective.
+
+        Args:
+            eval_dataset: Other tasks than the trainer's.
+            ignore_keys: Without meaning here.
+            metric_key_prefix: Starts every key.
+
+        Returns:
+            `dict[str, float]`: The figures of [`~trl_populora.evaluate.held_out.HeldOut.measure`], which keeps the
+                rates.
+
+        Raises:
+            `ValueError`: If there are no tasks, or the given ones cannot be used.
+            `RuntimeError`: Before training under DeepSpeed, whose engine does not exist yet.
+        """
+        if self.is_deepspeed_enabled and self.model_wrapped is self.model:
+            raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
+        was_closed = self._closed
+        referee, player = self._open().referee, self.game.player
+        held_out = start.to_measure(eval_dataset, self.held_out, referee, player, self.args)
+        students, adapter = self.population.students, self.population.adapter
+        untrained = {
+            each.name for each in students if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
+        }
+        try:  # `log_completions` is for rows that train; outside of `pause_training` `log` clears training's metrics
+            with pause_training(self.model), start.replace_attributes(self, log_completions=False):
+                metrics = held_out.measure(
+                    referee,
+                    player,
+                    students,
+                    prefix=metric_key_prefix,
+                    step=self._members_step,
+                    progress=not self.args.disable_tqdm,
+                    untrained=untrained,
+                )
+                self.log(metrics)
+        finally:
+            if was_closed:
+                self.close()
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
+        if skip_scheduler and self.state.global_step:  # `eval_on_start` of a resumed run, whose start was long ago
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+    # Match, propose, verify, solve: the game
+
+    def _play(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
+        """TRL's `rollout_func`: plays one step; the placeholder prompts only say how many rows are expected."""
+        played = play_step(self.game, self.state.global_step, self._reward)
+        if len(played.rows) != len(prompts):
+            raise RuntimeError(f"The step played {len(played.rows)} rows, TRL expects {len(prompts)}.")
+        self.played = played
+        self._phases.add(played.seconds)
+        self._log_values(played.metrics)
+        self.scorer.score(played)
+        return played.tokens
+
+    def _generate_rows(
+        self, prompts: list[Messages], members: Sequence[str], seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """One completion per prompt, each sampled from its own member."""
+        prompt_ids, _, _ = self._tokenize_prompts(prompts)
+        rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
+        if self.use_vllm:
+            self.vllm_generation.seeds = seeds
+        most, longest = None if self.use_vllm else self.args.generation_tokens, self.args.max_completion_length
+        with seed_samples(seeds):
+            completion_ids, logprobs = decoding.complete_in_parts(self._complete, prompt_ids, rows, most, longest)
+        return as_completions(self.processing_class, prompt_ids, completion_ids, logprobs)
+
+    def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
+        if self.use_vllm or self._generates_whole:
+            with self.router.rows_of(members):
+                return self._generate_single_turn(prompt_ids, None, {}, 1)
+        kwargs = {"generation_kwargs": self.generation_kwargs}
+        kwargs["gradient_checkpointing_kwargs"] = self.args.gradient_checkpointing_kwargs
+        unwrapped = unwrap_model_for_generation(self.model_wrapped, self.accelerator, **kwargs)
+        with profiling_context(self, "transformers.generate"), unwrapped as model:
+            sampling, most = self.generation_config, self.args.generation_tokens
+            return decoding.complete(model, prompt_ids, members, self.router.rows_of, sampling, most), None
+
+    # Update: rewards, advantages, micro-batches
+
+    def _reward(self, played: Played) -> torch.Tensor:
+        """What TRL's reward functions say of the rows of all ranks, `[W * R, functions]`."""
+        return super()._calculate_rewards(*played.for_reward_functions)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        # TRL asks for them after generation. `play_step` had to know them earlier, and has asked `_reward`.
+        prompts[:] = [row.prompt for row in self.played.rows]  # in place: TRL logs this very list of placeholders
+        for column in ("role", "member", "kind"):  # of `log_completions`' tables
+            self._log_completion_extra(column, [getattr(row, column) for row in self.played.rows])
+        return self.played.rewards
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        played, mine = self.played, self.played.local_worth
+        # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
+        self._metrics["train"]["frac_reward_zero_std"][-1] = played.worth.flat
+        self._logs["advantages"].extend(played.worth.advantages.tolist())  # full, so this pushes TRL's own out
+        for column in ("prompt", "completion"):  # as text: trackio shows messages as "[object Object]"
+            texts = [messages[-1]["content"] if messages else "" for messages in self._logs[column]]
+            self._logs[column].extend(texts)
+        if self.args.save_rollouts:
+            records.write_rollouts(
+                self.args.output_dir,
+                step=self.state.global_step + 1,
+                game=self.game,
+                rows=played.rows,
+                rewards=mine.rewards.tolist(),
+                advantages=mine.advantages.tolist(),
+            )
+        return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
+
+    def _prepare_inputs(self, generation_batch):
+        # Not TRL's, which shuffles the rows and cuts them into equal numbers.
+        steps = self.args.steps_per_generation
+        if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
+            rows = self._generate_and_score_completions(generation_batch)
+            batches = microbatch.cut(rows, self.played.plan, self.args.pad_to_multiple_of or 1)
+            self._buffered_inputs, metrics = microbatch.match_ranks(batches, len(self.played.rows))
+            self._log_values(metrics)
+        return self._buffered_inputs[self._step % steps]
+
+    # Update: the joint optimizer step
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        # TRL calls this for old and reference log-probabilities of a whole step. `_compute_loss` puts its own here.
+        compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
+
+        def forward(batch: microbatch.Batch) -> torch.Tensor:
+            layout = microbatch.layout_of(batch)
+            with self.router.rows_of(batch["member"][layout.heads]):
+                return layout.log_probs(compute, model, *microbatch.join(batch), self.scorer.sharing)[0]
+
+        rows = microbatch.part(input_ids, attention_mask, logits_to_keep, self.played.local_worth.members)
+        batches = microbatch.cut(rows, self.played.plan, self.args.pad_to_multiple_of or 1)
+        return microbatch.by_micro_batch(forward, batches, len(input_ids), logits_to_keep, self._sharded), None, None
+
+    def _compute_loss(self, model, inputs):
+        # Skip an all-blank micro-batch, unless it is the last (DDP synchronises there) or DeepSpeed runs.
+        if not (inputs["live"] or self.accelerator.sync_gradients or self.is_deepspeed_enabled):
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        layout = microbatch.layout_of(inputs)
+        self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # outlives the backward
+        compute = super()._get_per_token_logps_and_entropies
+
+        def log_probs(model, ids, mask, length, **kwargs):
+            found = layout.log_probs(partial(compute, **kwargs), model, ids, mask, length, self.scorer.sharing)
+            if self.beta:  # blank rows, and students beside `teacher_beta`, are their own reference: KL 0
+                own = (inputs["pack"] < 0) | (inputs["member"] >= self.args.teachers) & bool(self.args.teacher_beta)
+                inputs["ref_per_token_logps"][own] = found[0].detach()[own]
+            return found
+
+        told: defaultdict[str, list[float]] = defaultdict(list)
+        with start.replace_attributes(self, _metrics={"train": told}, _get_per_token_logps_and_entropies=log_probs):
+            loss = super()._compute_loss(model, inputs)
+        on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
+        self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
+        # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
+        by_rows = LOSS_NORMALISERS[self.loss_type] == "rows"
+        return loss * (len(inputs["member"]) / self.args.per_device_train_batch_size if by_rows else 1.0)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.is_deepspeed_enabled:
+            self._clipper.clip_inside(self.model_wrapped)
+        with self._phases.time_update():
+            try:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            finally:  # only now: gradient checkpointing runs the forward again during the backward
+                self.router.clear()
+        if self.accelerator.sync_gradients:
+            self._log_values(self._phases.take() | self._loss_metrics.take())
+        return loss
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            rates = start.learning_rates(self.args, self.population)
+            groups = lora_members.member_param_groups(self.model, rates, self.args.weight_decay)
+            self.optimizer = optimizer_class(groups, **kwargs)
+        return super().create_optimizer(model)
+
+    def _clip_grad_norm(self, model):
+        if not self.is_deepspeed_enabled:
+            self.accelerator.unscale_gradients()
+        norms = self._clipper.clip(model, {self.population.adapter(name) for name in self.played.members})
+        self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters})
+        return torch.tensor(list(norms.values())).norm()
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return float(self._clip_grad_norm(model) if grad_norm is None else grad_norm)
+
+    # Evolution, records, checkpoints
+
+    def replace_member(
+        self,
+        name: str,
+        factors: Mapping[str, torch.Tensor],
+        *,
+        step: int,
+        parents: Sequence[str] = (),
+        operator: str = "written",
+        mu: float = PRIOR_MU,
+        sigma: float = PRIOR_SIGMA,
+    ) -> None:
+        """
+        Replaces all of a member: weights, optimizer state, rating, age and version. Rows that were still to be trained
+        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank. Keyword arguments tell
+        of the new one: its step, identities of its parents (`name@version`), what made it, and its TrueSkill rating.
+
+        Args:
+            name: The slot.
+            factors: As [`~trl_populora.lora.members.read_member`] returns them, the same on every rank.
+
+        Raises:
+            `KeyError`: If there is no such member.
+            `ValueError`: If keys or shapes of the factors differ from the member's.
+        """
+        adapter = self.population.adapter(name)
+        lora_members.write_member(self.model_wrapped, adapter, factors)
+        if self.optimizer is not None:
+            lora_members.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
+        self._buffered_inputs = None
+        self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
+        self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
+
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        """Objects with a `state_dict` that goes into `game.json`, by their names there."""
+        found = {"population": self.population, "matchmaker": self.game.matchmaker, "held_out": self.held_out}
+        found |= {"features": self.game.features}
+        return {name: each for name, each in found.items() if each is not None}
+
+    def _get_output_dir(self, trial=None):
+        return self.staging.directory or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model, trial):
+        root = Path(self._get_output_dir(trial))
+        with self.staging.checkpoint(root, self.state) as unfinished:
+            super()._save_checkpoint(model, trial)
+            checkpoint.save_game(unfinished, self._stateful, self.archive, self._rank_state(), self.args)
+        if self.args.push_to_hub:
+            # `super()._save_checkpoint` has called this, too; it did nothing, as the checkpoint was not in place.
+            self._push_from_checkpoint(str(root / unfinished.name))
+
+    def _rank_state(self) -> checkpoint.RankState:
+        between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        return checkpoint.RankState(
+            step=self._step,
+            buffered=self._buffered_inputs if between else None,
+            played=self.played.state_dict() if between else None,
+            metrics={name: list(map(float, values)) for name, values in self._metrics["train"].items()},
+            loss=float(self._tr_loss),
+            logged=self._globalstep_last_logged,
+        )
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        # Not TRL's: under transformers 5.17 it calls `_save` on the main rank alone, but ZeRO and FSDP read together.
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir=None, state_dict=None):
+        where, write = output_dir or self.args.output_dir, self.args.should_save
+        checkpoint.save(where, self.model_wrapped, self.game, self.processing_class, self.describe(), write)
+        if write and self.staging.directory is None:
+            push.place_best_student(Path(where))
+
+    def _load_best_model(self):
+        best = Path(self.state.best_model_checkpoint)
+        logger.info("Taking the population of %s (%s).", best, self.state.best_metric)
+        self._load_from_checkpoint(best)
+        checkpoint.load_stateful(best, self._stateful, self.archive)
+        if self.args.should_save:
+            directory.restore_lineage(Path(self.args.output_dir), best / "lineage.jsonl")
+        self._best_step = read_population(best)["step"]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        checkpoint.load_members(resume_from_checkpoint, self.model_wrapped, self.population, self.shape)
+        self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if self.args.device.type == "cpu":  # "cpu:0" with several processes, to which torch cannot load
+            self.args.__dict__["_setup_devices"] = torch.device("cpu")
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._load_game(checkpoint)
+
+    def _load_game(self, saved: str) -> None:
+        device = self.accelerator.device
+        state = checkpoint.load_game(saved, self.game, self._stateful, self.shape, self.args, device)
+        self.directory.go_on_from(Path(saved), self.state.global_step)
+        self._step, self._buffered_inputs = state.step, state.buffered
+        self.played = Played([], []) if state.played is None else Played.from_state(state.played)
+        self._metrics["train"].update(state.metrics)
+        self._resumed = state
+
+    def _load_rng_state(self, checkpoint):
+        super()._load_rng_state(checkpoint)
+        if self._resumed is not None:
+            self._tr_loss += self._resumed.loss
+            self._globalstep_last_logged = self._resumed.logged
+            self._resumed = None
+
+    def _log_values(self, values: Mapping[str, float]) -> None:
+        """Adds to TRL's metrics of this step."""
+        for name, value in values.items():
+            self._metrics["train"][name].append(value)
