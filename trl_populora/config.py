@@ -397,7 +397,6 @@ def _launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # How many rows a step has, and whether they part evenly into groups, ranks and micro-batches.
 
 
@@ -515,7 +514,6 @@ class StepSize:
         return f"{' with '.join(changed)} works."
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # What a command line says about base and members: TRL's `ModelConfig`, honoured or refused.
 
 

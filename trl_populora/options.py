@@ -77,7 +77,6 @@ def find_function(path: str, option: str, named: Iterable[str] = ()) -> Callable
     return ask
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # What a setting may be: the checks that the settings of all rooms share. Errors name setting and value.
 
 

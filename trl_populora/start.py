@@ -389,7 +389,6 @@ def make_callbacks(describe: Callable[[], dict[str, Any]], played: Callable[[], 
     return [Records(describe), Alarms(played, alert), TrackerTables(describe)]
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # How tasks are put to a base: the style that fits it, solved tasks before a student's own, and what its chat template
 # takes.
 

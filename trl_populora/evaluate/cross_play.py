@@ -328,7 +328,6 @@ def run_prefixes(runs: Sequence[str]) -> list[str]:
     return [f"{path.relative_to(common)} " for path in paths]
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # What cross-play found: numbers, a table and a picture.
 
 

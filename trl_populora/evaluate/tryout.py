@@ -359,7 +359,6 @@ def _judge(
             yield Outcome(readable, False, outcome.reason.value, outcome.detail)
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # What `populora try` prints: a table of shares, a text of each failure, and the settings that follow.
 
 

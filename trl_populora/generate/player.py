@@ -105,7 +105,6 @@ def plain_room(
     )
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Which tokens end a completion: what TRL knows, the chat template's own end of turn, and the user's stops.
 
 
@@ -174,7 +173,6 @@ def vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]
     return given | {"stop_token_ids": list(ends)}
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Completions with their texts, as kinds of task read them.
 
 
@@ -199,7 +197,6 @@ def as_completions(
     return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, found, strict=True)]
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Looking at a model that trains, so that its training never notices: samples of their own seed, and no dropout.
 
 

@@ -159,7 +159,6 @@ def _remove(root: str, lock: int, owner: int) -> None:
     os.close(lock)
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # What is published and which row asks for it: plain data that the colocated engine and the server client share.
 
 

@@ -216,7 +216,6 @@ def _read(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Ten
     return output.past_key_values
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Caches with room for the tokens to come: a token is written into them.
 #
 # `DynamicCache` joins the keys and values of a new token to those before it, so that for every token the whole cache
@@ -321,7 +320,6 @@ def join(parts: list[Cache], room: int) -> Cache:
     return first
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Attention of a row's next token over its cache, without a copy of the cache for every query head.
 #
 # Most models have several query heads for one head of keys and values. For `attn_implementation="sdpa"` transformers
@@ -362,7 +360,6 @@ def _attend(
     return found.reshape(rows, 1, heads, value.shape[-1]), None
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Tokens of all rows from one CUDA graph, where starting kernels takes longer than what they compute.
 #
 # A GPU computes the next token of a few hundred rows in less time than Python takes to start the kernels, so that

@@ -241,7 +241,6 @@ def _lineage(path: Path) -> str:
     return "\n".join(rows)
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # The dataset card of a task archive that is pushed to the Hub.
 
 

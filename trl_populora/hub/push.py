@@ -270,7 +270,6 @@ def _advice(reason: str, repo: str, run: str, option: str) -> str:
     )
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # A static Space that shows a run's report: the same page, without a server.
 
 
@@ -327,7 +326,6 @@ def make_space(run: str | Path, directory: str | Path, repo: str, model: str | N
     (root / "README.md").write_text(f"---\n{card.to_yaml()}\n---\n", encoding="utf-8")
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # What a trainer does with the Hub: TRL's and transformers' hooks, for a population.
 
 

@@ -140,7 +140,6 @@ def _as_list(values: Sequence | torch.Tensor) -> list:
     return values.tolist() if isinstance(values, torch.Tensor) else list(values)
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # The routed LoRA layer: one base matmul for the whole batch, all members' low-rank parts beside it.
 #
 # Members are ordinary PEFT adapters of ordinary shape; what is special is only the forward. It multiplies by the

@@ -272,7 +272,6 @@ def saved_step(directory: str | Path) -> int | None:
     return None if mark is None else int(mark)
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # One optimizer life per member: its parameter group, its gradient norm, its right to stand still.
 
 
@@ -417,7 +416,6 @@ class MemberClipper:
         return norms
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # What DeepSpeed's ZeRO-3 has to be told before it partitions a model with routed layers.
 
 

@@ -166,7 +166,6 @@ def draw_payoff(
     figure.colorbar(image, ax=axis, label="solved (fraction)", shrink=0.9)
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Pictures of what changes from step to step: held-out tasks, ratings, rewards, shares, how demanding tasks are.
 #
 # Every function draws into the figure, or part of one, that it is given; thin lines are what was measured.
@@ -320,7 +319,6 @@ def draw_coverage(figure: Figure, run: Run) -> None:
     finish(figure, axes[-1])
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Pictures of what a run did as a whole: rejects, matches, lineage, and where the time went.
 
 

@@ -106,7 +106,6 @@ def _draw_map(axis: Axes, values: Map, features: Sequence[str], width: int, role
     axis.figure.colorbar(image, ax=axis, location="bottom", shrink=0.9)
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # The pictures of a report in their order: what each shows, and the files that they become.
 
 

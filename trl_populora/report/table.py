@@ -155,7 +155,6 @@ def write(value: float | None, form: Form, sign: bool = False) -> str:
     return text + {"share": "" if sign else " %", "seconds": " s"}.get(form, "")
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # The members of a population as one table, which the terminal, the page and the card on the Hub show.
 
 
@@ -192,7 +191,6 @@ def percent(rate: float) -> str:
     return f"{100 * rate:.0f} %" if rate == rate else "-"
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # The members of a run as a table on the terminal.
 
 

@@ -139,7 +139,6 @@ def _number(value: float | None) -> str:
     return f"{value:+.2f}" if value is not None and _known(value) else "-"
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Says once when a run goes on but nothing can be learned in it: in the log, and as alerts of W&B and trackio.
 
 
@@ -216,7 +215,6 @@ def _name_reason(played: Played) -> str:
     return f"{count} of {len(rejects)} were rejected for `{reason}`{f': {detail:.200}' if detail else ''}."
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Ctrl-C and SIGTERM: a run ends with its step, saves, and says how it goes on.
 
 

@@ -325,7 +325,6 @@ def _is_column(value: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Update: how the rows of a micro-batch enter the model.
 #
 #     micro-batch [B, P + C] --Layout--> forward [N, L] --TRL's method--> log-probabilities [B, C]
@@ -606,7 +605,6 @@ def lay_out(
     )
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Update: figures that TRL's loss logs for each micro-batch, put together to one figure per step.
 
 

@@ -301,7 +301,6 @@ def _sort_dictionaries(text: str) -> str:
         return text
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # The task archive as a parquet table: in checkpoints, at the end of a run, and as the seed of another run.
 #
 # It opens with `load_dataset("parquet", data_files="archive.parquet")`. One row per task, kind by kind, oldest first.

@@ -353,7 +353,6 @@ class TaskKind(ABC):
         return ()
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # What a kind of task answers, which may be a user's own: its types are checked, and an estimate may fail.
 
 
@@ -415,7 +414,6 @@ def checked(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> Any
     return value
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Texts that are more than text to a model: a task that contains one would end a turn or a thought (verify).
 #
 # A program, hint, argument or output is put into prompts as it is, and a tokenizer reads `<|im_end|>` there as the

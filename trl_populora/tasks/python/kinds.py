@@ -211,7 +211,6 @@ def refuse(error: FormatError | ProgramError) -> Refusal:
     return Refusal(reason_of(error), str(error))
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # code_o, deduction: the student is given a program and an input and must work out the output.
 
 
@@ -237,7 +236,6 @@ class CodeO(ProgramWithInput):
         return attempt.well_formed and self.is_same(attempt.answer, task.outputs[0])
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # code_i, abduction: the student is given a program and an output and must find an input.
 
 
@@ -280,7 +278,6 @@ class CodeI(ProgramWithInput):
         return self.is_same(verdict.outputs[0], task.outputs[0])
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # code_f, induction: the student is given a hint and example pairs and must write the program.
 
 
@@ -460,7 +457,6 @@ def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
             return
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # What somebody answers who has not looked at a task: arguments of the right form (solve).
 
 
@@ -508,7 +504,6 @@ def _vary(value: Any, rng: random.Random) -> Any:
     return value  # None, and complex numbers, which no task of this kind is about
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Makes a task from a program and its arguments as Python values: for seeds that a user writes.
 
 

@@ -234,7 +234,6 @@ def check_style(style: str) -> None:
         raise ValueError(f"`style` must be one of {', '.join(STYLES)}, got {style!r}.")
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Solved tasks that ship with the code kinds: what small models are shown before their own (solve).
 #
 # They show the format alone: shown a line of reasoning as well, a 135M rambled and forgot the answer (1 of 16

@@ -90,7 +90,6 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
     return found
 
 
-# -----------------------------------------------------------------------------------------------------------------
 # Reads what chat models write (propose, solve): tolerant of how blocks are fenced, never of what is in them.
 #
 # One text has one reading here, too, as in the strict reader ([`read_blocks`]), of which this is the other choice:
