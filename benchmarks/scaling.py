@@ -80,7 +80,7 @@ def sweep(
 ) -> dict[str, dict[str, float]]:
     """Seconds by phase of a step of each size, given as pairs of members and rows; trainers train in turn."""
     clock = CpuClock()
-    for module in (rollout, populora_trainer, evolution):  # whose own timers name the phases
+    for module in (play, populora_trainer, evolution):  # whose own timers name the phases
         module.time = SimpleNamespace(perf_counter=clock)
     trainers: dict[str, tuple[FixedLengthTrainer, Recorder]] = {
         name: make_trainer(

@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="counted steps per round and side")
     options = parser.parse_args()
     clock = CLOCKS[options.clock]()
-    for module in (rollout, populora_trainer, evolution):  # whose own timers name the phases
+    for module in (play, populora_trainer, evolution):  # whose own timers name the phases
         module.time = SimpleNamespace(perf_counter=clock)
     with tempfile.TemporaryDirectory() as directory:
         sides = {

@@ -445,7 +445,7 @@ def main() -> None:
     if options.model and not options.vllm:
         COMMON.update(bf16=True)
     clock = CLOCKS[options.clock]()
-    for module in (rollout, populora_trainer):  # whose own timers name the phases
+    for module in (play, populora_trainer):  # whose own timers name the phases
         module.time = SimpleNamespace(perf_counter=clock)
     where = torch.cuda.get_device_name() if options.gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{where}, {options.clock} seconds; torch {torch.__version__}")
