@@ -1,4 +1,10 @@
-"""`PopuLoRATrainer`: the population step as overrides of TRL's `GRPOTrainer`; the game is in `step/rollout.py`."""
+"""`PopuLoRATrainer`: the population step as overrides of TRL's `GRPOTrainer`.
+
+    _play (TRL's `rollout_func`) -> play_step -> Played -> _prepare_inputs -> micro-batches -> _compute_loss ->
+    optimizer
+
+The game itself is in `step/play.py`. The overrides stand in the order in which a step runs them.
+"""
 
 from __future__ import annotations
 
@@ -59,39 +65,42 @@ class PopuLoRATrainer(HubTrainer):
 
     What differs from [`~trl.GRPOTrainer`]:
 
-    - `__init__`: builds the population, its game and its adapters; two reward functions stand before the user's.
-    - `rollout_func` (set here), `_calculate_rewards`: one row per slot of the batch, and its rewards.
-    - `_generate_and_score_completions`: adds each row's member, and replaces TRL's advantages by the population's.
-    - `_prepare_inputs`: cuts the micro-batches that were planned with the advantages; TRL shuffles and splits.
-    - `_get_per_token_logps_and_entropies`, `_compute_loss`, `training_step`: set and clear the route of the rows;
-      without a KL term rows without advantage are not computed, and attempts at one task share their prompt.
-    - `create_optimizer`, `_clip_grad_norm`, `_get_grad_norm`: one parameter group and one gradient norm per member.
-    - `evaluate`, `_evaluate`: members attempt held-out tasks. `predict` is refused; `member` gives one member's model.
-    - `train`: locks `output_dir`, which belongs to one run; Ctrl-C and SIGTERM leave a whole checkpoint.
-    - `_get_output_dir`, `_save_checkpoint`: a checkpoint is written aside and moved into place when it is whole.
-    - `save_model`, `_save`: one ordinary PEFT directory per member, `population.json`, the best student at the root.
-    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`: restore the
+    - `__init__` builds the population, its game and its adapters. Two reward functions stand before the user's.
+    - `rollout_func` (set here) plays a step and returns its rows. `_calculate_rewards` returns the rewards that the
+      play has asked TRL for already.
+    - `_generate_and_score_completions` adds each row's member, and puts the population's advantages in TRL's place.
+    - `_prepare_inputs` cuts micro-batches as they were planned with the advantages, where TRL shuffles and splits.
+    - `_get_per_token_logps_and_entropies`, `_compute_loss` and `training_step` set and clear the route of the rows.
+      Without a KL term they skip rows without advantage. Attempts at one task share their prompt.
+    - `create_optimizer`, `_clip_grad_norm` and `_get_grad_norm` give each member a parameter group and a gradient
+      norm.
+    - `evaluate` and `_evaluate` let members attempt held-out tasks. `predict` is refused; `member` lends one member.
+    - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM leave a whole checkpoint.
+    - `_get_output_dir` and `_save_checkpoint` write a checkpoint aside, and move it into place when it is whole.
+    - `save_model` and `_save` write an ordinary PEFT directory per member, and the best student at the root.
+    - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` and `_load_rng_state` restore the
       members (DeepSpeed restores them itself), the state of the game, and the loss that is not logged yet.
-    - [`~trl_populora.hub.push.HubTrainer`], between the two: a card of the population, uploads while it trains.
+    - [`~trl_populora.hub.push.HubTrainer`] stands between the two: the population's card, uploads while it trains.
 
     Args:
-        model: Base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
-        reward_funcs: Further reward functions in TRL's signature, added to the two built in. They receive the columns
-            of [`~trl_populora.step.rows.Row`] up to `pay`; return `None` for rows that do not concern you.
-            `args.reward_weights`, if set, weighs these alone.
+        model: The base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
+        reward_funcs: Further reward functions in TRL's signature, added to the two built-in ones. They get the columns
+            of [`~trl_populora.step.rows.Row`] up to `program`, and return `None` for rows that they do not judge.
+            `args.reward_weights`, if set, has one weight for each of them.
         args: Settings of the run.
-        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`; the package's own when
-            `None`: ordinary Python, or for `prompt_style="compact"` the language of the embedded base.
+        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`. With `None` the
+            package's
+            own: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
         eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
             `eval_strategy`.
         processing_class: Tokenizer with a chat template; loaded with the base when `None`.
-        reward_processing_classes, callbacks, optimizers: As in TRL; an optimizer must cover every member.
+        reward_processing_classes, callbacks, optimizers: As in TRL. An optimizer must hold every member's parameters.
         quantization_config: Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
         peft_config: Adapter of every member; rank 32, alpha 64, all linear layers when `None`.
 
     Raises:
         `TypeError`: If `args` is no [`PopuLoRAConfig`] or `peft_config` no `LoraConfig`.
-        `ValueError`: If base, dataset, adapters or output directory cannot be used; names the value and the way out.
+        `ValueError`: If base, dataset, adapters or output directory cannot be used. It names the value and a way out.
     """
 
     _tag_names = ["trl", "populora", "lora"]
@@ -107,8 +116,8 @@ class PopuLoRATrainer(HubTrainer):
     # What one override leaves for another.
     evolution: EvolutionCallback | None = None
     _closed = False
-    _resumed: checkpoint.RankState | None = None  # just loaded; cleared once its loss is added
-    _best_step: int | None = None  # of the members that were loaded at the end
+    _resumed: checkpoint.RankState | None = None  # loaded with a checkpoint, until its loss is added
+    _best_step: int | None = None  # optimizer steps of the best members, once they are loaded at the end
 
     def __init__(
         self,
@@ -143,11 +152,12 @@ class PopuLoRATrainer(HubTrainer):
         self.router, self.uploads = Router(), push.Uploads(args)  # `Trainer` makes the repository
         in_fp32 = not start.is_zero3(args)
         members = add_members(base, self.population.adapters, lora_config, self.router, args.seed, in_fp32)
-        # Hidden from TRL: `beta`, or it would copy an adapter as reference, which here is the frozen base;
-        # `model_init_kwargs`, or it would warn that they are ignored; `use_vllm`, or its engine would lack adapters.
+        # Three settings are hidden from TRL's constructor. With `beta` it would copy an adapter as reference, where
+        # the frozen base is the reference. With `model_init_kwargs` it would warn that they are ignored. With
+        # `use_vllm` it would start an engine without adapters.
         hidden = start.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
         completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
-        with hidden, without_empty_directories(completions):  # a start that fails below leaves none
+        with hidden, without_empty_directories(completions):  # a start that fails below leaves no empty folder
             super().__init__(
                 model=members,
                 reward_funcs=start.reward_functions(args, reward_funcs),
@@ -182,13 +192,13 @@ class PopuLoRATrainer(HubTrainer):
             self._start_vllm()
         context = self.vllm_generation.context_length() if self.use_vllm else trained_context(base)
         longest, tokenize = args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
-        room = count_free_tokens(context, longest, tokenize, tokenizer)
-        start.fit_into_context(referee, archive, held_out, room, bool(args.teachers))
+        free_tokens = count_free_tokens(context, longest, tokenize, tokenizer)
+        start.fit_into_context(referee, archive, held_out, free_tokens, bool(args.teachers))
         start.check_prompts(referee, archive, references, held_out, tokenizer, longest)
         completions.mkdir(parents=True, exist_ok=True)
 
     def _choose_update(self, base: PreTrainedModel) -> None:
-        """Which rows an update computes, and how members are clipped."""
+        """Settles which rows an update computes, and how members are clipped."""
         args = self.args
         if is_quantised(base):
             lora_members.keep_fp32(self.model)
@@ -209,7 +219,7 @@ class PopuLoRATrainer(HubTrainer):
             lora_members.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
     def _choose_generation(self, base: PreTrainedModel) -> None:
-        """Where completions end, and whether ended rows may leave a batch."""
+        """Settles where completions end, and whether ended rows may leave a batch."""
         known, given = self.eos_token_ids, self.args.generation_kwargs
         self.eos_token_ids = end_tokens(self.processing_class, known, given, self.chat_template_kwargs)
         self._sharded = start.is_zero3(self.args) or self.is_fsdp_enabled  # ranks meet in every forward
@@ -253,11 +263,11 @@ class PopuLoRATrainer(HubTrainer):
 
     @property
     def archive(self):
-        """Tasks that were verified so far, newest kept."""
+        """The tasks that were verified so far, newest kept."""
         return self.game.archive
 
     def close(self) -> None:
-        """Ends the sandbox's processes, unpublishes the adapters. Training ends so too; a second call does nothing."""
+        """Ends the sandbox's processes and unpublishes the adapters, as `train` does at its end. Safe to call twice."""
         self.game.referee.sandbox.close()
         self._closed = True
         if self.use_vllm:
@@ -266,14 +276,14 @@ class PopuLoRATrainer(HubTrainer):
 
     def train(self, resume_from_checkpoint=None, **kwargs):
         """
-        Trains as `Trainer.train` does; the sandbox's processes are gone when it returns or raises. Collective.
+        Trains as `Trainer.train` does. The sandbox's processes are gone when it returns or raises. Collective.
 
         Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*): As in `Trainer`; `True` takes the newest whole
-                checkpoint, `"newest"` also starts afresh where there is none.
+            resume_from_checkpoint: A checkpoint's path, as in `Trainer`. `True` takes the newest whole checkpoint;
+                `"newest"` does so, too, and starts afresh where there is none.
 
         Raises:
-            `ValueError`: If another process trains in `output_dir`, a run lies there that is not resumed, or the
+            `ValueError`: If another process trains in `output_dir`, if a run lies there that is not resumed, or if the
                 checkpoint cannot be resumed.
         """
         self._open()
@@ -300,7 +310,8 @@ class PopuLoRATrainer(HubTrainer):
 
     def member(self, name: str) -> AbstractContextManager:
         """
-        Context in which `trainer.model` is one member, or `"base"`: for `generate` and forwards of your own.
+        Lends one member: inside this context `trainer.model` computes all rows with the member's adapter, or with none
+        for `"base"`. Use it for `generate` and forwards of your own.
 
         Raises:
             `KeyError`: If there is no such member.
@@ -308,12 +319,12 @@ class PopuLoRATrainer(HubTrainer):
         return self.router.only(BASE if name == BASE_NAME else self.population[name].index)
 
     def describe(self) -> dict[str, Any]:
-        """The population for people and other programs: the contents of `population.json`."""
+        """Describes the population for people and other programs: the contents of `population.json`."""
         return describe(self.game, self.shape, self.args, self._members_step, self.held_out)
 
     @property
     def _members_step(self) -> int:
-        """Optimizer steps that the members have had: after `load_best_model_at_end` fewer than `global_step`."""
+        """Optimizer steps that the members have done: after `load_best_model_at_end` fewer than `global_step`."""
         return self.state.global_step if self._best_step is None else self._best_step
 
     def predict(self, *args, **kwargs):
@@ -329,7 +340,7 @@ class PopuLoRATrainer(HubTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """
-        Lets every student attempt each held-out task `eval_attempts` times. Changes nothing that trains. Collective.
+        Lets every student attempt each held-out task `eval_attempts` times. Nothing that trains changes. Collective.
 
         Args:
             eval_dataset: Other tasks than the trainer's.
@@ -353,7 +364,9 @@ class PopuLoRATrainer(HubTrainer):
         untrained = {
             each.name for each in students if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
         }
-        try:  # `log_completions` is for rows that train; outside of `pause_training` `log` clears training's metrics
+        # TRL's completion tables are for rows that train. And outside of `pause_training`, `log` would take training's
+        # metrics that are not logged yet for those of the evaluation, and clear them.
+        try:
             with pause_training(self.model), start.replace_attributes(self, log_completions=False):
                 metrics = held_out.measure(
                     referee,
@@ -372,14 +385,14 @@ class PopuLoRATrainer(HubTrainer):
         return metrics
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
-        if skip_scheduler and self.state.global_step:  # `eval_on_start` of a resumed run, whose start was long ago
+        if skip_scheduler and self.state.global_step:  # `eval_on_start` of a resumed run: its start is long over
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     # Match, propose, verify, solve: the game
 
     def _play(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
-        """TRL's `rollout_func`: plays one step; the placeholder prompts only say how many rows are expected."""
+        """TRL's `rollout_func`: plays one step. The placeholder prompts only say how many rows TRL expects."""
         played = play_step(self.game, self.state.global_step, self._reward)
         if len(played.rows) != len(prompts):
             raise RuntimeError(f"The step played {len(played.rows)} rows, TRL expects {len(prompts)}.")
@@ -392,7 +405,7 @@ class PopuLoRATrainer(HubTrainer):
     def _generate_rows(
         self, prompts: list[Messages], members: Sequence[str], seeds: Sequence[int] | None = None
     ) -> list[Completion]:
-        """One completion per prompt, each sampled from its own member."""
+        """Samples one completion per prompt, each from its own member."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
         if self.use_vllm:
@@ -421,18 +434,19 @@ class PopuLoRATrainer(HubTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # TRL asks for them after generation. `play_step` had to know them earlier, and has asked `_reward`.
-        prompts[:] = [row.prompt for row in self.played.rows]  # in place: TRL logs this very list of placeholders
-        for column in ("role", "member", "kind"):  # of `log_completions`' tables
+        prompts[:] = [row.prompt for row in self.played.rows]  # in place, because TRL logs this very list
+        for column in ("role", "member", "kind"):  # columns for the tables of `log_completions`
             self._log_completion_extra(column, [getattr(row, column) for row in self.played.rows])
         return self.played.rewards
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
         played, mine = self.played, self.played.local_worth
-        # TRL counts groups in the order of rows, proposals included; only a student's attempts are such groups.
+        # TRL cuts all rows into groups of equal size, proposals too. Only a student's attempts are such groups.
         self._metrics["train"]["frac_reward_zero_std"][-1] = played.worth.flat
-        self._logs["advantages"].extend(played.worth.advantages.tolist())  # full, so this pushes TRL's own out
-        for column in ("prompt", "completion"):  # as text: trackio shows messages as "[object Object]"
+        # The log is full and has a fixed length, so these push TRL's own advantages out.
+        self._logs["advantages"].extend(played.worth.advantages.tolist())
+        for column in ("prompt", "completion"):  # as text, because trackio shows messages as "[object Object]"
             texts = [messages[-1]["content"] if messages else "" for messages in self._logs[column]]
             self._logs[column].extend(texts)
         if self.args.save_rollouts:
@@ -447,7 +461,7 @@ class PopuLoRATrainer(HubTrainer):
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
     def _prepare_inputs(self, generation_batch):
-        # Not TRL's, which shuffles the rows and cuts them into equal numbers.
+        # TRL would shuffle the rows and cut them into equal numbers. These micro-batches follow the plan instead.
         steps = self.args.steps_per_generation
         if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
             rows = self._generate_and_score_completions(generation_batch)
@@ -461,7 +475,8 @@ class PopuLoRATrainer(HubTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
-        # TRL calls this for old and reference log-probabilities of a whole step. `_compute_loss` puts its own here.
+        # TRL calls this for the old and reference log-probabilities of a whole step. For the loss, `_compute_loss`
+        # puts a function of its own in this place.
         compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
 
         def forward(batch: microbatch.Batch) -> torch.Tensor:
@@ -483,7 +498,9 @@ class PopuLoRATrainer(HubTrainer):
 
         def log_probs(model, ids, mask, length, **kwargs):
             found = layout.log_probs(partial(compute, **kwargs), model, ids, mask, length, self.scorer.sharing)
-            if self.beta:  # blank rows, and students beside `teacher_beta`, are their own reference: KL 0
+            if self.beta:
+                # Some rows are their own reference, so that their KL term and its gradient are 0: students beside
+                # `teacher_beta`, and blank rows, whose context is cut away and whose KL might be infinite.
                 own = (inputs["pack"] < 0) | (inputs["member"] >= self.args.teachers) & bool(self.args.teacher_beta)
                 inputs["ref_per_token_logps"][own] = found[0].detach()[own]
             return found
@@ -493,7 +510,7 @@ class PopuLoRATrainer(HubTrainer):
             loss = super()._compute_loss(model, inputs)
         on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
         self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
-        # Where TRL divides by rows, a micro-batch of other than the usual number would weigh too much or too little.
+        # Where TRL divides by rows, it takes every micro-batch to have as many. This one may have more or fewer.
         by_rows = LOSS_NORMALISERS[self.loss_type] == "rows"
         return loss * (len(inputs["member"]) / self.args.per_device_train_batch_size if by_rows else 1.0)
 
@@ -503,7 +520,7 @@ class PopuLoRATrainer(HubTrainer):
         with self._phases.time_update():
             try:
                 loss = super().training_step(model, inputs, num_items_in_batch)
-            finally:  # only now: gradient checkpointing runs the forward again during the backward
+            finally:  # not before: gradient checkpointing runs the forward again during the backward
                 self.router.clear()
         if self.accelerator.sync_gradients:
             self._log_values(self._phases.take() | self._loss_metrics.take())
@@ -541,13 +558,16 @@ class PopuLoRATrainer(HubTrainer):
         sigma: float = PRIOR_SIGMA,
     ) -> None:
         """
-        Replaces all of a member: weights, optimizer state, rating, age and version. Rows that were still to be trained
-        on (`num_iterations`) are dropped, and the next step plays. Call it on every rank. Keyword arguments tell
-        of the new one: its step, identities of its parents (`name@version`), what made it, and its TrueSkill rating.
+        Replaces all of a member: weights, optimizer state, rating, age and version. Rows that still wait for an update
+        (`num_iterations`) are dropped, and the next step plays. Call it on every rank.
 
         Args:
-            name: The slot.
+            name: The member's name, which the new one takes over.
             factors: As [`~trl_populora.lora.members.read_member`] returns them, the same on every rank.
+            step: Optimizer step at which the new one is born.
+            parents: Identities of its parents, `name@version`.
+            operator: What made it.
+            mu, sigma: Its TrueSkill rating.
 
         Raises:
             `KeyError`: If there is no such member.
@@ -563,7 +583,7 @@ class PopuLoRATrainer(HubTrainer):
 
     @property
     def _stateful(self) -> dict[str, Any]:
-        """Objects with a `state_dict` that goes into `game.json`, by their names there."""
+        """The objects whose `state_dict` goes into `game.json`, by their names there."""
         found = {"population": self.population, "matchmaker": self.game.matchmaker, "held_out": self.held_out}
         found |= {"features": self.game.features}
         return {name: each for name, each in found.items() if each is not None}
@@ -577,7 +597,7 @@ class PopuLoRATrainer(HubTrainer):
             super()._save_checkpoint(model, trial)
             checkpoint.save_game(unfinished, self._stateful, self.archive, self._rank_state(), self.args)
         if self.args.push_to_hub:
-            # `super()._save_checkpoint` has called this, too; it did nothing, as the checkpoint was not in place.
+            # `super()._save_checkpoint` has called this already. It did nothing then: the checkpoint was not in place.
             self._push_from_checkpoint(str(root / unfinished.name))
 
     def _rank_state(self) -> checkpoint.RankState:
@@ -592,7 +612,8 @@ class PopuLoRATrainer(HubTrainer):
         )
 
     def save_model(self, output_dir=None, _internal_call=False):
-        # Not TRL's: under transformers 5.17 it calls `_save` on the main rank alone, but ZeRO and FSDP read together.
+        # TRL's calls `_save` on the main rank alone (transformers 5.17), but under ZeRO and FSDP all ranks read
+        # together.
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -617,7 +638,7 @@ class PopuLoRATrainer(HubTrainer):
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        if self.args.device.type == "cpu":  # "cpu:0" with several processes, to which torch cannot load
+        if self.args.device.type == "cpu":  # with several processes it is "cpu:0", which torch cannot load to
             self.args.__dict__["_setup_devices"] = torch.device("cpu")
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
@@ -640,6 +661,6 @@ class PopuLoRATrainer(HubTrainer):
             self._resumed = None
 
     def _log_values(self, values: Mapping[str, float]) -> None:
-        """Adds to TRL's metrics of this step."""
+        """Adds values to TRL's metrics of this step."""
         for name, value in values.items():
             self._metrics["train"][name].append(value)
