@@ -267,7 +267,7 @@ class PopuLoRATrainer(HubTrainer):
         return self.game.archive
 
     def close(self) -> None:
-        """Ends the sandbox's processes and unpublishes the adapters, as `train` does at its end. Safe to call twice."""
+        """Ends the sandbox's processes and unpublishes the adapters, as `train` does at its end."""
         self.game.referee.sandbox.close()
         self._closed = True
         if self.use_vllm:
