@@ -5,13 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from trl import GRPOConfig
-
-from trl_populora.config import PopuLoRAConfig
 
 
 ROOT = Path(__file__).parent.parent
@@ -33,10 +29,6 @@ def find(path: str) -> object:
     raise ModuleNotFoundError(path)
 
 
-def test_a_row_passes_eight_stations():
-    assert len(STATIONS) == 8
-
-
 @pytest.mark.parametrize("station", STATIONS)
 def test_a_station_is_one_function_or_class(station):
     assert callable(find(station))
@@ -47,15 +39,6 @@ def test_files_and_tests_that_it_names_are_there():
     assert len(named) > 8
     missing = [path for path in named if not any((root / path).exists() for root in (ROOT, ROOT / "trl_populora"))]
     assert missing == []
-
-
-def test_every_option_beyond_forty_has_its_reason():
-    own = {field.name for field in fields(PopuLoRAConfig)} - {field.name for field in fields(GRPOConfig)}
-    section = re.search(r"^## Options beyond forty$(.+?)^## ", TEXT, flags=re.M | re.S)[1]
-    rows = re.findall(r"^\| (`.+?`) \|", section, flags=re.M)
-    listed = [name for row in rows for name in re.findall(r"\w+", row)]
-    assert set(listed) <= own
-    assert len(own) == 40 + len(listed)
 
 
 def names_in(file: str) -> set[str]:
@@ -87,20 +70,15 @@ DECIDED = re.findall(
 )[1:]
 
 
-def test_sixteen_questions_are_answered():
-    assert len(DECIDED) == 16
-    assert all("`: `" in cell for _, cell in DECIDED)
-
-
 @pytest.mark.parametrize(("question", "cell"), DECIDED, ids=[question for question, _ in DECIDED])
 def test_what_decides_stands_in_the_file_before_it(question, cell):
     assert missing_names(cell) == []
 
 
 def test_a_name_that_is_not_there_is_found():
-    cell = "`step/rules.py`: `PAY`, `choose_price`; `evaluate/held_out.py`: `HeldOut.measure`, `HeldOut.guess`, `PAY`"
+    cell = "`step/pay.py`: `PAY`, `choose_price`; `evaluate/held_out.py`: `HeldOut.measure`, `HeldOut.guess`, `PAY`"
     assert missing_names(cell) == [
-        "step/rules.py: choose_price",
+        "step/pay.py: choose_price",
         "evaluate/held_out.py: HeldOut.guess",
         "evaluate/held_out.py: PAY",
     ]
