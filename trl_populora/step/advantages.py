@@ -96,6 +96,7 @@ class Scorer:
         played.worth = self._weigh(played, num_tokens_R)
         mine = played.local_worth = played.worth.part(slice(self.rank * rows, (self.rank + 1) * rows))
         if self.skips_blank_rows:
+            # A row of length 0 is blank to the plan. Normalisers have been computed before, with all rows.
             live = [bool(a) and tokens > 0 for a, tokens in zip(mine.advantages.tolist(), answered, strict=True)]
             asked, answered = ([n * alive for n, alive in zip(ns, live, strict=True)] for ns in (asked, answered))
         members, size = mine.members.tolist(), settings.per_device_train_batch_size
@@ -139,6 +140,7 @@ def step_advantages(
     """
     kinds_R, groups_R = (_number([record[name] for record in records]) for name in ("kind", "group"))
     advantages_R = torch.zeros_like(rewards_R)
+    # Each role is computed with the other role's rows as NaN, which count nowhere; so the sum puts both together.
     for role, baseline in baselines.items():
         others_R = torch.tensor([record["role"] != role for record in records], device=rewards_R.device)
         own_R = rewards_R.masked_fill(others_R, float("nan"))
@@ -235,6 +237,7 @@ def estimate_advantages(
         `RuntimeError`: If the function raises.
         `ValueError`: If there is no such function, or it does not give one finite number per row.
     """
+    # The user's function sees the rows of its role alone; the others keep advantage 0.
     columns = [column.detach().cpu() for column in (rewards_R, members_R, kinds_R, groups_R)]
     own_R = ~columns[0].isnan()
     rewards, *others = (column[own_R] for column in columns)
@@ -299,6 +302,7 @@ def member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_typ
             f"`loss_type={loss_type!r}` cannot be made equal to training each member alone. Use one of "
             f"{sorted(LOSS_NORMALISERS)}."
         )
+    # What a row contributes to the normaliser: itself, or its tokens.
     weights_R = torch.ones_like(num_tokens_R) if LOSS_NORMALISERS[loss_type] == "rows" else num_tokens_R
     weights_R = weights_R.to(torch.float64)
     _, slots_R = torch.unique(members_R, return_inverse=True)

@@ -89,6 +89,7 @@ def plan_micro_batches(
         The packs of each micro-batch. There are `R / size` micro-batches, rounded up, where R counts blank rows as
         well. The last ones may be empty.
     """
+    # The memory of so many of the longest rows, spent in tokens: many short rows may take the place of a long one.
     budget = size * (max(asked) + max(answered))
 
     def lay(rows: Sequence[int]) -> Layout:
@@ -99,8 +100,11 @@ def plan_micro_batches(
         return lay(rows).grid > budget
 
     ways = []
+    # Way 1 puts rows of similar length together, so that little is padded. Way 2 puts the attempts at one task
+    # together, so that their prompt is computed once.
     for keys in (None,) if sharing is None else (None, prompts):
         batches: list[list[int]] = []
+        # Proposals are longer than attempts, as a rule: mixed micro-batches would be mostly padding.
         for is_student in (False, True):
             own = [(member >= num_teachers) == is_student for member in members]
             lengths = [(asked[row] + answered[row]) * own[row] for row in range(len(members))]
@@ -114,6 +118,7 @@ def plan_micro_batches(
         [[rows[place] for place in pack] for pack in layout.packs]
         for rows, layout in zip(ways[best], layouts[best], strict=True)
     ]
+    # The number of micro-batches is fixed, because TRL and DDP count on it. Blank rows leave some of them empty.
     return packs + [[] for _ in range(-(-len(members) // size) - len(packs))]
 
 
@@ -129,6 +134,7 @@ def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence
     Returns:
         Rows that should share a micro-batch: those of one prompt, or one row of each member.
     """
+    # Per member, its rows from long to short, grouped by prompt where prompts matter.
     queues: dict[int, dict[int, list[int]]] = {member: {} for member in sorted(set(members))}
     for row in sorted(range(len(members)), key=lambda row: -lengths[row]):
         if lengths[row]:
@@ -251,6 +257,7 @@ def match_ranks(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[
         computed, and `tokens`, their completion tokens. The metrics are means over the ranks.
     """
     device = batches[0]["member"].device
+    # Every rank has as many micro-batches, so one gather tells the largest of each and the sums over the ranks.
     sizes = [(len(b["member"]), live_rows([b]), int(b["completion_mask"].sum())) for b in batches]
     everywhere = gather(torch.tensor(sizes, device=device)[None])
     most, (live, tokens) = everywhere[..., 0].amax(0), everywhere[..., 1:].sum(0).unbind(1)
@@ -293,6 +300,7 @@ def trim(batch: Batch, multiple: int = 1) -> Batch:
     At least one prompt column and two completion columns stay. TRL's metrics take a single completion column for one
     value per sequence, and apply no mask to it.
     """
+    # Prompts are padded on the left, completions on the right: cut from both ends.
     needed = batch["prompt_mask"].any(0)
     left = int(needed.int().argmax()) if needed.any() else len(needed) - 1
     left = left // multiple * multiple
@@ -429,6 +437,7 @@ class Layout:
         self.heads = [pack[0] for pack in packs]
         self.branches = any(len(pack) > 1 for pack in packs)
         answers = [sum(completion_lengths[row] for row in pack) for pack in packs]
+        # With branches a prompt's last token stands at the beginning of each branch instead.
         asked = [prompt_lengths[row] - self.branches for row in self.heads]
         self.used = sum(asked) + sum(answers)
         if self.branches:
@@ -490,7 +499,7 @@ class Layout:
             )
             for part in zip(*self._cells(columns, columns - length), strict=True)
         )
-        scored = branches > 0
+        scored = branches > 0  # tokens of the prompt predict nothing that counts
         predicted = ids.flatten()[places + 1].masked_fill(~scored, -100)
         replaced = {
             "attention_mask": _mask_branches(branches, sharing.additive),
@@ -574,6 +583,7 @@ def lay_out(
         sharing: How the model takes shared prompts; `None` if it cannot.
         budget: Most tokens, padding included.
     """
+    # Rows by prompt; a row without prompt tokens is blank.
     groups: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         if prompt_lengths[row]:
@@ -588,6 +598,7 @@ def lay_out(
     def width_of(pack: Sequence[int]) -> int:
         return prompt_lengths[pack[0]] + sum(completion_lengths[row] for row in pack)
 
+    # Try wider and wider rows of the forward. Narrow rows repeat prompts, wide rows make attention and padding cost.
     longest, width = max(map(width_of, ordered)), max(width_of(group[:1]) for group in ordered)
     while width < 1.5 * longest:
         # Each prompt's rows go into as few packs as the width allows, so that all packs have about one length.

@@ -107,6 +107,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
         _solve(game, slots)
     with _time(seconds, "verify"):
         _grade(game, slots)
+    # All ranks meet here. What follows reads the records of all of them, so that it is the same on every rank.
     played = _price(game, slots, reward)
     game.matchmaker.update(game.population, _collect_shares(matches, played.records))
     complexities = _note_results(game, tasks, played.records)
@@ -129,6 +130,7 @@ def _propose(game: Game, matches: Sequence[Match], done: int, rng: random.Random
         if not match.teacher:
             continue
         for place in range(game.player.rank * part, (game.player.rank + 1) * part):
+            # `done` counts optimizer steps; with several per play it grows by as many from one play to the next.
             kind = kinds[(place + done // game.iterations) % len(kinds)]
             drawn = game.referee.draw_references(kind, game.archive, game.references, rng)
             prompt, shown = game.referee.proposal_prompt(kind, drawn)
@@ -179,6 +181,7 @@ def _draw_given(game: Game, matches: Sequence[Match], done: int) -> list[Slot]:
     kinds, part = list(game.referee.kinds), game.proposals // game.player.world
     size = game.archive.count(kinds)
     first = done // game.iterations * game.proposals + game.player.rank * part
+    # A step may reach into the next pass: each place is a pass and a place within it.
     places = [divmod(place, size) for place in range(first, first + part)]
     orders = {turn: list(range(size)) for turn, _ in places}
     if game.shuffle:
@@ -236,6 +239,7 @@ def _grade(game: Game, slots: Sequence[Slot]) -> None:
     for (_, attempt), grade in zip(attempts, grades, strict=True):
         attempt.grade = grade
     fresh = [slot for slot in slots if slot.fresh]
+    # Blind guesses are tried in the sandbox, for proposed tasks only: nobody is paid for archived ones.
     chances = game.referee.chances([slot.task for slot in fresh])
     for slot, chance in zip(fresh, chances, strict=True):
         slot.outcome = _conclude(game, slot, chance)
@@ -295,7 +299,7 @@ def _collect_shares(matches: Sequence[Match], records: Sequence[Mapping[str, Any
     student's solve rate at each given task.
     """
     shares: dict[int, list[float]] = {match.index: [] for match in matches}
-    seen = set()
+    seen = set()  # groups of attempts that are counted
     for record in records:
         if record["role"] == "teacher":
             shares[record["match"]].append(record["share"])

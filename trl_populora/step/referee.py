@@ -107,6 +107,7 @@ class Referee:
         """Draws archived tasks to show to a teacher. A kind that writes no program is about the first one."""
         count = checked(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
+        # Shown as turns, a kind that writes no program also needs examples of its own.
         if kind.shows_turns(self.style) and not kind.writes_program:
             drawn += archive.sample([kind.name], k, rng)
         return drawn
@@ -179,8 +180,10 @@ class Referee:
         def pose(posed: Task) -> Messages:
             return checked(task.kind, "solving_prompt", kind.solving_prompt(posed, self.style), (list,))
 
+        # No task is shown its own solution.
         shots = [shot for shot in kind.shots[: self.shots] if shot.task.program != task.program]
         asked = [*(pose(shot.task) for shot in shots), pose(task)]
+        # Shots are dropped one by one until the prompt fits.
         for left_out in range(len(shots) + 1):
             prompt = show_before(asked[left_out:], [shot.answer for shot in shots[left_out:]])
             if self.free_tokens(prompt) >= 0:
@@ -253,6 +256,7 @@ class Referee:
             checked(task.kind, "parse_attempt", self.kinds[task.kind].parse_attempt(text, task), (Attempt,))
             for task, text in zip(tasks, texts, strict=True)
         ]
+        # Two students often give the same answer; one run decides for all of them.
         keys = [(task.task_id, task.kind, attempt) for task, attempt in zip(tasks, attempts, strict=True)]
         distinct = dict(zip(keys, tasks, strict=True))
         verdicts = self._run(

@@ -74,7 +74,8 @@ class Row:
     completion: Completion = Completion([], [], "")
     group: str = ""
 
-    TOLD = (  # to the other ranks, too
+    # The columns that the other ranks, reward functions and files get. Their names are public (docs/files.md).
+    TOLD = (
         *("role", "member", "kind", "match", "task_id", "valid", "reject_reason", "solve_rate", "correct"),
         *("well_formed", "chance", "rarity", "pay"),
     )
@@ -95,6 +96,7 @@ def make_rows(slots: Sequence[Slot], rank: int) -> list[Row]:
         for number, slot in enumerate(slots)
         for attempt in slot.attempts
     ]
+    # Attempts come first, group by group: TRL cuts the rows into groups of G from the front.
     return attempts + [_row_of_proposal(slot, slot.proposal) for slot in slots if slot.proposal is not None]
 
 
@@ -232,6 +234,7 @@ class Played:
         """What was sampled for this rank's rows, as TRL's `rollout_func` returns it."""
         parts = ("prompt_ids", "completion_ids", "logprobs")
         found = {name: [getattr(row.completion, name) for row in self.rows] for name in parts}
+        # Only vLLM tells log-probabilities of what it sampled. TRL takes None where they are not known.
         return {name: None if values[0] is None else values for name, values in found.items()}
 
     @property
