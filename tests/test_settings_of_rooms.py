@@ -19,7 +19,7 @@ from trl_populora.tasks.kind import KindSettings
 
 
 PACKAGE = Path(trl_populora.__file__).parent
-BELOW = ("sandbox", "tasks", "adapters", "population", "step")
+BELOW = ("sandbox", "tasks", "lora", "population", "step")
 SETTINGS = {"args", "settings", "config", "options"}
 
 
