@@ -298,7 +298,7 @@ def measure_levers(preset: Preset, levers: Levers, live: float, device: torch.de
     for _ in range(preset.rounds):
         for name, (share, how) in cases.items():
             batches = levers.micro_batches(preset.vocabulary, share, how)
-            layouts = [microbatch.layout_of(batch) for batch in batches]
+            layouts = [microbatch.read_layout(batch) for batch in batches]
             tokens[name] = sum(layout.grid for layout in layouts)
             start = now(device)
             for batch, layout in zip(batches, layouts, strict=True):

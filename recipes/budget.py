@@ -33,7 +33,7 @@ from trl_populora.assets import resolve_model_path
 from trl_populora.cli import TrainArguments
 from trl_populora.config import MemberConfig, PopuLoRAConfig
 from trl_populora.generate.transformers import READ_SHARE
-from trl_populora.step.microbatch import pair_cost
+from trl_populora.step.microbatch import estimate_pair_cost
 from trl_populora.tasks import CodeO
 
 
@@ -313,7 +313,7 @@ def levers(args: PopuLoRAConfig, shape: Shape, like: Rows) -> dict[str, float]:
     `step/microbatch.py`, benchmarks/RESULTS.md).
     """
     prompt, completion = like.prompt, like.completion
-    pair = pair_cost(Qwen2Config(**vars(shape), head_dim=shape.head))
+    pair = estimate_pair_cost(Qwen2Config(**vars(shape), head_dim=shape.head))
     room = args.per_device_train_batch_size * (prompt + args.max_completion_length)
     parts = math.ceil(args.attempts_per_task * completion / (room - prompt))  # of a group, each in a micro-batch
 

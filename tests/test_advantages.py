@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trl_populora.step.advantages import LOSS_NORMALISERS, STD_EPSILON, compute_advantages, member_factors
+from trl_populora.step.advantages import LOSS_NORMALISERS, STD_EPSILON, compute_advantages, compute_member_factors
 
 
 NAN = math.nan
@@ -103,7 +103,7 @@ def test_factors_turn_the_joint_mean_into_each_members_own(loss_type):
     tokens = torch.tensor([5, 2, 3, 0, 10, 4])
     losses = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     weights = tokens.float() if LOSS_NORMALISERS[loss_type] == "tokens" else torch.ones(6)
-    factors = member_factors(members, tokens, loss_type)
+    factors = compute_member_factors(members, tokens, loss_type)
     for member in range(3):
         own = members == member
         joint = (factors * losses * weights / weights.sum())[own].sum()
@@ -112,7 +112,7 @@ def test_factors_turn_the_joint_mean_into_each_members_own(loss_type):
 
 
 def test_a_member_without_tokens_gets_factor_one():
-    factors = member_factors(torch.tensor([0, 1]), torch.tensor([0, 4]), "dapo")
+    factors = compute_member_factors(torch.tensor([0, 1]), torch.tensor([0, 4]), "dapo")
     assert factors.tolist() == [1.0, 1.0]
 
 
@@ -120,4 +120,4 @@ def test_a_loss_type_that_couples_members_is_refused():
     with pytest.raises(
         ValueError, match=r"`loss_type='bnpo'` cannot be made equal.*'cispo', 'dapo', 'dr_grpo', 'grpo'"
     ):
-        member_factors(torch.tensor([0]), torch.tensor([1]), "bnpo")
+        compute_member_factors(torch.tensor([0]), torch.tensor([1]), "bnpo")

@@ -12,12 +12,12 @@ from trl_populora.step.microbatch import (
     Batch,
     Sharing,
     add_blank_rows,
-    by_micro_batch,
+    compute_by_micro_batch,
+    count_live_rows,
     cut,
-    layout_of,
-    live_rows,
-    padding_fraction,
+    measure_padding,
     plan_micro_batches,
+    read_layout,
     take_turns,
 )
 
@@ -61,7 +61,7 @@ def shuffled(counts: dict[int, int], seed: int = 0) -> list[int]:
 
 def live(batches: list[dict]) -> list[dict]:
     """Micro-batches that have any row to compute."""
-    return [batch for batch in batches if layout_of(batch).used]
+    return [batch for batch in batches if read_layout(batch).used]
 
 
 @pytest.mark.parametrize(("counts", "size"), [({0: 8, 1: 8, 2: 32, 3: 32}, 16), ({0: 4, 1: 4, 2: 8, 3: 8}, 8)])
@@ -90,7 +90,7 @@ def test_trimming_removes_padding_and_no_token():
     for mask in ("prompt_mask", "completion_mask"):
         assert sum(int(b[mask].sum()) for b in dealt) == int(whole[mask].sum())
         assert all(b[mask].any(0).all() for b in dealt), "a column of pure padding is left"
-    assert padding_fraction(dealt) < padding_fraction([whole | {"pack": torch.arange(80)}])
+    assert measure_padding(dealt) < measure_padding([whole | {"pack": torch.arange(80)}])
 
 
 def test_members_take_turns_longest_rows_first():
@@ -122,13 +122,13 @@ def test_blank_rows_are_in_no_forward():
     rows = set(random.Random(3).sample(range(80), 21))
     dealt = deal(make_rows(members), 16, live=rows)
     assert sorted(torch.cat([batch["completion_ids"][:, 0] for batch in live(dealt)]).tolist()) == sorted(rows)
-    assert live_rows(dealt) == 21
+    assert count_live_rows(dealt) == 21
     assert len(dealt) == 5
     for batch in dealt[2:]:  # a few tokens, for the forward in which all processes meet
         assert (batch["prompt_mask"].shape, batch["completion_mask"].shape) == ((1, 1), (1, 2))
-        assert layout_of(batch).heads == [0]
+        assert read_layout(batch).heads == [0]
     for batch in dealt[:2]:
-        assert Route(batch["member"][layout_of(batch).heads].tolist()).ordered
+        assert Route(batch["member"][read_layout(batch).heads].tolist()).ordered
 
 
 @pytest.mark.parametrize(("together", "forwards"), [(False, 2), (True, 5)])
@@ -142,7 +142,7 @@ def test_blank_micro_batches_have_a_forward_where_ranks_meet_in_it(together, for
         return batch["completion_ids"].float()
 
     batches = [batch | {"row": batch["prompt"]} for batch in deal(whole, 16, live=rows)]
-    found = by_micro_batch(forward, batches, 80, 20, together)
+    found = compute_by_micro_batch(forward, batches, 80, 20, together)
     assert len(computed) == forwards
     assert {row for row in range(80) if not found[row].isnan().any()} == rows
 
@@ -157,9 +157,9 @@ def test_a_micro_batch_holds_as_many_tokens_as_the_usual_number_of_the_longest_r
     most = size * sum(int(whole[mask].sum(1).max()) for mask in ("prompt_mask", "completion_mask"))
     dealt = deal(whole, size, sharing=sharing)
     assert len(dealt) == 48 // size
-    assert max(layout_of(batch).grid for batch in dealt) <= most
-    assert live_rows(dealt) == 48
-    fewest = sum(layout_of(batch).grid for batch in dealt) / most
+    assert max(read_layout(batch).grid for batch in dealt) <= most
+    assert count_live_rows(dealt) == 48
+    fewest = sum(read_layout(batch).grid for batch in dealt) / most
     assert len(live(dealt)) < 2 * fewest + 1, "micro-batches are filled"
 
 
@@ -167,7 +167,7 @@ def test_added_rows_are_blank_and_change_no_layout():
     batch = deal(make_rows([0, 0, 2]), 3)[0]
     more = add_blank_rows(batch, 5)
     assert len(more["member"]) == len(more["pack"]) == 5
-    assert layout_of(more).packs == layout_of(batch).packs
+    assert read_layout(more).packs == read_layout(batch).packs
     assert not more["completion_mask"][3:].any()
     assert not more["old_per_token_logps"][3:].any(), "a blank row has the ratio of an unchanged policy"
     assert torch.equal(more["old_per_token_logps"][:3], batch["old_per_token_logps"])

@@ -46,7 +46,7 @@ from trl_populora.lora.layers import (
     Router,  # noqa: E402
     add_members,  # noqa: E402
 )
-from trl_populora.step.microbatch import Sharing, cut, layout_of, pair_cost, plan_micro_batches  # noqa: E402  # noqa: E402
+from trl_populora.step.microbatch import Sharing, cut, estimate_pair_cost, plan_micro_batches, read_layout  # noqa: E402  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
 from trl_populora.step.rows import Row  # noqa: E402
 
@@ -208,7 +208,7 @@ class TestBudget:
     @pytest.mark.parametrize("name", HARDWARE)
     def test_shared_prompts_save_what_the_trainers_own_dealing_saves(self, name, tmp_path):
         args, model = read_recipe(str(CONFIGS[name]), str(tmp_path))
-        sharing = Sharing(False, pair_cost(Qwen2Config(**vars(SHAPES[model.model_name_or_path]))))
+        sharing = Sharing(False, estimate_pair_cost(Qwen2Config(**vars(SHAPES[model.model_name_or_path]))))
         prompt, completion = Rows.of(args).prompt, args.max_completion_length * 3 // 10
         tasks = torch.cat([torch.arange(8).repeat_interleave(args.attempts_per_task), torch.arange(8, 16)])
         batch = {
@@ -223,7 +223,7 @@ class TestBudget:
         size = args.per_device_train_batch_size
         plan = plan_micro_batches(batch["member"].tolist(), tasks.tolist(), *lengths, 4, size, sharing)
         parts = cut(batch, plan)
-        attempts = [layout_of(part) for part in parts if part["member"].min() >= 4]
+        attempts = [read_layout(part) for part in parts if part["member"].min() >= 4]
         row = prompt + completion
         share = sum(layout.cost(sharing) for layout in attempts) / (row * (1 + sharing.pair_cost * row))
         expected = (8 + share) / len(tasks)

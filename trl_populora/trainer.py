@@ -480,19 +480,23 @@ class PopuLoRATrainer(HubTrainer):
         compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
 
         def forward(batch: microbatch.Batch) -> torch.Tensor:
-            layout = microbatch.layout_of(batch)
+            layout = microbatch.read_layout(batch)
             with self.router.rows_of(batch["member"][layout.heads]):
                 return layout.log_probs(compute, model, *microbatch.join(batch), self.scorer.sharing)[0]
 
         rows = microbatch.part(input_ids, attention_mask, logits_to_keep, self.played.local_worth.members)
         batches = microbatch.cut(rows, self.played.plan, self.args.pad_to_multiple_of or 1)
-        return microbatch.by_micro_batch(forward, batches, len(input_ids), logits_to_keep, self._sharded), None, None
+        return (
+            microbatch.compute_by_micro_batch(forward, batches, len(input_ids), logits_to_keep, self._sharded),
+            None,
+            None,
+        )
 
     def _compute_loss(self, model, inputs):
         # Skip an all-blank micro-batch, unless it is the last (DDP synchronises there) or DeepSpeed runs.
         if not (inputs["live"] or self.accelerator.sync_gradients or self.is_deepspeed_enabled):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        layout = microbatch.layout_of(inputs)
+        layout = microbatch.read_layout(inputs)
         self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # outlives the backward
         compute = super()._get_per_token_logps_and_entropies
 

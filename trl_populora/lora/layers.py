@@ -27,7 +27,7 @@ class Route:
     Args:
         rows: Member index per row, shape `[R]`; `-1` sends the row to the base model alone.
         factors: One factor per row, shape `[R]`, equal for all rows of a member: the member's gradients are multiplied
-            by it (see `trl_populora.step.advantages.member_factors`). Rows of the base are ignored.
+            by it (see `trl_populora.step.advantages.compute_member_factors`). Rows of the base are ignored.
 
     Attributes:
         present (`tuple[int, ...]`): Members with at least one row, ascending.
@@ -62,7 +62,7 @@ class Route:
             if len(values) > 1:
                 raise ValueError(
                     f"All rows of a member must carry one factor, got {sorted(values)} for member {member}. Compute "
-                    "them with `trl_populora.step.advantages.member_factors`."
+                    "them with `trl_populora.step.advantages.compute_member_factors`."
                 )
         return tuple(float(factors[grouped[member][0]]) for member in self.present)
 

@@ -113,14 +113,14 @@ class Scorer:
         scaled = settings.scale_rewards == "group"
         return Worth(
             rewards_R,
-            step_advantages(played.records, rewards_R, members_R, baselines, scaled),
+            compute_step_advantages(played.records, rewards_R, members_R, baselines, scaled),
             members_R,
-            member_factors(members_R, num_tokens_R, settings.loss_type),
-            flat_fraction(played.records, rewards_R),
+            compute_member_factors(members_R, num_tokens_R, settings.loss_type),
+            measure_flat_fraction(played.records, rewards_R),
         )
 
 
-def step_advantages(
+def compute_step_advantages(
     records: Sequence[Mapping[str, Any]],
     rewards_R: torch.Tensor,
     members_R: torch.Tensor,
@@ -152,7 +152,7 @@ def step_advantages(
     return advantages_R
 
 
-def flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> float:
+def measure_flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> float:
     """The share of groups whose attempts are all worth the same. Such groups teach nothing."""
     groups: dict[str, list[float]] = {}
     for record, reward in zip(records, rewards_R.tolist(), strict=True):
@@ -271,7 +271,7 @@ def _sums(values_R: torch.Tensor, slots_R: torch.Tensor) -> torch.Tensor:
     return values_R.new_zeros(int(slots_R.max()) + 1 if slots_R.numel() else 0).index_add(0, slots_R, values_R)
 
 
-def member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str) -> torch.Tensor:
+def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str) -> torch.Tensor:
     """
     The factor per row by which the joint loss makes a member's update too small, compared with training it alone.
 

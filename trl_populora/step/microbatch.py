@@ -179,7 +179,7 @@ def cut(whole: Batch, plan: Sequence[Packs], multiple: int = 1) -> list[Batch]:
     return [trim(_micro_batch(whole, packs), multiple) for packs in plan]
 
 
-def by_micro_batch(
+def compute_by_micro_batch(
     forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch], rows: int, columns: int, together: bool
 ) -> torch.Tensor:
     """
@@ -223,7 +223,7 @@ def join(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
     return ids, mask, batch["completion_ids"].shape[1]
 
 
-def layout_of(batch: Batch) -> Layout:
+def read_layout(batch: Batch) -> Layout:
     """Reads from the column `pack` how the rows of a micro-batch enter the model."""
     packs: dict[int, list[int]] = {}
     for row, number in enumerate(batch["pack"].tolist()):
@@ -258,13 +258,13 @@ def match_ranks(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[
     """
     device = batches[0]["member"].device
     # Every rank has as many micro-batches, so one gather tells the largest of each and the sums over the ranks.
-    sizes = [(len(b["member"]), live_rows([b]), int(b["completion_mask"].sum())) for b in batches]
+    sizes = [(len(b["member"]), count_live_rows([b]), int(b["completion_mask"].sum())) for b in batches]
     everywhere = gather(torch.tensor(sizes, device=device)[None])
     most, (live, tokens) = everywhere[..., 0].amax(0), everywhere[..., 1:].sum(0).unbind(1)
     shares = {
-        "batch/padding": padding_fraction(batches),
-        "batch/live_rows": live_rows(batches) / rows,
-        "batch/shared_tokens": shared_fraction(batches),
+        "batch/padding": measure_padding(batches),
+        "batch/live_rows": count_live_rows(batches) / rows,
+        "batch/shared_tokens": measure_shared(batches),
     }
     means = reduce(torch.tensor([*shares.values()], device=device), "mean").tolist()
     even = [add_blank_rows(b, int(most[i])) | {"live": live[i], "tokens": tokens[i]} for i, b in enumerate(batches)]
@@ -312,19 +312,19 @@ def trim(batch: Batch, multiple: int = 1) -> Batch:
     return batch | kept
 
 
-def padding_fraction(batches: Sequence[Batch]) -> float:
+def measure_padding(batches: Sequence[Batch]) -> float:
     """The share of the tokens of all forwards that is padding."""
-    layouts = [layout_of(batch) for batch in batches]
+    layouts = [read_layout(batch) for batch in batches]
     return 1 - sum(layout.used for layout in layouts) / sum(layout.grid for layout in layouts)
 
 
-def shared_fraction(batches: Sequence[Batch]) -> float:
+def measure_shared(batches: Sequence[Batch]) -> float:
     """The share of the live rows' tokens that is not computed, because rows share their prompt."""
     tokens = sum(sum(map(sum, _lengths(batch))) for batch in batches)
-    return 1 - sum(layout_of(batch).used for batch in batches) / max(1, tokens)
+    return 1 - sum(read_layout(batch).used for batch in batches) / max(1, tokens)
 
 
-def live_rows(batches: Sequence[Batch]) -> int:
+def count_live_rows(batches: Sequence[Batch]) -> int:
     """Counts the rows of all micro-batches that are computed."""
     return sum(int((batch["pack"] >= 0).sum()) for batch in batches)
 
@@ -381,10 +381,11 @@ class Sharing:
     @classmethod
     def of(cls, base: nn.Module, multiple: int = 1) -> Sharing:
         """Reads it from a base model, for which [`why_not_shared`] must have no reason."""
-        return cls(base.config._attn_implementation == "eager", pair_cost(base.config.get_text_config()), multiple)
+        cost = estimate_pair_cost(base.config.get_text_config())
+        return cls(base.config._attn_implementation == "eager", cost, multiple)
 
 
-def pair_cost(config: PretrainedConfig) -> float:
+def estimate_pair_cost(config: PretrainedConfig) -> float:
     """Estimates what attention costs per pair of tokens, as a share of what the linear layers cost per token."""
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -160,7 +160,7 @@ class Worth:
 
     Args:
         rewards, advantages, members: Per row, of shape `[R]`; `members` are indices.
-        factors: As [`~trl_populora.step.advantages.member_factors`] returns them, `[R]`.
+        factors: As [`~trl_populora.step.advantages.compute_member_factors`] returns them, `[R]`.
         flat: Share of the groups of attempts in which all were worth the same.
     """
 
