@@ -1,4 +1,4 @@
-"""Update: which rows of a step are computed together, and the micro-batches that are cut accordingly.
+"""Update: which rows of a step are computed together, how they enter the model, and what the loss says of them.
 
     rows of a step [R, P + C] --plan_micro_batches--> packs --cut--> micro-batches [B, P' + C'], B, P', C' of their own
 
@@ -20,7 +20,8 @@ TRL wants the same number of micro-batches in every step, and so do processes th
 micro-batch without rows gets one row with empty masks. Where nobody waits for it, it is not computed: on a GPU it
 would take nearly as long as a full one.
 
-Shapes: R rows of this rank, B rows of a micro-batch, P prompt tokens, C completion tokens.
+Shapes: R rows of this rank, B rows of a micro-batch, P prompt tokens (left-padded), C completion tokens
+(right-padded), N rows of the forward, L tokens of its longest row.
 """
 
 from __future__ import annotations
@@ -333,12 +334,11 @@ def _is_column(value: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-# Update: how the rows of a micro-batch enter the model.
+# How the rows of a micro-batch enter the model.
 #
 #     micro-batch [B, P + C] --Layout--> forward [N, L] --TRL's method--> log-probabilities [B, C]
 #
-# Two things are not computed, because no gradient depends on them. One is blank rows. The other is repeated prompts:
-# all attempts at one task become branches of one row. The prompt stands there once, and every completion sees the
+# All attempts at one task become branches of one row. The prompt stands there once, and every completion sees the
 # prompt and itself. For two completions `a0 a1` and `b0 b1 b2` of the prompt `p0 p1 p2`:
 #
 #     input      p0 p1 | p2 a0 | p2 b0 b1
@@ -348,10 +348,6 @@ def _is_column(value: torch.Tensor) -> bool:
 # A branch begins with the prompt's last token, because that token predicts the completion's first one. It ends before
 # the completion's last token, which predicts nothing. Log-probabilities and gradients equal those of separate rows,
 # but for rounding.
-#
-# Shapes: B rows of a micro-batch, P prompt tokens (left-padded), C completion tokens (right-padded), N rows of the
-# forward, L tokens of its longest row.
-
 
 # What TRL's method returns: log-probabilities, entropies if asked for, and the load-balancing loss (refused here).
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -617,7 +613,7 @@ def lay_out(
     )
 
 
-# Update: figures that TRL's loss logs for each micro-batch, put together to one figure per step.
+# What TRL's loss logs of each micro-batch, put together to one figure per step.
 
 
 EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}  # over rows
