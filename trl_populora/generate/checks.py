@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
-from trl_populora.lora.convert import largest_rank
+from trl_populora.lora.convert import find_largest_rank
 
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: Lora
     """
     check_installed()
     warn_of_truncation(args)
-    permitted_rank(lora_config)
+    find_permitted_rank(lora_config)
     path = model if isinstance(model, str) else model.config.name_or_path
     if not path:
         raise ValueError(
@@ -88,7 +88,7 @@ def warn_of_truncation(args: GRPOConfig) -> None:
         )
 
 
-def permitted_rank(lora_config: LoraConfig) -> int:
+def find_permitted_rank(lora_config: LoraConfig) -> int:
     """
     The smallest `max_lora_rank` that vLLM permits and that holds this adapter.
 
@@ -97,7 +97,7 @@ def permitted_rank(lora_config: LoraConfig) -> int:
     """
     from vllm.config.lora import MaxLoRARanks
 
-    permitted, rank = sorted(get_args(MaxLoRARanks)), largest_rank(lora_config)
+    permitted, rank = sorted(get_args(MaxLoRARanks)), find_largest_rank(lora_config)
     if rank > permitted[-1]:
         raise ValueError(
             f"The adapters have rank {rank}, and vLLM serves at most {permitted[-1]} (its `max_lora_rank` is one of "

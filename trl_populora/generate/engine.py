@@ -17,7 +17,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from .publish import Published, StaleAdapterError, distinct_asks
+from .publish import Published, StaleAdapterError, merge_asks
 
 
 class RoutedLLM(LLM):
@@ -97,7 +97,7 @@ class RoutedLLM(LLM):
 
         Greedy requests stay apart, because vLLM refuses several samples of one greedy request.
         """
-        asks = distinct_asks([prompt["prompt_token_ids"] for prompt in prompts], self.routes, self.seeds)
+        asks = merge_asks([prompt["prompt_token_ids"] for prompt in prompts], self.routes, self.seeds)
         if sampling_params.temperature == 0:
             asks = [replace(ask, rows=(row,)) for ask in asks for row in ask.rows]
         requests, params = [], []

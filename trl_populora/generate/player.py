@@ -22,7 +22,9 @@ from trl_populora.tasks.python.reading import THINK_OPEN, opens_thinking
 from . import transformers as decoding
 
 
-def sampling_config(base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig) -> GenerationConfig:
+def make_sampling_config(
+    base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
+) -> GenerationConfig:
     """How members of a run with these settings are sampled, as TRL has it."""
     warn_of_unknown(args.generation_kwargs)
     known = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
@@ -34,7 +36,7 @@ def sampling_config(base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, 
             "do_sample": True,
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": end_tokens(tokenizer, known, args.generation_kwargs, args.chat_template_kwargs),
+            "eos_token_id": find_end_tokens(tokenizer, known, args.generation_kwargs, args.chat_template_kwargs),
             "temperature": args.temperature,
             "top_p": args.top_p,
             "top_k": args.top_k,
@@ -47,7 +49,7 @@ def sampling_config(base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, 
     )
 
 
-def plain_player(
+def make_player(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     router: Router,
@@ -68,8 +70,10 @@ def plain_player(
     model.eval()
     # Otherwise what the base's own config says would hold wherever ours is at its default.
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    config = base.generation_config = sampling_config(base.generation_config, tokenizer, args)
-    complete = decoding.complete_whole if decoding.why_whole(base.config, config, sharded=False) else decoding.complete
+    config = base.generation_config = make_sampling_config(base.generation_config, tokenizer, args)
+    complete = (
+        decoding.complete_whole if decoding.why_no_rounds(base.config, config, sharded=False) else decoding.complete
+    )
 
     def generate(
         prompts: list[Messages], names: Sequence[str], seeds: Sequence[int] | None = None
@@ -77,7 +81,7 @@ def plain_player(
         ids = tokenize(tokenizer, prompts, args)
         with seed_samples(seeds):
             completions = complete(model, ids, [index[name] for name in names], router.rows_of, config)
-        return as_completions(tokenizer, ids, completions)
+        return make_completions(tokenizer, ids, completions)
 
     return Player(generate)
 
@@ -95,7 +99,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], args: 
     )["input_ids"]
 
 
-def plain_room(
+def make_token_counter(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
 ) -> Callable[[Messages], int]:
     """How much room such a player has for a prompt, as [`count_free_tokens`] has it."""
@@ -114,7 +118,7 @@ TEXT_STOPS = ("stop", "stop_strings")  # vLLM's name and transformers'
 STOPS = ("stop_token_ids", "eos_token_id", *TEXT_STOPS)
 
 
-def end_tokens(
+def find_end_tokens(
     tokenizer: PreTrainedTokenizerBase,
     known: Sequence[int],
     generation_kwargs: Mapping[str, Any] | None = None,
@@ -132,7 +136,7 @@ def end_tokens(
     Raises:
         `ValueError`: If a stop is text of several tokens: a row that it ends could not be told from one cut off.
     """
-    ids = [*known, *_end_of_turn(tokenizer, template_kwargs or {})]
+    ids = [*known, *_find_end_of_turn(tokenizer, template_kwargs or {})]
     for name in STOPS:
         value = (generation_kwargs or {}).get(name)
         stops = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
@@ -147,7 +151,7 @@ def end_tokens(
     return list(dict.fromkeys(ids))
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> list[int]:
+def _find_end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> list[int]:
     """The special token that the chat template puts after what an assistant says; some templates put none."""
     said = "said"
     turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": said}]
@@ -167,7 +171,7 @@ def warn_of_unknown(generation_kwargs: Mapping[str, Any] | None) -> None:
         logger.warning("`generation_kwargs` gives %s, which transformers does not know.", ", ".join(unknown))
 
 
-def vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]) -> dict[str, Any]:
+def make_vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]) -> dict[str, Any]:
     """What vLLM samples with. Its engine reads the base's own end tokens only, so it is given all of them."""
     given = {name: value for name, value in (generation_kwargs or {}).items() if name not in STOPS}
     return given | {"stop_token_ids": list(ends)}
@@ -179,7 +183,7 @@ def vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]
 _TAIL = 8  # tokens; an opening tag and the blanks behind it
 
 
-def as_completions(
+def make_completions(
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Sequence[list[int]],
     completion_ids: Sequence[list[int]],

@@ -90,12 +90,12 @@ class AdapterShelf:
 
     def __init__(self, parent: str):
         parent = os.path.abspath(parent)  # before Python 3.12 `mkdtemp` returns a relative path under a relative one
-        sweep(parent)
+        sweep_shelves(parent)
         os.makedirs(parent, exist_ok=True)
         self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._lock = _lock(self.root, os.O_CREAT)
+        self._lock = _lock_shelf(self.root, os.O_CREAT)
         self._retired: deque[str] = deque()
-        self.close = weakref.finalize(self, _remove, str(self.root), self._lock, os.getpid())
+        self.close = weakref.finalize(self, _remove_shelf, str(self.root), self._lock, os.getpid())
 
     def put(self, name: str, save: Callable[[Path], None]) -> str:
         """Lets `save` write a directory and returns its final path, under which it appears only when complete."""
@@ -130,19 +130,19 @@ def choose_parent(output_dir: str, wanted_bytes: int, remote: bool) -> str:
     return os.path.abspath(output_dir)
 
 
-def sweep(parent: str) -> None:
+def sweep_shelves(parent: str) -> None:
     """Removes shelves that a killed process left behind: those whose lock nobody holds."""
     for root in Path(parent).glob(f"{PREFIX}*"):
         try:
             if time.time() - root.stat().st_mtime < 60:  # perhaps just made and not locked yet
                 continue
-            lock = _lock(root)
+            lock = _lock_shelf(root)
         except OSError:  # held by a living run, another user's, gone meanwhile, or without a lock: no shelf
             continue
-        _remove(str(root), lock, os.getpid())
+        _remove_shelf(str(root), lock, os.getpid())
 
 
-def _lock(root: Path, create: int = 0) -> int:
+def _lock_shelf(root: Path, create: int = 0) -> int:
     descriptor = os.open(root / ".lock", create | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,7 +152,7 @@ def _lock(root: Path, create: int = 0) -> int:
     return descriptor
 
 
-def _remove(root: str, lock: int, owner: int) -> None:
+def _remove_shelf(root: str, lock: int, owner: int) -> None:
     if os.getpid() != owner:  # a forked child runs its parent's exit handlers
         return
     shutil.rmtree(root, ignore_errors=True)
@@ -205,7 +205,7 @@ class Ask:
     seed: int | None = None
 
 
-def distinct_asks(
+def merge_asks(
     prompts: Sequence[Sequence[int]], routes: Sequence[Published], seeds: Sequence[int | None] | None = None
 ) -> list[Ask]:
     """
@@ -228,11 +228,11 @@ def distinct_asks(
     for row, (prompt, route, seed) in enumerate(zip(prompts, routes, seeds or [None] * len(prompts), strict=True)):
         rows.setdefault((tuple(prompt), route, seed), []).append(row)
     return [
-        Ask(prompt, route, tuple(positions), None if seed is None else _seed_of(prompt, route, seed))
+        Ask(prompt, route, tuple(positions), None if seed is None else _derive_seed(prompt, route, seed))
         for (prompt, route, seed), positions in rows.items()
     ]
 
 
-def _seed_of(prompt: tuple[int, ...], route: Published, seed: int) -> int:
+def _derive_seed(prompt: tuple[int, ...], route: Published, seed: int) -> int:
     """vLLM counts on from it for every further sample, so neighbouring seeds must not give neighbouring ones."""
     return zlib.crc32(f"{seed} {route.member} {prompt}".encode()) % 2**31

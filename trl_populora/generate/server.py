@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from .publish import Ask, Published, StaleAdapterError, distinct_asks
+from .publish import Ask, Published, StaleAdapterError, merge_asks
 
 
 REQUESTS_AT_A_TIME = 64  # seeded questions are requests of their own
@@ -233,7 +233,7 @@ class LoRAServers:
         if features is not None or n != 1:
             raise ValueError("Rows hold text, one completion each; tasks with images are not supported.")
         batches: dict[tuple, list[Ask]] = {}
-        for position, ask in enumerate(distinct_asks(prompts, self.routes, self.seeds)):
+        for position, ask in enumerate(merge_asks(prompts, self.routes, self.seeds)):
             server = self.servers[position % len(self.servers)]
             batches.setdefault((server, ask.route, len(ask.rows), ask.seed), []).append(ask)
 

@@ -56,7 +56,7 @@ _FROM_THE_PROMPT = (
 )
 
 
-def why_whole(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool) -> str:
+def why_no_rounds(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool) -> str:
     """Why `generate` has to be called once for all tokens; empty if rounds will do."""
     layers = set(getattr(model.get_text_config(), "layer_types", None) or ())
     looking = [name for name in _FROM_THE_PROMPT if getattr(sampling, name, None)]
@@ -120,7 +120,7 @@ def complete(
     One completion per prompt, up to and including its end token if it came to one.
 
     Args:
-        model: With the cache that [`why_whole`] asks for.
+        model: With the cache that [`why_no_rounds`] asks for.
         prompts: Token ids of each row.
         members: Whose each row is. Rows of one member with one prompt are read as one.
         route: Members of a batch's rows -> context in which the model computes each row as its member does,
@@ -131,21 +131,21 @@ def complete(
     order = sorted(range(len(prompts)), key=lambda row: members[row])  # the layers need not gather a member's rows
     number: dict[tuple, int] = {}
     group = [number.setdefault((members[row], tuple(prompts[row])), len(number)) for row in order]
-    ids, mask = _padded([prompt for _, prompt in number], sampling, model.device)
+    ids, mask = _pad_left([prompt for _, prompt in number], sampling, model.device)
     width = ids.shape[1]
     size = len(ids) if room is None else max(1, room // READ_SHARE // width)
     read = []
     for some in (slice(start, start + size) for start in range(0, len(ids), size)):
         with torch.no_grad(), route([member for member, _ in [*number][some]]):
-            read.append(_read(model, ids[some], mask[some]))
-    cache = join(read, ROUND)
+            read.append(_read_prompts(model, ids[some], mask[some]))
+    cache = join_caches(read, ROUND)
     going = torch.tensor(group, device=model.device)
     completions: list[list[int]] = [[] for _ in order]
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if can_record(base, sampling, cache, len(order), width + sampling.max_new_tokens):
         with torch.no_grad(), route([members[row] for row in order]), group_queries():
-            new = finish(base, cache, ids, mask, going, sampling)
-        for row, tokens in zip(order, _until_end(new, sampling)[0], strict=True):
+            new = generate_with_graph(base, cache, ids, mask, going, sampling)
+        for row, tokens in zip(order, _cut_at_end(new, sampling)[0], strict=True):
             completions[row] = tokens
         return completions
 
@@ -160,7 +160,7 @@ def complete(
             output = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=part)
         new, ids, cache = output.sequences[:, ids.shape[1] :], output.sequences, output.past_key_values
         mask = torch.cat([mask, torch.ones_like(new)], dim=1)
-        found, ended = _until_end(new, sampling)
+        found, ended = _cut_at_end(new, sampling)
         for row, tokens in zip(rows, found, strict=True):
             completions[row] += tokens
         if ids.shape[1] == width + sampling.max_new_tokens:
@@ -177,14 +177,14 @@ def complete_whole(
     route: Callable[[list[int]], AbstractContextManager],
     sampling: GenerationConfig,
 ) -> list[list[int]]:
-    """[`complete`] with one call of `generate`, for models that [`why_whole`] names."""
-    ids, mask = _padded(prompts, sampling, model.device)
+    """[`complete`] with one call of `generate`, for models that [`why_no_rounds`] names."""
+    ids, mask = _pad_left(prompts, sampling, model.device)
     with torch.no_grad(), route(list(members)), group_queries():
         output = model.generate(input_ids=ids, attention_mask=mask, generation_config=sampling)
-    return _until_end(output[:, ids.shape[1] :], sampling)[0]
+    return _cut_at_end(output[:, ids.shape[1] :], sampling)[0]
 
 
-def _padded(
+def _pad_left(
     prompts: Sequence[Sequence[int]], sampling: GenerationConfig, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask, `[R, P]`, padded on the left."""
@@ -194,7 +194,7 @@ def _padded(
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def _until_end(tokens: torch.Tensor, sampling: GenerationConfig) -> tuple[list[list[int]], torch.Tensor]:
+def _cut_at_end(tokens: torch.Tensor, sampling: GenerationConfig) -> tuple[list[list[int]], torch.Tensor]:
     """Rows `[R, T]` up to their end token, and which have one, bool `[R]`."""
     ends = torch.isin(tokens, torch.tensor(sampling.eos_token_id, device=tokens.device).view(-1))
     ended = ends.any(1)
@@ -202,7 +202,7 @@ def _until_end(tokens: torch.Tensor, sampling: GenerationConfig) -> tuple[list[l
     return [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)], ended
 
 
-def _read(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
+def _read_prompts(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
     """The cache of prompts `[N, P]`, padded on the left, but for their last token, with which `generate` begins."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model  # autocast is around PEFT's forward alone
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -223,7 +223,7 @@ def _read(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Ten
 # room.
 
 
-class RoomyLayer(DynamicLayer):
+class SpareLayer(DynamicLayer):
     """
     A layer of a cache whose `batch_select_indices` leaves room.
 
@@ -296,7 +296,7 @@ class FixedLayer(DynamicLayer):
         return copy
 
 
-def fix(cache: Cache, prompts: torch.Tensor, place: torch.Tensor, length: int) -> Cache:
+def fix_cache(cache: Cache, prompts: torch.Tensor, place: torch.Tensor, length: int) -> Cache:
     """A cache of [`FixedLayer`]s; takes the given one apart, so that no more than one layer is held twice."""
     layers = []
     while cache.layers:
@@ -304,7 +304,7 @@ def fix(cache: Cache, prompts: torch.Tensor, place: torch.Tensor, length: int) -
     return Cache(layers=layers)
 
 
-def join(parts: list[Cache], room: int) -> Cache:
+def join_caches(parts: list[Cache], room: int) -> Cache:
     """
     One cache of all rows, with room for so many tokens in layers that hold every token. Takes the parts apart, layer
     by layer, so that no more than one layer is held twice.
@@ -316,7 +316,7 @@ def join(parts: list[Cache], room: int) -> Cache:
             for layer in layers[1:]:
                 setattr(layer, name, None)
         if type(layers[0]) is DynamicLayer:  # one with a sliding window drops tokens
-            first.layers[number] = RoomyLayer(layers[0], room)
+            first.layers[number] = SpareLayer(layers[0], room)
     return first
 
 
@@ -381,7 +381,7 @@ _HARMLESS = {"max_new_tokens", "max_length", "pad_token_id", "bos_token_id", "eo
 _HARMLESS |= {"disable_compile", "transformers_version", "_from_model_config"}
 
 
-def why_not(base: PreTrainedModel, sampling: GenerationConfig) -> str:
+def why_no_graph(base: PreTrainedModel, sampling: GenerationConfig) -> str:
     """Why tokens of this base cannot be recorded; empty if they can."""
     ropes = getattr(base.config, "rope_parameters", None) or {}
     kinds = {str(each.get("rope_type")) for each in (ropes, *ropes.values()) if isinstance(each, dict)}
@@ -403,7 +403,7 @@ def why_not(base: PreTrainedModel, sampling: GenerationConfig) -> str:
     return ""
 
 
-def why_no_room(cache: Cache, rows: int, length: int) -> str:
+def why_no_memory(cache: Cache, rows: int, length: int) -> str:
     """Why so many rows cannot stay in a GPU's cache, each with room for `length` tokens; empty if they can."""
     device = cache.layers[0].keys.device
     if device.type != "cuda":
@@ -419,19 +419,19 @@ def why_no_room(cache: Cache, rows: int, length: int) -> str:
 
 
 def can_record(base: PreTrainedModel, sampling: GenerationConfig, cache: Cache, rows: int, length: int) -> bool:
-    """Whether [`finish`] can generate so many rows of so many tokens. Where it cannot on a GPU, says once why."""
-    reason = why_not(base, sampling) or why_no_room(cache, rows, length)
+    """Whether [`generate_with_graph`] can generate so many rows of so many tokens. Where it cannot on a GPU, says once why."""
+    reason = why_no_graph(base, sampling) or why_no_memory(cache, rows, length)
     if reason and base.device.type == "cuda":
-        _tell(reason)
+        _warn_once(reason)
     return not reason
 
 
 @functools.cache
-def _tell(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     logger.warning("Tokens are generated without CUDA graphs, which takes several times as long: %s.", reason)
 
 
-def finish(
+def generate_with_graph(
     base: PreTrainedModel,
     cache: Cache,
     ids: torch.Tensor,
@@ -443,7 +443,7 @@ def finish(
     What follows each row's prompt, `[R, T]` token ids; what stands behind a row's end token means nothing.
 
     Args:
-        base: One that [`why_not`] has nothing against; its route is set.
+        base: One that [`why_no_graph`] has nothing against; its route is set.
         cache: Of the prompts but for their last token. It is taken apart.
         ids: Prompts, `[N, P]`, padded on the left.
         mask: 0 where they are padded.
@@ -455,8 +455,8 @@ def finish(
     """
     width, longest = ids.shape[1], sampling.max_new_tokens
     room = -(-(width + longest) // _ALIGNED) * _ALIGNED
-    step = _Step(base, cache, ids, mask, prompts, room)
-    processors = _processors(sampling)
+    step = _TokenPass(base, cache, ids, mask, prompts, room)
+    processors = _make_processors(sampling)
     texts = torch.full((len(prompts), width + longest), sampling.pad_token_id, device=ids.device)
     texts[:, :width] = ids[prompts]
     ends = torch.tensor(sampling.eos_token_id, device=ids.device).view(-1)
@@ -469,7 +469,7 @@ def finish(
             if stream is None or end == width:
                 step.compute()
             else:
-                graph = graph or _record(step, stream)
+                graph = graph or _record_pass(step, stream)
                 graph.replay()
             scores = processors(texts[:, :end], step.scores.float())
             token = scores.softmax(-1).multinomial(1) if sampling.do_sample else scores.argmax(-1, keepdim=True)
@@ -483,7 +483,7 @@ def finish(
     return new
 
 
-class _Step:
+class _TokenPass:
     """
     The scores of all rows' next token, from and into memory that stays where it is.
 
@@ -504,7 +504,7 @@ class _Step:
         self.base, self.scores = base, torch.empty(0)
         self.token, self.position = ids[prompts, -1:], mask[prompts].sum(1, keepdim=True) - 1
         self.place = torch.tensor([ids.shape[1] - 1], device=ids.device)
-        self.cache = fix(cache, prompts, self.place, room)
+        self.cache = fix_cache(cache, prompts, self.place, room)
         hidden = torch.finfo(base.dtype).min
         self.bias = torch.full((len(prompts), 1, 1, room), hidden, dtype=base.dtype, device=ids.device)
         self.bias[:, 0, 0, : ids.shape[1]].masked_fill_(mask[prompts].bool(), 0.0)
@@ -523,7 +523,7 @@ class _Step:
         self.position += 1
 
 
-def _record(step: _Step, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+def _record_pass(step: _TokenPass, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -536,7 +536,7 @@ def _record(step: _Step, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _processors(sampling: GenerationConfig) -> LogitsProcessorList:
+def _make_processors(sampling: GenerationConfig) -> LogitsProcessorList:
     """What transformers does with scores before it samples, in its order, of the options in `_KNOWN`."""
     found = LogitsProcessorList()
     if sampling.repetition_penalty not in (None, 1.0):

@@ -36,8 +36,8 @@ from trl_populora.lora.convert import fold
 from trl_populora.lora.layers import BASE, BASE_NAME, Router
 
 from . import publish
-from .checks import permitted_rank
-from .player import vllm_kwargs
+from .checks import find_permitted_rank
+from .player import make_vllm_kwargs
 from .publish import Published
 from .server import LoRAServers, VLLMServerError
 
@@ -111,13 +111,13 @@ class PopulationGeneration(VLLMGeneration):
         if self.mode == "colocate":
             from .engine import RoutedLLM
 
-            names = {"LLM": partial(RoutedLLM, routed_arguments=self._engine_arguments())}
+            names = {"LLM": partial(RoutedLLM, routed_arguments=self._choose_engine_arguments())}
             # TRL's choice is the same for all runs of a machine that start at once.
             os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_free_port())
-        with _called_by_trl(names):
+        with _replace_in_trl(names):
             super()._init_vllm()
 
-    def _engine_arguments(self) -> dict[str, Any]:
+    def _choose_engine_arguments(self) -> dict[str, Any]:
         """Engine arguments that TRL does not pass: for adapters, and the precision that the trainer computes in."""
         count, config = len(self.members), self.model.peft_config[self.members[0]]
         computed_in = {"bf16": "bfloat16", "fp16": "float16"}
@@ -127,22 +127,22 @@ class PopulationGeneration(VLLMGeneration):
                 "enable_lora": True,
                 "max_loras": count,
                 "max_cpu_loras": 2 * count + 1,  # two versions of each while they are published, and the base's
-                "max_lora_rank": permitted_rank(config),
+                "max_lora_rank": find_permitted_rank(config),
                 # vLLM's own choice turns an fp32 base into bf16, and its log-probabilities drift from the trainer's.
                 "dtype": computed_in.get(self.accelerator.mixed_precision, base_dtype),
                 "quantization": None,  # for a base in 4 bits TRL asks for bitsandbytes, which vLLM 0.31 has not
             }
-            | (self._whole_prompts() if self.accelerator.device.type == "cpu" else {})
+            | (self._forbid_chunked_prefill() if self.accelerator.device.type == "cpu" else {})
             | self.engine_kwargs
         )
 
-    def _whole_prompts(self) -> dict[str, Any]:
+    def _forbid_chunked_prefill(self) -> dict[str, Any]:
         """No chunked prefill: after part of a prompt vLLM rewinds a row's generator, which on a CPU torch cannot."""
         trained_on = self.model.get_base_model().config.get_text_config().max_position_embeddings
         longest = self.max_model_length or trained_on
         return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}  # 4096 is TRL's
 
-    def context_length(self) -> int:
+    def find_context_length(self) -> int:
         """Tokens that a prompt and its completion may have together. Collective."""
         if self.mode == "colocate":
             return int(self.llm.model_config.max_model_len)
@@ -158,11 +158,11 @@ class PopulationGeneration(VLLMGeneration):
             [url.strip().rstrip("/") for url in base_url.split(",")],
             connection_timeout=connection_timeout,
             request_timeout=self.request_timeout,
-            advice=partial(_advice, self.output_dir),
+            advice=partial(_advise, self.output_dir),
         )
         config = self.model.peft_config[self.members[0]]
         for server in servers.servers:
-            server.check_serves(len(self.members), permitted_rank(config))
+            server.check_serves(len(self.members), find_permitted_rank(config))
         return servers
 
     def sync_weights(self) -> None:
@@ -190,7 +190,7 @@ class PopulationGeneration(VLLMGeneration):
         for member in members:
             self._count += 1
             adapter = Published(member, f"{member}-{self._run}-{self._count}", self._count)
-            factors = self._read(member)
+            factors = self._read_factors(member)
             config = self.model.peft_config[self.members[0]]
             if self.mode == "colocate":
                 self.llm.load(adapter, *fold(factors, config))
@@ -204,10 +204,10 @@ class PopulationGeneration(VLLMGeneration):
             for path in retired:
                 self._shelf.retire(path)
 
-    def _read(self, member: str) -> dict[str, torch.Tensor]:
+    def _read_factors(self, member: str) -> dict[str, torch.Tensor]:
         """A member's factors; for the base zeros in the shapes of the first member's, which add nothing."""
         if member == BASE_NAME:
-            return {key: value.zero_() for key, value in self._read(self.members[0]).items()}
+            return {key: value.zero_() for key, value in self._read_factors(self.members[0]).items()}
         dtype = self.llm.lora_dtype if self.mode == "colocate" else torch.float32
         return lora_members.read_member(self.model, member, dtype)
 
@@ -309,7 +309,7 @@ class PopulationGeneration(VLLMGeneration):
 
 
 @contextmanager
-def _called_by_trl(names: dict[str, Callable]) -> Iterator[None]:
+def _replace_in_trl(names: dict[str, Callable]) -> Iterator[None]:
     """Lets TRL's `_init_vllm` find other callables under the names it calls, in this block only."""
     originals = {name: getattr(vllm_generation, name) for name in names}
     vars(vllm_generation).update(names)
@@ -319,7 +319,7 @@ def _called_by_trl(names: dict[str, Callable]) -> Iterator[None]:
         vars(vllm_generation).update(originals)
 
 
-def _advice(output_dir: str) -> str:
+def _advise(output_dir: str) -> str:
     """How to go on after a server failed."""
     checkpoint = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
     if checkpoint is None:
@@ -327,7 +327,7 @@ def _advice(output_dir: str) -> str:
     return f"Restart it (`recipes/serve.sh`) and resume from the last checkpoint, {checkpoint}."
 
 
-def population_generation(
+def make_vllm_generation(
     args: GRPOConfig,
     model: torch.nn.Module,
     members: Sequence[str],
@@ -359,7 +359,7 @@ def population_generation(
     settings |= {
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
         "logprobs": 0,  # the sampled token's, for the importance sampling correction
-        "generation_kwargs": vllm_kwargs(args.generation_kwargs, ends),
+        "generation_kwargs": make_vllm_kwargs(args.generation_kwargs, ends),
     }
     return PopulationGeneration(
         model,
@@ -367,14 +367,14 @@ def population_generation(
         router=router,
         output_dir=args.output_dir,
         adapter_dir=adapter_dir,
-        engine_kwargs=_engine_kwargs(args, engine_kwargs or {}),
+        engine_kwargs=_add_engine_defaults(args, engine_kwargs or {}),
         accelerator=accelerator,
         processing_class=tokenizer,
         **settings,
     )
 
 
-def _engine_kwargs(args: GRPOConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def _add_engine_defaults(args: GRPOConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """The user's engine arguments, over a seed that follows the run's and the revision that the trainer loads."""
     group = args.process_index // args.vllm_tensor_parallel_size
     revision = (args.model_init_kwargs or {}).get("revision")
