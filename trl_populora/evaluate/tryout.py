@@ -26,9 +26,9 @@ from trl_populora.config import PopuLoRAConfig
 from trl_populora.errors import printable
 from trl_populora.generate.player import (
     make_completions,
+    make_free_token_counter,
     make_player,
     make_sampling_config,
-    make_token_counter,
     tokenize,
 )
 from trl_populora.lora.layers import BASE_NAME, Router
@@ -224,7 +224,7 @@ def try_model(options: TryArguments) -> Tryout:
     tokenizer = build.load_tokenizer(base, None, args)
     if options.adapter:
         base = PeftModel.from_pretrained(base, options.adapter).merge_and_unload()
-    room = make_token_counter(base, tokenizer, args)
+    room = make_free_token_counter(base, tokenizer, args)
     ends = make_sampling_config(base.generation_config, tokenizer, args).eos_token_id
     # Nobody knows the compact style who was not trained on it.
     known = [style for style in STYLES if style != "compact" or args.prompt_style == "compact"]

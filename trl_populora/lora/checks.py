@@ -1,9 +1,9 @@
 """Refuses bases, member names and LoRA options with which rows cannot be routed to members. Nothing is trained yet.
 
-    base model ---check_is_base--------.
-    names [M] ----check_member_names---+--> `add_members`, or an error with the reason and the way out
-    LoraConfig ---check_lora_config----'
-    adapter trained elsewhere ---check_ordinary_adapter--> `warm_start`
+base model ---check_is_base--------.
+names [M] ----check_member_names---+--> `add_members`, or an error with the reason and the way out
+LoraConfig ---check_lora_config----'
+adapter trained elsewhere ---check_ordinary_adapter--> `warm_start`
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
         `ValueError`: If an option or a target cannot be routed by row, or if the base is quantised in a way that
             cannot.
     """
+    # Not `isinstance`: subclasses of `LoraConfig` are other methods, with layers that are not routed.
     if type(lora_config) is not LoraConfig:
         raise TypeError(
             f"The population needs a `peft.LoraConfig`, got `{type(lora_config).__name__}`. Members are rows of "
@@ -168,6 +169,7 @@ def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
         _check_quantised(model, head)
     if lora_config.target_modules is None or lora_config.target_modules == "all-linear":
         return  # PEFT turns either into names of linear layers, without the output head
+    # A pattern can match more than its author meant, so every module that PEFT would wrap is looked at.
     for name, module in model.named_modules():
         if not name or not check_target_module_exists(lora_config, name):
             continue

@@ -99,6 +99,7 @@ def fold_into(
     """
     if unknown := sorted(given.keys() - own.keys()):
         raise ValueError(f"it has weights for which members have no place: {', '.join(unknown[:3])} ({len(unknown)}).")
+    # At first the member adds nothing anywhere. Then the adapter's modules are filled in.
     factors = {key: torch.zeros_like(value) if ".lora_B." in key else value for key, value in own.items()}
     for key in [key for key in own if ".lora_A." in key and key in given]:
         module = key.removesuffix(".lora_A.weight")

@@ -418,7 +418,7 @@ def _check_mixtures(model: PeftModel) -> None:
 
 
 def _check_coverage(model: PeftModel, all_linear: bool) -> None:
-    """Refuses layers that PEFT wrapped in classes of its own, and warns if the adapters reach less than half the base."""
+    """Refuses layers that PEFT wrapped in its own classes. Warns if members adapt less than half of the base."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if stray := sorted({type(m.get_base_layer()).__name__ for m in layers if not isinstance(m, RoutedLinear)}):
         raise ValueError(
