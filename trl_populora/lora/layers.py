@@ -366,9 +366,10 @@ def add_members(
         # Each member gets a copy, because PEFT writes into the configuration that it is given.
         member_config = copy.deepcopy(config)
         member_config._register_custom_module({nn.Linear: RoutedLinear})
-        # The same seed for every member gives all of them the same A. PEFT draws on the CPU, so no GPU is forked.
+        # The same seed gives every member the same A. PEFT draws it on the CPU, so only the CPU's generator is seeded
+        # and put back: `torch.manual_seed` would change the generators of GPUs as well.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             if position == 0:
                 peft_model = get_peft_model(model, member_config, name, autocast_adapter_dtype=autocast_adapter_dtype)
                 # PEFT has turned "all-linear" into names. Asked again, it would find the new `lora_A` and `lora_B`.
