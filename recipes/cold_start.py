@@ -31,7 +31,7 @@ from trl_populora.assets import TINY, resolve_model_path
 from trl_populora.cli import TrainArguments
 from trl_populora.config import MemberConfig, PopuLoRAConfig, base_options, member_lora
 from trl_populora.evaluate.held_out import load_held_out
-from trl_populora.generate.player import plain_room
+from trl_populora.generate.player import make_free_token_counter
 from trl_populora.lora.checks import check_is_base
 from trl_populora.start import (
     check_output_dir,
@@ -109,7 +109,7 @@ def write_documents(
         return args.max_completion_length is None or tokens < args.max_completion_length
 
     with referee.sandbox:
-        fit_into_context(referee, archive, held_out, plain_room(base, tokenizer, args))
+        fit_into_context(referee, archive, held_out, make_free_token_counter(base, tokenizer, args))
         writer = DocumentWriter(referee, archive, args.references_per_proposal, fits, random.Random(args.seed))
         documents = writer.write(recipe.documents, recipe.worked, recipe.further_tasks)
     found = Counter(document.name for document in documents)

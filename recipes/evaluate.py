@@ -45,7 +45,7 @@ from trl_populora.files import write_json
 from trl_populora.generate.player import STOPS, TEXT_STOPS
 from trl_populora.hub.card import VLLM_RANKS
 from trl_populora.hub.download import fetch
-from trl_populora.lora.convert import fold_patterns, largest_rank
+from trl_populora.lora.convert import find_largest_rank, fold_patterns
 from trl_populora.run.read import read_population
 from trl_populora.run.saved_population import check_one_moment
 from trl_populora.sandbox import Job, Limits, Sandbox
@@ -124,7 +124,7 @@ def serve(base: str, adapters: dict[str, Path], flags: list[str], log: Path) -> 
             # Whatever else lies beside the adapter, such as checkpoints, stays there.
             copy = shutil.copytree(adapter, f"{folder}/{name}", ignore=shutil.ignore_patterns("[!a]*"))
             fold_patterns(copy)  # vLLM would pass over ranks and alphas that modules have of their own
-            ranks.append(largest_rank(LoraConfig.from_pretrained(copy)))
+            ranks.append(find_largest_rank(LoraConfig.from_pretrained(copy)))
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", base, "--port", str(port)]
         command += ["--host", "127.0.0.1", "--served-model-name", "base", "--enable-lora", "--max-lora-rank"]
         command += [str(next((size for size in VLLM_RANKS if size >= max(ranks)), max(ranks)))]

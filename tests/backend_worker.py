@@ -32,7 +32,7 @@ from tests import fsdp_worker, held_out_worker, populora_run
 from tests.fixed_rows import POPULATION, TEACHERS, play_fixed_rows
 from tests.launching import leave
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.lora.members import _optimizer_entries, member_parameters, read_member, withhold_gradients
+from trl_populora.lora.members import _find_optimizer_entries, member_parameters, read_member, withhold_gradients
 from trl_populora.run.checkpoint import UNFINISHED
 from trl_populora.sandbox import Job
 from trl_populora.start import check_quantised, refuse_unsupported
@@ -59,7 +59,7 @@ def live_member(model, name: str) -> dict[str, torch.Tensor]:
 
 def optimizer_state(trainer, name: str) -> list[torch.Tensor]:
     """Moments and steps of a member, as far as this rank holds them."""
-    entries = _optimizer_entries(trainer.optimizer, trainer.model_wrapped, name)
+    entries = _find_optimizer_entries(trainer.optimizer, trainer.model_wrapped, name)
     return [torch.as_tensor(value).clone() for states, key, _ in entries for value in states[key].values()]
 
 

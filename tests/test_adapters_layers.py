@@ -310,8 +310,10 @@ def test_under_autocast_inputs_are_not_copied_and_gradients_are_the_same_bits(mo
             return tensor
 
         if copied:
-            low_rank = RoutedLinear._low_rank
-            monkeypatch.setattr(RoutedLinear, "_low_rank", lambda layer, x, route: low_rank(layer, x.float(), route))
+            low_rank = RoutedLinear._compute_low_rank
+            monkeypatch.setattr(
+                RoutedLinear, "_compute_low_rank", lambda layer, x, route: low_rank(layer, x.float(), route)
+            )
         model.zero_grad()
         router.set(rows)
         with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):

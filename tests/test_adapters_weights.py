@@ -16,9 +16,9 @@ from trl_populora.lora.members import (
     member_param_groups,
     member_parameters,
     read_member,
+    read_saved_step,
     reset_optimizer_state,
     save_member,
-    saved_step,
     write_member,
 )
 
@@ -90,7 +90,7 @@ def test_equal_members_are_equal_files_and_the_step_stands_beside_them(tmp_path)
     model = make_population(1)[0]
     for step in (6, 7):
         save_member(model, "member_0", tmp_path / str(step), step=step)
-        assert saved_step(tmp_path / str(step)) == step
+        assert read_saved_step(tmp_path / str(step)) == step
     same = [(tmp_path / step / "adapter_model.safetensors").read_bytes() for step in ("6", "7")]
     assert same[0] == same[1]
     loaded = load_peft_weights(str(tmp_path / "6"), device="cpu")
@@ -100,9 +100,9 @@ def test_equal_members_are_equal_files_and_the_step_stands_beside_them(tmp_path)
 def test_the_step_in_the_file_of_an_early_run_is_read(tmp_path):
     save_member(make_population(1)[0], "member_0", tmp_path)
     path = tmp_path / "adapter_model.safetensors"
-    assert saved_step(tmp_path) is None
+    assert read_saved_step(tmp_path) is None
     save_file(load_file(path), path, {"format": "pt", "populora_step": "6"})
-    assert saved_step(tmp_path) == 6
+    assert read_saved_step(tmp_path) == 6
 
 
 def test_writing_refuses_wrong_keys_and_shapes_and_changes_nothing():

@@ -12,7 +12,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from trl_populora.generate import transformers as decoding
-from trl_populora.generate.transformers import RoomyLayer, complete, complete_whole, why_whole
+from trl_populora.generate.transformers import SpareLayer, complete, complete_whole, why_no_rounds
 
 from .completions import BASES, ENDS, PROMPTS, base, check_distribution, check_members, generated, no_route, settings
 
@@ -53,8 +53,8 @@ def test_a_prompt_is_read_once_and_ended_rows_leave():
 def test_prompts_that_are_read_in_parts_are_read_the_same(name, monkeypatch):
     model, read = base(BASES[name]), []
     whole = complete(model, PROMPTS, [0] * len(PROMPTS), no_route, settings())
-    reading = decoding._read
-    monkeypatch.setattr(decoding, "_read", lambda *given: read.append(len(given[1])) or reading(*given))
+    reading = decoding._read_prompts
+    monkeypatch.setattr(decoding, "_read_prompts", lambda *given: read.append(len(given[1])) or reading(*given))
     tokens = 2 * decoding.READ_SHARE * max(map(len, PROMPTS))
     assert complete(model, PROMPTS, [0] * len(PROMPTS), no_route, settings(), tokens) == whole
     assert read == [2, 2], "of the four prompts"
@@ -67,7 +67,7 @@ def test_a_token_is_written_where_a_selection_left_room_and_joined_where_not():
     torch.manual_seed(0)
     plain, first = DynamicLayer(), new(5)
     plain.update(*first)
-    roomy = RoomyLayer(plain, room=2)
+    roomy = SpareLayer(plain, spare=2)
     rows = torch.tensor([2, 0, 0])
     for layer in (plain, roomy):
         layer.batch_select_indices(rows)
@@ -129,7 +129,7 @@ def test_settings_that_begin_anew_with_every_round_keep_generation_whole(name, v
     whole = generated(model, prompts, config)
     assert complete_whole(model, prompts, [0], no_route, config) == whole
     assert complete(model, prompts, [0], no_route, config) != whole
-    assert name in why_whole(BASES["Llama"], config, sharded=False)
+    assert name in why_no_rounds(BASES["Llama"], config, sharded=False)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,6 @@ def test_settings_that_begin_anew_with_every_round_keep_generation_whole(name, v
     ],
 )
 def test_what_cannot_be_done_in_rounds_is_named(config, sampling, sharded, reason):
-    said = why_whole(config, settings(**sampling), sharded)
+    said = why_no_rounds(config, settings(**sampling), sharded)
     assert reason in said
     assert bool(reason) == bool(said)

@@ -19,7 +19,7 @@ from tests.populora_run import SETTINGS, make_trainer
 from trl_populora import cli
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.evaluate.cross_play import Payoff, assemble, cross_play, run_prefixes, score_members, solve_rates
-from trl_populora.generate.player import sampling_config
+from trl_populora.generate.player import make_sampling_config
 from trl_populora.lora.members import read_member, write_member
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.step.player import Completion
@@ -171,7 +171,7 @@ class TestSavedPopulations:
         options |= {"generation_kwargs": {"stop_token_ids": [65], "no_repeat_ngram_size": 7}}
         trainer = make_trainer(random_base, str(tmp_path / "run"), options | {"save_strategy": "no"})
         base = trainer.model.get_base_model().generation_config
-        own = sampling_config(base, trainer.processing_class, trainer.args).to_dict()
+        own = make_sampling_config(base, trainer.processing_class, trainer.args).to_dict()
         trainer.close()
         trls = trainer.generation_config.to_dict()
         assert {*own.pop("eos_token_id")} == {*trls.pop("eos_token_id")}

@@ -152,7 +152,7 @@ def test_recorded_tokens_are_those_of_rounds(saved, monkeypatch):
         recorded = complete(model, prompts, rows, router.rows_of, sampling)
         assert bool(replays) == (DEVICE.type == "cuda")
         with monkeypatch.context() as patch:
-            patch.setattr(decoding, "why_not", lambda base, sampling: "not now")
+            patch.setattr(decoding, "why_no_graph", lambda base, sampling: "not now")
             assert recorded == complete(model, prompts, rows, router.rows_of, sampling)
         assert (recorded[0] == recorded[5]) == changed, "rows with one prompt"
         write_member(model, names[2], read_member(model, names[0]))

@@ -22,7 +22,7 @@ ROWS = [0] * len(PROMPTS)
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """All but the recording: every token is computed here as on a GPU the first two are."""
-    monkeypatch.setattr(decoding, "why_not", lambda base, sampling: "")
+    monkeypatch.setattr(decoding, "why_no_graph", lambda base, sampling: "")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -71,7 +71,7 @@ def test_options_of_sampling_are_those_of_generate(options):
 
 def test_nothing_that_is_recorded_moves(on_a_gpu, monkeypatch):
     model, places = base(BASES["Llama"]), []
-    compute = decoding._Step.compute
+    compute = decoding._TokenPass.compute
 
     def observed(step):
         compute(step)
@@ -79,7 +79,7 @@ def test_nothing_that_is_recorded_moves(on_a_gpu, monkeypatch):
         held += itertools.chain.from_iterable((layer.keys, layer.values) for layer in step.cache.layers)
         places.append([each.data_ptr() for each in held])
 
-    monkeypatch.setattr(decoding._Step, "compute", observed)
+    monkeypatch.setattr(decoding._TokenPass, "compute", observed)
     complete(model, PROMPTS, ROWS, no_route, settings(eos_token_id=[0]))
     assert len(places) == 19
     assert all(each == places[0] for each in places)
@@ -87,8 +87,8 @@ def test_nothing_that_is_recorded_moves(on_a_gpu, monkeypatch):
 
 def test_rows_that_all_ended_are_not_computed_further(on_a_gpu, monkeypatch):
     model, computed = base(BASES["Llama"]), []
-    compute = decoding._Step.compute
-    monkeypatch.setattr(decoding._Step, "compute", lambda step: computed.append(1) or compute(step))
+    compute = decoding._TokenPass.compute
+    monkeypatch.setattr(decoding._TokenPass, "compute", lambda step: computed.append(1) or compute(step))
     complete(model, PROMPTS, ROWS, no_route, settings(eos_token_id=list(range(24))))
     assert len(computed) == decoding.LOOK
 
@@ -102,15 +102,15 @@ def test_what_rows_need_is_compared_with_the_free_memory(monkeypatch, free, fits
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - 100, 0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
-    reason = decoding.why_no_room(SimpleNamespace(layers=[layer, layer]), rows=2, length=10)  # 1920 bytes
+    reason = decoding.why_no_memory(SimpleNamespace(layers=[layer, layer]), rows=2, length=10)  # 1920 bytes
     assert fits == (not reason)
     assert fits or "need over 80% of the free memory; lower `generation_tokens`" in reason
 
 
 def test_rows_that_would_not_fit_are_generated_in_rounds(on_a_gpu, monkeypatch):
     model, recorded = base(BASES["Llama"]), []
-    monkeypatch.setattr(decoding, "finish", lambda *given: recorded.append(1))
-    monkeypatch.setattr(decoding, "why_no_room", lambda cache, rows, length: f"{rows} rows of {length}")
+    monkeypatch.setattr(decoding, "generate_with_graph", lambda *given: recorded.append(1))
+    monkeypatch.setattr(decoding, "why_no_memory", lambda cache, rows, length: f"{rows} rows of {length}")
     assert complete(model, PROMPTS, ROWS, no_route, settings()) == generated(model, PROMPTS, settings())
     assert not recorded
 
@@ -130,7 +130,7 @@ def as_on_cuda(monkeypatch):
 
 
 def test_graphs_are_for_cuda():
-    assert decoding.why_not(base(BASES["Llama"]), settings()) == "graphs are for CUDA, the model is on cpu"
+    assert decoding.why_no_graph(base(BASES["Llama"]), settings()) == "graphs are for CUDA, the model is on cpu"
 
 
 @pytest.mark.parametrize(
@@ -145,16 +145,18 @@ def test_graphs_are_for_cuda():
     ],
 )
 def test_what_cannot_be_recorded_is_named(as_on_cuda, name, sampling, reason):
-    assert decoding.why_not(base(BASES[name]), settings(**sampling)) == reason
+    assert decoding.why_no_graph(base(BASES[name]), settings(**sampling)) == reason
 
 
 def test_a_base_that_looks_at_its_rows_cannot_be_recorded(as_on_cuda, monkeypatch):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert decoding.why_not(base(LlamaConfig(**SMALL, rope_parameters=rope)), settings()) == "positions are dynamic"
+    assert (
+        decoding.why_no_graph(base(LlamaConfig(**SMALL, rope_parameters=rope)), settings()) == "positions are dynamic"
+    )
     model = base(copy.deepcopy(BASES["Llama"]))
     model.generation_config.no_repeat_ngram_size = 3
-    assert "no_repeat_ngram_size" in decoding.why_not(model, settings())
+    assert "no_repeat_ngram_size" in decoding.why_no_graph(model, settings())
     model.config._attn_implementation = "flash_attention_2"
-    assert "makes its own mask" in decoding.why_not(model, settings())
+    assert "makes its own mask" in decoding.why_no_graph(model, settings())
     monkeypatch.setattr(type(model), "_can_compile_fullgraph", False)
-    assert decoding.why_not(model, settings()) == "transformers does not compile LlamaForCausalLM as a whole"
+    assert decoding.why_no_graph(model, settings()) == "transformers does not compile LlamaForCausalLM as a whole"

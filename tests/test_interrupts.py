@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainerCallback
 
 from tests.populora_run import EVALUATED, make_trainer
-from trl_populora.lora.members import saved_step
+from trl_populora.lora.members import read_saved_step
 from trl_populora.run.checkpoint import find_newest, is_disk_full
 from trl_populora.run.read import read_population
 from trl_populora.run.saved_population import check_one_moment
@@ -59,7 +59,7 @@ def test_a_stop_saves_the_members_where_no_checkpoints_are_wanted(base, tmp_path
     assert f"The members of this step are in {tmp_path}; `warm_start` begins with them" in caplog.text
     saved = read_population(tmp_path)
     check_one_moment(tmp_path, saved)
-    assert saved["step"] == saved_step(tmp_path / "members" / "student_0") == 2
+    assert saved["step"] == read_saved_step(tmp_path / "members" / "student_0") == 2
 
 
 def test_where_nothing_was_saved_it_is_said(base, tmp_path, caplog):

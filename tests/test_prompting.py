@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from tests.code_tasks import DOUBLE
 from tests.models import CHATML, make_tokenizer, save_base
 from trl_populora.assets import real_seed_tasks, tiny_base_path
-from trl_populora.generate.player import as_completions
+from trl_populora.generate.player import make_completions
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.start import choose_shots, choose_style
@@ -223,7 +223,7 @@ def test_a_thought_that_the_template_opens_is_none_until_it_is_closed():
         prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=True)
         said = ["is it\n```output\n2\n```", "let me see\n</think>\n```output\n2\n```"]
         ids = [tokenizer.encode(text) for text in said]
-        texts = [each.text for each in as_completions(tokenizer, [prompt["input_ids"]] * 2, ids)]
+        texts = [each.text for each in make_completions(tokenizer, [prompt["input_ids"]] * 2, ids)]
         for reading in ("strict", "tolerant"):
             kind = CodeO()
             kind.reading = reading

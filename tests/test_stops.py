@@ -6,7 +6,7 @@ import pytest
 
 from tests.models import CHATML, make_tokenizer
 from tests.populora_run import letters
-from trl_populora.generate.player import end_tokens, vllm_kwargs
+from trl_populora.generate.player import find_end_tokens, make_vllm_kwargs
 from trl_populora.lora.members import read_member
 from trl_populora.trainer import PopuLoRATrainer
 
@@ -37,7 +37,7 @@ def id_of(tokenizer, text: str) -> int:
 )
 def test_stops_of_the_user_end_a_completion(tokenizer, kwargs, texts):
     stops = [id_of(tokenizer, text) if isinstance(text, str) else text for text in texts]
-    assert end_tokens(tokenizer, [7], kwargs) == [7, id_of(tokenizer, END_OF_TURN), *stops]
+    assert find_end_tokens(tokenizer, [7], kwargs) == [7, id_of(tokenizer, END_OF_TURN), *stops]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_stops_of_the_user_end_a_completion(tokenizer, kwargs, texts):
 def test_the_templates_own_end_of_turn_ends_a_completion(template, ends):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    assert end_tokens(tokenizer, []) == [id_of(tokenizer, text) for text in ends]
+    assert find_end_tokens(tokenizer, []) == [id_of(tokenizer, text) for text in ends]
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_strings"])
@@ -60,7 +60,7 @@ def test_a_stop_of_several_tokens_is_refused(tokenizer, name):
     with pytest.raises(
         ValueError, match=rf"`generation_kwargs` gives {name}='###', which is 3 tokens.*stop_token_ids"
     ):
-        end_tokens(tokenizer, [], {name: ["###"]})
+        find_end_tokens(tokenizer, [], {name: ["###"]})
 
 
 @pytest.fixture
@@ -88,6 +88,6 @@ def test_a_row_that_ends_with_a_stop_is_no_row_cut_off(stopped):
 
 def test_vllm_is_given_every_token_that_ends_a_completion(stopped):
     stopped.args.generation_kwargs |= {"min_tokens": 1}
-    given = vllm_kwargs(stopped.args.generation_kwargs, stopped.eos_token_ids)
+    given = make_vllm_kwargs(stopped.args.generation_kwargs, stopped.eos_token_ids)
     assert given == {"min_tokens": 1, "stop_token_ids": stopped.eos_token_ids}
     assert {*range(60), stopped.processing_class.eos_token_id} <= set(stopped.eos_token_ids)

@@ -115,9 +115,9 @@ class TestWithVLLM:
         ],
     )
     def test_the_next_permitted_rank_is_taken(self, options, size):
-        from trl_populora.generate.checks import permitted_rank
+        from trl_populora.generate.checks import find_permitted_rank
 
-        assert permitted_rank(LoraConfig(**options)) == size
+        assert find_permitted_rank(LoraConfig(**options)) == size
 
     def test_a_rank_above_all_permitted_ones_is_refused(self, args):
         with pytest.raises(ValueError, match=r"rank 513, and vLLM serves at most 512"):

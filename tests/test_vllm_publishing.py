@@ -17,8 +17,8 @@ from trl_populora.generate.publish import (
     ChangeDetector,
     Published,
     choose_parent,
-    distinct_asks,
-    sweep,
+    merge_asks,
+    sweep_shelves,
 )
 from trl_populora.lora.members import member_parameters
 
@@ -134,13 +134,13 @@ def test_a_killed_process_leaves_a_shelf_that_the_next_run_removes_and_an_ending
         root = Path(process.stdout.readline().strip())
         assert list(ending.iterdir()) == [], "it was made and removed"
         os.utime(root, (0, 0))  # older than the minute of grace for a shelf that is being made
-        sweep(str(killed))
+        sweep_shelves(str(killed))
         assert root.is_dir(), "its owner lives"
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=30)
         assert "ZeroDivisionError" in process.stderr.read()
     assert root.is_dir()
-    sweep(str(killed))
+    sweep_shelves(str(killed))
     assert not root.exists()
 
 
@@ -150,7 +150,7 @@ def test_a_directory_that_never_had_a_lock_is_not_swept(tmp_path):
         path.mkdir()
         (path / content).touch()
         os.utime(path, (0, 0))
-    sweep(str(tmp_path))
+    sweep_shelves(str(tmp_path))
     assert list(tmp_path.rglob("*")) == [other, other / "notes.txt"]
 
 
@@ -170,14 +170,14 @@ def test_shared_memory_is_used_when_it_has_room_and_every_reader_sees_it(tmp_pat
 def test_equal_prompts_of_one_member_are_one_ask():
     first, second = (Published(name, f"{name}-1", i, f"/{name}") for i, name in enumerate(("a", "b"), 1))
     prompts = [[1, 2], [1, 2], [3], [1, 2], [1, 2], [3]]
-    asks = distinct_asks(prompts, [first, second, first, first, second, first])
+    asks = merge_asks(prompts, [first, second, first, first, second, first])
     assert [(ask.prompt, ask.route, ask.rows) for ask in asks] == [
         ((1, 2), first, (0, 3)),
         ((1, 2), second, (1, 4)),
         ((3,), first, (2, 5)),
     ]
     with pytest.raises(RuntimeError, match="2 rows are routed, but 6 prompts"):
-        distinct_asks(prompts, [first, second])
+        merge_asks(prompts, [first, second])
 
 
 def test_versions_share_nothing_that_a_cache_could_key_on():

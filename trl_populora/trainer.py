@@ -30,7 +30,13 @@ from trl_populora.config import PopuLoRAConfig
 from trl_populora.evaluate.held_out import given_tables, load_held_out
 from trl_populora.files import without_empty_directories
 from trl_populora.generate import transformers as decoding
-from trl_populora.generate.player import as_completions, end_tokens, pause_training, seed_samples, warn_of_unknown
+from trl_populora.generate.player import (
+    find_end_tokens,
+    make_completions,
+    pause_training,
+    seed_samples,
+    warn_of_unknown,
+)
 from trl_populora.hub import push
 from trl_populora.hub.push import HubTrainer
 from trl_populora.hub.warm_start import warm_start
@@ -190,7 +196,7 @@ class PopuLoRATrainer(HubTrainer):
             warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
         if args.use_vllm:
             self._start_vllm()
-        context = self.vllm_generation.context_length() if self.use_vllm else trained_context(base)
+        context = self.vllm_generation.find_context_length() if self.use_vllm else trained_context(base)
         longest, tokenize = args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
         free_tokens = count_free_tokens(context, longest, tokenize, tokenizer)
         start.fit_into_context(referee, archive, held_out, free_tokens, bool(args.teachers))
@@ -221,18 +227,18 @@ class PopuLoRATrainer(HubTrainer):
     def _choose_generation(self, base: PreTrainedModel) -> None:
         """Settles where completions end, and whether ended rows may leave a batch."""
         known, given = self.eos_token_ids, self.args.generation_kwargs
-        self.eos_token_ids = end_tokens(self.processing_class, known, given, self.chat_template_kwargs)
+        self.eos_token_ids = find_end_tokens(self.processing_class, known, given, self.chat_template_kwargs)
         self._sharded = start.is_zero3(self.args) or self.is_fsdp_enabled  # ranks meet in every forward
         self.generation_config.update(eos_token_id=self.eos_token_ids, stop_strings=None)
         if not self.args.use_vllm:
             warn_of_unknown(given)
             decoding.check_parts(self.args.generation_tokens, self._sharded)
-            self._generates_whole = decoding.why_whole(base.config, self.generation_config, self._sharded)
+            self._generates_whole = decoding.why_no_rounds(base.config, self.generation_config, self._sharded)
 
     def _start_vllm(self) -> None:
-        from trl_populora.generate.vllm import population_generation  # needs packages that come with vLLM
+        from trl_populora.generate.vllm import make_vllm_generation  # needs packages that come with vLLM
 
-        self.vllm_generation = population_generation(
+        self.vllm_generation = make_vllm_generation(
             self.args,
             model=self.model,
             members=self.population.adapters,
@@ -413,7 +419,7 @@ class PopuLoRATrainer(HubTrainer):
         most, longest = None if self.use_vllm else self.args.generation_tokens, self.args.max_completion_length
         with seed_samples(seeds):
             completion_ids, logprobs = decoding.complete_in_parts(self._complete, prompt_ids, rows, most, longest)
-        return as_completions(self.processing_class, prompt_ids, completion_ids, logprobs)
+        return make_completions(self.processing_class, prompt_ids, completion_ids, logprobs)
 
     def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
         if self.use_vllm or self._generates_whole:

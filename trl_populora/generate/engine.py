@@ -1,4 +1,11 @@
-"""The colocated engine: vLLM's `LLM`, answering each row with the row's own adapter. Imports vLLM."""
+"""The vLLM engine in the trainer's process, where every row is answered by the adapter of its member. Imports vLLM.
+
+    factors of a member --load--> adapter in the engine --probe--> StaleAdapterError if the kernels read other weights
+
+    prompts_R, routes_R, seeds_R --merge_asks--> requests of n samples --vLLM--> one output per prompt, R outputs
+
+Shapes: R rows.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +24,21 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from .publish import Published, StaleAdapterError, distinct_asks
+from .publish import Published, StaleAdapterError, merge_asks
 
 
 class RoutedLLM(LLM):
     """
-    [`vllm.LLM`] whose `generate` sends every prompt to the adapter set in `routes`.
+    A [`vllm.LLM`] that sends each prompt to the adapter that `routes` names for it.
 
     Args:
-        routed_arguments: Engine arguments added to those that TRL passes; they win where both name one.
-        **kwargs: What TRL passes.
+        routed_arguments: Engine arguments beside those of TRL. If both name an argument, this one counts.
+        **kwargs: Engine arguments that TRL passes.
 
     Attributes:
-        routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
-        seeds (`Sequence[int | None]`, *optional*): Of each row's samples; the engine's own generator when `None`.
+        routes (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
+        seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the engine's
+            own generator draws the samples.
     """
 
     seeds: Sequence[int | None] | None = None
@@ -42,74 +50,81 @@ class RoutedLLM(LLM):
 
     @property
     def lora_dtype(self) -> torch.dtype:
-        """In which adapters are kept."""
+        """Type in which the engine keeps adapters."""
         return self.llm_engine.vllm_config.lora_config.lora_dtype
 
     def load(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
         """
-        Loads an adapter from memory, and probes it.
+        Loads an adapter from memory, and checks that the engine uses it.
 
         Args:
-            adapter: Its name and id.
-            factors: By PEFT state-dict key. The engine keeps them and scales them in place: they must be nobody
-                else's.
-            config: One rank and one scaling for all modules; see [`~trl_populora.lora.convert.fold`].
+            adapter: Name and id under which the engine knows the adapter.
+            factors: Factors by PEFT state-dict key. The engine keeps these tensors and scales them in place, so
+                nobody else may use them.
+            config: The adapter's configuration, with one rank and one scaling for all modules (see
+                [`~trl_populora.lora.convert.fold`]).
 
         Raises:
-            `ValueError`: If the rank is above the engine's `max_lora_rank`, or vLLM has no LoRA layer for a module.
-            `StaleAdapterError`: If the engine does not take it up.
+            `ValueError`: If the rank is above the engine's `max_lora_rank`, or if vLLM has no LoRA layer for a module.
+            `StaleAdapterError`: If the engine does not use the new weights.
         """
         install = partial(_install, adapter=adapter, factors=factors, config=config)
         (self._loaded[adapter.id],) = self.apply_model(install)
+        # One layer shows whether the engine uses an adapter that was just loaded.
         self._probe(adapter, layers=1)
 
     def probe(self, adapters: Iterable[Published]) -> None:
         """
-        Compares, bit by bit, what the engine's kernels read for each adapter with what was loaded. Samples nothing.
+        Compares the weights that the engine's kernels read with the weights that were loaded, bit by bit.
 
-        A sampled token would tell less: one optimizer step moves log-probabilities by less than the difference between
-        the trainer's arithmetic and the engine's, and during a wake-up there is no cache to sample with yet.
+        No token is sampled, because a token would tell less. One optimizer step changes log-probabilities by less than
+        the trainer's arithmetic and the engine's differ. And while the engine wakes up, it has no cache to sample
+        with.
 
         Raises:
-            `StaleAdapterError`: If they differ; names member and version.
+            `StaleAdapterError`: If the weights differ. The message names the member and the version.
         """
+        # All layers are compared: a sleep can damage any of them.
         for adapter in adapters:
             self._probe(adapter)
 
     def _probe(self, adapter: Published, layers: int | None = None) -> None:
-        """One layer tells whether an adapter that was just loaded is in use; a sleep can damage any."""
+        """Compares the first `layers` layers of an adapter, or all of them."""
         in_use = partial(_in_use, adapter=adapter, lora=self._loaded[adapter.id], layers=layers)
         if not all(self.apply_model(in_use)):
             raise StaleAdapterError(
-                f"vLLM does not sample from {adapter.name!r}, the last published version of {adapter.member!r}: its "
-                "own tensors for that adapter are others. Resume from the last checkpoint; if the engine sleeps "
-                "(`vllm_enable_sleep_mode`), without that."
+                f"vLLM does not sample from {adapter.name!r}, the last published version of {adapter.member!r}: the "
+                "tensors that its kernels read differ from it. Resume from the last checkpoint. If the engine sleeps "
+                "(`vllm_enable_sleep_mode`), switch that off first."
             )
 
     def unload(self, adapter: Published) -> None:
-        """Forgets an adapter, on the device and in host memory."""
+        """Removes an adapter from the device and from host memory."""
         self.llm_engine.remove_lora(adapter.id)
         self._loaded.pop(adapter.id, None)
 
     def generate(self, prompts, sampling_params: SamplingParams, **kwargs):
         """
-        One output per prompt, in order. Equal prompts to one member become one request for several samples.
+        Answers each prompt with the adapter that `routes` names for it, and returns one output per prompt, in order.
 
-        Greedy requests stay apart, because vLLM refuses several samples of one greedy request.
+        Equal prompts to one member become one request for several samples, so vLLM reads the prompt once.
         """
-        asks = distinct_asks([prompt["prompt_token_ids"] for prompt in prompts], self.routes, self.seeds)
+        asks = merge_asks([prompt["prompt_token_ids"] for prompt in prompts], self.routes, self.seeds)
+        # vLLM refuses several samples of a greedy request, so greedy rows stay apart.
         if sampling_params.temperature == 0:
             asks = [replace(ask, rows=(row,)) for ask in asks for row in ask.rows]
         requests, params = [], []
         for ask in asks:
+            # The salt keeps a version of a member away from cached prefixes that an earlier version has computed.
             requests.append({"prompt_token_ids": list(ask.prompt), "cache_salt": ask.route.cache_salt})
-            own = sampling_params.clone()
-            own.n = len(ask.rows)
-            own.seed = ask.seed
-            own.detokenize = bool(own.stop)  # TRL reads token ids; the text is only needed to find stop strings
-            params.append(own)
-        adapters = [_request(ask.route) for ask in asks]
+            each = sampling_params.clone()
+            each.n = len(ask.rows)
+            each.seed = ask.seed
+            each.detokenize = bool(each.stop)  # TRL reads token ids; the text is only needed to find stop strings
+            params.append(each)
+        adapters = [_make_lora_request(ask.route) for ask in asks]
         answers = super().generate(requests, params, lora_request=adapters, **kwargs)
+        # TRL expects one output per prompt, so an answer of n samples is taken apart.
         outputs: list[Any] = [None] * len(prompts)
         for ask, answer in zip(asks, answers, strict=True):
             for row, completion in zip(ask.rows, answer.outputs, strict=True):
@@ -119,27 +134,30 @@ class RoutedLLM(LLM):
 
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
         """
-        Sleeps at level 1 at most. Level 2, which TRL asks for, drops the weights because TRL sends all of them again
-        before the next generation; here the base is never sent, and adapters do not survive level 2 (vLLM issue
-        39934). Level 1 keeps both in host memory.
+        Lets the engine sleep at level 1 at most.
+
+        TRL asks for level 2, which drops all weights, because TRL sends all weights again before the next generation.
+        Here the base is never sent again, and adapters are lost at level 2 (vLLM issue 39934). Level 1 keeps base and
+        adapters in host memory.
         """
         super().sleep(level=min(level, 1), **kwargs)
 
 
-def _request(adapter: Published) -> LoRARequest:
-    # No `load_inplace`: left on a request it makes vLLM read the directory again at every engine step. A request needs
-    # a path even where there is nothing to read; under this one vLLM finds nothing if it ever lost the adapter.
+def _make_lora_request(adapter: Published) -> LoRARequest:
+    """Makes the part of a request that names the adapter."""
+    # `load_inplace` stays off: with it vLLM reads the directory again at every engine step. A path is required even
+    # for an adapter in memory. Under this one there is nothing, so vLLM fails if it has lost the adapter.
     return LoRARequest(adapter.name, adapter.id, adapter.path or f"/dev/null/{adapter.name}")
 
 
 def _install(
     model: nn.Module, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig
 ) -> LoRAModel:
-    """Puts an adapter into the LoRA manager of vLLM's model, as its own loader does with what it has read."""
+    """Puts an adapter into the LoRA manager of vLLM's model, in the way in which vLLM's loader does it with a file."""
     manager = model.lora_manager
     helper = PEFTHelper(config.r, config.lora_alpha, target_modules=[], use_rslora=config.use_rslora)
     helper.validate_legal(manager.lora_config)
-    mapper = getattr(model, "hf_to_vllm_mapper", None)  # not every class of vLLM's renames
+    mapper = getattr(model, "hf_to_vllm_mapper", None)  # only some of vLLM's model classes rename modules
     lora = LoRAModel.from_lora_tensors(
         adapter.id,
         factors,
@@ -148,6 +166,7 @@ def _install(
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
+    # vLLM would silently leave out the weights of a module without a LoRA layer.
     if manager.add_adapter(lora) and (unknown := lora.loras.keys() - manager.modules.keys()):
         raise ValueError(f"vLLM has no LoRA layer for {', '.join(sorted(unknown))}: choose other `target_modules`.")
     manager.activate_adapter(adapter.id)
@@ -156,23 +175,29 @@ def _install(
 
 def _in_use(model: nn.Module, adapter: Published, lora: LoRAModel, layers: int | None) -> bool:
     """
-    Whether the kernels read this adapter under its id, seen in the first `layers` or all: writing it to its slot once
-    more, by vLLM's own code, which knows how a layer packs and shards, changes nothing there.
+    Says whether the kernels read an adapter's weights under the adapter's id.
+
+    vLLM's own code, which knows how a layer packs and shards weights, writes the adapter to its place on the device
+    once more. If that changes no bit, the weights were there already.
+
+    Args:
+        layers: How many layers are compared; all of them if `None`.
     """
     manager = model.lora_manager
     if manager.get_adapter(adapter.id) is not lora:
         return False
-    if adapter.id not in manager.lora_index_to_id:  # it waits in host memory until a row asks for it
+    # An adapter that is not on the device waits in host memory. vLLM copies it when a row asks for it.
+    if adapter.id not in manager.lora_index_to_id:
         return True
-    slot = manager.lora_index_to_id.index(adapter.id)
+    place = manager.lora_index_to_id.index(adapter.id)
     for name, weights in islice(lora.loras.items(), layers):
         module = manager.modules[name]
-        # One tensor for the head of a model, a tuple of them for every other layer.
+        # `lora_a_stacked` is one tensor in the head of a model, and a tuple of tensors in every other layer.
         both = [s if isinstance(s, tuple) else (s,) for s in (module.lora_a_stacked, module.lora_b_stacked)]
-        stacks = [stack[slot] for stack in (*both[0], *both[1])]
+        stacks = [stack[place] for stack in (*both[0], *both[1])]
         before = [stack.clone() for stack in stacks]
-        module.set_lora(slot, weights.lora_a, weights.lora_b)
-        # As bytes: a member that diverged holds NaN, which equals nothing.
+        module.set_lora(place, weights.lora_a, weights.lora_b)
+        # Bytes are compared, not numbers: a member that diverged holds NaN, and NaN differs from itself.
         if not all(torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in zip(stacks, before, strict=True)):
             return False
     return True

@@ -1,4 +1,13 @@
-"""Members answer without a trainer, with transformers; what ends a completion, and how its text is read."""
+"""Members answer without a trainer; which tokens end a completion; how token ids become a `Completion`.
+
+    messages_R, members_R --tokenize--> prompt ids_R --complete (transformers.py)--> completion ids_R
+                                                     --make_completions--> Completions_R, with text
+
+The trainer has its own way to generate (`PopuLoRATrainer._generate_rows`). It shares the end tokens and the last step
+with this file.
+
+Shapes: R rows.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +31,10 @@ from trl_populora.tasks.python.reading import THINK_OPEN, opens_thinking
 from . import transformers as decoding
 
 
-def sampling_config(base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig) -> GenerationConfig:
-    """How members of a run with these settings are sampled, as TRL has it."""
+def make_sampling_config(
+    base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
+) -> GenerationConfig:
+    """Makes the generation config with which TRL would sample in a run with these settings."""
     warn_of_unknown(args.generation_kwargs)
     known = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
     known = [tokenizer.eos_token_id, *(token for token in known if token is not None)]
@@ -34,7 +45,7 @@ def sampling_config(base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, 
             "do_sample": True,
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": end_tokens(tokenizer, known, args.generation_kwargs, args.chat_template_kwargs),
+            "eos_token_id": find_end_tokens(tokenizer, known, args.generation_kwargs, args.chat_template_kwargs),
             "temperature": args.temperature,
             "top_p": args.top_p,
             "top_k": args.top_k,
@@ -47,7 +58,7 @@ def sampling_config(base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, 
     )
 
 
-def plain_player(
+def make_player(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     router: Router,
@@ -55,21 +66,23 @@ def plain_player(
     args: GRPOConfig,
 ) -> Player:
     """
-    Generates as the trainer of such a run would without vLLM.
+    Makes a player that generates as the trainer of a run with these settings would, without vLLM.
 
     Args:
-        model: The members' model, or the base without any; its generation config is replaced.
-        tokenizer: With a chat template.
-        router: The model's.
-        members: Names in the order of routes.
-        args: How to sample.
+        model: The model with its members, or a base without members. Its generation config is replaced.
+        tokenizer: A tokenizer with a chat template.
+        router: The router that the model's layers read.
+        members: Names of the members. The position of a name is the member's index in routes.
+        args: Settings of the run; those of sampling are read.
     """
     index = {name: number for number, name in enumerate(members)} | {BASE_NAME: BASE}
     model.eval()
-    # Otherwise what the base's own config says would hold wherever ours is at its default.
+    # The base's config is replaced, because `generate` takes from it what our config leaves at the default.
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    config = base.generation_config = sampling_config(base.generation_config, tokenizer, args)
-    complete = decoding.complete_whole if decoding.why_whole(base.config, config, sharded=False) else decoding.complete
+    config = base.generation_config = make_sampling_config(base.generation_config, tokenizer, args)
+    complete = (
+        decoding.complete_whole if decoding.why_no_rounds(base.config, config, sharded=False) else decoding.complete
+    )
 
     def generate(
         prompts: list[Messages], names: Sequence[str], seeds: Sequence[int] | None = None
@@ -77,14 +90,14 @@ def plain_player(
         ids = tokenize(tokenizer, prompts, args)
         with seed_samples(seeds):
             completions = complete(model, ids, [index[name] for name in names], router.rows_of, config)
-        return as_completions(tokenizer, ids, completions)
+        return make_completions(tokenizer, ids, completions)
 
     return Player(generate)
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], args: GRPOConfig) -> list[list[int]]:
-    """Token ids of prompts up to where the assistant begins."""
-    # Prompts are measured here to turn away what is too long, of which the tokenizer would warn as of a mistake.
+    """Turns conversations into token ids, up to where the assistant begins to write."""
+    # Too long prompts are tokenized on purpose, to find out that they are too long. The tokenizer need not warn.
     quiet = {"tokenizer_kwargs": {"verbose": False}}
     return tokenizer.apply_chat_template(
         prompts,
@@ -95,48 +108,56 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], args: 
     )["input_ids"]
 
 
-def plain_room(
+def make_free_token_counter(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
 ) -> Callable[[Messages], int]:
-    """How much room such a player has for a prompt, as [`count_free_tokens`] has it."""
+    """
+    Makes the function that says how many tokens of a base's context a prompt leaves free (see
+    [`~trl_populora.step.referee.count_free_tokens`]).
+    """
     longest = args.max_completion_length
     return count_free_tokens(
         trained_context(base), longest, lambda prompt: tokenize(tokenizer, [prompt], args)[0], tokenizer
     )
 
 
-# Which tokens end a completion: what TRL knows, the chat template's own end of turn, and the user's stops.
+# Which tokens end a completion: those that TRL knows, the chat template's end of turn, and the user's stops.
 
 
 logger = logging.getLogger(__name__)
 
-TEXT_STOPS = ("stop", "stop_strings")  # vLLM's name and transformers'
+TEXT_STOPS = ("stop", "stop_strings")  # the option's name in vLLM, and in transformers
 STOPS = ("stop_token_ids", "eos_token_id", *TEXT_STOPS)
 
 
-def end_tokens(
+def find_end_tokens(
     tokenizer: PreTrainedTokenizerBase,
     known: Sequence[int],
     generation_kwargs: Mapping[str, Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """
-    The ids that end a completion. One that ends otherwise was cut off.
+    Finds the token ids that end a completion. A completion whose last token is another one was cut off.
 
     Args:
-        tokenizer: Its chat template says how an assistant's turn ends.
-        known: Those of tokenizer and model.
-        generation_kwargs: May hold stops, under the names of vLLM or transformers.
+        tokenizer: The tokenizer, whose chat template says how an assistant's turn ends.
+        known: End tokens of the tokenizer and of the model.
+        generation_kwargs: The option of this name. It may hold stops, under vLLM's names or transformers' names.
         template_kwargs: Arguments of the chat template.
 
+    Returns:
+        The ids, each once: known ones first, then the chat template's, then the user's.
+
     Raises:
-        `ValueError`: If a stop is text of several tokens: a row that it ends could not be told from one cut off.
+        `ValueError`: If a stop is text of several tokens. Its last token does not mark the end of a row, so the row
+            would count as cut off.
     """
-    ids = [*known, *_end_of_turn(tokenizer, template_kwargs or {})]
+    ids = [*known, *_find_end_of_turn(tokenizer, template_kwargs or {})]
     for name in STOPS:
         value = (generation_kwargs or {}).get(name)
         stops = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
         for stop in stops:
+            # Under the names in `TEXT_STOPS` a stop is text, under the others a token id.
             tokens = tokenizer.encode(stop, add_special_tokens=False) if name in TEXT_STOPS else [int(stop)]
             if len(tokens) != 1:
                 raise ValueError(
@@ -144,16 +165,18 @@ def end_tokens(
                     "ends there would count as cut off. Give single tokens as `stop_token_ids`."
                 )
             ids += tokens
-    return list(dict.fromkeys(ids))
+    return list(dict.fromkeys(ids))  # a dict keeps the order, so every process gets the same list
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> list[int]:
-    """The special token that the chat template puts after what an assistant says; some templates put none."""
+def _find_end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> list[int]:
+    """Finds the special token that the chat template puts after an assistant's words; empty if it puts none."""
+    # Some models end a turn with a token that neither tokenizer nor config names. Without it
+    # their rows would run on to the limit.
     said = "said"
     turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": said}]
     try:
         text = tokenizer.apply_chat_template(turn, tokenize=False, **template_kwargs)
-    except TemplateError:  # it takes no assistant's turn
+    except TemplateError:  # the template refuses a turn of the assistant
         return []
     after = tokenizer.encode(text.rpartition(said)[2].lstrip(), add_special_tokens=False)
     special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
@@ -161,34 +184,33 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[st
 
 
 def warn_of_unknown(generation_kwargs: Mapping[str, Any] | None) -> None:
-    """Names what transformers would leave aside without a word."""
+    """Warns of options in `generation_kwargs` that transformers would ignore without a word."""
     unknown = sorted((generation_kwargs or {}).keys() - vars(GenerationConfig()).keys() - set(STOPS))
     if unknown:
         logger.warning("`generation_kwargs` gives %s, which transformers does not know.", ", ".join(unknown))
 
 
-def vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]) -> dict[str, Any]:
-    """What vLLM samples with. Its engine reads the base's own end tokens only, so it is given all of them."""
+def make_vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]) -> dict[str, Any]:
+    """Makes vLLM's sampling options: the user's, with all end tokens as stops."""
+    # By itself the engine stops at the end tokens of the base's config only.
     given = {name: value for name, value in (generation_kwargs or {}).items() if name not in STOPS}
     return given | {"stop_token_ids": list(ends)}
 
 
-# Completions with their texts, as kinds of task read them.
+_TAIL = 8  # tokens at the end of a prompt: enough for an opening tag and the blanks behind it
 
 
-_TAIL = 8  # tokens; an opening tag and the blanks behind it
-
-
-def as_completions(
+def make_completions(
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Sequence[list[int]],
     completion_ids: Sequence[list[int]],
     logprobs: Sequence[list[float]] | None = None,
 ) -> list[Completion]:
     """
-    What was generated, row by row, with its text, which has no special tokens. Where the chat template has opened a
-    thought at the end of the prompt, the text begins with the tag: without it a thought that is never closed would
-    read as an answer.
+    Makes a completion of each row, with its text without special tokens.
+
+    Some chat templates open a thought at the end of the prompt. The text then gets the opening tag in front, because
+    without the tag a thought that is never closed would be read as an answer.
     """
     said = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     tails = tokenizer.batch_decode([ids[-_TAIL:] for ids in prompt_ids])
@@ -197,12 +219,12 @@ def as_completions(
     return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, found, strict=True)]
 
 
-# Looking at a model that trains, so that its training never notices: samples of their own seed, and no dropout.
+# Generation in the middle of training that leaves no trace in it: no dropout, and random numbers with seeds apart.
 
 
 @contextmanager
 def pause_training(model: nn.Module) -> Iterator[None]:
-    """Inside the block there is no dropout; afterwards the model trains again if it did before."""
+    """Switches off dropout inside the block. Afterwards the model trains again if it did before."""
     training = model.training
     model.eval()
     try:
@@ -214,8 +236,10 @@ def pause_training(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def seed_samples(seeds: Sequence[int] | None) -> Iterator[None]:
     """
-    Inside the block torch's generators, which all rows share, start from the first of the rows' seeds; afterwards they
-    are where they were. `None` does nothing.
+    Seeds torch's generators inside the block, and puts them back to their earlier state afterwards.
+
+    transformers samples all rows with one generator, so the first row's seed stands for all. vLLM has one seed per
+    row. Without seeds nothing happens.
     """
     if not seeds:
         yield

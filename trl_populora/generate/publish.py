@@ -1,4 +1,14 @@
-"""What is published for vLLM: which members changed, where their weights lie, and which row asks for which."""
+"""Publishing members to vLLM: which members changed, where their weights lie, and which row asks which version.
+
+    members [M] --ChangeDetector--> changed? [M] --> a new `Published` version of each changed member
+    factors of a version --AdapterShelf.put--> a directory that vLLM servers read
+
+    prompts_R, routes_R, seeds_R --merge_asks--> distinct `Ask`s, each with the rows that it answers
+
+The engine in this process and the client of the servers share these classes. Only the servers need directories.
+
+Shapes: M members, R rows.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +32,18 @@ from trl_populora.lora import members as lora_members
 
 
 SHARED_MEMORY = "/dev/shm"
-PREFIX = "populora-"
+PREFIX = "populora-"  # the name of every shelf's directory begins with it
 
-# Current, previous and next version of every member lie there at once.
+# For a moment a shelf holds the previous, the current and the next version of every member.
 VERSIONS_KEPT = 3
 
 
 class ChangeDetector:
     """
-    Tells which members changed since they were last published, by a checksum of this rank's part of their tensors.
+    Finds the members that have changed since the last call, by checksums of this rank's part of their tensors.
 
-    A counter of steps would publish members that did not move and miss writes from outside the optimizer; tensors'
-    own version counters miss the writes that ZeRO makes behind autograd.
+    Two simpler ways do not work. Counting optimizer steps would publish members that have not moved, and miss what
+    evolution writes. PyTorch's version counters of tensors miss what ZeRO writes.
     """
 
     def __init__(self) -> None:
@@ -41,7 +51,7 @@ class ChangeDetector:
         self._weights = torch.empty(0, dtype=torch.long)
 
     def detect_changes(self, model: nn.Module, names: Sequence[str]) -> list[bool]:
-        """For each member, whether this rank's part of it differs from what the last call saw; remembers it."""
+        """Says for each member whether this rank's part of it has changed since the last call."""
         flags = []
         for name in names:
             checksum = self._checksum(lora_members.member_parameters(model, name).values())
@@ -56,20 +66,25 @@ class ChangeDetector:
     @torch.no_grad()
     def _checksum(self, parameters) -> list[int]:
         """
-        Per tensor, the sum modulo 2^64 of its bit patterns, eight bytes at a time where they are so aligned, times
-        fixed random factors, which tell places apart and are odd, so that no bit is lost.
+        Computes one number per tensor: the sum of its elements' bits, read as integers, times fixed random factors.
+
+        Sums wrap around at 2^64. Each place has its own factor, so that swapped elements change the sum. All factors
+        are odd, so that a change of a single element always changes the sum.
         """
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         sums = []
         for parameter in parameters:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
             flat, size = local.contiguous().view(-1), local.element_size()
+            # Eight bytes at a time are read where the memory allows it: that needs fewer products than one element
+            # at a time.
             aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
             bits = flat.view(integers[8 if aligned else size])
             sums.append((bits * self._factors(bits.numel(), bits.device)).sum())
-        return torch.stack(sums).tolist()
+        return torch.stack(sums).tolist()  # one copy from the GPU for all tensors of a member
 
     def _factors(self, count: int, device: torch.device) -> torch.Tensor:
+        """Returns the first `count` factors, int64 and odd; draws them again only if more are needed."""
         if self._weights.numel() < count or self._weights.device != device:
             generator = torch.Generator().manual_seed(0)
             largest = torch.iinfo(torch.long)
@@ -79,70 +94,77 @@ class ChangeDetector:
 
 class AdapterShelf:
     """
-    Directory in which published adapters lie, each an ordinary PEFT adapter directory, until one version later.
+    A directory of published adapters. Each adapter is an ordinary PEFT adapter directory.
+
+    A version that has been replaced stays until members are published again.
 
     Args:
-        parent: Where the shelf is made; see [`choose_parent`].
+        parent: The directory in which the shelf makes its own; see [`choose_parent`].
 
     Attributes:
-        root (`Path`): The shelf's own directory, removed at `close`, at the end of the process or with the object.
+        root (`Path`): The shelf's directory. It is removed by `close`, at the end of the process, or when the object
+            is collected.
     """
 
     def __init__(self, parent: str):
         parent = os.path.abspath(parent)  # before Python 3.12 `mkdtemp` returns a relative path under a relative one
-        sweep(parent)
+        sweep_shelves(parent)
         os.makedirs(parent, exist_ok=True)
         self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._lock = _lock(self.root, os.O_CREAT)
+        self._lock = _lock_shelf(self.root, os.O_CREAT)
         self._retired: deque[str] = deque()
-        self.close = weakref.finalize(self, _remove, str(self.root), self._lock, os.getpid())
+        # The process id goes along, because a forked child must not remove its parent's directory.
+        self.close = weakref.finalize(self, _remove_shelf, str(self.root), self._lock, os.getpid())
 
     def put(self, name: str, save: Callable[[Path], None]) -> str:
-        """Lets `save` write a directory and returns its final path, under which it appears only when complete."""
+        """Lets `save` write a directory, and returns its path. No reader finds the path before all is written."""
         unfinished, path = self.root / f".{name}", self.root / name
         save(unfinished)
         unfinished.rename(path)
         return str(path)
 
     def retire(self, path: str) -> None:
-        """Marks a directory as replaced: it goes when [`sweep_retired`] is called after the next publishing."""
+        """Marks a directory as replaced. The next [`sweep_retired`] removes it."""
         self._retired.append(path)
 
     def sweep_retired(self) -> None:
-        """Removes the directories that were replaced before the versions now in use were loaded."""
+        """Removes the directories that are marked as replaced."""
         while self._retired:
             shutil.rmtree(self._retired.popleft())
 
 
 def choose_parent(output_dir: str, wanted_bytes: int, remote: bool) -> str:
     """
-    Shared memory when it is there and has room, else `output_dir`.
+    Chooses where a shelf lies: in shared memory if that exists and has space, else in `output_dir`.
 
     Args:
-        output_dir: The run's directory; on several hosts, on a file system that all of them see.
+        output_dir: The run's directory. With several hosts it has to lie on a file system that all of them see.
         wanted_bytes: Bytes of one version of all members.
-        remote: Whether a reader sits on another host, which never sees this host's memory.
+        remote: Whether a server runs on another host. Another host does not see this host's memory.
     """
-    # Room for twice what is needed: data loaders and NCCL use the same memory.
+    # Half of the space stays free, because data loaders and NCCL use the same memory.
     needed = 2 * VERSIONS_KEPT * wanted_bytes
     if not remote and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > needed:
         return SHARED_MEMORY
     return os.path.abspath(output_dir)
 
 
-def sweep(parent: str) -> None:
-    """Removes shelves that a killed process left behind: those whose lock nobody holds."""
+def sweep_shelves(parent: str) -> None:
+    """Removes shelves that killed processes have left. No process holds the lock of such a shelf."""
     for root in Path(parent).glob(f"{PREFIX}*"):
         try:
-            if time.time() - root.stat().st_mtime < 60:  # perhaps just made and not locked yet
+            if time.time() - root.stat().st_mtime < 60:  # its process may not have locked it yet
                 continue
-            lock = _lock(root)
-        except OSError:  # held by a living run, another user's, gone meanwhile, or without a lock: no shelf
+            lock = _lock_shelf(root)
+        except OSError:
+            # A running process holds the lock, another user owns the shelf, it has just gone, or it is no shelf.
             continue
-        _remove(str(root), lock, os.getpid())
+        _remove_shelf(str(root), lock, os.getpid())
 
 
-def _lock(root: Path, create: int = 0) -> int:
+def _lock_shelf(root: Path, create: int = 0) -> int:
+    """Locks a shelf and returns the file descriptor of the lock; raises `OSError` if another process holds it."""
+    # The kernel frees the lock when the process ends, even after `kill -9`. So a free lock means a dead owner.
     descriptor = os.open(root / ".lock", create | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,34 +174,33 @@ def _lock(root: Path, create: int = 0) -> int:
     return descriptor
 
 
-def _remove(root: str, lock: int, owner: int) -> None:
-    if os.getpid() != owner:  # a forked child runs its parent's exit handlers
+def _remove_shelf(root: str, lock: int, owner: int) -> None:
+    """Removes a shelf and frees its lock, in the process that owns it."""
+    # A forked child runs the exit handlers of its parent.
+    if os.getpid() != owner:
         return
     shutil.rmtree(root, ignore_errors=True)
     os.close(lock)
 
 
-# What is published and which row asks for it: plain data that the colocated engine and the server client share.
-
-
 class StaleAdapterError(RuntimeError):
-    """vLLM does not sample from the version of a member that was published last."""
+    """vLLM does not sample from the last published version of a member."""
 
 
 @dataclass(frozen=True)
 class Published:
     """
-    One version of one member as vLLM knows it.
+    One version of one member, as vLLM knows it.
 
-    Every version has a name, an id and a path of its own. With any of them kept, some vLLM version serves the old
-    weights: an id that is loaded already is not read again, and prefix-cache keys have held the name, or the name and
-    the path, depending on the version. `cache_salt` keeps the keys apart whatever they hold.
+    Every version has its own name, id and path. If two versions shared one of the three, some release of vLLM would
+    answer with the old weights: vLLM does not read a loaded id again, and keys of its prefix cache hold the name, or
+    the name and the path, depending on the release. `cache_salt` keeps the keys of two versions apart in any release.
 
     Args:
-        member: The member.
-        name: Adapter name, unique over all runs that a server may have seen.
-        id: Adapter id, counted from 1.
-        path: Its PEFT directory, for a server to read.
+        member: Name of the member.
+        name: Name of the adapter, unique among all runs that a server may have seen.
+        id: Id of the adapter, counted from 1.
+        path: PEFT directory that a server reads; empty for an adapter that the engine in this process holds.
     """
 
     member: str
@@ -195,8 +216,14 @@ class Published:
 @dataclass(frozen=True)
 class Ask:
     """
-    One distinct question: a prompt, the member that it is put to (`route`), the rows that asked it and the seed of its
-    samples: different for every prompt and member, the same wherever it is answered.
+    One prompt to one member, and the rows that need an answer to it.
+
+    Args:
+        prompt: Token ids of the prompt.
+        route: The version of the member that answers.
+        rows: Positions of the rows. Each row gets a sample of its own.
+        seed: Seed of the samples. It differs between prompts and between members, and does not depend on the engine
+            or server that answers. `None` leaves the choice to vLLM.
     """
 
     prompt: tuple[int, ...]
@@ -205,22 +232,22 @@ class Ask:
     seed: int | None = None
 
 
-def distinct_asks(
+def merge_asks(
     prompts: Sequence[Sequence[int]], routes: Sequence[Published], seeds: Sequence[int | None] | None = None
 ) -> list[Ask]:
     """
-    Merges rows that put the same prompt to the same member with the same seed, as the G attempts at a task do.
+    Merges rows that have the same prompt, member and seed, such as the attempts of one member at one task.
 
     Args:
-        prompts: Token ids per row, length R.
-        routes: Who answers each row, length R.
-        seeds: Of the rows' samples, length R; no seeds when `None`.
+        prompts: Token ids of each row's prompt, length R.
+        routes: The version of a member that answers each row, length R.
+        seeds: Sampling seed of each row, length R; `None` for no seeds.
 
     Returns:
-        `list[Ask]`: In order of first appearance; their `rows` together are 0 to R - 1.
+        Asks in the order in which their prompts first appear. Every row from 0 to R - 1 is in one ask.
 
     Raises:
-        `RuntimeError`: If the lengths differ.
+        `RuntimeError`: If `prompts` and `routes` differ in length.
     """
     if len(prompts) != len(routes):
         raise RuntimeError(f"{len(routes)} rows are routed, but {len(prompts)} prompts are to be answered.")
@@ -228,11 +255,13 @@ def distinct_asks(
     for row, (prompt, route, seed) in enumerate(zip(prompts, routes, seeds or [None] * len(prompts), strict=True)):
         rows.setdefault((tuple(prompt), route, seed), []).append(row)
     return [
-        Ask(prompt, route, tuple(positions), None if seed is None else _seed_of(prompt, route, seed))
+        Ask(prompt, route, tuple(positions), None if seed is None else _derive_seed(prompt, route, seed))
         for (prompt, route, seed), positions in rows.items()
     ]
 
 
-def _seed_of(prompt: tuple[int, ...], route: Published, seed: int) -> int:
-    """vLLM counts on from it for every further sample, so neighbouring seeds must not give neighbouring ones."""
+def _derive_seed(prompt: tuple[int, ...], route: Published, seed: int) -> int:
+    """Derives the seed of an ask from a row's seed, the member and the prompt."""
+    # vLLM gives the samples of a request the seeds s, s + 1, s + 2 and so on. A hash keeps the asks' seeds far apart,
+    # where neighbouring seeds would give two asks the same samples.
     return zlib.crc32(f"{seed} {route.member} {prompt}".encode()) % 2**31

@@ -1,4 +1,11 @@
-"""vLLM servers over HTTP: adapters are loaded by path, and the adapter is the `model` of a request."""
+"""vLLM servers over HTTP. A server reads an adapter from a path, and a request names the adapter as its `model`.
+
+    directory of a version --load--> every server --probe--> StaleAdapterError if a server answers as before
+
+    prompts_R, routes_R, seeds_R --merge_asks--> asks --spread over the servers--> completions_R, logprobs_R
+
+Shapes: R rows.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +20,29 @@ from urllib.parse import urlparse
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from .publish import Ask, Published, StaleAdapterError, distinct_asks
+from .publish import Ask, Published, StaleAdapterError, merge_asks
 
 
-REQUESTS_AT_A_TIME = 64  # seeded questions are requests of their own
-PROBE = range(1, 9)  # token ids that every vocabulary has
+REQUESTS_AT_A_TIME = 64  # with seeds every ask is a request of its own
+PROBE = range(1, 9)  # the prompt of a probe: token ids that every vocabulary has
 
 
 class VLLMServerError(RuntimeError):
-    """A vLLM server does not answer, or refuses; the message names it and the checkpoint to resume from."""
+    """A vLLM server does not answer or refuses. The message names the server and the checkpoint to resume from."""
 
 
 class LoRAServer(VLLMClient):
     """
-    One vLLM server that holds the members as adapters.
+    The client of one vLLM server that holds the members as adapters.
 
-    What differs from [`~trl.generation.vllm_client.VLLMClient`]: every request has a time limit, every failure names
-    the server and the way out, and no weight-transfer group exists.
+    It differs from [`~trl.generation.vllm_client.VLLMClient`] in three ways. Every request has a time limit. Every
+    failure names the server and the way out. No group of processes is opened to send weights.
 
     Args:
         base_url: `http://host:port`.
-        connection_timeout: Seconds to wait for the server to be up.
-        request_timeout: Seconds after which an unanswered request counts as failed.
-        advice: Returns a sentence on how to go on after a failure.
+        connection_timeout: Seconds to wait until the server is up.
+        request_timeout: Seconds to wait for an answer. After that the request has failed.
+        advice: Returns a sentence that says how to go on after a failure.
 
     Raises:
         `VLLMServerError`: If the server is not up in time.
@@ -43,51 +50,59 @@ class LoRAServer(VLLMClient):
 
     def __init__(self, base_url: str, connection_timeout: float, request_timeout: float, advice: Callable[[], str]):
         self.request_timeout, self.advice = request_timeout, advice
-        self.failed = threading.Event()  # `answer` works on copies, which share it
+        self.failed = threading.Event()  # an event, because `answer` works on copies of the client, which share it
         self._probed: dict[str, tuple] = {}
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
         for adapter in self.session.adapters.values():
-            # A server that is away is asked again, as TRL does. A broken or overdue answer is not: a restarted server
-            # has lost the adapters, and asking a stuck one six times only multiplies the time limit.
+            # If no connection comes about, TRL's retries go on. After a broken or late answer there is no retry: a
+            # server that has restarted has lost the adapters, and six tries of a stuck one take six time limits.
             adapter.max_retries = adapter.max_retries.new(read=False, raise_on_status=False)
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:
+        """Waits until the server is up, as TRL's client does."""
         try:
             super().check_server(*args, **kwargs)
         except requests.RequestException as error:
             raise VLLMServerError(f"{error} `recipes/serve.sh` starts one for a population.") from error
 
     def _post(self, url: str, **kwargs: Any) -> dict:
-        return self._guarded(super()._post, url, timeout=self.request_timeout, **kwargs)
+        return self._send(super()._post, url, timeout=self.request_timeout, **kwargs)
 
     def _get(self, url: str, **kwargs: Any) -> dict:
-        return self._guarded(super()._get, url, timeout=self.request_timeout, **kwargs)
+        return self._send(super()._get, url, timeout=self.request_timeout, **kwargs)
 
-    def _guarded(self, send: Callable, url: str, **kwargs: Any) -> Any:
+    def _send(self, send: Callable, url: str, **kwargs: Any) -> Any:
+        """Sends a request, and turns every failure into a `VLLMServerError` that names the server."""
         try:
             return send(url, **kwargs)
         except requests.Timeout as error:
             seconds = kwargs["timeout"]
-            raise VLLMServerError(self._failure(url, f"did not answer within {seconds:g} seconds")) from error
+            raise VLLMServerError(self._note_failure(url, f"did not answer within {seconds:g} seconds")) from error
         except requests.RequestException as error:
-            raise VLLMServerError(self._failure(url, f"cannot be reached ({error})")) from error
-        except Exception as error:  # TRL raises a bare `Exception` for every status but 200
-            raise VLLMServerError(self._failure(url, f"refused: {error}")) from error
+            raise VLLMServerError(self._note_failure(url, f"cannot be reached ({error})")) from error
+        except Exception as error:  # TRL raises a plain `Exception` for every status but 200
+            raise VLLMServerError(self._note_failure(url, f"refused: {error}")) from error
 
-    def _failure(self, url: str, what: str) -> str:
+    def _note_failure(self, url: str, what: str) -> str:
+        """Remembers that the server has failed, and writes the message about it."""
         self.failed.set()
         return f"The vLLM server at {self.base_url} {what}, asked for {urlparse(url).path}. {self.advice()}"
 
     def check_serves(self, members: int, rank: int) -> None:
         """
-        Checks the flags that the server was started with.
+        Checks the flags with which the server was started.
+
+        Args:
+            members: Number of members.
+            rank: Value that `max_lora_rank` must have at least.
 
         Raises:
-            `ValueError`: If it cannot hold the population's adapters, or returns log-probabilities that do not include
-                the sampling temperature.
+            `ValueError`: If the server cannot hold an adapter of every member, or if its log-probabilities leave
+                out the sampling temperature.
         """
         config = self.get_server_info()
         lora, mode = config["lora_config"], config["model_config"]["logprobs_mode"]
+        # While a new version is loaded and probed, the old one is still there: hence two adapters per member.
         wanted = f"--enable-lora --max-loras {members} --max-cpu-loras {2 * members} --max-lora-rank {rank}"
         if lora is None or int(lora["max_loras"]) < members or int(lora["max_lora_rank"]) < rank:
             raise ValueError(
@@ -102,47 +117,52 @@ class LoRAServer(VLLMClient):
 
     def load(self, adapter: Published) -> None:
         """
+        Lets the server read an adapter from its directory.
+
         Raises:
             `VLLMServerError`: If the server refuses, for example because it does not see the path.
         """
         self._adapter_command("load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
 
     def unload(self, adapter: Published) -> None:
-        """Takes an adapter's name from the server; one that failed is left alone, restarted it knows no adapter."""
+        """Removes an adapter from the server, unless the server has failed: after its restart it has no adapters."""
         if not self.failed.is_set():
             self._adapter_command("unload_lora_adapter", {"lora_name": adapter.name})
 
     def _adapter_command(self, command: str, payload: dict[str, str]) -> None:
-        # These two endpoints answer with plain text, so TRL's `_post`, which reads JSON, does not fit.
+        # TRL's `_post` reads JSON, and the endpoints for adapters answer with plain text.
         url = f"{self.base_url}/v1/{command}"
-        response = self._guarded(self.session.post, url, json=payload, timeout=self.request_timeout)
+        response = self._send(self.session.post, url, json=payload, timeout=self.request_timeout)
         if response.status_code == 200:
             return
         reasons = f"answered {response.status_code}: {response.text}"
-        if response.status_code == 404 and "lora" not in response.text:  # there is no such endpoint
+        # A server without the endpoint answers 404, too, and does not speak of LoRA.
+        if response.status_code == 404 and "lora" not in response.text:
             reasons += " It must run with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` (see `recipes/serve.sh`)"
         elif "lora_path" in payload:
             reasons += (
                 f" The trainer wrote the adapter to {payload['lora_path']}. If the server does not see that path, set "
                 "`vllm_adapter_dir` to a directory that both see"
             )
-        raise VLLMServerError(self._failure(url, reasons))
+        raise VLLMServerError(self._note_failure(url, reasons))
 
     def probe(self, adapter: Published, moved: bool) -> None:
         """
-        Asks an adapter for one token, the likeliest, which draws no random numbers; its log-probability and the next
-        ones' must not be to the last bit those of the member's former version.
+        Checks that a server answers with a new version of a member, and not with the former one.
 
-        A server's arithmetic differs from the trainer's by more than one optimizer step moves log-probabilities, so
-        comparing the two would tell less.
+        The server is asked for one greedy token after a fixed prompt. The log-probabilities of the five likeliest
+        tokens must differ from the former version's. They are not compared with the trainer's: the server's arithmetic
+        differs from the trainer's by more than one optimizer step changes them.
 
         Args:
-            adapter: A version that was just loaded.
-            moved: Whether the member moved so far that it must answer differently.
+            adapter: The version that was just loaded.
+            moved: Whether the member has changed so much that its answer must differ.
 
         Raises:
-            `StaleAdapterError`: If it does not; names server, member and version.
+            `StaleAdapterError`: If the answer is the former one, bit by bit. The message names server, member and
+                version.
         """
+        # A greedy token draws no random numbers, so later samples do not depend on whether a probe was made.
         server = copy.copy(self)
         server.model = adapter.name
         greedy = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5}
@@ -160,11 +180,13 @@ class LoRAServer(VLLMClient):
 
     def answer(self, asks: Sequence[Ask], **params: Any) -> list[list[tuple]]:
         """
-        Completions of asks that have the same route, the same number of rows and the same seed.
+        Lets one member answer asks in one request. The asks have the same route, number of rows and seed.
 
         Returns:
-            `list[list[tuple]]`: Per ask and row `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`.
+            For each ask, and for each of its rows, a tuple `(prompt_ids, completion_ids, logprobs,
+            logprob_token_ids)`.
         """
+        # Several threads answer at once, and each member has its own `model`: so each call takes a copy of the client.
         member, (route, seed) = copy.copy(self), (asks[0].route, asks[0].seed)
         member.model = route.name
         kwargs = (params.pop("generation_kwargs", None) or {}) | {"cache_salt": route.cache_salt}
@@ -172,6 +194,7 @@ class LoRAServer(VLLMClient):
         samples = len(asks[0].rows)
         prompts = [list(ask.prompt) for ask in asks]
         output = VLLMClient.generate(member, prompts=prompts, generation_kwargs=kwargs, n=samples, **params)
+        # The answer is flat: all samples of the first prompt, then all samples of the next.
         count = len(output["completion_ids"])
         columns = [[None] * count if output[key] is None else output[key] for key in ("logprobs", "logprob_token_ids")]
         rows = list(zip(output["completion_ids"], *columns, strict=True))
@@ -181,15 +204,18 @@ class LoRAServer(VLLMClient):
 
 class LoRAServers:
     """
-    The servers of a run, in the place of TRL's `vllm_client`: all hold all adapters, and share the questions.
+    The clients of all servers of a run. It takes the place of TRL's `vllm_client`.
+
+    Every server holds every adapter, and each server answers a part of the asks.
 
     Args:
         urls: One URL per server.
-        **settings: As in [`LoRAServer`].
+        **settings: Further arguments of each [`LoRAServer`].
 
     Attributes:
-        routes (`Sequence[Published]`): Who answers each prompt of the next `generate`.
-        seeds (`Sequence[int | None]`, *optional*): Of each row's samples; the servers' own generators when `None`.
+        routes (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
+        seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the servers'
+            own generators draw the samples.
     """
 
     seeds: Sequence[int | None] | None = None
@@ -200,13 +226,13 @@ class LoRAServers:
 
     @property
     def remote(self) -> bool:
-        """Whether a server sits on another host."""
+        """Says whether a server runs on another host."""
         here = {"localhost", "0.0.0.0", "::1", socket.gethostname(), socket.getfqdn()}
         hosts = [urlparse(server.base_url).hostname or "" for server in self.servers]
         return any(host not in here and not host.startswith("127.") for host in hosts)
 
     def init_communicator(self, device: Any = None) -> None:
-        """Opens nothing: the base is frozen and adapters travel as files."""
+        """Does nothing. TRL calls it to open a connection for weights, and here adapters travel as files."""
 
     def load(self, adapter: Published) -> None:
         """Loads an adapter on every server."""
@@ -219,21 +245,23 @@ class LoRAServers:
             server.unload(adapter)
 
     def probe(self, adapter: Published, moved: bool) -> None:
-        """Probes an adapter on every server."""
+        """Probes an adapter on every server; arguments are as in [`LoRAServer.probe`]."""
         for server in self.servers:
             server.probe(adapter, moved)
 
     def generate(self, prompts: Sequence[Sequence[int]], features: None = None, n: int = 1, **params: Any) -> dict:
         """
-        One completion per prompt, in order; requests of different members and servers run at the same time.
+        Generates one completion per prompt. Requests to different members and servers run at the same time.
 
         Returns:
-            `dict`: `prompt_ids`, `completion_ids`, `logprobs` and `logprob_token_ids`, each of length R.
+            A dict with `prompt_ids`, `completion_ids`, `logprobs` and `logprob_token_ids`. Each is a list of length R
+            in the order of the prompts.
         """
         if features is not None or n != 1:
             raise ValueError("Rows hold text, one completion each; tasks with images are not supported.")
+        # A request has one `model`, one `n` and one `seed`, so only asks that agree in all three go together.
         batches: dict[tuple, list[Ask]] = {}
-        for position, ask in enumerate(distinct_asks(prompts, self.routes, self.seeds)):
+        for position, ask in enumerate(merge_asks(prompts, self.routes, self.seeds)):
             server = self.servers[position % len(self.servers)]
             batches.setdefault((server, ask.route, len(ask.rows), ask.seed), []).append(ask)
 
@@ -246,5 +274,5 @@ class LoRAServers:
                         rows[row] = completion
         keys = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
         columns = [list(column) for column in zip(*rows, strict=True)]
-        # Without log-probabilities a column holds `None` for every row; TRL's client returns one `None` for all.
+        # Without log-probabilities every entry of a column is `None`. TRL expects a single `None` instead.
         return {key: None if column[0] is None else column for key, column in zip(keys, columns, strict=True)}

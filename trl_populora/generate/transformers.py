@@ -1,10 +1,17 @@
-"""Generation by transformers without the work that changes nothing: a prompt is read once, and ended rows leave.
+"""Generation with transformers: a prompt is read once for all its rows, and rows that have ended leave the batch.
 
-`generate` reads a prompt once per row and computes every row until the longest ends. In a step the G attempts at a
-task share their prompt, and most answers are short while a few are long. So each prompt is read once for all of its
-rows, and the rest comes in rounds: between two of them the rows that ended leave the batch. On a GPU, where starting
-kernels takes the time, it comes from a [recording](graphs.py) instead, if it can. Samples have the distribution of
-`generate`'s; greedy ones are the same.
+    prompts_R, members_R --merge equal ones--> N prompts [N, P] --_read_prompts--> cache of N prompts
+                                                                                      |
+    completions_R <-- rounds of 8 tokens by `generate`, without the rows that ended --+   cache [R, heads, L, D]
+                 `<-- one CUDA graph, replayed for every token of all rows -----------'   on a GPU, where it can
+
+transformers' `generate` reads a prompt once for every row, and computes every row until the longest has ended. In a
+step all attempts of a member at a task share their prompt, and most answers are short while a few are long. This file
+leaves out both kinds of wasted work. Samples have the same distribution as those of `generate`, and greedy completions
+are equal to `generate`'s.
+
+Shapes: R rows, N distinct pairs of member and prompt, P prompt tokens, T new tokens, L tokens in the cache, D head
+size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,12 +45,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl_populora.lora.checks import is_quantised
 
 
-ROUND = 8  # tokens: more keep ended rows longer, fewer call `generate` more often
-# Of the tokens that the cache may hold, prompts are read an eighth at a time: in a 7B model a token that is read takes
-# 4 to 5 times the memory that it takes in the cache.
+logger = logging.getLogger(__name__)
+
+# Tokens of a round. A longer round computes ended rows for longer, and a shorter one calls `generate` more often.
+ROUND = 8
+# Prompts are read in parts of at most an eighth of the tokens that the cache may hold. In a 7B model a token takes 4
+# to 5 times as much memory while it is read as it takes in the cache.
 READ_SHARE = 8
-_SELECTABLE = {"full_attention", "sliding_attention"}  # layers whose cache holds every row apart
-# These look at where the prompt ends, which for them would be where the round begins.
+_SELECTABLE = {"full_attention", "sliding_attention"}  # layers from whose cache single rows can be taken
+# With these options `generate` treats tokens after the end of the prompt in a special way. In a round it would take
+# the beginning of the round for the end of the prompt.
 _FROM_THE_PROMPT = (
     "min_new_tokens",
     "exponential_decay_length_penalty",
@@ -56,8 +67,8 @@ _FROM_THE_PROMPT = (
 )
 
 
-def why_whole(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool) -> str:
-    """Why `generate` has to be called once for all tokens; empty if rounds will do."""
+def why_no_rounds(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool) -> str:
+    """Says why `generate` has to make all tokens in one call; empty if rounds do the same."""
     layers = set(getattr(model.get_text_config(), "layer_types", None) or ())
     looking = [name for name in _FROM_THE_PROMPT if getattr(sampling, name, None)]
     if sharded:
@@ -73,8 +84,10 @@ def why_whole(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool
 
 def check_parts(tokens: int | None, sharded: bool) -> None:
     """
+    Refuses `generation_tokens` with a sharded base: each rank would make another number of parts.
+
     Raises:
-        `ValueError`: If rows shall be generated in parts where ranks with other rows would make other parts.
+        `ValueError`: If `tokens` is set and the base is sharded.
     """
     if tokens is not None and sharded:
         raise ValueError(
@@ -88,22 +101,27 @@ def complete_in_parts(
     complete: Callable[[list, list], tuple[list, list | None]],
     prompts: list[list[int]],
     members: list[int],
-    room: int | None,
+    cache_tokens: int | None,
     longest: int | None,
 ) -> tuple[list, list | None]:
     """
-    Completions of as many rows at a time as the cache has room for, and their log-probabilities where these are told.
+    Completes rows in parts, each with as many rows as fit into the cache.
 
     Args:
         complete: `(prompts, members) -> (completions, log-probabilities or None)`.
-        prompts: Token ids of each row.
-        members: Whose each row is.
-        room: Tokens that the cache may hold; without it all rows are completed at once.
+        prompts: Token ids of each row's prompt, length R.
+        members: Member index of each row, length R.
+        cache_tokens: Tokens that the cache may hold. With `None` all rows are completed at once.
         longest: Tokens of the longest completion.
+
+    Returns:
+        Token ids of each completion, and log-probabilities as `complete` gives them; `None` for the latter if there
+        are parts.
     """
-    if room is None:
+    if cache_tokens is None:
         return complete(prompts, members)
-    rows = max(1, room // (max(map(len, prompts), default=0) + (longest or 1)))
+    # Counted as if every row had the longest prompt and the longest completion, so that no part can be too large.
+    rows = max(1, cache_tokens // (max(map(len, prompts), default=0) + (longest or 1)))
     parts = [slice(start, start + rows) for start in range(0, len(members), rows)]
     return [ids for part in parts for ids in complete(prompts[part], members[part])[0]], None
 
@@ -114,43 +132,50 @@ def complete(
     members: Sequence[int],
     route: Callable[[list[int]], AbstractContextManager],
     sampling: GenerationConfig,
-    room: int | None = None,
+    cache_tokens: int | None = None,
 ) -> list[list[int]]:
     """
-    One completion per prompt, up to and including its end token if it came to one.
+    Completes every prompt, by a CUDA graph if the base and the GPU allow it, else in rounds.
 
     Args:
-        model: With the cache that [`why_whole`] asks for.
-        prompts: Token ids of each row.
-        members: Whose each row is. Rows of one member with one prompt are read as one.
-        route: Members of a batch's rows -> context in which the model computes each row as its member does,
-            [`Router.rows_of`].
-        sampling: `max_new_tokens`, `eos_token_id` and `pad_token_id` are needed.
-        room: Tokens that the cache may hold, if that matters: prompts are then read in parts.
+        model: A model for which [`why_no_rounds`] has no objection.
+        prompts: Token ids of each row's prompt, length R.
+        members: Member index of each row, length R.
+        route: Makes a context from the members of a batch's rows. Inside the context the model computes each row
+            as its member does (see [`~trl_populora.lora.layers.Router.rows_of`]).
+        sampling: How to sample. `max_new_tokens`, `eos_token_id` and `pad_token_id` have to be set.
+        cache_tokens: Tokens that the cache may hold. Prompts are then read in parts.
+
+    Returns:
+        Token ids of each row's completion, length R. An end token is part of the completion.
     """
-    order = sorted(range(len(prompts)), key=lambda row: members[row])  # the layers need not gather a member's rows
+    # In this order a member's rows stand together, so the routed layers need not gather them.
+    order = sorted(range(len(prompts)), key=lambda row: members[row])
     number: dict[tuple, int] = {}
+    # group[i] is the number, among the N distinct ones, of the prompt of the i-th row in this order.
     group = [number.setdefault((members[row], tuple(prompts[row])), len(number)) for row in order]
-    ids, mask = _padded([prompt for _, prompt in number], sampling, model.device)
+    ids, mask = _pad_left([prompt for _, prompt in number], sampling, model.device)
     width = ids.shape[1]
-    size = len(ids) if room is None else max(1, room // READ_SHARE // width)
+    size = len(ids) if cache_tokens is None else max(1, cache_tokens // READ_SHARE // width)
     read = []
     for some in (slice(start, start + size) for start in range(0, len(ids), size)):
         with torch.no_grad(), route([member for member, _ in [*number][some]]):
-            read.append(_read(model, ids[some], mask[some]))
-    cache = join(read, ROUND)
+            read.append(_read_prompts(model, ids[some], mask[some]))
+    cache = join_caches(read, ROUND)
+    # Which row of ids, mask and cache each remaining row continues: at first its prompt, later its own last round.
     going = torch.tensor(group, device=model.device)
     completions: list[list[int]] = [[] for _ in order]
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if can_record(base, sampling, cache, len(order), width + sampling.max_new_tokens):
         with torch.no_grad(), route([members[row] for row in order]), group_queries():
-            new = finish(base, cache, ids, mask, going, sampling)
-        for row, tokens in zip(order, _until_end(new, sampling)[0], strict=True):
+            new = generate_with_graph(base, cache, ids, mask, going, sampling)
+        for row, tokens in zip(order, _cut_at_end(new, sampling)[0], strict=True):
             completions[row] = tokens
         return completions
 
     rows = order
     while rows:
+        # In the first round this gives each row a copy of its prompt's cache. Later it drops rows that have ended.
         ids, mask = ids[going], mask[going]
         cache.batch_select_indices(going)
         part = copy.copy(sampling)
@@ -160,9 +185,10 @@ def complete(
             output = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=part)
         new, ids, cache = output.sequences[:, ids.shape[1] :], output.sequences, output.past_key_values
         mask = torch.cat([mask, torch.ones_like(new)], dim=1)
-        found, ended = _until_end(new, sampling)
+        found, ended = _cut_at_end(new, sampling)
         for row, tokens in zip(rows, found, strict=True):
             completions[row] += tokens
+        # Rows without an end token are cut off here, at the longest completion.
         if ids.shape[1] == width + sampling.max_new_tokens:
             break
         going = (~ended).nonzero().squeeze(1)
@@ -177,34 +203,40 @@ def complete_whole(
     route: Callable[[list[int]], AbstractContextManager],
     sampling: GenerationConfig,
 ) -> list[list[int]]:
-    """[`complete`] with one call of `generate`, for models that [`why_whole`] names."""
-    ids, mask = _padded(prompts, sampling, model.device)
+    """Does what [`complete`] does in one call of `generate`, for models that cannot do it in rounds."""
+    ids, mask = _pad_left(prompts, sampling, model.device)
     with torch.no_grad(), route(list(members)), group_queries():
         output = model.generate(input_ids=ids, attention_mask=mask, generation_config=sampling)
-    return _until_end(output[:, ids.shape[1] :], sampling)[0]
+    return _cut_at_end(output[:, ids.shape[1] :], sampling)[0]
 
 
-def _padded(
+def _pad_left(
     prompts: Sequence[Sequence[int]], sampling: GenerationConfig, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask, `[R, P]`, padded on the left."""
+    """Makes token ids and mask, each `[R, P]`, from prompts; pads them on the left."""
     width = max(map(len, prompts))
     ids = [[sampling.pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def _until_end(tokens: torch.Tensor, sampling: GenerationConfig) -> tuple[list[list[int]], torch.Tensor]:
-    """Rows `[R, T]` up to their end token, and which have one, bool `[R]`."""
+def _cut_at_end(tokens: torch.Tensor, sampling: GenerationConfig) -> tuple[list[list[int]], torch.Tensor]:
+    """Cuts rows `[R, T]` after their first end token. Also returns which rows have one, bool `[R]`."""
     ends = torch.isin(tokens, torch.tensor(sampling.eos_token_id, device=tokens.device).view(-1))
     ended = ends.any(1)
     lengths = torch.where(ended, ends.int().argmax(1) + 1, tokens.shape[1]).tolist()
     return [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)], ended
 
 
-def _read(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
-    """The cache of prompts `[N, P]`, padded on the left, but for their last token, with which `generate` begins."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model  # autocast is around PEFT's forward alone
+def _read_prompts(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
+    """
+    Computes the cache of prompts `[N, P]`, which are padded on the left.
+
+    The last token of each prompt is left out. `generate` reads that token, because it needs the scores after it.
+    """
+    # Autocast wraps the forward of the `PeftModel` only. The base's own forward computes in the type of its weights,
+    # as `generate` does.
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     output = base(
         input_ids=ids[:, :-1],
@@ -216,35 +248,39 @@ def _read(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: torch.Ten
     return output.past_key_values
 
 
-# Caches with room for the tokens to come: a token is written into them.
-#
-# `DynamicCache` joins the keys and values of a new token to those before it, so that for every token the whole cache
-# is read and written once more. Between two rounds `decoding` copies it anyway, when rows leave; that copy leaves the
-# room.
+# Layers of a cache with empty places, into which new tokens are written. transformers' `DynamicCache` has none: for
+# every new token it copies the whole cache.
 
 
-class RoomyLayer(DynamicLayer):
+class SpareLayer(DynamicLayer):
     """
-    A layer of a cache whose `batch_select_indices` leaves room.
+    A layer of a cache that makes empty places for new tokens whenever rows are selected.
+
+    Between two rounds [`complete`] selects the rows that go on, which copies the cache anyway. The copy gets the
+    places.
 
     Args:
-        layer: The layer whose keys and values it takes over.
-        room: Tokens that can be written after each selection. Further ones are joined, as transformers does.
+        layer: The layer from which keys and values are taken over, each `[R, heads, L, D]`.
+        spare: Empty places after each selection. If more tokens come, the layer grows as transformers' layers do.
     """
 
-    def __init__(self, layer: DynamicLayer, room: int):
+    def __init__(self, layer: DynamicLayer, spare: int):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.keys, self.values, self.room = layer.keys, layer.values, room
-        self._held = self.keys, self.values  # as far as they have room, `[R, heads, L + room, D]`
+        self.keys, self.values, self.spare = layer.keys, layer.values, spare
+        # The memory of keys and values with their empty places, `[R, heads, L + spare, D]`. `keys` and `values` are
+        # views of the part that is written.
+        self._held = self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows at some indices, and makes new empty places behind their tokens."""
         self._held = self._copy(self.keys, indices), self._copy(self.values, indices)
         self._show(self.keys.shape[2])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the keys and values of new tokens, and returns those of all tokens."""
         start = self.keys.shape[2]
         end = start + key_states.shape[2]
         if end > self._held[0].shape[2]:
@@ -255,24 +291,29 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def _copy(self, given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Copies some rows into memory with empty places."""
         _, heads, length, width = given.shape
-        copy = given.new_empty(len(rows), heads, length + self.room, width)
+        copy = given.new_empty(len(rows), heads, length + self.spare, width)
         torch.index_select(given, 0, rows, out=copy[:, :, :length])
         return copy
 
     def _show(self, length: int) -> None:
+        """Lets `keys` and `values` be the first `length` tokens of the memory."""
         self.keys, self.values = (held[:, :, :length] for held in self._held)
 
 
 class FixedLayer(DynamicLayer):
     """
-    A layer of a cache that never moves, where a token's place is a tensor: what writes it can be recorded.
+    A layer of a cache that stays at one address in memory, as a CUDA graph needs it.
+
+    The layer has its full length from the start. The place of the next token is a tensor, not a number, so that a
+    replayed graph reads a new place each time.
 
     Args:
-        layer: Keys and values of the prompts, `[N, heads, L, D]`.
-        prompts: Which prompt each row has, `[R]`.
-        place: Where the next token is written, `[1]`, changed by whoever owns it.
-        length: Tokens that there is room for.
+        layer: Keys and values of the prompts, each `[N, heads, L, D]`.
+        prompts: Number of each row's prompt, `[R]`.
+        place: Where the next token is written, `[1]`. The owner of the tensor moves it on.
+        length: Full length of the layer, in tokens.
     """
 
     def __init__(self, layer: DynamicLayer, prompts: torch.Tensor, place: torch.Tensor, length: int):
@@ -284,6 +325,7 @@ class FixedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the keys and values of one new token, and returns those of all places, empty ones included."""
         self.keys.index_copy_(2, self.place, key_states)
         self.values.index_copy_(2, self.place, value_states)
         return self.keys, self.values
@@ -291,23 +333,26 @@ class FixedLayer(DynamicLayer):
     @staticmethod
     def _copy(given: torch.Tensor, prompts: torch.Tensor, length: int) -> torch.Tensor:
         _, heads, read, width = given.shape
-        copy = given.new_zeros(len(prompts), heads, length, width)  # what is masked must be finite, too
+        # Attention masks the empty places, and adds their values times 0. A NaN there would still spread.
+        copy = given.new_zeros(len(prompts), heads, length, width)
         torch.index_select(given, 0, prompts, out=copy[:, :, :read])
         return copy
 
 
-def fix(cache: Cache, prompts: torch.Tensor, place: torch.Tensor, length: int) -> Cache:
-    """A cache of [`FixedLayer`]s; takes the given one apart, so that no more than one layer is held twice."""
+def fix_cache(cache: Cache, prompts: torch.Tensor, place: torch.Tensor, length: int) -> Cache:
+    """Makes a cache of [`FixedLayer`]s. The given cache is emptied layer by layer, so memory holds one layer twice."""
     layers = []
     while cache.layers:
         layers.append(FixedLayer(cache.layers.pop(0), prompts, place, length))
     return Cache(layers=layers)
 
 
-def join(parts: list[Cache], room: int) -> Cache:
+def join_caches(parts: list[Cache], spare: int) -> Cache:
     """
-    One cache of all rows, with room for so many tokens in layers that hold every token. Takes the parts apart, layer
-    by layer, so that no more than one layer is held twice.
+    Joins the caches of several parts of the prompts into one cache of all N prompts.
+
+    Layers that hold every token become [`SpareLayer`]s with `spare` empty places. The parts are emptied layer by
+    layer, so memory holds one layer twice at most.
     """
     first, *others = parts
     for number, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
@@ -315,22 +360,25 @@ def join(parts: list[Cache], room: int) -> Cache:
             setattr(layers[0], name, torch.cat([getattr(layer, name) for layer in layers]))
             for layer in layers[1:]:
                 setattr(layer, name, None)
-        if type(layers[0]) is DynamicLayer:  # one with a sliding window drops tokens
-            first.layers[number] = RoomyLayer(layers[0], room)
+        # A layer with a sliding window is a subclass. It drops old tokens, so it cannot write behind them.
+        if type(layers[0]) is DynamicLayer:
+            first.layers[number] = SpareLayer(layers[0], spare)
     return first
 
 
-# Attention of a row's next token over its cache, without a copy of the cache for every query head.
-#
-# Most models have several query heads for one head of keys and values. For `attn_implementation="sdpa"` transformers
-# repeats keys and values for each of them, the whole cache for every token, and PyTorch then computes each head with
-# one query, which on a CPU in bf16 takes most of the time of a token. The query heads of one head are here the queries
-# of one head instead: the same products, and nothing is copied.
+# Attention of one new token per row. In most models several query heads share one head of keys and values, and with
+# `attn_implementation="sdpa"` transformers copies the whole cache for each of them. On a CPU in bf16 that takes most
+# of the time of a token.
 
 
 @contextmanager
 def group_queries() -> Iterator[None]:
-    """Inside the block, models with SDPA attention compute single tokens as above and everything else as before."""
+    """
+    Lets models with SDPA attention compute single tokens without copies of the cache, inside the block.
+
+    The query heads that share a head of keys and values are passed to PyTorch as queries of one head. The products are
+    the same. Forwards of several tokens per row are computed as always.
+    """
     given = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(_attend, given)
     try:
@@ -350,39 +398,46 @@ def _attend(
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of queries `[R, heads, T, D]`, keys and values `[R, fewer heads, L, D]` and a mask `[R, 1, T, L]`."""
+    """
+    Computes attention, with `given` unless each row has one query per head and heads are shared.
+
+    Args:
+        given: transformers' own function.
+        query: Shape `[R, heads, T, D]`.
+        key, value: Shape `[R, fewer heads, L, D]`.
+        attention_mask: Shape `[R, 1, T, L]`; `None` without a mask.
+
+    Returns:
+        The outputs, `[R, T, heads, D]`, and `None` for the weights, as transformers has it.
+    """
     rows, heads, tokens, width = query.shape
     shared = key.shape[1] < heads and (attention_mask is None or attention_mask.shape[1] == 1)
     if tokens > 1 or not shared or dropout or kwargs.get("position_bias") is not None:
         return given(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    # [R, heads, 1, D] becomes [R, fewer heads, heads / fewer heads, D]: query heads take the place of tokens.
     grouped = query.view(rows, key.shape[1], heads // key.shape[1], width)
     found = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return found.reshape(rows, 1, heads, value.shape[-1]), None
 
 
-# Tokens of all rows from one CUDA graph, where starting kernels takes longer than what they compute.
-#
-# A GPU computes the next token of a few hundred rows in less time than Python takes to start the kernels, so that
-# `generate` takes as long for every base of as many layers. Here the first token is computed as usual, the second is
-# recorded, and every further one is a replay of the recording. For that nothing may move: the cache has its full
-# length from the start, and rows that ended stay until all have. A recording is thrown away with its rows: it never
-# holds adapters that have changed since.
+# Tokens of all rows from one CUDA graph. A GPU computes the next token of a few hundred rows in less time than Python
+# takes to start the kernels. A graph starts all kernels of a token at once.
 
 
-logger = logging.getLogger(__name__)
-
-LOOK = 8  # tokens between two looks at whether all rows ended: a look waits for the GPU
-FREE_SHARE = 0.8  # of the free memory may the cache have; scores and one layer's prompts need some
-_ALIGNED = 8  # SDPA's kernels copy a mask whose rows are of another length
-_ATTENTIONS = {"sdpa", "eager"}  # these take the mask as it is
-_LOOKING_ROPES = {"dynamic", "longrope"}  # whose frequencies depend on how long the longest row is
+LOOK = 8  # every so many tokens it is checked whether all rows have ended; the check waits for the GPU
+FREE_SHARE = 0.8  # the share of the free memory that the cache may take; scores and prompts need the rest
+_ALIGNED = 8  # the full length is a multiple of this: SDPA's kernels copy masks of other lengths
+_ATTENTIONS = {"sdpa", "eager"}  # the implementations that take our mask unchanged
+_LOOKING_ROPES = {"dynamic", "longrope"}  # their frequencies depend on the length of the longest row
+# Options of sampling that `_make_processors` applies, and options that do not change scores. With any other option
+# tokens come from `generate`.
 _KNOWN = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 _HARMLESS = {"max_new_tokens", "max_length", "pad_token_id", "bos_token_id", "eos_token_id", "use_cache"}
 _HARMLESS |= {"disable_compile", "transformers_version", "_from_model_config"}
 
 
-def why_not(base: PreTrainedModel, sampling: GenerationConfig) -> str:
-    """Why tokens of this base cannot be recorded; empty if they can."""
+def why_no_graph(base: PreTrainedModel, sampling: GenerationConfig) -> str:
+    """Says why a CUDA graph cannot compute this base's tokens; empty if it can."""
     ropes = getattr(base.config, "rope_parameters", None) or {}
     kinds = {str(each.get("rope_type")) for each in (ropes, *ropes.values()) if isinstance(each, dict)}
     given = (sampling.to_diff_dict(), base.generation_config.to_diff_dict())
@@ -403,13 +458,14 @@ def why_not(base: PreTrainedModel, sampling: GenerationConfig) -> str:
     return ""
 
 
-def why_no_room(cache: Cache, rows: int, length: int) -> str:
-    """Why so many rows cannot stay in a GPU's cache, each with room for `length` tokens; empty if they can."""
+def why_no_memory(cache: Cache, rows: int, length: int) -> str:
+    """Says why `rows` rows of `length` tokens do not fit into the GPU's memory; empty if they do."""
     device = cache.layers[0].keys.device
     if device.type != "cuda":
         return ""
     held = [given for layer in cache.layers for given in (layer.keys, layer.values)]
     needed = rows * length * sum(given.shape[1] * given.shape[3] * given.element_size() for given in held)
+    # Memory that PyTorch has reserved and does not use is free for the cache, too.
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if needed <= FREE_SHARE * (torch.cuda.mem_get_info(device)[0] + unused):
         return ""
@@ -419,19 +475,23 @@ def why_no_room(cache: Cache, rows: int, length: int) -> str:
 
 
 def can_record(base: PreTrainedModel, sampling: GenerationConfig, cache: Cache, rows: int, length: int) -> bool:
-    """Whether [`finish`] can generate so many rows of so many tokens. Where it cannot on a GPU, says once why."""
-    reason = why_not(base, sampling) or why_no_room(cache, rows, length)
+    """
+    Says whether [`generate_with_graph`] can generate `rows` rows of `length` tokens. On a GPU where it cannot, the
+    reason is logged once.
+    """
+    reason = why_no_graph(base, sampling) or why_no_memory(cache, rows, length)
     if reason and base.device.type == "cuda":
-        _tell(reason)
+        _warn_once(reason)
     return not reason
 
 
 @functools.cache
-def _tell(reason: str) -> None:
+def _warn_once(reason: str) -> None:
+    # The cache of the decorator makes it once per reason: the question comes up in every step.
     logger.warning("Tokens are generated without CUDA graphs, which takes several times as long: %s.", reason)
 
 
-def finish(
+def generate_with_graph(
     base: PreTrainedModel,
     cache: Cache,
     ids: torch.Tensor,
@@ -440,41 +500,52 @@ def finish(
     sampling: GenerationConfig,
 ) -> torch.Tensor:
     """
-    What follows each row's prompt, `[R, T]` token ids; what stands behind a row's end token means nothing.
+    Generates all rows with one CUDA graph, which is replayed for every token.
+
+    The first token is computed as usual, the second is recorded, and every later one is a replay. A replay reads and
+    writes the same addresses as the recording, so nothing may move: the cache has its full length from the start, and
+    rows that have ended stay until all have ended. The graph is thrown away after the rows, so it never computes with
+    the adapters of an earlier step.
 
     Args:
-        base: One that [`why_not`] has nothing against; its route is set.
-        cache: Of the prompts but for their last token. It is taken apart.
+        base: A base for which [`why_no_graph`] has no objection. The route of the R rows has to be set.
+        cache: The cache of the prompts without their last token. It is emptied.
         ids: Prompts, `[N, P]`, padded on the left.
-        mask: 0 where they are padded.
-        prompts: Which prompt each row has, `[R]`.
-        sampling: `max_new_tokens`, `eos_token_id` and `pad_token_id` are needed.
+        mask: 0 where a prompt is padded, else 1, `[N, P]`.
+        prompts: Number of each row's prompt, `[R]`.
+        sampling: How to sample. `max_new_tokens`, `eos_token_id` and `pad_token_id` have to be set.
+
+    Returns:
+        Token ids of the completions, `[R, T]`. Tokens behind a row's end token mean nothing.
 
     Raises:
-        `RuntimeError`: If the base does what cannot be recorded after all.
+        `RuntimeError`: If the base does something that cannot be recorded.
     """
     width, longest = ids.shape[1], sampling.max_new_tokens
-    room = -(-(width + longest) // _ALIGNED) * _ALIGNED
-    step = _Step(base, cache, ids, mask, prompts, room)
-    processors = _processors(sampling)
+    length = -(-(width + longest) // _ALIGNED) * _ALIGNED
+    token_pass = _TokenPass(base, cache, ids, mask, prompts, length)
+    processors = _make_processors(sampling)
     texts = torch.full((len(prompts), width + longest), sampling.pad_token_id, device=ids.device)
     texts[:, :width] = ids[prompts]
     ends = torch.tensor(sampling.eos_token_id, device=ids.device).view(-1)
+    # CUDA records on a stream of its own. On a CPU, as in tests, every token is computed without a graph.
     stream, graph = None, None
     if ids.device.type == "cuda":
         stream = torch.cuda.Stream(ids.device)
         stream.wait_stream(torch.cuda.current_stream(ids.device))
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         for end in range(width, width + longest):
+            # The first token runs without a graph. It sets up kernels and their memory, which must not be recorded.
             if stream is None or end == width:
-                step.compute()
+                token_pass.compute()
             else:
-                graph = graph or _record(step, stream)
+                graph = graph or _record_pass(token_pass, stream)
                 graph.replay()
-            scores = processors(texts[:, :end], step.scores.float())
+            # Sampling stays outside the graph, because a repetition penalty reads texts, which grow.
+            scores = processors(texts[:, :end], token_pass.scores.float())
             token = scores.softmax(-1).multinomial(1) if sampling.do_sample else scores.argmax(-1, keepdim=True)
             texts[:, end : end + 1] = token
-            step.token.copy_(token)
+            token_pass.token.copy_(token)  # into the memory that the graph reads
             new = texts[:, width : end + 1]
             if new.shape[1] % LOOK == 0 and bool(torch.isin(new, ends).any(1).all()):
                 break
@@ -483,13 +554,13 @@ def finish(
     return new
 
 
-class _Step:
+class _TokenPass:
     """
-    The scores of all rows' next token, from and into memory that stays where it is.
+    One forward of one token per row. All that it reads and writes stays at one address in memory.
 
     Attributes:
-        token (`torch.Tensor`): The token that is read next, `[R, 1]`.
-        scores (`torch.Tensor`): What follows it, `[R, V]`.
+        token (`torch.Tensor`): The token of each row that is read next, `[R, 1]`.
+        scores (`torch.Tensor`): Scores of the token after it, `[R, V]`.
     """
 
     def __init__(
@@ -499,17 +570,20 @@ class _Step:
         ids: torch.Tensor,
         mask: torch.Tensor,
         prompts: torch.Tensor,
-        room: int,
+        length: int,
     ):
         self.base, self.scores = base, torch.empty(0)
         self.token, self.position = ids[prompts, -1:], mask[prompts].sum(1, keepdim=True) - 1
         self.place = torch.tensor([ids.shape[1] - 1], device=ids.device)
-        self.cache = fix(cache, prompts, self.place, room)
+        self.cache = fix_cache(cache, prompts, self.place, length)
+        # The mask is added to the scores of attention: 0 for a token that is there, the least number for an empty
+        # place. It has its full length, too, and `compute` opens one place per token.
         hidden = torch.finfo(base.dtype).min
-        self.bias = torch.full((len(prompts), 1, 1, room), hidden, dtype=base.dtype, device=ids.device)
+        self.bias = torch.full((len(prompts), 1, 1, length), hidden, dtype=base.dtype, device=ids.device)
         self.bias[:, 0, 0, : ids.shape[1]].masked_fill_(mask[prompts].bool(), 0.0)
 
     def compute(self) -> None:
+        """Reads one token per row, sets `scores`, and moves the place and the positions on by one."""
         self.bias.index_fill_(3, self.place, 0.0)
         output = self.base(
             input_ids=self.token,
@@ -519,25 +593,27 @@ class _Step:
             use_cache=True,
         )
         self.scores = output.logits[:, -1]
+        # In place, so that the graph changes the tensors that its next replay reads.
         self.place += 1
         self.position += 1
 
 
-def _record(step: _Step, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+def _record_pass(token_pass: _TokenPass, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """Records one forward of a token as a CUDA graph. Recording computes nothing: a replay does."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            step.compute()
+            token_pass.compute()
     except RuntimeError as error:
         raise RuntimeError(
-            f"{type(step.base).__name__} does what cannot be recorded as a CUDA graph. With "
+            f"{type(token_pass.base).__name__} does what cannot be recorded as a CUDA graph. With "
             "`cache_implementation: dynamic` transformers' `generate` does all of it."
         ) from error
     return graph
 
 
-def _processors(sampling: GenerationConfig) -> LogitsProcessorList:
-    """What transformers does with scores before it samples, in its order, of the options in `_KNOWN`."""
+def _make_processors(sampling: GenerationConfig) -> LogitsProcessorList:
+    """Makes what transformers applies to scores before it samples, in the same order, from the options in `_KNOWN`."""
     found = LogitsProcessorList()
     if sampling.repetition_penalty not in (None, 1.0):
         found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))

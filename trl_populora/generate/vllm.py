@@ -1,11 +1,16 @@
-"""`PopulationGeneration`: TRL's vLLM generation with one adapter per row, colocated or on servers.
+"""TRL's vLLM generation with one adapter per row, in this process (*colocated*) or on servers.
 
-The base is frozen, so it is loaded once and never sent again. What changes are the adapters: `sync_weights` publishes
-those that moved: it loads each new version into vLLM under a name and id of its own, and probes it (checks that vLLM
-uses the new weights). A colocated engine gets tensors; servers get directories, because vLLM loads adapters over HTTP
-by path only. These lie in shared memory where all servers are on this host.
+    sync_weights: changed members --> factors --fold--> [A [r, in], B [out, r]] --load, probe--> vLLM
+    generate:     prompts_R, router.rows [R] --routes_R, seeds_R--> vLLM --> completions_R, logprobs_R
+
+The base is frozen, so vLLM loads it once and it is never sent again. Only adapters change. `sync_weights` *publishes*
+every member that has changed: it loads the new version under a new name and id, and *probes* it, which means that it
+checks whether vLLM uses the new weights. A colocated engine gets tensors. Servers get directories, because vLLM loads
+adapters over HTTP by path only. The directories lie in shared memory if all servers run on this host.
 
 TRL calls `sync_weights` before the first `generate` of an optimizer step (`_last_loaded_step` in the trainer).
+
+Shapes: R rows, r LoRA rank.
 """
 
 from __future__ import annotations
@@ -36,15 +41,15 @@ from trl_populora.lora.convert import fold
 from trl_populora.lora.layers import BASE, BASE_NAME, Router
 
 from . import publish
-from .checks import permitted_rank
-from .player import vllm_kwargs
+from .checks import find_permitted_rank
+from .player import make_vllm_kwargs
 from .publish import Published
 from .server import LoRAServers, VLLMServerError
 
 
-# If a member's B changed by more than this root mean square, its log-probabilities change in any precision: a server
-# that answers with the former ones, bit by bit, still has the former version. Adam changes B by about the learning
-# rate a step, so newborns exceed this, and single steps at low rates do not.
+# A root mean square. If a member's B has changed by more, its log-probabilities change in any precision. A server that
+# then answers with the former log-probabilities, bit by bit, still has the former version. Adam changes B by about the
+# learning rate in a step: newborns change by more than this, members after one step at a low rate by less.
 SEEN_IN_ANY_PRECISION = 1e-4
 
 
@@ -52,27 +57,27 @@ class PopulationGeneration(VLLMGeneration):
     """
     [`~trl.generation.vllm_generation.VLLMGeneration`] for a population of LoRA adapters on one frozen base.
 
-    What differs:
+    It overrides three methods:
 
-    - `_init_vllm`: the engine serves LoRA ([`~trl_populora.generate.engine.RoutedLLM`]), or the client speaks to
-      servers that do ([`~trl_populora.generate.server.LoRAServers`]); no weight-transfer group is opened.
-    - `sync_weights`: publishes the members that changed, as tensors or as PEFT directories, and probes them; nothing
-      is merged.
-    - `generate`: every prompt goes to the member that the router names for its row.
+    - `_init_vllm`: Starts an engine that serves LoRA ([`~trl_populora.generate.engine.RoutedLLM`]), or connects to
+      servers that do ([`~trl_populora.generate.server.LoRAServers`]). It opens no connection for base weights.
+    - `sync_weights`: Publishes the members that have changed, as tensors or as PEFT directories, and probes them. TRL
+      would merge adapters into the base and send the base.
+    - `generate`: Sends every prompt to the member that the router names for its row.
 
     Args:
         model: The population's model.
-        members: Member names in route order.
-        router: Holds the member of each row while `generate` runs.
+        members: Names of the members. The position of a name is the member's index in routes.
+        router: Names the member of each row while `generate` runs.
         output_dir: The run's directory.
-        adapter_dir: Where adapters published to servers lie. Shared memory when `None` and it has room.
-        engine_kwargs: Further arguments of vLLM's `LLM`, colocate mode only.
-        request_timeout: Seconds, server mode only.
+        adapter_dir: Directory of adapters that are published to servers. With `None` it is made in shared memory, or
+            in `output_dir` if shared memory is too small.
+        engine_kwargs: Further arguments of vLLM's `LLM`. Only a colocated engine reads them.
+        request_timeout: Seconds to wait for a server's answer. Only servers need it.
         **kwargs: Arguments of `VLLMGeneration`. `server_base_url` may list several URLs, separated by commas.
 
     Attributes:
-        seeds (`Sequence[int]`, *optional*):
-            Sampling seeds, one per row, for the next `generate`.
+        seeds (`Sequence[int]`, *optional*): Sampling seeds of the next `generate`, one per row, length R.
     """
 
     seeds: Sequence[int] | None = None
@@ -99,11 +104,13 @@ class PopulationGeneration(VLLMGeneration):
         self._probed: dict[str, torch.Tensor] = {}
         self._count = 0
         super().__init__(model, **kwargs)
+        # All ranks use the main process's draw. It goes into adapter names, which one server may get from several
+        # runs.
         self._run = gather_object([uuid.uuid4().hex[:8]])[0]
 
     @property
     def backend(self) -> Any:
-        """What adapters are loaded into: the engine, the client of the main process, or `None`."""
+        """The engine, or the client of the servers. `None` on ranks without a client: only the main one has it."""
         return self.llm if self.mode == "colocate" else getattr(self, "vllm_client", None)
 
     def _init_vllm(self) -> None:
@@ -111,14 +118,14 @@ class PopulationGeneration(VLLMGeneration):
         if self.mode == "colocate":
             from .engine import RoutedLLM
 
-            names = {"LLM": partial(RoutedLLM, routed_arguments=self._engine_arguments())}
-            # TRL's choice is the same for all runs of a machine that start at once.
+            names = {"LLM": partial(RoutedLLM, routed_arguments=self._choose_engine_arguments())}
+            # TRL would choose the same port for all runs that start on a machine at once.
             os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_free_port())
-        with _called_by_trl(names):
+        with _replace_in_trl(names):
             super()._init_vllm()
 
-    def _engine_arguments(self) -> dict[str, Any]:
-        """Engine arguments that TRL does not pass: for adapters, and the precision that the trainer computes in."""
+    def _choose_engine_arguments(self) -> dict[str, Any]:
+        """Chooses engine arguments that TRL does not pass: those of adapters, and the trainer's precision."""
         count, config = len(self.members), self.model.peft_config[self.members[0]]
         computed_in = {"bf16": "bfloat16", "fp16": "float16"}
         base_dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
@@ -126,71 +133,77 @@ class PopulationGeneration(VLLMGeneration):
             {
                 "enable_lora": True,
                 "max_loras": count,
-                "max_cpu_loras": 2 * count + 1,  # two versions of each while they are published, and the base's
-                "max_lora_rank": permitted_rank(config),
-                # vLLM's own choice turns an fp32 base into bf16, and its log-probabilities drift from the trainer's.
+                # Two versions of each member while members are published, and the base's adapter of zeros.
+                "max_cpu_loras": 2 * count + 1,
+                "max_lora_rank": find_permitted_rank(config),
+                # By itself vLLM casts an fp32 base to bf16. Its log-probabilities would then differ from the
+                # trainer's.
                 "dtype": computed_in.get(self.accelerator.mixed_precision, base_dtype),
-                "quantization": None,  # for a base in 4 bits TRL asks for bitsandbytes, which vLLM 0.31 has not
+                # For a 4-bit base TRL asks vLLM to quantise with bitsandbytes. vLLM 0.31 cannot.
+                "quantization": None,
             }
-            | (self._whole_prompts() if self.accelerator.device.type == "cpu" else {})
+            | (self._forbid_chunked_prefill() if self.accelerator.device.type == "cpu" else {})
             | self.engine_kwargs
         )
 
-    def _whole_prompts(self) -> dict[str, Any]:
-        """No chunked prefill: after part of a prompt vLLM rewinds a row's generator, which on a CPU torch cannot."""
+    def _forbid_chunked_prefill(self) -> dict[str, Any]:
+        """Makes vLLM read every prompt in one piece."""
+        # After a piece of a prompt vLLM moves the row's random generator back. On a CPU torch cannot do that.
         trained_on = self.model.get_base_model().config.get_text_config().max_position_embeddings
         longest = self.max_model_length or trained_on
         return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}  # 4096 is TRL's
 
-    def context_length(self) -> int:
-        """Tokens that a prompt and its completion may have together. Collective."""
+    def find_context_length(self) -> int:
+        """Asks vLLM how many tokens a prompt and its completion may have together. Collective."""
         if self.mode == "colocate":
             return int(self.llm.model_config.max_model_len)
         lengths = [
             int(server.get_server_info()["model_config"]["max_model_len"])
             for server in (self.vllm_client.servers if self.backend is not None else ())
         ]
+        # Only the main process has servers to ask. The shortest context of all servers counts.
         return min(length for part in gather_object([lengths]) for length in part)
 
     def _connect(self, base_url: str, group_port: int, connection_timeout: float) -> LoRAServers:
-        """Called by TRL in the place of `VLLMClient`."""
+        """Connects to the servers and checks them. TRL calls this method where it would make a `VLLMClient`."""
         servers = LoRAServers(
             [url.strip().rstrip("/") for url in base_url.split(",")],
             connection_timeout=connection_timeout,
             request_timeout=self.request_timeout,
-            advice=partial(_advice, self.output_dir),
+            advice=partial(_advise, self.output_dir),
         )
         config = self.model.peft_config[self.members[0]]
         for server in servers.servers:
-            server.check_serves(len(self.members), permitted_rank(config))
+            server.check_serves(len(self.members), find_permitted_rank(config))
         return servers
 
     def sync_weights(self) -> None:
         """
-        Publishes every member whose weights changed since it was last published. Collective.
+        Publishes every member that has changed since it was published last. Collective.
 
-        The new version is loaded and probed before the old one is unloaded. A replaced directory stays until the next
-        publishing. After sleep mode every adapter of the engine is probed.
+        A new version is loaded and probed, and then the old version is unloaded. The old version's directory stays
+        until members are published again. If the engine has slept, all its adapters are probed first.
 
         Raises:
-            `StaleAdapterError`: If vLLM does not sample from what was published.
+            `StaleAdapterError`: If vLLM does not use the published weights.
         """
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
             self.llm.probe(self.published.values())
+        # A member has changed if any rank's part of it has. All ranks must agree, because publishing is collective.
         flags = gather_object([self._detector.detect_changes(self.model, self.members)])
         changed = [name for name, *moved in zip(self.members, *flags, strict=True) if any(moved)]
         if changed:
             self._publish(changed)
 
     def _publish(self, members: Sequence[str]) -> None:
-        """Loads new versions into engine or servers. Every rank takes part, because reading a member is collective."""
+        """Publishes members. Every rank takes part, because reading a member is collective."""
         retired = [self.published[member].path for member in members if member in self.published]
         for member in members:
             self._count += 1
             adapter = Published(member, f"{member}-{self._run}-{self._count}", self._count)
-            factors = self._read(member)
+            factors = self._read_factors(member)
             config = self.model.peft_config[self.members[0]]
             if self.mode == "colocate":
                 self.llm.load(adapter, *fold(factors, config))
@@ -199,20 +212,21 @@ class PopulationGeneration(VLLMGeneration):
             if self.backend is not None and member in self.published:
                 self.backend.unload(self.published[member])
             self.published[member] = adapter
+        # The order keeps the directories that were replaced just now, and removes those of the time before.
         if self._shelf is not None:
             self._shelf.sweep_retired()
             for path in retired:
                 self._shelf.retire(path)
 
-    def _read(self, member: str) -> dict[str, torch.Tensor]:
-        """A member's factors; for the base zeros in the shapes of the first member's, which add nothing."""
+    def _read_factors(self, member: str) -> dict[str, torch.Tensor]:
+        """Reads a member's factors. For the base it makes zeros in the shapes of a member, which add nothing."""
         if member == BASE_NAME:
-            return {key: value.zero_() for key, value in self._read(self.members[0]).items()}
+            return {key: value.zero_() for key, value in self._read_factors(self.members[0]).items()}
         dtype = self.llm.lora_dtype if self.mode == "colocate" else torch.float32
         return lora_members.read_member(self.model, member, dtype)
 
     def _serve(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> Published:
-        """Writes an adapter for the servers, lets them load it, and probes it."""
+        """Writes an adapter's directory, lets all servers load it, and probes them."""
         save = partial(lora_members.save_factors, factors, config)
         adapter = replace(adapter, path=self._open_shelf().put(adapter.name, save))
         self.backend.load(adapter)
@@ -220,15 +234,19 @@ class PopulationGeneration(VLLMGeneration):
         return adapter
 
     def _has_moved(self, member: str, factors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a member's first B differs from its former version's by more than `SEEN_IN_ANY_PRECISION`."""
+        """
+        Says whether the B of a member's first module differs from the former version's by more than
+        `SEEN_IN_ANY_PRECISION`. Remembers the B for the next call.
+        """
         b = next(value for key, value in factors.items() if "lora_B" in key)
         former, self._probed[member] = self._probed.get(member), b
         return former is not None and float((b - former).square().mean().sqrt()) > SEEN_IN_ANY_PRECISION
 
     def _open_shelf(self) -> publish.AdapterShelf:
+        """Makes the shelf when it is needed for the first time."""
         if self._shelf is None:
             size = sum(
-                4 * parameter.numel()
+                4 * parameter.numel()  # bytes in fp32
                 for name in self.members
                 for parameter in lora_members.member_parameters(self.model, name).values()
             )
@@ -238,12 +256,14 @@ class PopulationGeneration(VLLMGeneration):
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """
-        One completion per prompt, by the member that the router names for its row; as in TRL otherwise. Collective.
+        Generates one completion per prompt, with the member that the router names for the prompt's row. Collective.
+
+        Arguments and results are TRL's. `num_generations` has to be 1: each attempt at a task is a row, and equal rows
+        are merged into one request here.
 
         Raises:
-            `RuntimeError`: If no rows are routed, or not as many as there are prompts.
-            `ValueError`: If `num_generations` is not 1: attempts at one task are rows of their own, and equal ones are
-                merged into one request here. If ranks that ask together ask for different numbers of rows.
+            `RuntimeError`: If the router names no rows, or another number of rows than there are prompts.
+            `ValueError`: If `num_generations` is not 1, or if ranks that ask together have different numbers of rows.
         """
         rows = self.router.rows
         if rows is None or len(rows) != len(prompts):
@@ -254,7 +274,8 @@ class PopulationGeneration(VLLMGeneration):
         if num_generations != 1:
             raise ValueError(f"`num_generations` must be 1, got {num_generations}: repeat the prompts and the rows.")
         all_rows, seeds = self._gather_rows(list(rows))
-        # vLLM's CPU kernels read the index of the base, -1, as the last adapter: so it is published, as zeros.
+        # vLLM's CPU kernels take -1, its index of rows without adapter, for the last adapter. So the base is published
+        # as an adapter of zeros.
         if BASE in all_rows and BASE_NAME not in self.published:
             self._publish([BASE_NAME])
         if self.backend is not None:
@@ -265,9 +286,11 @@ class PopulationGeneration(VLLMGeneration):
 
     def _gather_rows(self, rows: list[int]) -> tuple[list[int], list[int | None]]:
         """
-        Rows and seeds of all ranks whose prompts TRL gathers into one call, in the order in which it gathers them. It
-        slices the completions as if all ranks had as many rows, so they must.
+        Gathers rows and seeds of all ranks that ask vLLM together, in the order in which TRL gathers their prompts.
+
+        TRL deals the completions out in slices of equal size, so all these ranks must have equally many rows.
         """
+        # All ranks share the servers. The ranks of one tensor-parallel group share an engine.
         mine: tuple[list[int], Sequence[int | None]] = rows, self.seeds or [None] * len(rows)
         gathered: list[Any] = [mine]
         if self.mode == "server":
@@ -286,9 +309,10 @@ class PopulationGeneration(VLLMGeneration):
 
     def close(self) -> None:
         """
-        Unloads what is published and removes its directories; the next `sync_weights` publishes all members again.
+        Unloads all published adapters and removes their directories. The next `sync_weights` publishes all members
+        again.
 
-        Does not wait for a server that failed: what it holds goes when it is restarted.
+        A server that has failed is not waited for. It loses its adapters when it is restarted.
         """
         try:
             if self.backend is not None:
@@ -303,14 +327,15 @@ class PopulationGeneration(VLLMGeneration):
             self._shelf = None
 
     def end(self) -> None:
-        """Shuts a colocated engine down for good. Call it before the process group ends: vLLM looks for it at exit."""
+        """Shuts down a colocated engine. Call it before the process group ends: vLLM needs the group."""
         if self.mode == "colocate":
             self.llm.llm_engine.engine_core.shutdown()
 
 
 @contextmanager
-def _called_by_trl(names: dict[str, Callable]) -> Iterator[None]:
-    """Lets TRL's `_init_vllm` find other callables under the names it calls, in this block only."""
+def _replace_in_trl(names: dict[str, Callable]) -> Iterator[None]:
+    """Replaces callables in the module of TRL's `_init_vllm` inside the block: `VLLMClient` or `LLM`."""
+    # TRL offers no way to choose these classes.
     originals = {name: getattr(vllm_generation, name) for name in names}
     vars(vllm_generation).update(names)
     try:
@@ -319,15 +344,15 @@ def _called_by_trl(names: dict[str, Callable]) -> Iterator[None]:
         vars(vllm_generation).update(originals)
 
 
-def _advice(output_dir: str) -> str:
-    """How to go on after a server failed."""
+def _advise(output_dir: str) -> str:
+    """Says how to go on after a server has failed."""
     checkpoint = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
     if checkpoint is None:
         return f"Restart it (`recipes/serve.sh`) and start again: {output_dir} holds no checkpoint (`save_steps`)."
     return f"Restart it (`recipes/serve.sh`) and resume from the last checkpoint, {checkpoint}."
 
 
-def population_generation(
+def make_vllm_generation(
     args: GRPOConfig,
     model: torch.nn.Module,
     members: Sequence[str],
@@ -339,27 +364,25 @@ def population_generation(
     engine_kwargs: Any = None,
 ) -> PopulationGeneration:
     """
-    The vLLM generation of a trainer. TRL's constructor must have run with `use_vllm` off: it would start an engine
-    without adapters.
+    Makes a trainer's vLLM generation.
+
+    TRL's own constructor must run with `use_vllm` switched off before. It would start an engine without adapters.
 
     Args:
-        args: All `vllm_*` settings, and those of sampling.
-        model: The population's model.
-        members: Adapter names in route order.
-        router: Holds the member of each row.
-        accelerator: The trainer's.
-        tokenizer: The trainer's.
+        args: Settings of the run. All `vllm_*` options and those of sampling are read.
+        accelerator: The trainer's accelerator.
+        tokenizer: The trainer's tokenizer.
         ends: Token ids that end a completion.
-        adapter_dir, engine_kwargs: As in [`PopulationGeneration`].
+        model, members, router, adapter_dir, engine_kwargs: As in [`PopulationGeneration`].
     """
-    # What TRL's class takes from an option is named as the option, or as the option without `vllm_`.
+    # Each argument of TRL's class that comes from an option has the option's name, with or without `vllm_`.
     options, taken = {each.name for each in fields(args)}, inspect.signature(VLLMGeneration.__init__).parameters
     named = {name: f"vllm_{name}" if f"vllm_{name}" in options else name for name in taken}
     settings = {name: getattr(args, option) for name, option in named.items() if option in options}
     settings |= {
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        "logprobs": 0,  # the sampled token's, for the importance sampling correction
-        "generation_kwargs": vllm_kwargs(args.generation_kwargs, ends),
+        "logprobs": 0,  # of the sampled token only; the importance sampling correction needs no other
+        "generation_kwargs": make_vllm_kwargs(args.generation_kwargs, ends),
     }
     return PopulationGeneration(
         model,
@@ -367,15 +390,15 @@ def population_generation(
         router=router,
         output_dir=args.output_dir,
         adapter_dir=adapter_dir,
-        engine_kwargs=_engine_kwargs(args, engine_kwargs or {}),
+        engine_kwargs=_add_engine_defaults(args, engine_kwargs or {}),
         accelerator=accelerator,
         processing_class=tokenizer,
         **settings,
     )
 
 
-def _engine_kwargs(args: GRPOConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's engine arguments, over a seed that follows the run's and the revision that the trainer loads."""
+def _add_engine_defaults(args: GRPOConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds a seed, different for each engine of a run, and the base's revision to the user's engine arguments."""
     group = args.process_index // args.vllm_tensor_parallel_size
     revision = (args.model_init_kwargs or {}).get("revision")
     return {"seed": args.seed + group, "revision": revision, **given}

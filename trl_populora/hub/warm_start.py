@@ -14,7 +14,7 @@ from peft import PeftConfig, load_peft_weights
 from trl_populora.hub.download import POPULATION, fetch
 from trl_populora.lora.checks import check_ordinary_adapter
 from trl_populora.lora.convert import fold_into
-from trl_populora.lora.members import peft_model, read_member, write_member
+from trl_populora.lora.members import read_member, unwrap_peft_model, write_member
 from trl_populora.population.members import PRIOR_SIGMA, Population
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import POPULATION_FILE
@@ -85,7 +85,9 @@ def _write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) 
     try:
         config = PeftConfig.from_pretrained(root)
         check_ordinary_adapter(config)
-        factors = fold_into(read_member(model, name), peft_model(model).peft_config[name], _weights(root), config)
+        factors = fold_into(
+            read_member(model, name), unwrap_peft_model(model).peft_config[name], _weights(root), config
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"The adapter {str(root)!r} cannot start member {name!r}: {error}") from error
     if config.base_model_name_or_path != shape.base_model:

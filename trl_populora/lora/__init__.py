@@ -1,7 +1,7 @@
-"""Many LoRA members on one base model: who computes which row, and how a member is read, written and reset.
+"""Many LoRA members on one base model.
 
-layers.py   the route says which member each row of a forward belongs to; the layer computes all at once
-members.py  a member moves in and out of a live model on any backend, and has an optimizer life of its own
-convert.py  adapters for readers of another rank and alpha
-checks.py   what this room cannot keep exact is refused
+layers.py   the route says which member computes each row of a forward; one layer computes all rows
+members.py  reads, writes and saves a member, resets its optimizer state, clips its gradients
+convert.py  rewrites an adapter for vLLM or for a member with another rank and alpha
+checks.py   refuses models, names and LoRA options that cannot be routed by row
 """

@@ -1,4 +1,10 @@
-"""What the adapters room refuses at construction, each with the reason and the way out."""
+"""Refuses bases, member names and LoRA options with which rows cannot be routed to members. Nothing is trained yet.
+
+base model ---check_is_base--------.
+names [M] ----check_member_names---+--> `add_members`, or an error with the reason and the way out
+LoraConfig ---check_lora_config----'
+adapter trained elsewhere ---check_ordinary_adapter--> `warm_start`
+"""
 
 from __future__ import annotations
 
@@ -16,10 +22,10 @@ from transformers.utils.quantization_config import QuantizationMethod
 from trl_populora.files import is_file_name
 
 
-# Names with a meaning of their own: TRL copies an adapter "default" to "ref" and takes "ref" as reference model.
+# TRL copies an adapter named "default" to "ref", and takes the adapter "ref" for the reference model.
 RESERVED_NAMES = ("default", "ref")
 
-# Options that must keep PEFT's default, with the reason.
+# Options of `LoraConfig` that must keep PEFT's default, and why.
 _FIXED_OPTIONS = {
     "bias": ("none", "biases live in the base model, which all members share"),
     "modules_to_save": (None, "a full copy of a module per member is not routed by row"),
@@ -36,14 +42,16 @@ _FIXED_OPTIONS = {
 
 def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
     """
-    Checks that a base brings no adapters: its layers would be wrapped again, and what the adapters learned ignored.
+    Checks that a base has no adapters.
+
+    Members would be added to layers that already are LoRA layers, and what the adapters have learned would be lost.
 
     Args:
         model: A path or Hub id, or a loaded model.
-        revision: Of the Hub id.
+        revision: Revision of the Hub id.
 
     Raises:
-        `ValueError`: If it has adapters, or names a saved population or adapter.
+        `ValueError`: If the model has adapters, or if the path or id is one of a saved population or of an adapter.
     """
     if not isinstance(model, str):
         if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
@@ -67,8 +75,10 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
 
 def check_member_names(names: Sequence[str]) -> None:
     """
+    Checks the names of members, which also name adapters, directories and metrics.
+
     Raises:
-        `ValueError`: If a name is repeated, reserved or not usable in a file name.
+        `ValueError`: If a name is repeated, reserved, or cannot be part of a file name.
     """
     if not names:
         raise ValueError("`names` must hold at least one member name, got none.")
@@ -84,14 +94,16 @@ def check_member_names(names: Sequence[str]) -> None:
 
 def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
     """
-    Checks that a LoRA configuration can be trained for many members at once.
+    Checks that many members can be trained with a LoRA configuration in one forward.
 
-    Rank-stabilised scaling, rank and alpha patterns and layer selections are supported.
+    Rank-stabilised scaling, patterns of ranks and alphas, and selections of layers are supported.
 
     Raises:
-        `TypeError`: If it is not a `LoraConfig`.
-        `ValueError`: If an option, a target or the base model's type cannot be routed by row.
+        `TypeError`: If the configuration is not a `LoraConfig`.
+        `ValueError`: If an option or a target cannot be routed by row, or if the base is quantised in a way that
+            cannot.
     """
+    # Not `isinstance`: subclasses of `LoraConfig` are other methods, with layers that are not routed.
     if type(lora_config) is not LoraConfig:
         raise TypeError(
             f"The population needs a `peft.LoraConfig`, got `{type(lora_config).__name__}`. Members are rows of "
@@ -101,6 +113,7 @@ def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
         raise ValueError(f"`task_type` must be 'CAUSAL_LM' or unset, got {str(lora_config.task_type)!r}.")
     for option, (default, reason) in _FIXED_OPTIONS.items():
         value = getattr(lora_config, option)
+        # An empty list or dict asks for nothing, as the default does.
         if value != default and value:
             raise ValueError(f"`{option}={value!r}` is not supported: {reason}. Leave it at {default!r}.")
     _check_variants(lora_config)
@@ -109,10 +122,11 @@ def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
 
 def check_ordinary_adapter(config: PeftConfig) -> None:
     """
-    Checks that an adapter trained elsewhere is a plain LoRA: `B A` beside the base as it was published.
+    Checks that an adapter trained elsewhere is a plain LoRA: it adds `scaling * B A x` to an unchanged base.
 
     Raises:
-        `ValueError`: If it is not.
+        `ValueError`: If it is another method, a variant of LoRA, or changes the base. The message begins with "it":
+            the caller names the adapter.
     """
     if type(config) is not LoraConfig:
         raise ValueError(f"it is a `{type(config).__name__}`, and members are LoRA adapters.")
@@ -127,6 +141,7 @@ def check_ordinary_adapter(config: PeftConfig) -> None:
 
 
 def _check_variants(lora_config: LoraConfig) -> None:
+    """Refuses variants of LoRA, and initialisations that change the base or give members different A."""
     _refuse_variants(lora_config)
     init = lora_config.init_lora_weights
     if init is not True and init != "gaussian":
@@ -137,6 +152,8 @@ def _check_variants(lora_config: LoraConfig) -> None:
 
 
 def _refuse_variants(lora_config: LoraConfig) -> None:
+    """Refuses variants such as DoRA."""
+    # PEFT marks the options that switch on a variant, so that variants it gets later are refused, too.
     for field in dataclasses.fields(lora_config):
         if field.metadata.get("is_lora_variant") and getattr(lora_config, field.name):
             raise ValueError(
@@ -146,11 +163,13 @@ def _refuse_variants(lora_config: LoraConfig) -> None:
 
 
 def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
+    """Refuses target modules that are not `nn.Linear`, and the output head."""
     head = model.get_output_embeddings()
     if is_quantised(model):
         _check_quantised(model, head)
     if lora_config.target_modules is None or lora_config.target_modules == "all-linear":
-        return  # PEFT resolves both to linear layers without the output head
+        return  # PEFT turns either into names of linear layers, without the output head
+    # A pattern can match more than its author meant, so every module that PEFT would wrap is looked at.
     for name, module in model.named_modules():
         if not name or not check_target_module_exists(lora_config, name):
             continue
@@ -167,11 +186,12 @@ def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Whether transformers loaded a base with quantised weights."""
+    """Says whether transformers has loaded a base with quantised weights."""
     return getattr(model, "hf_quantizer", None) is not None
 
 
 def _check_quantised(model: nn.Module, head: nn.Module | None) -> None:
+    """Refuses other quantisation than by bitsandbytes, whose layers are subclasses of `nn.Linear`."""
     method = model.hf_quantizer.quantization_config.quant_method
     if method != QuantizationMethod.BITS_AND_BYTES:
         raise ValueError(

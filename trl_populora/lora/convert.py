@@ -1,4 +1,11 @@
-"""Adapters written for readers of another rank and alpha: for vLLM, which knows one of each, and for members."""
+"""Adapters rewritten with another rank and alpha, with the same effect.
+
+    A [r_module, in], B [out, r_module], a scaling per module --fold-------> A [r, in], B [out, r], one scaling: vLLM
+    A [r_given, in], B [out, r_given] of another adapter ------fold_into---> A [r, in], B [out, r] of a member
+
+A module adds `scaling * B A x` to what the base computes. So a scaling may move into B, and rows of zeros in A or
+columns of zeros in B add nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +20,23 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
 
-def largest_rank(lora_config: LoraConfig) -> int:
-    """Of any module."""
+def find_largest_rank(lora_config: LoraConfig) -> int:
+    """Finds the largest rank that an adapter has in any module."""
     return max([lora_config.r, *lora_config.rank_pattern.values()])
 
 
 def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mapping[str, torch.Tensor], LoraConfig]:
     """
-    An adapter with `rank_pattern` or `alpha_pattern` as an equal one without: every module's scaling goes into its B,
-    and zeros fill up smaller ranks. One without patterns comes back as it is. vLLM knows one rank and one scaling for
-    all modules.
+    Gives all modules of an adapter one rank and one scaling, because vLLM knows one of each.
+
+    Each module's scaling is multiplied into its B, and zeros fill up smaller ranks. The effect stays the same.
 
     Args:
-        factors: Per layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.
-        config: The adapter's.
+        factors: For each layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.
+        config: The adapter's configuration.
+
+    Returns:
+        Factors and configuration. An adapter without `rank_pattern` and `alpha_pattern` is returned unchanged.
     """
     if not (config.rank_pattern or config.alpha_pattern):
         return factors, config
@@ -37,7 +47,8 @@ def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mappi
         a, b = factors[key], factors[f"{module}.lora_B.weight"]
         short = rank - len(a)
         folded[key] = pad(a, (0, 0, 0, short))
-        folded[f"{module}.lora_B.weight"] = pad(b * _scaling(config, module, len(a)), (0, short))
+        folded[f"{module}.lora_B.weight"] = pad(b * _compute_scaling(config, module, len(a)), (0, short))
+    # With alpha = r the scaling is 1: every B already holds its own.
     config = copy.copy(config)
     config.r = config.lora_alpha = rank
     config.use_rslora, config.rank_pattern, config.alpha_pattern = False, {}, {}
@@ -49,7 +60,7 @@ def fold_patterns(directory: str | Path) -> None:
     Rewrites an adapter as [`fold`] does.
 
     Args:
-        directory: A PEFT adapter directory; one without patterns stays as it is.
+        directory: A PEFT adapter directory. If the adapter has no patterns, the files stay unchanged.
     """
     config, path = LoraConfig.from_pretrained(directory), Path(directory, "adapter_model.safetensors")
     factors = load_file(path)
@@ -66,24 +77,29 @@ def fold_into(
     given_config: LoraConfig,
 ) -> dict[str, torch.Tensor]:
     """
-    An adapter that was trained elsewhere, as factors of a member: equal in effect, its scaling folded into B.
+    Makes factors with which a member has the effect of an adapter that was trained elsewhere.
 
-    Where the member has more rank, its own A fills up and B is zero, so that these directions can be learned. Modules
-    that only the member adapts stay as the base is: its own A, and B zero.
+    Where the member has a higher rank than the adapter, the other rows of A stay the member's and the other columns
+    of B are zero. So these directions add nothing, and can be learned. A module that only the member adapts keeps the
+    member's A, and its B is zero.
 
     Args:
-        own: Factors of the member, as [`~trl_populora.lora.members.read_member`] returns them: A of shape `[r,
-            in]`, B of shape `[out, r]`.
-        own_config: Its ranks and alphas.
+        own: Factors of the member as [`~trl_populora.lora.members.read_member`] returns them: for each layer A, shape
+            `[r, in]`, and B, shape `[out, r]`.
+        own_config: The member's configuration.
         given: Factors of the adapter, in the same form.
-        given_config: Its ranks and alphas.
+        given_config: The adapter's configuration.
+
+    Returns:
+        Factors in the form of `own`.
 
     Raises:
-        `ValueError`: If the adapter has weights that the member has no place for, a larger rank, or the sizes of
-            another base.
+        `ValueError`: If the adapter has weights for modules that members do not adapt, a higher rank than the member,
+            or layers of other sizes.
     """
     if unknown := sorted(given.keys() - own.keys()):
         raise ValueError(f"it has weights for which members have no place: {', '.join(unknown[:3])} ({len(unknown)}).")
+    # At first the member adds nothing anywhere. Then the adapter's modules are filled in.
     factors = {key: torch.zeros_like(value) if ".lora_B." in key else value for key, value in own.items()}
     for key in [key for key in own if ".lora_A." in key and key in given]:
         module = key.removesuffix(".lora_A.weight")
@@ -97,13 +113,16 @@ def fold_into(
                 f"it is for another base: at {module!r} it maps {a.shape[1]} to {b.shape[0]} features, the members "
                 f"{own[key].shape[1]} to {own[other].shape[0]}."
             )
-        ratio = _scaling(given_config, module, rank) / _scaling(own_config, module, largest)
+        # The member multiplies by its own scaling in every forward. B makes up for the difference.
+        ratio = _compute_scaling(given_config, module, rank) / _compute_scaling(own_config, module, largest)
         factors[key], factors[other] = own[key].clone(), torch.zeros_like(own[other])
         factors[key][:rank], factors[other][:, :rank] = a, ratio * b
     return factors
 
 
-def _scaling(config: LoraConfig, module: str, rank: int) -> float:
+def _compute_scaling(config: LoraConfig, module: str, rank: int) -> float:
+    """Computes the factor that PEFT multiplies `B A x` by in one module."""
+    # Keys of `alpha_pattern` name modules of the base, without PEFT's prefix.
     name = module.removeprefix("base_model.model.")
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
     return alpha / (rank**0.5 if config.use_rslora else rank)

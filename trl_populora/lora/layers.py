@@ -1,4 +1,15 @@
-"""The routed LoRA layer: which member each row belongs to, and all members' low-rank parts beside one base matmul."""
+"""The routed LoRA layer: which member computes each row, and how all members compute in one forward.
+
+    Router.set(rows [R]) --> Route: rows by member
+                                |
+    x [R, T, in] --+-- base_layer, once for all rows ------------------> [R, T, out] --(+)--> [R, T, out]
+                   `-- rows of each member --A [N, r, in], B [N, out, r]--> [R, T, out] --'
+
+Members are ordinary PEFT adapters of ordinary shape. Only the forward is special: it multiplies by the frozen base
+weight once, stacks the factors of the members that have rows, and applies the stacks in two batched matmuls.
+
+Shapes: R rows of a batch, T tokens, M members, N members with rows in the batch, r LoRA rank.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +27,34 @@ from torch import nn
 from .checks import check_is_base, check_lora_config, check_member_names, is_quantised
 
 
-BASE = -1  # the index of rows that only the frozen base model computes
-BASE_NAME = "base"  # what it is called where members are named
+logger = logging.getLogger(__name__)
+
+BASE = -1  # the member index of rows that the frozen base model computes alone
+BASE_NAME = "base"  # the name of the base model where members have names
 
 
 class Route:
     """
-    The rows of one forward, sorted out by member.
+    The rows of one forward, grouped by member.
+
+    A member is *present* if it has at least one row.
 
     Args:
         rows: Member index per row, shape `[R]`; `-1` sends the row to the base model alone.
-        factors: One factor per row, shape `[R]`, equal for all rows of a member: the member's gradients are multiplied
-            by it (see `trl_populora.step.advantages.compute_member_factors`). Rows of the base are ignored.
+        factors: One factor per row, shape `[R]`. The gradients of a member are multiplied by its factor (see
+            [`~trl_populora.step.advantages.compute_member_factors`]), so all rows of a member must have the same one. Factors
+            of rows of the base are ignored.
 
     Attributes:
-        present (`tuple[int, ...]`): Members with at least one row, ascending.
-        counts (`tuple[int, ...]`): Rows of each present member.
-        factors (`tuple[float, ...]` or `None`): Gradient factor of each present member.
-        ordered (`bool`): Whether the rows already are the present members' segments one after the other.
+        present (`tuple[int, ...]`): Indices of the present members, ascending, shape `[N]`.
+        counts (`tuple[int, ...]`): Number of rows of each present member, shape `[N]`.
+        factors (`tuple[float, ...]` or `None`): Gradient factor of each present member, shape `[N]`.
+        ordered (`bool`): Whether the batch holds all rows of the first present member, then all rows of the next, and
+            no row of the base.
 
     Raises:
-        `ValueError`: If an index is below -1, the lengths differ, or one member is given two factors.
+        `ValueError`: If an index is below -1, if `factors` and `rows` differ in length, or if the rows of one member
+            have different factors.
     """
 
     def __init__(self, rows: Sequence[int], factors: Sequence[float] | None = None):
@@ -49,12 +67,14 @@ class Route:
                 grouped.setdefault(member, []).append(position)
         self.present = tuple(sorted(grouped))
         self.counts = tuple(len(grouped[member]) for member in self.present)
+        # An ordered batch needs no gathering of rows: this is the fast path of the layer.
         self._order = [position for member in self.present for position in grouped[member]]
         self.ordered = self._order == list(range(len(self.rows)))
-        self.factors = None if factors is None else self._member_factors(factors, grouped)
+        self.factors = None if factors is None else self._read_factors(factors, grouped)
         self._tensors: dict[Hashable, torch.Tensor] = {}
 
-    def _member_factors(self, factors: Sequence[float], grouped: dict[int, list[int]]) -> tuple[float, ...]:
+    def _read_factors(self, factors: Sequence[float], grouped: dict[int, list[int]]) -> tuple[float, ...]:
+        """Takes one factor per present member from one factor per row."""
         if len(factors) != len(self.rows):
             raise ValueError(f"`factors` must have one value per row, got {len(factors)} for {len(self.rows)} rows.")
         for member, positions in grouped.items():
@@ -72,15 +92,16 @@ class Route:
         return len(set(self.counts)) == 1
 
     def order(self, device: torch.device) -> torch.Tensor:
-        """Positions of the members' rows, grouped by member, shape `[R - base rows]`."""
+        """Returns the positions of the members' rows, grouped by member, shape `[R - base rows]`."""
         return self.keep(("order", device), lambda: torch.tensor(self._order, dtype=torch.long).to(device))
 
     def factor_tensor(self, device: torch.device) -> torch.Tensor:
-        """Gradient factors shaped to scale stacked weights, `[present, 1, 1]`, fp32."""
+        """Returns the gradient factors in fp32, shape `[N, 1, 1]`, to multiply stacked weights `[N, ., .]` by."""
         return self.keep(("factors", device), lambda: torch.tensor(self.factors).view(-1, 1, 1).to(device))
 
     def keep(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `make` gave when this key was asked for first: every layer asks, in every forward of the route."""
+        """Makes a tensor when a key is asked for the first time, and returns the same tensor every time after."""
+        # Every layer asks in every forward. Made anew, an index would be copied to the GPU once per layer.
         if key not in self._tensors:
             self._tensors[key] = make()
         return self._tensors[key]
@@ -88,10 +109,11 @@ class Route:
 
 class Router:
     """
-    Holds the route of the forward in progress. The trainer owns it, every routed layer reads it.
+    Holds the route of the forward in progress. The trainer has one router, and every routed layer reads it.
 
-    The route has to stay set until the backward is done, because gradient checkpointing runs the forward again during
-    the backward. `rows_of` is for forwards without a backward (generation, old and reference log-probabilities).
+    [`set`] and [`clear`] go around a forward and its backward. The route must stay set until the backward is done,
+    because gradient checkpointing runs the forward again during the backward. [`rows_of`] is for forwards without a
+    backward: generation, and old and reference log-probabilities.
     """
 
     def __init__(self) -> None:
@@ -99,27 +121,30 @@ class Router:
         self._only: int | None = None
 
     def set(self, rows: Sequence[int] | torch.Tensor, factors: Sequence[float] | torch.Tensor | None = None) -> None:
-        """Routes the coming forwards: `rows` and `factors` as in [`Route`], each of shape `[R]`."""
+        """Sets the route of the forwards that follow. `rows` and `factors` are as in [`Route`], each `[R]`."""
         self.route = Route(_as_list(rows), None if factors is None else _as_list(factors))
 
     def clear(self) -> None:
-        """Forgets the route: a forward without one is an error."""
+        """Forgets the route. After that a forward raises an error until a route is set."""
         self.route = None
 
     @property
     def rows(self) -> tuple[int, ...] | None:
-        """Member index per row of the forward in progress, or `None` when no route is set."""
+        """Member index of each row of the forward in progress, shape `[R]`; `None` if no route is set."""
         return None if self.route is None else self.route.rows
 
-    def route_for(self, rows: int) -> Route | None:
-        """The route of a batch of so many rows: the one that is set, or the one member of `only`."""
+    def find_route(self, rows: int) -> Route | None:
+        """
+        Finds the route of a batch of `rows` rows: the route that is set. Inside [`only`] without a route, all rows go
+        to the member of [`only`].
+        """
         if self.route is None and self._only is not None:
             return Route([self._only] * rows)
         return self.route
 
     @contextmanager
     def only(self, member: int) -> Iterator[Router]:
-        """Routes every row of the forwards inside the block to one member, however many rows there are."""
+        """Routes every row of the forwards inside the block to one member, whatever the number of rows."""
         previous, self._only = self._only, member
         try:
             yield self
@@ -128,7 +153,7 @@ class Router:
 
     @contextmanager
     def rows_of(self, rows: Sequence[int] | torch.Tensor) -> Iterator[Router]:
-        """Routes the forwards inside the block and puts the previous route back afterwards."""
+        """Routes the forwards inside the block, and puts the previous route back afterwards."""
         previous, self.route = self.route, Route(_as_list(rows))
         try:
             yield self
@@ -140,33 +165,27 @@ def _as_list(values: Sequence | torch.Tensor) -> list:
     return values.tolist() if isinstance(values, torch.Tensor) else list(values)
 
 
-# The routed LoRA layer: one base matmul for the whole batch, all members' low-rank parts beside it.
-#
-# Members are ordinary PEFT adapters of ordinary shape; what is special is only the forward. It multiplies by the
-# frozen base weight once, stacks the members' `A` and `B`, and applies them to the rows of each member in two batched
-# matmuls.
-
-
-logger = logging.getLogger(__name__)
-
-
 class RoutedLinear(nn.Module, LoraLayer):
     """
-    A PEFT LoRA layer over `nn.Linear` in which every row of the batch has its own adapter.
+    A PEFT LoRA layer over `nn.Linear` in which every row of a batch has the adapter of its member.
 
-    The base layer's weights may be in 4 or 8 bits: bitsandbytes' layers are linear layers, too.
+    The base layer may hold 4-bit or 8-bit weights: bitsandbytes' layers are subclasses of `nn.Linear`.
 
-    It differs from `peft.tuners.lora.Linear` in three ways. The adapter of a row comes from a [`Router`], not from
-    `set_adapter`, so that the recomputation of gradient checkpointing sees the same adapters as the forward did. All
-    members are trainable at all times. And members without rows in a batch receive zero gradients instead of none, so
-    that DDP and ZeRO never wait for an unused parameter.
+    The layer differs from `peft.tuners.lora.Linear` in three ways:
 
-    The weights are read without calling the `lora_A` and `lora_B` submodules: under ZeRO-3 they must not be
-    partitioned (`stage3_param_persistence_threshold`, see `accelerate_configs/zero3.yaml`).
+    - A [`Router`] says which adapter a row has, not `set_adapter`. So gradient checkpointing, which computes the
+      forward again in the backward, finds the same adapters.
+    - All members are trainable at all times.
+    - A member without rows in a batch gets a zero gradient, not `None`. So DDP and ZeRO never wait for a parameter
+      without a gradient.
+
+    The layer reads the weights of `lora_A` and `lora_B` without calling these submodules. So ZeRO-3, which gathers
+    the parameters of a module when the module is called, must not partition them (see
+    [`~trl_populora.lora.members.keep_adapters_whole`]).
 
     Attributes:
-        takes_all_tokens (`bool`): Whether inputs `[R * T, in_features]` are the tokens of all rows in their order, as
-            the shared expert of a mixture gets them. Of another layer they could be any tokens.
+        takes_all_tokens (`bool`): Whether a 2-D input, `[R * T, in_features]`, holds all tokens of all rows in order.
+            It does in the shared expert of a mixture of experts. In any other layer its tokens could be any.
     """
 
     def __init__(
@@ -182,53 +201,68 @@ class RoutedLinear(nn.Module, LoraLayer):
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
-        """Records the active names. Every member stays trainable whichever is active, unless `inference_mode`."""
+        """Notes the active names. Unless `inference_mode` is set, every member is trainable, active or not."""
+        # PEFT's method would freeze all adapters but the active one, and members train together.
         for factors in (self.lora_A, self.lora_B):
             factors.requires_grad_(not inference_mode)
         self._active_adapter = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """
+        Computes every row with the base layer and its member's adapter.
+
         Args:
-            x: Inputs of shape `[R, ..., in_features]`, rows in the order of the route.
+            x: Inputs of shape `[R, ..., in_features]`, rows in the order of the route. A layer that
+                `takes_all_tokens` takes `[R * T, in_features]`, too.
 
         Raises:
             `RuntimeError`: If no route is set, or if ZeRO-3 has partitioned the adapters.
-            `ValueError`: If the batch and the route differ in length, the route names a member that does not exist, or
-                PEFT's `adapter_names` is used.
+            `ValueError`: If batch and route have different numbers of rows, if the route names a member that does not
+                exist, or if PEFT's `adapter_names` is passed.
         """
         if "adapter_names" in kwargs:
             raise ValueError("`adapter_names` is not used by routed layers: set the rows with `Router.set`.")
+        # Inside PEFT's `disable_adapter()` the base computes alone, so no route is needed.
         if self.disable_adapters:
             return self.base_layer(x, *args, **kwargs)
+        # Under `only` there is no route, and `find_route` takes each token for a row. That is right for one member.
         rows = len(self.router.rows or ()) if self.takes_all_tokens and self.router is not None else 0
         if rows and x.ndim == 2 and x.shape[0] % rows == 0:
-            return self._by_row(x.unflatten(0, (rows, -1)), *args, **kwargs).flatten(0, 1)
-        return self._by_row(x, *args, **kwargs)
+            return self._forward_rows(x.unflatten(0, (rows, -1)), *args, **kwargs).flatten(0, 1)
+        return self._forward_rows(x, *args, **kwargs)
 
-    def _by_row(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def _forward_rows(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Computes inputs `[R, ..., in_features]`, whose first dimension is rows."""
         route = self._check_route(x)
         result = self.base_layer(x, *args, **kwargs)
         if not route.present:
             return result
         dtype = result.dtype
-        # Autocast computes in its own type whatever the inputs have: a copy of them would be kept for the backward.
+        # Autocast casts the inputs of a matmul by itself. A cast here would keep an fp32 copy for the backward.
         inputs = x if torch.is_autocast_enabled(x.device.type) else x.to(self.lora_A[self.members[0]].weight.dtype)
         if route.ordered:
-            return (result + self._low_rank(inputs, route)).to(dtype)
+            return (result + self._compute_low_rank(inputs, route)).to(dtype)
+        # `order` leaves out rows of the base: `index_add` returns those as the base layer has computed them.
         order = route.order(x.device)
-        return result.index_add(0, order, self._low_rank(inputs.index_select(0, order), route).to(dtype))
+        return result.index_add(0, order, self._compute_low_rank(inputs.index_select(0, order), route).to(dtype))
 
-    def _low_rank(self, x: torch.Tensor, route: Route) -> torch.Tensor:
-        """`scaling * B_m A_m x` per row; `x` holds the present members' segments in order, `[rows, ..., in]`."""
-        # [N, r, in], [N, out, r]. Under a route that decodes weights stay as they are: stacking them for every token
-        # made a step 8 % longer. A forward of whole rows stacks once anyway, and need not hold all layers' stacks.
+    def _compute_low_rank(self, x: torch.Tensor, route: Route) -> torch.Tensor:
+        """
+        Computes `scaling * B_m A_m x` for each row of a member m.
+
+        Args:
+            x: Inputs, `[rows, ..., in]`: all rows of the first present member, then all rows of the next.
+        """
+        # Weights do not change while tokens are decoded, so the route keeps the stacks [N, r, in] and [N, out, r] of
+        # every layer: stacking for every token made a step 8 % longer. A forward of whole rows stacks once, and
+        # keeping its stacks would only hold memory.
         decodes = x.ndim == 3 and x.shape[1] == 1 and not torch.is_grad_enabled()
         factor_a, factor_b = (
             route.keep((self, name), partial(self._stack, name, route)) if decodes else self._stack(name, route)
             for name in ("lora_A", "lora_B")
         )
-        scaling = self.scaling[self.members[0]]
+        scaling = self.scaling[self.members[0]]  # members share one configuration, so they share the scaling
+        # With equally many rows per member, two batched matmuls do for all members.
         if route.equal:
             segments = x.reshape(len(route.present), -1, self.in_features)
             hidden = torch.bmm(segments, factor_a.transpose(1, 2)) * scaling
@@ -237,6 +271,8 @@ class RoutedLinear(nn.Module, LoraLayer):
         return torch.cat([nn.functional.linear(nn.functional.linear(part, a) * scaling, b) for part, a, b in parts])
 
     def _stack(self, factors: str, route: Route) -> torch.Tensor:
+        """Stacks `lora_A` or `lora_B` of the present members, `[N, r, in]` or `[N, out, r]`."""
+        # All members' weights go into the function, present or not: so each of them gets a gradient.
         weights = [getattr(self, factors)[name].weight for name in self.members]
         if weights[0].ndim != 2:
             raise RuntimeError(
@@ -247,7 +283,8 @@ class RoutedLinear(nn.Module, LoraLayer):
         return _Stack.apply(route.present, scale, *weights)
 
     def _check_route(self, x: torch.Tensor) -> Route:
-        route = None if self.router is None else self.router.route_for(x.shape[0])
+        """Finds the route of a batch, and refuses one that does not fit."""
+        route = None if self.router is None else self.router.find_route(x.shape[0])
         if route is None:
             raise RuntimeError(
                 "No route is set for this forward, so it is not known which member computes which row. To use one "
@@ -269,10 +306,11 @@ class RoutedLinear(nn.Module, LoraLayer):
 
 class _Stack(torch.autograd.Function):
     """
-    Stacks the weights of the present members, `[N, *shape]`.
+    Stacks the weights of the present members: `[N, *shape]` from M weights of shape `shape`.
 
-    Backward gives each present member its slice times its factor, and every other member exact zeros. Scaling here,
-    rather than on the loss, leaves the gradient that flows on to the layers below untouched.
+    In the backward each present member gets its slice times its gradient factor, and every other member gets zeros.
+    The factor is applied here, not to the loss, so that it does not change the gradient that flows to the layers
+    below.
     """
 
     @staticmethod
@@ -285,7 +323,7 @@ class _Stack(torch.autograd.Function):
         if ctx.scale is not None and ctx.present:
             grad = grad * ctx.scale.to(grad.dtype)
         slices = dict(zip(ctx.present, grad.unbind(), strict=True)) if ctx.present else {}
-        zero = grad.new_zeros(()).expand(grad.shape[1:])
+        zero = grad.new_zeros(()).expand(grad.shape[1:])  # one number seen as a matrix: takes no memory
         needed = enumerate(ctx.needs_input_grad[2:])
         return (None, None, *(slices.get(i, zero) if need else None for i, need in needed))
 
@@ -301,20 +339,20 @@ def add_members(
     """
     Puts one trainable LoRA adapter per member on a base model.
 
-    All members start from the same `A` and from `B = 0`: averaging two factorised adapters keeps 0.82 of their cosine
-    when they share the initialisation and 0.50 when they do not, so crossover depends on it.
+    All members start from the same `A` and from `B = 0`, because crossover averages the factors of two members. The
+    average keeps 0.82 of their cosine if they began with one `A`, and 0.50 if they did not.
 
     Args:
         model: Base model; it is changed in place and frozen.
-        names: Member names; a member's position is its index in the route.
+        names: Member names. A member's position here is its index in routes.
         lora_config: One configuration for all members; see [`~trl_populora.lora.checks.check_lora_config`].
-        router: Where the layers read the route.
-        seed: Seed of the common initialisation. The global random state is left as it is.
+        router: The layers read their route from it.
+        seed: Seed of the common `A`. The global random state does not change.
         autocast_adapter_dtype: Whether adapters of a half-precision base are kept in fp32. Must be `False` under
             ZeRO-3, which gathers adapters and base into buffers of one type.
 
     Raises:
-        `ValueError`: If the configuration or a name cannot be used; the message says what to do.
+        `ValueError`: If the configuration, a name or the base cannot be used.
         `TypeError`: If `lora_config` is not a `LoraConfig`.
     """
     check_is_base(model)
@@ -325,13 +363,16 @@ def add_members(
     config = copy.deepcopy(lora_config)
     config.task_type = "CAUSAL_LM"
     for position, name in enumerate(names):
+        # Each member gets a copy, because PEFT writes into the configuration that it is given.
         member_config = copy.deepcopy(config)
         member_config._register_custom_module({nn.Linear: RoutedLinear})
+        # The same seed gives every member the same A. PEFT draws it on the CPU, so only the CPU's generator is seeded
+        # and put back: `torch.manual_seed` would change the generators of GPUs as well.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             if position == 0:
                 peft_model = get_peft_model(model, member_config, name, autocast_adapter_dtype=autocast_adapter_dtype)
-                # "all-linear" is resolved by now; resolved again it would also look inside the new layers.
+                # PEFT has turned "all-linear" into names. Asked again, it would find the new `lora_A` and `lora_B`.
                 config.target_modules = member_config.target_modules
                 config.base_model_name_or_path = member_config.base_model_name_or_path
             else:
@@ -346,8 +387,10 @@ def add_members(
 
 def _keep_trainable(model: nn.Module) -> None:
     """
-    Keeps 4-bit layers from packing their weights anew in the first forward in eval mode on a CPU that computes in
-    bf16: no gradient passes through layers that are packed so (bitsandbytes 0.50).
+    Keeps gradients flowing through 4-bit layers on a CPU that computes in bf16.
+
+    In the first forward in eval mode bitsandbytes 0.50 packs the weights of a layer anew, and no gradient passes a
+    layer that is packed that way.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -357,13 +400,14 @@ def _keep_trainable(model: nn.Module) -> None:
 
 
 def _check_mixtures(model: PeftModel) -> None:
-    """Lets shared experts take all tokens; refuses other layers of a mixture, which get tokens of any rows."""
+    """Marks shared experts as taking all tokens, and refuses other layers inside a mixture of experts."""
     modules = dict(model.named_modules())
     mixtures = [path for path, module in modules.items() if "experts" in module._modules]
     for path, layer in routed_layers(model).items():
         for mixture in mixtures:
             if not path.startswith(f"{mixture}."):
                 continue
+            # A router of a mixture sends tokens of any rows to an expert. Only a shared expert sees all, in order.
             inside = path[len(mixture) + 1 :]
             if not inside.startswith("shared"):
                 raise ValueError(
@@ -375,7 +419,7 @@ def _check_mixtures(model: PeftModel) -> None:
 
 
 def _check_coverage(model: PeftModel, all_linear: bool) -> None:
-    """Refuses layers that PEFT wrapped in its own; says so where the linear layers are a small part of the base."""
+    """Refuses layers that PEFT wrapped in its own classes. Warns if members adapt less than half of the base."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if stray := sorted({type(m.get_base_layer()).__name__ for m in layers if not isinstance(m, RoutedLinear)}):
         raise ValueError(
@@ -384,34 +428,36 @@ def _check_coverage(model: PeftModel, all_linear: bool) -> None:
             "o_proj), or choose another base."
         )
     base = model.get_base_model()
+    # The share counts neither embeddings nor vectors such as norms: no LoRA adapts them in any model.
     shared = {id(e.weight) for e in (base.get_input_embeddings(), base.get_output_embeddings()) if e is not None}
     others = {id(p): p for p in base.parameters() if p.ndim > 1 and id(p) not in shared}
     for layer in layers:
         for known in (layer.get_base_layer().weight, *layer.lora_A.parameters(), *layer.lora_B.parameters()):
             others.pop(id(known), None)
-    adapted = sum(layer.in_features * layer.out_features for layer in layers)  # a quantised weight holds fewer numbers
-    share = adapted / max(1, adapted + sum(map(_size, others.values())))
+    # By features: a quantised weight packs several numbers into one element.
+    adapted = sum(layer.in_features * layer.out_features for layer in layers)
+    share = adapted / max(1, adapted + sum(map(_count_elements, others.values())))
     if all_linear and share < 0.5:
         logger.warning(
-            "Members adapt %.0f %% of the base's weights, embeddings apart. The others, as experts of a mixture "
-            "often are, "
-            "are in no `nn.Linear` and stay frozen.",
+            "Members adapt %.0f %% of the base's weights, embeddings apart. The other weights stay frozen, because "
+            "they are in no `nn.Linear`: experts of a mixture, for example.",
             100 * share,
         )
 
 
-def _size(weight: torch.Tensor) -> int:
-    """Number of elements; ZeRO-3 keeps it aside."""
+def _count_elements(weight: torch.Tensor) -> int:
+    """Counts the elements of a weight. ZeRO-3 empties a partitioned weight and keeps the number in `ds_numel`."""
     return int(getattr(weight, "ds_numel", weight.numel()))
 
 
 def routed_layers(model: nn.Module) -> dict[str, RoutedLinear]:
-    """Routed layers of a model, by dotted name in `model.named_modules()`."""
+    """Finds the routed layers of a model. The keys are their names in `model.named_modules()`."""
     found: dict[str, RoutedLinear] = {}
 
     def walk(module: nn.Module, path: str) -> None:
         if isinstance(module, RoutedLinear):
-            found[path] = module  # not into it: most modules of a large population are members' factors
+            # The walk stops here: in a large population most modules are the factors inside routed layers.
+            found[path] = module
             return
         for name, child in module.named_children():
             walk(child, f"{path}.{name}" if path else name)

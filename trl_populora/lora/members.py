@@ -1,6 +1,15 @@
-"""One member of a live model: its weights are read, written and reset, its gradients clipped, on any backend.
+"""One member of a live model: read and write its weights, reset its optimizer state, clip its gradients.
 
-Every function is collective: under ZeRO and FSDP all ranks have to call it, in the same order.
+    live model --read_member--> factors on the CPU {"...lora_A.weight": [r, in], "...lora_B.weight": [out, r], ...}
+               <-write_member-- |
+                                `--save_factors--> a PEFT adapter directory
+
+    backward --> gradients --clip_member_grad_norms--> norm per member [M] --> optimizer step, one group per member
+
+All of it works on a single device and under DDP, FSDP and ZeRO. Every function that takes a model is collective: under
+ZeRO and FSDP all ranks have to call it, in the same order.
+
+Shapes: M members, r LoRA rank.
 """
 
 from __future__ import annotations
@@ -23,31 +32,37 @@ from trl_populora.files import FORMAT, read_json, write_json
 from .layers import routed_layers
 
 
-# Says beside an adapter at which optimizer step it was saved, so that equal adapters are equal files.
+# This file lies beside an adapter and says at which optimizer step it was saved. The adapter's own file does not, so
+# that equal adapters are equal files.
 MEMBER_FILE = "member.json"
 
-# Wrappers that put themselves between a module and its name; saved adapters must not know them.
+# What `torch.compile` and activation checkpointing add to the names of modules. Saved adapters must not have it.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-# Optimizer state that is empty when all zero. Other state (quantised moments, say) is dropped and made anew.
+# Optimizer state that is new again when it is set to zero. Other state, such as quantised moments, is deleted: the
+# optimizer makes it anew.
 _ZERO_STATE = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 
 
 def member_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """
-    The live parameters of one member, by PEFT state-dict key without the adapter name, in the order of the model.
+    Finds the live parameters of one member.
 
-    PEFT's own selection by name is not used: it matches sub-strings, so that `teacher_1` would also find `teacher_10`.
+    PEFT's own selection by name is not used, because it matches sub-strings: `teacher_1` would also find
+    `teacher_10`.
 
     Args:
-        model: The `PeftModel`, or a DDP, DeepSpeed, FSDP or compiled wrapper of it.
+        model: The `PeftModel`, or a DDP, DeepSpeed, FSDP or compiled wrapper around it.
         name: The member.
+
+    Returns:
+        Parameters in the order of the model. A key is PEFT's state-dict key without the adapter name.
 
     Raises:
         `KeyError`: If the model has no member of that name.
     """
     parameters = {}
-    for path, layer in routed_layers(peft_model(model)).items():
+    for path, layer in routed_layers(unwrap_peft_model(model)).items():
         for part in _WRAPPER_PARTS:
             path = path.replace(part, "")
         if name not in layer.members:
@@ -57,18 +72,19 @@ def member_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def peft_model(model: nn.Module) -> PeftModel:
-    """The `PeftModel` inside whatever wraps it."""
+def unwrap_peft_model(model: nn.Module) -> PeftModel:
+    """Takes the `PeftModel` out of whatever wraps it."""
     return model if isinstance(model, PeftModel) else extract_model_from_parallel(model)
 
 
 def is_zero_parameter(parameter: nn.Parameter) -> bool:
-    """Whether DeepSpeed's ZeRO keeps a master copy of the parameter (`ds_id` marks stage 3, `_hp_mapping` 1 and 2)."""
+    """Says whether DeepSpeed's ZeRO keeps an fp32 master copy of a parameter."""
+    # DeepSpeed sets `ds_id` in stage 3, and `_hp_mapping` in stages 1 and 2.
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
 def keep_fp32(model: nn.Module) -> None:
-    """Makes members fp32 again: TRL rounds those of a quantised base to bf16, in which small updates are lost."""
+    """Makes members fp32 again. TRL casts the adapters of a quantised base to bf16, which loses small updates."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -76,25 +92,28 @@ def keep_fp32(model: nn.Module) -> None:
 
 def read_member(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """
-    A copy of one member's full factors on the CPU; under ZeRO of the master, which is what training continues from.
+    Copies one member's factors to the CPU, whole even where ranks hold parts of them.
+
+    Under ZeRO the copy is made from the fp32 master, because training continues from the master.
 
     Args:
         model: The model, wrapped or not.
         name: The member.
-        dtype: Of the copy.
+        dtype: Type of the copy.
 
     Returns:
-        `dict[str, torch.Tensor]`: Per layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.
+        For each layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`. The keys are those of [`member_parameters`].
     """
-    return {key: _full_tensor(parameter, dtype) for key, parameter in member_parameters(model, name).items()}
+    return {key: _copy_full(parameter, dtype) for key, parameter in member_parameters(model, name).items()}
 
 
 def adds_nothing(model: nn.Module, name: str) -> bool:
-    """Whether a member still is the base: its `B` are zero, as they are before its first update. Collective."""
+    """Says whether a member still computes what the base computes: all its `B` are zero, as before any update."""
     return not any(value.any() for key, value in read_member(model, name).items() if "lora_B" in key)
 
 
-def _full_tensor(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+def _copy_full(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """Copies a parameter to the CPU, gathered from all ranks."""
     if isinstance(parameter, DTensor):
         value = parameter.full_tensor()
     elif is_zero_parameter(parameter):
@@ -109,32 +128,36 @@ def _full_tensor(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
 @torch.no_grad()
 def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor]) -> None:
     """
-    Overwrites one member in place, so that the next forward already sees it and no optimizer step undoes it.
+    Overwrites the weights of one member in place. The next forward computes with the new weights.
 
-    ZeRO keeps an fp32 master copy from which each step rewrites the live tensor, and setting the master leaves the
-    live tensor as it is until then. Both are written.
+    ZeRO has two copies: the live tensor, which a forward reads, and an fp32 master, from which each optimizer step
+    rewrites the live tensor. Both are written here. With only the live tensor, the next step would undo the change.
+    With only the master, forwards before that step would miss it.
 
     Args:
         model: The model, wrapped or not.
         name: The member to overwrite.
-        factors: As returned by [`read_member`]; the same on every rank.
+        factors: As [`read_member`] returns them. Every rank must pass the same.
 
     Raises:
-        `ValueError`: If keys are missing or unexpected, or a shape differs.
+        `ValueError`: If keys are missing or unexpected, or if a shape differs.
     """
     parameters = member_parameters(model, name)
     if parameters.keys() != factors.keys():
         missing, unexpected = sorted(parameters.keys() - factors.keys()), sorted(factors.keys() - parameters.keys())
         raise ValueError(f"`factors` for {name!r} must have the member's keys: missing {missing}, extra {unexpected}.")
+    # All shapes are checked before anything is written, so that a member is never half old and half new.
     for key, parameter in parameters.items():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # a partitioned ZeRO-3 parameter looks empty
+        # A parameter that ZeRO-3 has partitioned looks empty. `ds_shape` keeps its shape.
+        shape = getattr(parameter, "ds_shape", parameter.shape)
         if shape != factors[key].shape:
             raise ValueError(f"{key!r} must have shape {tuple(shape)}, got {tuple(factors[key].shape)}.")
     for key, parameter in parameters.items():
-        _write(parameter, factors[key])
+        _write_parameter(parameter, factors[key])
 
 
-def _write(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def _write_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Writes a whole tensor into a parameter: into this rank's part, and into ZeRO's master if there is one."""
     if isinstance(parameter, DTensor):
         value = value.to(device=parameter.to_local().device, dtype=parameter.dtype)
         parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
@@ -148,7 +171,9 @@ def _write(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if hasattr(parameter, "ds_id"):
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(value)
-        if parameter.ds_persist:  # leaving the block has partitioned it, which a kept parameter is only until a step
+        # Leaving the block partitions even a parameter that ZeRO-3 keeps whole. Routed layers read it before the next
+        # optimizer step, which would gather it.
+        if parameter.ds_persist:
             parameter.all_gather()
     else:
         parameter.data.copy_(value)
@@ -158,19 +183,20 @@ def _write(parameter: nn.Parameter, value: torch.Tensor) -> None:
 @torch.no_grad()
 def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
     """
-    Makes the optimizer treat a member as one it has never stepped: moments and `step` are zero.
+    Makes the optimizer treat a member as one that it has never stepped: its moments and its `step` become zero.
 
-    A kept `step` with zero moments would give the member a first update of more than three times the learning rate.
+    With zero moments and an old `step`, Adam would not correct the bias of the moments. The member's first update
+    would then be more than three times the learning rate.
 
     Args:
-        optimizer: The trainer's optimizer; accelerate's and DeepSpeed's wrappers are opened.
+        optimizer: The trainer's optimizer. It may be wrapped by accelerate or DeepSpeed.
         model: The model, wrapped or not.
         name: The member.
 
     Raises:
-        `RuntimeError`: Under ZeRO, if the member shares a parameter group with anything else.
+        `RuntimeError`: Under ZeRO, if the member shares a parameter group with other parameters.
     """
-    for states, key, group in _optimizer_entries(optimizer, model, name):
+    for states, key, group in _find_optimizer_entries(optimizer, model, name):
         state = states.get(key, {})
         if not _ZERO_STATE.issuperset(state):
             del states[key]
@@ -180,16 +206,18 @@ def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, na
                 value.zero_()
             else:
                 state[entry] = 0
-        if "step" in group:  # DeepSpeed's FusedAdam counts per group
+        # DeepSpeed's FusedAdam counts steps per group, not per parameter.
+        if "step" in group:
             group["step"] = 0
 
 
-def _optimizer_entries(optimizer, model: nn.Module, name: str) -> list[tuple[dict, torch.Tensor, dict]]:
+def _find_optimizer_entries(optimizer, model: nn.Module, name: str) -> list[tuple[dict, torch.Tensor, dict]]:
     """
-    Where the optimizer keeps a member's state: the mapping of states, the key in it, and the parameter group.
+    Finds where the optimizer keeps a member's state.
 
-    ZeRO steps flat fp32 partitions, not parameters. Its own accessors (`safe_get_full_optimizer_state`) are not used:
-    in 0.19 they are linked after the first group's first step and know no state of the other groups.
+    Returns:
+        Triples: the mapping of all states, a key of this mapping, and the parameter group of the key. The key is a
+        parameter of the member. Under ZeRO it is the flat fp32 partition that holds a group's parameters.
     """
     parameters = list(member_parameters(model, name).values())
     if isinstance(optimizer, AcceleratedOptimizer):
@@ -197,6 +225,8 @@ def _optimizer_entries(optimizer, model: nn.Module, name: str) -> list[tuple[dic
     if not is_zero_parameter(parameters[0]):
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         return [(optimizer.state, p, groups[id(p)]) for p in parameters]
+    # ZeRO steps flat fp32 partitions. DeepSpeed's accessor (`safe_get_full_optimizer_state`) is not used: in 0.19 it
+    # is set up after the first step of the first group, and knows no state of the other groups.
     stage3 = hasattr(parameters[0], "ds_id")
     groups = optimizer.fp16_groups if stage3 else optimizer.bit16_groups
     flats = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
@@ -225,46 +255,53 @@ def save_member(
     Args:
         model: The model, wrapped or not.
         name: The member.
-        directory: Where `adapter_config.json` and `adapter_model.safetensors` go; made if absent.
-        write: Whether this rank writes. All ranks call, because reading is collective, and the main one writes.
-        step: Optimizer steps so far, which [`saved_step`] returns.
+        directory: Gets `adapter_config.json` and `adapter_model.safetensors`. It is made if it does not exist.
+        write: Whether this rank writes. All ranks have to call, because reading is collective, and one of them writes.
+        step: Optimizer steps so far. [`read_saved_step`] reads this number back.
     """
     factors = read_member(model, name)
     if write:
-        save_factors(factors, peft_model(model).peft_config[name], directory, step)
+        save_factors(factors, unwrap_peft_model(model).peft_config[name], directory, step)
 
 
 def save_factors(
     factors: Mapping[str, torch.Tensor], config: LoraConfig, directory: str | Path, step: int | None = None
 ) -> None:
-    """Saves factors, as returned by [`read_member`], as an ordinary PEFT adapter directory; made if absent."""
+    """
+    Saves factors, as [`read_member`] returns them, as an ordinary PEFT adapter directory. Arguments are as in
+    [`save_member`].
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.copy(config)
     config.inference_mode = True
-    # PEFT holds the targets as a set, whose order changes with the hash seed: same run, same bytes.
+    # PEFT holds the targets in a set. The order of a set changes with the hash seed, so equal runs would differ.
     if not isinstance(config.target_modules, str):
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(directory)
-    # The same bytes as from tensors, in half the time.
+    # Saving arrays gives the same bytes as saving tensors, in half the time.
     arrays = {key: value.numpy() for key, value in factors.items()}
     save_file(arrays, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    # The step comes last: of a process that is killed in between, the adapter counts as of its earlier step.
+    # The step is written last. If the process is killed before that, the adapter counts as one of an earlier step.
     if step is not None:
         write_json(directory / MEMBER_FILE, {"format": FORMAT, "step": step})
 
 
-def saved_step(directory: str | Path) -> int | None:
+def read_saved_step(directory: str | Path) -> int | None:
     """
-    The optimizer step at which an adapter was saved; `None` if it does not say, as those of others and of early runs.
+    Reads the optimizer step at which an adapter was saved.
+
+    Returns:
+        The step; `None` if the directory does not say it. Adapters that other programs made do not.
 
     Raises:
-        `ValueError`: If one of its files is missing or broken.
+        `ValueError`: If a file of the adapter is missing or broken.
     """
     path, about = Path(directory, "adapter_model.safetensors"), Path(directory, MEMBER_FILE)
     try:
         with safe_open(path, "np") as file:
-            mark = (file.metadata() or {}).get("populora_step")  # where early runs said it
+            # Early versions of this package wrote the step here. Opening the file also finds one that was cut off.
+            mark = (file.metadata() or {}).get("populora_step")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
     if about.exists():
@@ -272,17 +309,18 @@ def saved_step(directory: str | Path) -> int | None:
     return None if mark is None else int(mark)
 
 
-# One optimizer life per member: its parameter group, its gradient norm, its right to stand still.
+# Each member is optimised as if it trained alone: it has its own parameter group and gradient norm, and it stands
+# still in a step in which it has no rows.
 
 
 def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_decay: float = 0.0) -> list[dict]:
     """
-    One parameter group per member, in the order of `rates`.
+    Makes one parameter group per member, in the order of `rates`.
 
     Args:
         model: The model.
-        rates: The members' learning rates.
-        weight_decay: Weight decay of all members.
+        rates: Learning rate of each member, by name.
+        weight_decay: Weight decay of every member.
     """
     return [
         {
@@ -302,25 +340,27 @@ def clip_member_grad_norms(
     """
     Clips the gradients of each member by that member's own norm, with the rule of `torch.nn.utils.clip_grad_norm_`.
 
-    A norm over all adapters would let the loudest member decide how far the others may move. Under ZeRO it has to run
-    between backward and step (see [`MemberClipper`]); it is collective there and under FSDP.
+    With one norm over all adapters, a member with large gradients would shrink the updates of all others. Under ZeRO
+    call it between backward and step (see [`MemberClipper`]).
 
     Args:
         model: The model after the backward, wrapped or not.
         names: The members.
-        max_norm: Largest norm per member; 0 or below only measures.
-        loss_scale: What the gradients were, and stay, multiplied by.
+        max_norm: Largest norm per member. With 0 or less the norms are measured and nothing is clipped.
+        loss_scale: The factor that the gradients are multiplied by (fp16). Gradients keep it; norms are without it.
 
     Returns:
-        `dict[str, float]`: Norm of each member before clipping, without the scale; `0.0` without gradients.
+        Norm of each member before clipping; 0.0 for a member without gradients.
     """
-    gradients = {name: _local_gradients(model, name) for name in names}
+    gradients = {name: _find_gradients(model, name) for name in names}
     first = next(iter(member_parameters(model, names[0]).values()))
-    squares = torch.stack([_square_sum(gradients[name], first.device) for name in names])
+    squares = torch.stack([_sum_squares(gradients[name], first.device) for name in names])
+    # Under ZeRO each rank has summed the squares of its own shards only.
     if is_zero_parameter(first):
         torch.distributed.all_reduce(squares)
     norms = squares.sqrt() / loss_scale
     if max_norm > 0:
+        # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
         factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
         for name, factor in zip(names, factors.tolist(), strict=True):
             for gradient in gradients[name]:
@@ -328,25 +368,27 @@ def clip_member_grad_norms(
     return dict(zip(names, norms.tolist(), strict=True))
 
 
-def _local_gradients(model: nn.Module, name: str) -> list[torch.Tensor]:
-    """Gradient tensors of a member that can be changed in place: whole ones, or this rank's shards under ZeRO."""
+def _find_gradients(model: nn.Module, name: str) -> list[torch.Tensor]:
+    """Finds the gradients of a member as tensors to change in place. Under ZeRO they are this rank's shards."""
     parameters = member_parameters(model, name).values()
     if not is_zero_parameter(next(iter(parameters))):
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
     if hasattr(next(iter(parameters)), "ds_id"):
-        return [_stage3_gradient(parameter) for parameter in parameters]
-    # A parameter without a mapping lies wholly in another rank's partition.
+        return [_find_stage3_gradient(parameter) for parameter in parameters]
+    # The whole of a parameter without a mapping lies in another rank's partition.
     owned = [parameter for parameter in parameters if parameter._hp_mapping is not None]
     return [parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group) for parameter in owned]
 
 
-def _stage3_gradient(parameter: nn.Parameter) -> torch.Tensor:
+def _find_stage3_gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter._z3_optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)[0]
 
 
-def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _sum_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sums the squares of all elements of some gradients, in fp32."""
     if not gradients:
         return torch.zeros((), device=device)
+    # One call computes the norms of all tensors. A loop would start kernels for each of them.
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
     total = torch.linalg.vector_norm(norms.full_tensor() if isinstance(norms, DTensor) else norms)
     return total.square().to(device)
@@ -354,13 +396,13 @@ def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Te
 
 def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
     """
-    Takes the gradients of members that have no rows in this step away, so that the optimizer leaves them alone.
+    Removes the gradients of members that have no rows in this step, so that the optimizer leaves these members alone.
 
-    With zero gradients instead, Adam would still move them by their momentum and advance their `step`. Call it on
+    With gradients of zero Adam would still move such a member by its momentum, and advance its `step`. Call it on
     every rank with the same names, after the last backward of the step.
 
     Raises:
-        `RuntimeError`: Under ZeRO, which always steps a whole parameter group.
+        `RuntimeError`: Under ZeRO, which always steps every parameter group.
     """
     for name in names:
         for parameter in member_parameters(model, name).values():
@@ -375,21 +417,25 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
 
 class MemberClipper:
     """
-    Clips every member by its own norm before each optimizer step, under DeepSpeed as elsewhere.
+    Clips every member by its own norm before each optimizer step, with DeepSpeed and without.
 
     Args:
         names: The members.
-        max_norm: Largest norm per member; 0 or below only measures.
+        max_norm: Largest norm per member. With 0 or less the norms are measured and nothing is clipped.
     """
 
     def __init__(self, names: Sequence[str], max_norm: float):
         self.names, self.max_norm = names, max_norm
-        self._found_inside: dict[str, float] | None = None  # in the last step of a DeepSpeed engine
+        # Norms that a DeepSpeed engine's last step has measured; `None` without DeepSpeed.
+        self._found_inside: dict[str, float] | None = None
 
     def clip_inside(self, engine) -> None:
         """
-        Lets a `DeepSpeedEngine` clip per member from now on. It runs backward, clipping and step in one call, so the
-        place between them is reached by going in front of `engine.step`; its own, joint clipping is switched off.
+        Makes a `DeepSpeedEngine` clip per member in every later step.
+
+        accelerate calls the engine's backward and step together, so a trainer gets no chance between the two. This
+        method therefore puts the clipping in front of `engine.step`, and switches off DeepSpeed's clipping by one
+        norm over all members.
         """
         if self._found_inside is not None:
             return
@@ -397,7 +443,7 @@ class MemberClipper:
         engine.optimizer.clip_grad = 0.0
 
         def clip_and_step(*args, **kwargs):
-            # In fp16 gradients are scaled here still: DeepSpeed unscales them in its step.
+            # In fp16 the gradients still carry the loss scale: DeepSpeed removes it inside its step.
             scale = engine.optimizer.loss_scale
             self._found_inside = clip_member_grad_norms(engine, self.names, self.max_norm, scale)
             return step(*args, **kwargs)
@@ -406,8 +452,14 @@ class MemberClipper:
 
     def clip(self, model: nn.Module, busy: Container[str]) -> dict[str, float]:
         """
-        Each member's norm before clipping. Those that are not `busy` in this step lose their gradients (see
-        [`withhold_gradients`]).
+        Clips every member, and removes the gradients of idle members (see [`withhold_gradients`]).
+
+        Args:
+            model: The model after the backward, wrapped or not.
+            busy: Members that have rows in this step. All others are idle.
+
+        Returns:
+            Norm of each member before clipping.
         """
         norms = self._found_inside
         if norms is None:
@@ -416,7 +468,7 @@ class MemberClipper:
         return norms
 
 
-# What DeepSpeed's ZeRO-3 has to be told before it partitions a model with routed layers.
+# What DeepSpeed's ZeRO-3 must know before it partitions a model with routed layers.
 
 
 _THRESHOLD = "stage3_param_persistence_threshold"
@@ -424,14 +476,15 @@ _THRESHOLD = "stage3_param_persistence_threshold"
 
 def keep_adapters_whole(plugin: DeepSpeedPlugin, model: nn.Module) -> None:
     """
-    Makes ZeRO-3 leave the members' matrices on every rank while it partitions the base.
+    Makes ZeRO-3 keep the members' matrices whole on every rank, while it partitions the base.
 
-    Routed layers read `lora_A[name].weight` without calling the submodule, so nothing would gather it. DeepSpeed keeps
-    parameters of up to `stage3_param_persistence_threshold` elements whole; the value is raised to the largest LoRA
-    matrix, never lowered. Does nothing for other stages.
+    DeepSpeed gathers a partitioned parameter when its module is called. Routed layers read `lora_A[name].weight`
+    without calling the module, so a partitioned matrix would stay empty. DeepSpeed does not partition parameters of up
+    to `stage3_param_persistence_threshold` elements. This function raises the threshold to the size of the largest
+    LoRA matrix; a higher threshold stays. In other stages it does nothing.
 
     Args:
-        plugin: `accelerator.state.deepspeed_plugin`, before the model is prepared.
+        plugin: `accelerator.state.deepspeed_plugin`. The model must not be prepared yet.
         model: The model with its members.
     """
     if plugin.zero_stage != 3:

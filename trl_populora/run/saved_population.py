@@ -19,7 +19,7 @@ from trl import GRPOConfig
 from trl_populora import __version__
 from trl_populora.evaluate.held_out import HeldOut
 from trl_populora.files import FORMAT, without_secrets
-from trl_populora.lora.members import saved_step
+from trl_populora.lora.members import read_saved_step
 from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.step.play import Game
 from trl_populora.tasks.archive import archive_step
@@ -283,7 +283,7 @@ def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[st
     wanted = [member["adapter"] for member in saved["members"]] if adapters is None else adapters
     if not all((root / each / "adapter_model.safetensors").exists() for each in wanted):
         raise ValueError(f"{root} was not saved to its end; use a checkpoint of it, or resume it.")
-    steps = {each: saved_step(root / each) for each in wanted}
+    steps = {each: read_saved_step(root / each) for each in wanted}
     if (archive := root / "archive.parquet").exists():
         steps[archive.name] = archive_step(archive)
     for name, step in steps.items():
