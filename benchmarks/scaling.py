@@ -40,7 +40,7 @@ from step_overhead import PHASES, CpuClock, FixedLengthTrainer, Recorder, make_t
 
 from trl_populora import trainer as populora_trainer  # noqa: E402
 from trl_populora.population import evolution  # noqa: E402
-from trl_populora.step import play  # noqa: E402
+from trl_populora.step import play as step_play  # noqa: E402
 
 
 PAIRS = 2  # teachers, and students, where members do not grow
@@ -81,7 +81,7 @@ def sweep(
 ) -> dict[str, dict[str, float]]:
     """Seconds by phase of a step of each size, given as pairs of members and rows; trainers train in turn."""
     clock = CpuClock()
-    for module in (rollout, populora_trainer, evolution):  # whose own timers name the phases
+    for module in (step_play, populora_trainer, evolution):  # whose own timers name the phases
         module.time = SimpleNamespace(perf_counter=clock)
     trainers: dict[str, tuple[FixedLengthTrainer, Recorder]] = {
         name: make_trainer(

@@ -44,7 +44,7 @@ from transformers import TrainerCallback  # noqa: E402
 from trl_populora import trainer as populora_trainer  # noqa: E402
 from trl_populora.config import PopuLoRAConfig  # noqa: E402
 from trl_populora.population import evolution  # noqa: E402
-from trl_populora.step import play  # noqa: E402
+from trl_populora.step import play as step_play  # noqa: E402
 from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
 
 
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="counted steps per round and side")
     options = parser.parse_args()
     clock = CLOCKS[options.clock]()
-    for module in (rollout, populora_trainer, evolution):  # whose own timers name the phases
+    for module in (step_play, populora_trainer, evolution):  # whose own timers name the phases
         module.time = SimpleNamespace(perf_counter=clock)
     with tempfile.TemporaryDirectory() as directory:
         sides = {

@@ -67,7 +67,7 @@ from trl.generation import vllm_generation  # noqa: E402
 from trl_populora import trainer as populora_trainer  # noqa: E402
 from trl_populora.assets import resolve_model_path  # noqa: E402
 from trl_populora.config import PopuLoRAConfig  # noqa: E402
-from trl_populora.step import play  # noqa: E402
+from trl_populora.step import play as step_play  # noqa: E402
 from trl_populora.step.pay import Answer, Outcome, Rules  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
 from trl_populora.step.rows import Played, Row  # noqa: E402
@@ -446,7 +446,7 @@ def main() -> None:
     if options.model and not options.vllm:
         COMMON.update(bf16=True)
     clock = CLOCKS[options.clock]()
-    for module in (rollout, populora_trainer):  # whose own timers name the phases
+    for module in (step_play, populora_trainer):  # whose own timers name the phases
         module.time = SimpleNamespace(perf_counter=clock)
     where = torch.cuda.get_device_name() if options.gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{where}, {options.clock} seconds; torch {torch.__version__}")
