@@ -8,11 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
-
-from trl_populora.files import is_file_name
 
 
 ROLES = ("teacher", "student")
@@ -20,20 +17,6 @@ ROLES = ("teacher", "student")
 # TrueSkill's own prior (Herbrich et al., 2006), which PopuLoRA keeps: nothing is known of a member of the first step.
 PRIOR_MU = 25.0
 PRIOR_SIGMA = 25.0 / 3
-
-
-def _check_places(path: Path, member: Mapping[str, Any]) -> str:
-    """Refuses a member whose files would be elsewhere; returns its name."""
-    name = member.get("name")
-    if not is_file_name(name):
-        raise ValueError(f"{path}: field `members.name` is {name!r}; it may hold only letters, digits, `_` and `-`.")
-    directory, _, adapter = str(member.get("adapter")).partition("/")
-    if directory != "members" or not is_file_name(adapter):
-        raise ValueError(
-            f"{path}: field `members.adapter` is {member.get('adapter')!r}; it must be `members/<name>`, a name of "
-            "letters, digits, `_` and `-`."
-        )
-    return str(name)
 
 
 @dataclass
