@@ -72,7 +72,7 @@ class Birth:
     A planned replacement: everything that decides the child except the parents' weights.
 
     Args:
-        slot: Name of the member that goes.
+        name: Name of the member that goes. Its child takes over the name.
         role: Its role.
         parents: One or two surviving members, the fitter first.
         operator: Name of a mutation (one parent) or crossover (two).
@@ -80,7 +80,7 @@ class Birth:
         seed: Seed of the operator's generator.
     """
 
-    slot: str
+    name: str
     role: str
     parents: tuple[str, ...]
     operator: str
@@ -148,7 +148,7 @@ def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Membe
     return eligible[: max(1, int(fraction * len(members)))]
 
 
-def tournament(candidates: Sequence[Member], size: int, rng: random.Random) -> Member:
+def hold_tournament(candidates: Sequence[Member], size: int, rng: random.Random) -> Member:
     """The fittest of `size` candidates drawn without replacement (all of them if there are fewer)."""
     drawn = rng.sample(list(candidates), min(size, len(candidates)))
     return max(drawn, key=lambda member: (Population.fitness(member), -member.index))
@@ -171,11 +171,11 @@ def plan_births(population: Population, breeding: Breeding, rng: random.Random) 
         culled = cull(members, breeding.cull_fraction, breeding.evolve_burn_in)
         survivors = [member for member in members if member not in culled]
         for member in culled:
-            parents = [tournament(survivors, breeding.tournament_size, rng)]
+            parents = [hold_tournament(survivors, breeding.tournament_size, rng)]
             table, strength = mutations, breeding.mutation_strength
             if len(survivors) > 1 and rng.random() < breeding.crossover_rate:
                 others = [survivor for survivor in survivors if survivor is not parents[0]]
-                parents.append(tournament(others, breeding.tournament_size, rng))
+                parents.append(hold_tournament(others, breeding.tournament_size, rng))
                 parents.sort(key=Population.fitness, reverse=True)
                 table, strength = crossovers, 1.0
             (operator,) = rng.choices(list(table), list(table.values()))
@@ -190,7 +190,7 @@ def breed(birth: Birth, parents: Sequence[Factors]) -> Factors:
     return operator(*parents, torch.Generator().manual_seed(birth.seed), strength=birth.strength)
 
 
-def newborn_rating(parents: Sequence[Member]) -> tuple[float, float]:
+def rate_newborn(parents: Sequence[Member]) -> tuple[float, float]:
     """
     Rating `(mu, sigma)` to start with: mu is the parents' mean, and sigma^2 the mean of their sigma^2 plus
     (prior sigma / 2)^2, at most the prior's. The child is near its parents, but how near has to be seen.
@@ -202,7 +202,7 @@ def newborn_rating(parents: Sequence[Member]) -> tuple[float, float]:
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
 
 
-def learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
+def find_learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
     """The roles that evolve. With `teacher_learning_rate` set, a role whose learning rate is 0 does not."""
     if teachers is None:
         return ROLES
@@ -277,14 +277,14 @@ class EvolutionCallback(TrainerCallback):
         return events
 
     def _give_birth(self, birth: Birth, step: int) -> dict[str, Any]:
-        slot, parents = self.population[birth.slot], [self.population[name] for name in birth.parents]
-        before = {"member": slot.identity, "mu": slot.mu, "sigma": slot.sigma, "age": slot.age}
+        member, parents = self.population[birth.name], [self.population[name] for name in birth.parents]
+        before = {"member": member.identity, "mu": member.mu, "sigma": member.sigma, "age": member.age}
         factors = [self.read(parent.name) for parent in parents]
-        child = self._share_from_main(breed(birth, factors))
+        child = self._broadcast_from_main(breed(birth, factors))
         likeness = [compare(child, parent) for parent in factors]
-        mu, sigma = newborn_rating(parents)
+        mu, sigma = rate_newborn(parents)
         self.replace(
-            birth.slot,
+            birth.name,
             child,
             step=step,
             parents=tuple(parent.identity for parent in parents),
@@ -295,7 +295,7 @@ class EvolutionCallback(TrainerCallback):
         return {
             "step": step,
             "role": birth.role,
-            "child": slot.identity,
+            "child": member.identity,
             "replaced": before,
             "parents": [{"member": p.identity, "mu": p.mu, "sigma": p.sigma, "age": p.age} for p in parents],
             "operator": birth.operator,
@@ -303,11 +303,11 @@ class EvolutionCallback(TrainerCallback):
             "seed": birth.seed,
             "mu": mu,
             "sigma": sigma,
-            "cosine": [_number(pair["cosine"]) for pair in likeness],
-            "norm_ratio": [_number(pair["norm_ratio"]) for pair in likeness],
+            "cosine": [_drop_nan(pair["cosine"]) for pair in likeness],
+            "norm_ratio": [_drop_nan(pair["norm_ratio"]) for pair in likeness],
         }
 
-    def _share_from_main(self, factors: Factors) -> Factors:
+    def _broadcast_from_main(self, factors: Factors) -> Factors:
         """Rank 0's values on every rank."""
         process = PartialState()
         if process.num_processes == 1:
@@ -315,5 +315,5 @@ class EvolutionCallback(TrainerCallback):
         return {key: broadcast(value.to(process.device)).cpu() for key, value in factors.items()}
 
 
-def _number(value: float) -> float | None:
+def _drop_nan(value: float) -> float | None:
     return None if math.isnan(value) else value

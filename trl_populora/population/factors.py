@@ -29,7 +29,7 @@ BLOCK = 4096
 _DOWN, _UP = "lora_A", "lora_B"
 
 
-def modules_of(factors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+def pair_factors(factors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """
     Pairs of keys (A, B), one per adapted module, in the order of the dict.
 
@@ -55,19 +55,19 @@ def modules_of(factors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _inner(first: Factors, second: Factors) -> Tensor:
+def _multiply_products(first: Factors, second: Factors) -> Tensor:
     """Inner product of the two products B A, per module (`[modules]`, fp64), without forming either."""
     values = []
-    for down, up in modules_of(first):
+    for down, up in pair_factors(first):
         ups = first[up].float().T @ second[up].float()
         downs = first[down].float() @ second[down].float().T
         values.append((ups.double() * downs.double()).sum())
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
 
 
-def product_norms(factors: Factors) -> Tensor:
+def compute_product_norms(factors: Factors) -> Tensor:
     """Frobenius norm of B A per module (`[modules]`, fp64)."""
-    return _inner(factors, factors).clamp(min=0).sqrt()
+    return _multiply_products(factors, factors).clamp(min=0).sqrt()
 
 
 def compare(child: Factors, parent: Factors) -> dict[str, float]:
@@ -80,15 +80,15 @@ def compare(child: Factors, parent: Factors) -> dict[str, float]:
     Returns:
         `dict[str, float]`: `cosine` and `norm_ratio`; both NaN if the parent is zero, `cosine` also if the child is.
     """
-    ours, theirs = (float(_inner(f, f).sum().clamp(min=0).sqrt()) for f in (child, parent))
-    both = float(_inner(child, parent).sum())
+    ours, theirs = (float(_multiply_products(f, f).sum().clamp(min=0).sqrt()) for f in (child, parent))
+    both = float(_multiply_products(child, parent).sum())
     return {
         "cosine": both / (ours * theirs) if ours * theirs else math.nan,
         "norm_ratio": ours / theirs if theirs else math.nan,
     }
 
 
-def _basis(gram: Tensor) -> tuple[Tensor, Tensor]:
+def _factor_gram(gram: Tensor) -> tuple[Tensor, Tensor]:
     """
     Factor a batch of Gram matrices X^T X (`[n, R, R]`, fp64) into R with X = Q R, and the map from X back to Q = X M.
 
@@ -102,7 +102,7 @@ def _basis(gram: Tensor) -> tuple[Tensor, Tensor]:
     return roots.unsqueeze(-1) * vectors.mT, vectors * inverse.unsqueeze(-2)
 
 
-def _gram(parts: list[Tensor]) -> Tensor:
+def _compute_gram(parts: list[Tensor]) -> Tensor:
     """Inner products of the rows of all parts, `[r, width]` each (`[R, R]`, fp64)."""
     rank, width = parts[0].shape
     size = rank * len(parts), min(BLOCK, width)
@@ -134,14 +134,14 @@ def on_cores(
             the parents' products' norms. `None` leaves the norm as it comes.
     """
     batches: dict[int, list[tuple[str, str]]] = {}
-    for down, up in modules_of(parents[0]):
+    for down, up in pair_factors(parents[0]):
         batches.setdefault(parents[0][down].shape[0], []).append((down, up))
     child = dict.fromkeys(parents[0])
     for rank, pairs in batches.items():
-        down_gram = torch.stack([_gram([p[down] for p in parents]) for down, _ in pairs])
-        up_gram = torch.stack([_gram([p[up].T for p in parents]) for _, up in pairs])
+        down_gram = torch.stack([_compute_gram([p[down] for p in parents]) for down, _ in pairs])
+        up_gram = torch.stack([_compute_gram([p[up].T for p in parents]) for _, up in pairs])
         rounding = ROUNDINGS * torch.finfo(parents[0][pairs[0][0]].dtype).eps
-        down_maps, up_maps = _recombine(down_gram, up_gram, rank, combine, norm_of, rounding)
+        down_maps, up_maps = _map_factors(down_gram, up_gram, rank, combine, norm_of, rounding)
         for (down, up), down_map, up_map in zip(pairs, down_maps, up_maps, strict=True):
             of_down, of_up = down_map.split(rank, dim=1), up_map.split(rank, dim=0)
             child_down, child_up = of_down[0] @ parents[0][down].float(), parents[0][up].float() @ of_up[0]
@@ -152,17 +152,17 @@ def on_cores(
     return child
 
 
-def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of, rounding: float):
+def _map_factors(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of, rounding: float):
     """
     Child factors as fp32 linear maps of the parents' own: `[n, r, R]` for A and `[n, R, r]` for B, given the Gram
     matrices (`[n, R, R]`, fp64) of the parents' rows of A and columns of B side by side.
     """
-    to_row_space, from_row_space = _basis(down_gram)
-    to_column_space, from_column_space = _basis(up_gram)
+    to_row_space, from_row_space = _factor_gram(down_gram)
+    to_column_space, from_column_space = _factor_gram(up_gram)
     blocks = [slice(start, start + rank) for start in range(0, down_gram.shape[-1], rank)]
     cores = [to_column_space[..., block] @ to_row_space[..., block].mT for block in blocks]
     if len(cores) == 2:  # of parents that cancel each other but for their rounding nothing is left to be rescaled
-        norms, sum_norm = [norms_of(each) for each in cores], norms_of(cores[0] + cores[1])
+        norms, sum_norm = [compute_norms(each) for each in cores], compute_norms(cores[0] + cores[1])
         cores[1] = torch.where(sum_norm <= rounding * (norms[0] + norms[1]), -cores[0], cores[1])
     core = combine(cores)
 
@@ -176,8 +176,8 @@ def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of, 
     left = core @ right
 
     if norm_of is not None:
-        target = sum(weight * norms_of(each) for weight, each in zip(norm_of, cores, strict=True))
-        norm = norms_of(left)
+        target = sum(weight * compute_norms(each) for weight, each in zip(norm_of, cores, strict=True))
+        norm = compute_norms(left)
         left = left * torch.where(norm > 0, target / norm, 0.0)
 
     # The gauge (B O^T, O A): A gets orthonormal rows at the first parent's typical row norm, so that the learning rate
@@ -191,12 +191,12 @@ def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of, 
     return down_maps.float(), up_maps.float()
 
 
-def norms_of(cores: Tensor) -> Tensor:
+def compute_norms(cores: Tensor) -> Tensor:
     """Frobenius norm of each matrix (`[n, 1, 1]` of `[n, R, R]`)."""
     return cores.square().sum((-2, -1), keepdim=True).sqrt()
 
 
-def singular_bases(cores: list[Tensor]) -> tuple[Tensor, Tensor]:
+def find_singular_bases(cores: list[Tensor]) -> tuple[Tensor, Tensor]:
     """
     Orthogonal `left` and `right` (`[n, R, R]`) in which the better parent's core, and the worse one's part outside of
     its spaces, are diagonal. Entries then mean the same however the parents happen to be factored.

@@ -28,15 +28,15 @@ from trl_populora.options import find_function, is_own, list_choices
 from trl_populora.population.factors import (
     RELATIVE_ZERO,
     Factors,
-    modules_of,
-    norms_of,
+    compute_norms,
+    compute_product_norms,
+    find_singular_bases,
     on_cores,
-    product_norms,
-    singular_bases,
+    pair_factors,
 )
 
 
-def _check(strength: float, parents: Sequence[Factors]) -> None:
+def _check_arguments(strength: float, parents: Sequence[Factors]) -> None:
     if not strength >= 0:
         raise ValueError(f"`strength` must be non-negative, got {strength}.")
     first, *others = parents
@@ -60,23 +60,23 @@ def _operator(make: Callable[..., Factors]) -> Callable[..., Factors]:
     @wraps(make)
     def checked(*parents_and_generator: Any, strength: float = 1.0, **options: Any) -> Factors:
         *parents, generator = parents_and_generator
-        _check(strength, parents)
+        _check_arguments(strength, parents)
         return make(*parents, generator, strength, **options) if strength else _copy(parents[0])
 
     return checked
 
 
-def _of_cores(combine: Callable[..., Tensor]) -> Callable[..., Factors]:
+def _core_operator(combine: Callable[..., Tensor]) -> Callable[..., Factors]:
     """
     An operator on the products, from what it makes of the parents' cores: `combine(cores, generator, strength, ...)`.
 
-    With `keep_norm`, the default, each module is rescaled to the parents' norm (see [`_norm_of`]).
+    With `keep_norm`, the default, each module is rescaled to the parents' norm (see [`_weigh_norms`]).
     """
 
     @wraps(combine)
     def operator(*given: Any, keep_norm: bool = True, **options: Any) -> Factors:
         *parents, generator, strength = given
-        weights = _norm_of(strength) if len(parents) > 1 else (1.0,)
+        weights = _weigh_norms(strength) if len(parents) > 1 else (1.0,)
         return on_cores(
             parents, lambda cores: combine(cores, generator, strength, **options), weights if keep_norm else None
         )
@@ -84,17 +84,17 @@ def _of_cores(combine: Callable[..., Tensor]) -> Callable[..., Factors]:
     return _operator(operator)
 
 
-def _norm_of(strength: float) -> tuple[float, float]:
+def _weigh_norms(strength: float) -> tuple[float, float]:
     """Two parents' weights in the child's norm: the mean of the two at strength 1, the better one's towards 0."""
     part = min(strength / 2, 1.0)
     return 1 - part, part
 
 
-def _normal(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor:
+def _draw_normal(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor:
     return torch.randn(*shape, generator=generator, device=generator.device).to(like)
 
 
-def _uniform(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor:
+def _draw_uniform(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor:
     return torch.rand(*shape, generator=generator, device=generator.device).to(like)
 
 
@@ -112,10 +112,10 @@ def _add_noise(factors: Factors, pairs: list[tuple[str, str]], generator: Genera
         parent = {key: factors[key].float() for key in pair}
         noisy = {}
         for key, value in parent.items():
-            noise = _normal(value.shape, generator, value)
+            noise = _draw_normal(value.shape, generator, value)
             noisy[key] = torch.add(value, noise, alpha=scale * float(value.square().mean().sqrt()))
         if keep_norm:
-            before, after = product_norms(parent), product_norms(noisy)
+            before, after = compute_product_norms(parent), compute_product_norms(noisy)
             noisy[pair[1]] *= float(before / after) if after > 0 else 1.0
         child.update({key: noisy[key].to(factors[key].dtype) for key in pair})
     return child
@@ -133,7 +133,7 @@ def full_gaussian(
             paper gives no value; the peer package's default. A zero tensor stays zero.
         keep_norm: Rescale each module to the parent's norm, which independent noise would otherwise only ever raise.
     """
-    return _add_noise(factors, modules_of(factors), generator, strength * scale, keep_norm)
+    return _add_noise(factors, pair_factors(factors), generator, strength * scale, keep_norm)
 
 
 @_operator
@@ -149,7 +149,7 @@ def layer_gaussian(
     """
     [`full_gaussian`] on a random `fraction` of the modules (a third in the paper, at least one); the others are kept.
     """
-    pairs = modules_of(factors)
+    pairs = pair_factors(factors)
     order = torch.randperm(len(pairs), generator=generator, device=generator.device).tolist()
     chosen = order[: max(1, round(fraction * len(pairs)))]
     return _add_noise(factors, [pairs[index] for index in sorted(chosen)], generator, strength * scale, keep_norm)
@@ -166,7 +166,7 @@ def rotation(noise: Tensor, scale: float) -> Tensor:
     return torch.linalg.matrix_exp(skew * (scale / math.sqrt(noise.shape[-1])))
 
 
-@_of_cores
+@_core_operator
 def svd_perturb(cores: list[Tensor], generator: Generator, strength: float, *, scale: float = 0.1) -> Tensor:
     """
     Scale the singular values log-normally and rotate both singular bases within their spaces.
@@ -176,8 +176,8 @@ def svd_perturb(cores: list[Tensor], generator: Generator, strength: float, *, s
     """
     (core,) = cores
     left, values, right = torch.linalg.svd(core)
-    turns = [rotation(_normal(core.shape, generator, core), strength * scale) for _ in range(2)]
-    values = values * torch.exp(strength * scale * _normal(values.shape, generator, values))
+    turns = [rotation(_draw_normal(core.shape, generator, core), strength * scale) for _ in range(2)]
+    values = values * torch.exp(strength * scale * _draw_normal(values.shape, generator, values))
     return (left @ turns[0] * values.unsqueeze(-2)) @ (turns[1].mT @ right)
 
 
@@ -193,7 +193,7 @@ def component_mask(factors: Factors, generator: Generator, strength: float, *, f
         (core,) = cores
         left, values, right = torch.linalg.svd(core)
         drop = min(round(strength * fraction * values.shape[-1]), values.shape[-1])
-        rank_of = _uniform(values.shape, generator, values).argsort(-1).argsort(-1)
+        rank_of = _draw_uniform(values.shape, generator, values).argsort(-1).argsort(-1)
         return (left * (values * (rank_of >= drop)).unsqueeze(-2)) @ right
 
     return on_cores([factors], mask, norm_of=None)
@@ -208,16 +208,16 @@ def clone(better: Factors, worse: Factors, generator: Generator, strength: float
     return _copy(better)
 
 
-@_of_cores
+@_core_operator
 def average(cores: list[Tensor], generator: Generator, strength: float) -> Tensor:
     """Mean of the two products (weight `strength / 2` on the worse), truncated to rank r."""
     return _weigh(cores, (1 - strength / 2, strength / 2))
 
 
-@_of_cores
+@_core_operator
 def slerp(cores: list[Tensor], generator: Generator, strength: float) -> Tensor:
     """Point on the great circle between the two products of each module, half-way at strength 1."""
-    norms = [norms_of(core) for core in cores]
+    norms = [compute_norms(core) for core in cores]
     units = [torch.where(norm > 0, core / norm, 0.0) for core, norm in zip(cores, norms, strict=True)]
     angle = torch.acos((units[0] * units[1]).sum((-2, -1), keepdim=True).clamp(-1, 1))
     part = strength / 2
@@ -253,13 +253,13 @@ def extrapolate(
 
     def beyond(cores: list[Tensor]) -> Tensor:
         step = (factor - 1) * (cores[0] - cores[1])
-        length = norms_of(step)
-        return cores[0] + step * torch.where(length > 0, norms_of(cores[0]) / length, 0.0).clamp(max=1)
+        length = compute_norms(step)
+        return cores[0] + step * torch.where(length > 0, compute_norms(cores[0]) / length, 0.0).clamp(max=1)
 
-    return on_cores([better, worse], beyond, _norm_of(strength) if keep_norm else None)
+    return on_cores([better, worse], beyond, _weigh_norms(strength) if keep_norm else None)
 
 
-@_of_cores
+@_core_operator
 def dare(cores: list[Tensor], generator: Generator, strength: float, *, drop: float = 0.5) -> Tensor:
     """
     Drop-and-rescale mix (DARE, Yu et al., 2023): the better parent plus half of a random part of the difference.
@@ -275,13 +275,13 @@ def dare(cores: list[Tensor], generator: Generator, strength: float, *, drop: fl
     probability = min(strength * drop, 1.0)
     if probability >= 1:
         raise ValueError(f"`strength * drop` must be below 1 for the rest to be rescaled, got {strength * drop}.")
-    left, right = singular_bases(cores)
+    left, right = find_singular_bases(cores)
     difference = left.mT @ (cores[1] - cores[0]) @ right.mT
-    kept = _uniform(difference.shape, generator, difference) >= probability
+    kept = _draw_uniform(difference.shape, generator, difference) >= probability
     return cores[0] + strength / 2 * left @ (difference * kept / (1 - probability)) @ right
 
 
-@_of_cores
+@_core_operator
 def ties(cores: list[Tensor], generator: Generator, strength: float, *, density: float = 0.5) -> Tensor:
     """
     TIES (Yadav et al., 2023) by PEFT's `ties`: trim to the largest `density` of the entries, elect signs, merge.
@@ -289,7 +289,7 @@ def ties(cores: list[Tensor], generator: Generator, strength: float, *, density:
     Entries are those of the cores in the better parent's singular bases: there its own core is diagonal, so a
     conflict of signs is a component of it that the worse parent would undo. Half of the step at strength 0.5.
     """
-    left, right = singular_bases(cores)
+    left, right = find_singular_bases(cores)
     aligned = [left.mT @ core @ right.mT for core in cores]
     # Rounding where one parent has nothing would vote, and halve what the other one has there.
     aligned = [core * (core.abs() > RELATIVE_ZERO * core.abs().amax((-2, -1), keepdim=True)) for core in aligned]
@@ -298,7 +298,7 @@ def ties(cores: list[Tensor], generator: Generator, strength: float, *, density:
     return _weigh([cores[0], left @ merged @ right], (1 - strength, strength))
 
 
-@_of_cores
+@_core_operator
 def svd_subspace(cores: list[Tensor], generator: Generator, strength: float, *, fraction: float = 0.5) -> Tensor:
     """
     The better parent's top k singular components with the worse parent's components k+1 to r: rank r, no truncation.
@@ -321,7 +321,7 @@ def module_swap(better: Factors, worse: Factors, generator: Generator, strength:
     """
     Each module whole from one parent: from the worse with probability `strength / 2`. Every part keeps its own norm.
     """
-    child, pairs = _copy(better), modules_of(better)
+    child, pairs = _copy(better), pair_factors(better)
     from_worse = torch.rand(len(pairs), generator=generator, device=generator.device) < strength / 2
     for pair, swap in zip(pairs, from_worse.tolist(), strict=True):
         if swap:

@@ -27,7 +27,7 @@ __all__ = [
     "Task",
     "TaskArchive",
     "TaskKind",
-    "kinds_to_import",
+    "choose_kinds",
     "load_seed_tasks",
     "make_task",
     "resolve_kind",
@@ -53,7 +53,7 @@ def check_names(names: Any) -> None:
         raise ValueError("`task_kinds` is empty; name at least one, for example `['code_o']`.")
 
 
-def kinds_to_import(run: str, saved: Sequence[str], named: Sequence[str] | None) -> list[str]:
+def choose_kinds(run: str, saved: Sequence[str], named: Sequence[str] | None) -> list[str]:
     """
     The kinds of task that a saved run plays: those that the user names, else the saved ones.
 

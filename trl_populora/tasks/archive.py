@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from trl_populora.files import write_whole
 from trl_populora.sandbox import literals, values
-from trl_populora.tasks.python.complexity import PROGRAM_MEASURES, Coverage, signature
+from trl_populora.tasks.python.complexity import PROGRAM_MEASURES, Coverage, hash_shape
 from trl_populora.tasks.python.normal_form import normal_forms
-from trl_populora.tasks.python.programs import function_tree
+from trl_populora.tasks.python.programs import parse_function
 
 from .kind import Task
 
@@ -88,12 +88,12 @@ class TaskArchive:
 
     def add(self, task: Task) -> bool:
         """Adds a task; returns `False` and changes nothing if it is a duplicate."""
-        key = key_of(task)
+        key = hash_task(task)
         if key in self._keys:
             return False
         self._push((task, key, None))
-        self.coverage.forms.add(form_of(task.program))
-        shape = _program(task.program)[2]
+        self.coverage.forms.add(hash_form(task.program))
+        shape = _analyse(task.program)[2]
         if shape is not None:
             self.coverage.add(shape)
         return True
@@ -110,7 +110,7 @@ class TaskArchive:
 
     def note(self, task: Task, **facts: float) -> None:
         """Writes down how an archived task fared; a task that is not here any more is passed over."""
-        key = key_of(task)
+        key = hash_task(task)
         if key in self._keys:
             self._rings[task.kind].entries[self._keys[key]] = (task, key, facts)
             self._measures.update(facts.keys() - set(NOTED))
@@ -129,7 +129,7 @@ class TaskArchive:
         self.coverage.load_state_dict(coverage)
 
     def __contains__(self, task: object) -> bool:
-        return isinstance(task, Task) and key_of(task) in self._keys
+        return isinstance(task, Task) and hash_task(task) in self._keys
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -212,7 +212,7 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
             if not values.is_canonical(text):
                 raise ValueError(
                     f"{where}: column `{column}` holds {text!r:.80}, which is no canonical "
-                    f"text{_read_meaning(text, column)}. `trl_populora.tasks.make_task` writes whole tasks."
+                    f"text{_suggest_text(text, column)}. `trl_populora.tasks.make_task` writes whole tasks."
                 )
             if column == "inputs" and not isinstance(values.decode(text), tuple):
                 raise ValueError(
@@ -222,7 +222,7 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
     return task
 
 
-def _read_meaning(text: str, column: str) -> str:
+def _suggest_text(text: str, column: str) -> str:
     """
     The canonical text of a Python literal in its place, if it is one; `(3,)`, `3` and `f(3)` mean the same input.
     """
@@ -262,28 +262,28 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
     return tasks
 
 
-def key_of(task: Task) -> bytes:
+def hash_task(task: Task) -> bytes:
     """The hash by which duplicates are recognised."""
     inputs = [_sort_dictionaries(text) for text in task.inputs]
     # The order of code_f's inputs is an accident of the shuffle.
-    content = [task.kind, _program(task.program)[0], sorted(inputs) if task.visible else inputs]
+    content = [task.kind, _analyse(task.program)[0], sorted(inputs) if task.visible else inputs]
     return _hash(json.dumps([*content, " ".join(task.message.lower().split())]), 16)
 
 
-def form_of(program: str) -> int:
+def hash_form(program: str) -> int:
     """The hash of a program with its constants apart."""
-    return _program(program)[1]
+    return _analyse(program)[1]
 
 
 @lru_cache(maxsize=1024)  # a step asks several times for each of its tasks
-def _program(text: str) -> tuple[str, int, str | None]:
+def _analyse(text: str) -> tuple[str, int, str | None]:
     """
-    Of a program: its normal form, the hash of that with constants apart, and its signature (`None` if it defines no
+    Of a program: its normal form, the hash of that with constants apart, and its hash_shape (`None` if it defines no
     `f`).
     """
-    tree = function_tree(text)  # `24` or `a + b` is no program of ours though it parses
+    tree = parse_function(text)  # `24` or `a + b` is no program of ours though it parses
     exact, form = (text.strip(),) * 2 if tree is None else normal_forms(tree)
-    shape = None if tree is None else signature(tree)
+    shape = None if tree is None else hash_shape(tree)
     return exact, int.from_bytes(_hash(json.dumps(form), 8), "big"), shape
 
 
@@ -307,14 +307,14 @@ def _sort_dictionaries(text: str) -> str:
 
 
 SCHEMA_VERSION = 4
-_OTHER_KEYS = "3"  # the version before: the same columns, keys of another normal form
+_OLDER_VERSION = "3"  # the version before: the same columns, keys of another normal form
 _VERSION_KEY, _STEP_KEY = b"populora_archive", b"populora_step"
 
 # Rows written and read at a time: bounds the memory of an archive of a million tasks.
 _CHUNK = 20_000
 
 
-def schema(measures: Sequence[str] = ()) -> pa.Schema:
+def make_schema(measures: Sequence[str] = ()) -> pa.Schema:
     """
     Columns of the table; `key` is the hash by which duplicates are recognised, in hex. A user's own kinds add
     `measures`.
@@ -345,15 +345,15 @@ def save_archive(archive: TaskArchive, path: str | Path, step: int | None = None
     """
     import pyarrow.parquet as pq
 
-    entries, columns = iter(archive.entries()), schema(archive.measures)
+    entries, columns = iter(archive.entries()), make_schema(archive.measures)
     if step is not None:
         columns = columns.with_metadata({**columns.metadata, _STEP_KEY: str(step)})
     with write_whole(path) as unfinished, pq.ParquetWriter(unfinished, columns, compression="zstd") as writer:
         while chunk := list(islice(entries, _CHUNK)):
-            writer.write_batch(_batch(chunk, archive.measures))
+            writer.write_batch(_make_batch(chunk, archive.measures))
 
 
-def archive_step(path: str | Path) -> int | None:
+def read_archive_step(path: str | Path) -> int | None:
     """
     The optimizer step at which an archive was saved; `None` if it does not say, as those of early runs.
 
@@ -391,49 +391,49 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
     with file:
         found = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode()
-        if found not in (str(SCHEMA_VERSION), _OTHER_KEYS):
+        if found not in (str(SCHEMA_VERSION), _OLDER_VERSION):
             raise ValueError(
                 f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
                 f"{SCHEMA_VERSION}. The tasks themselves can seed a new run: pass the table as `train_dataset`."
             )
-        for field in schema():
+        for field in make_schema():
             if field.name not in file.schema_arrow.names:
                 raise ValueError(f"{path}: column `{field.name}` is missing; it holds {file.schema_arrow.names}.")
             if (held := file.schema_arrow.field(field.name).type) != field.type:
                 raise ValueError(f"{path}: column `{field.name}` holds {held}, expected {field.type}.")
         try:
             forms: set[int] = set()
-            entries = _entries(file, path)
-            archive.restore(_renew(entries, forms) if found == _OTHER_KEYS else entries, coverage)
-            if found == _OTHER_KEYS:
+            entries = _read_entries(file, path)
+            archive.restore(_renew_keys(entries, forms) if found == _OLDER_VERSION else entries, coverage)
+            if found == _OLDER_VERSION:
                 # A program that has left the archive cannot be read again: it is forgotten.
                 archive.coverage.forms = forms
         except OSError as error:  # a damaged page
             raise ValueError(f"{path} is damaged ({error}).") from error
 
 
-def _renew(entries: Iterator[Entry], forms: set[int]) -> Iterator[Entry]:
+def _renew_keys(entries: Iterator[Entry], forms: set[int]) -> Iterator[Entry]:
     """Entries with keys by today's normal form, read from their programs; fills `forms` on the way."""
     for task, _, note in entries:
-        forms.add(form_of(task.program))
-        yield task, key_of(task), note
+        forms.add(hash_form(task.program))
+        yield task, hash_task(task), note
 
 
-def _batch(entries: list[Entry], measures: Sequence[str]) -> pa.RecordBatch:
+def _make_batch(entries: list[Entry], measures: Sequence[str]) -> pa.RecordBatch:
     import pyarrow as pa
 
-    columns: dict[str, list] = {name: [] for name in schema(measures).names}
+    columns: dict[str, list] = {name: [] for name in make_schema(measures).names}
     for task, key, note in entries:
         for name, value in task.to_record().items():
             columns[name].append(value)
         for name in (*NOTED, *measures):
             columns[name].append((note or {}).get(name))
         columns["key"].append(key.hex())
-    return pa.RecordBatch.from_pydict(columns, schema=schema(measures))
+    return pa.RecordBatch.from_pydict(columns, schema=make_schema(measures))
 
 
-def _entries(file: Any, path: str | Path) -> Iterator[Entry]:
-    row, names = 0, [*NOTED, *(name for name in file.schema_arrow.names if name not in schema().names)]
+def _read_entries(file: Any, path: str | Path) -> Iterator[Entry]:
+    row, names = 0, [*NOTED, *(name for name in file.schema_arrow.names if name not in make_schema().names)]
     for batch in file.iter_batches(_CHUNK):
         for record in batch.to_pylist():
             where = f"{path}, row {row}"

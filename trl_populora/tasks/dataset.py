@@ -46,12 +46,12 @@ def read_held_out(source: str | None, kinds: Sequence[str]):
     return table.select([n for n, kind in enumerate(table["kind"]) if kind in kinds] or range(len(table)))
 
 
-def built_in_tasks(style: str | None) -> list[Task]:
+def load_built_in_tasks(style: str | None) -> list[Task]:
     """What a run starts from if nothing else is given: the embedded base's grammar in its prompts, else Python."""
     return load_seed_tasks(None if style == "compact" else real_seed_tasks())
 
 
-def load_archive(
+def build_archive(
     train_dataset: Dataset | None,
     kinds: Mapping[str, TaskKind],
     style: str | None,
@@ -73,7 +73,7 @@ def load_archive(
         `ValueError`: If it holds prompts, a column is missing or broken, or no task is of a kind that the run plays.
     """
     if train_dataset is None:
-        tasks = built_in_tasks(style)
+        tasks = load_built_in_tasks(style)
     elif isinstance(train_dataset, Dataset):
         if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
             raise ValueError(

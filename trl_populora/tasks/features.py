@@ -20,9 +20,9 @@ from functools import lru_cache
 from typing import Any
 
 from trl_populora.tasks.python.normal_form import walk_living
-from trl_populora.tasks.python.programs import bound_names, function_tree
+from trl_populora.tasks.python.programs import list_bound_names, parse_function
 
-from .kind import Task, TaskKind, checked
+from .kind import Task, TaskKind, check_type
 
 
 STEPS = 12  # how many steps' proposals are remembered: about 200 tasks of 2 teachers with 8 proposals each
@@ -49,14 +49,14 @@ def read_features(program: str) -> tuple[str, ...]:
     `[:-]`, `[::x]`; `-` is a negative constant), and constructs (`If`, `ListComp`, `Lambda`, `List`). Nothing for a
     text that is no program with an `f`.
     """
-    tree = function_tree(program)
+    tree = parse_function(program)
     if tree is None:
         return ()
-    bound = {name for node in ast.walk(tree) for name in bound_names(node)}
-    return tuple(sorted({word for node in walk_living(tree) for word in _words(node, bound)}))
+    bound = {name for node in ast.walk(tree) for name in list_bound_names(node)}
+    return tuple(sorted({word for node in walk_living(tree) for word in _read_words(node, bound)}))
 
 
-def _words(node: ast.AST, bound: set[str]) -> Iterator[str]:
+def _read_words(node: ast.AST, bound: set[str]) -> Iterator[str]:
     if isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) or (
         isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant)  # `-3` is a number
     ):
@@ -66,7 +66,7 @@ def _words(node: ast.AST, bound: set[str]) -> Iterator[str]:
     elif isinstance(node, ast.Call):
         yield from _name_call(node, bound)
     elif isinstance(node, ast.Subscript):
-        yield f"[{_place(node.slice)}]"
+        yield f"[{_name_index(node.slice)}]"
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
         yield from {name.partition(".")[0] for name in modules} & sys.stdlib_module_names
@@ -87,10 +87,10 @@ def _name_call(call: ast.Call, bound: set[str]) -> Iterator[str]:
         yield f"{name}({','.join(given)})" if given else name
 
 
-def _place(index: ast.expr | None) -> str:
+def _name_index(index: ast.expr | None) -> str:
     """An index, a slice or a part of one: `x`, or `-` for a negative constant."""
     if isinstance(index, ast.Slice):
-        return ":".join(map(_place, (index.lower, index.upper, index.step))).removesuffix(":")
+        return ":".join(map(_name_index, (index.lower, index.upper, index.step))).removesuffix(":")
     return "" if index is None else "-" if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub) else "x"
 
 
@@ -101,7 +101,7 @@ def name_features(kind: TaskKind, task: Task) -> tuple[str, ...]:
     Raises:
         `TypeError`: If it is no tuple of words; names kind and method.
     """
-    words = checked(kind.name, "features", kind.features(task), (tuple,))
+    words = check_type(kind.name, "features", kind.features(task), (tuple,))
     if not all(isinstance(word, str) for word in words):
         raise TypeError(f"task kind {kind.name!r}: `features` must return a tuple of words, got {words!r:.80}")
     return tuple(sorted(set(words)))

@@ -367,12 +367,12 @@ def estimate(kind: TaskKind, method: str, unknown: Any, *arguments: Any) -> Any:
     try:
         return getattr(kind, method)(*arguments)
     except Exception as error:
-        _tell_once(kind.name, method, type(error).__name__)
+        _warn_once(kind.name, method, type(error).__name__)
         return unknown
 
 
 @lru_cache
-def _tell_once(kind: str, method: str, error: str) -> None:
+def _warn_once(kind: str, method: str, error: str) -> None:
     logger.warning(
         "task kind %r: `%s` raised %s. For such tasks it counts as if it knew nothing; `populora check-kind` tries "
         "a kind before a run.",
@@ -393,7 +393,7 @@ def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
         `TypeError`: If it is no dict of numbers; names kind and method.
         `ValueError`: If a measure's name is taken.
     """
-    measures = checked(kind.name, "complexity", estimate(kind, "complexity", {}, task), (dict,))
+    measures = check_type(kind.name, "complexity", estimate(kind, "complexity", {}, task), (dict,))
     for name, value in measures.items():
         if not isinstance(name, str) or not isinstance(value, Real):
             raise TypeError(
@@ -406,7 +406,7 @@ def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
     return {name: float(value) for name, value in measures.items()}
 
 
-def checked(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> Any:
+def check_type(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> Any:
     """What a kind has answered, which may be a user's own."""
     if not isinstance(value, wanted):
         names = " or ".join(each.__name__ for each in wanted)
@@ -425,7 +425,7 @@ THINK_TAGS = ("<think>", "</think>")
 _SHORTEST = 3  # characters; some tokenizers declare a `!` or a blank special, which any program may contain
 
 
-def control_texts(tokenizer: Any) -> tuple[str, ...]:
+def find_control_texts(tokenizer: Any) -> tuple[str, ...]:
     """
     The texts of a tokenizer's special tokens, and the tags of thinking.
 
@@ -439,12 +439,12 @@ def control_texts(tokenizer: Any) -> tuple[str, ...]:
 
 def screen(found: Proposal | Task | Refusal, forbidden: Sequence[str]) -> Any:
     """`found` itself, or the refusal of a proposal or task that holds one of the texts `forbidden`."""
-    if isinstance(found, Refusal) or not (text := control_text(found, forbidden)):
+    if isinstance(found, Refusal) or not (text := find_control_text(found, forbidden)):
         return found
     return Refusal(Reject.CONTROL_TOKEN, f"it holds {text!r}, which ends a turn or a thought")
 
 
-def control_text(found: Proposal | Task, forbidden: Sequence[str]) -> str:
+def find_control_text(found: Proposal | Task, forbidden: Sequence[str]) -> str:
     """The first of the texts `forbidden` that a proposal or task holds; empty if there is none."""
     return next((text for shown in _show(found) for text in forbidden if text in shown), "")
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .programs import BOUND_BY_DEFINITION, bound_names, parse_bounded, without_docstrings
+from .programs import BOUND_BY_DEFINITION, drop_docstrings, list_bound_names, parse_bounded
 
 
 PROGRAM_MEASURES = ("ast_depth", "cyclomatic", "lines", "variables")  # what [`measure`] tells, in this order
@@ -42,16 +42,16 @@ def measure(program: str) -> dict[str, float]:
     while stack:
         node, depth = stack.pop()
         deepest = max(deepest, depth)
-        decisions += _decisions(node)
+        decisions += _count_decisions(node)
         if "lineno" in node._attributes:
             lines.add(node.lineno)  # type: ignore[attr-defined]
         if not isinstance(node, BOUND_BY_DEFINITION):
-            variables.update(bound_names(node))
-        stack.extend((child, depth + 1) for child in _children(node))
+            variables.update(list_bound_names(node))
+        stack.extend((child, depth + 1) for child in _list_children(node))
     return dict(zip(PROGRAM_MEASURES, map(float, (deepest, 1 + decisions, len(lines), len(variables))), strict=True))
 
 
-def _decisions(node: ast.AST) -> int:
+def _count_decisions(node: ast.AST) -> int:
     """How many ways out one node adds."""
     if isinstance(node, _BRANCHES):
         return 1
@@ -65,19 +65,19 @@ def _decisions(node: ast.AST) -> int:
     return 0
 
 
-def _children(node: ast.AST) -> list[ast.AST]:
+def _list_children(node: ast.AST) -> list[ast.AST]:
     """Child nodes that carry structure, without docstrings."""
     children: list[ast.AST] = []
     for name, value in ast.iter_fields(node):
         if isinstance(value, list):
-            items = without_docstrings(value) if name == "body" else value
+            items = drop_docstrings(value) if name == "body" else value
             children.extend(item for item in items if isinstance(item, ast.AST))
         elif isinstance(value, ast.AST) and not isinstance(value, _LEAVES):
             children.append(value)
     return children
 
 
-def signature(tree: ast.Module) -> str:
+def hash_shape(tree: ast.Module) -> str:
     """
     Structural signature of a program: 16 hex digits, equal for programs of the same shape.
 
@@ -85,7 +85,7 @@ def signature(tree: ast.Module) -> str:
     methods it uses. Names, constants, operand order and repetition within a statement do not count, so that coverage
     measures kinds of programs; exact trees would nearly all be distinct and say nothing.
     """
-    bound = {name for node in ast.walk(tree) for name in bound_names(node)}
+    bound = {name for node in ast.walk(tree) for name in list_bound_names(node)}
     parts: list[str] = []
     stack: list[ast.AST | str] = [tree]
     while stack:
@@ -93,18 +93,18 @@ def signature(tree: ast.Module) -> str:
         if isinstance(block, str):
             parts.append(block)
             continue
-        features, inner = _features(block, bound)
+        features, inner = _describe(block, bound)
         parts.append(f"{type(block).__name__}{sorted(features)}(")
         stack.append(")")
         stack.extend(reversed(inner))
     return hashlib.blake2b("".join(parts).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def _features(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]:
+def _describe(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]:
     """What one statement uses, and the statements inside it in order."""
     features: set[str] = set()
     inner: list[ast.AST] = []
-    stack = _children(block)[::-1]
+    stack = _list_children(block)[::-1]
     while stack:
         node = stack.pop()
         if isinstance(node, _BLOCKS):
@@ -119,7 +119,7 @@ def _features(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]
             features.add(type(node.op).__name__)
         elif isinstance(node, ast.Compare):
             features.update(type(op).__name__ for op in node.ops)
-        stack.extend(reversed(_children(node)))
+        stack.extend(reversed(_list_children(node)))
     if isinstance(block, ast.AugAssign):
         features.add(type(block.op).__name__)
     return features, inner
@@ -143,7 +143,7 @@ class Coverage:
         count = self.counts.get(shape, 0)
         self.counts[shape] = count + 1
         self.seen += 1
-        self._sum += _count_log(count + 1) - _count_log(count)
+        self._sum += _weigh(count + 1) - _weigh(count)
 
     def metrics(self) -> dict[str, float]:
         """`curriculum/coverage`: distinct signatures; `curriculum/entropy`: entropy of their distribution, in bits."""
@@ -160,5 +160,5 @@ class Coverage:
         self._sum = state["sum"]
 
 
-def _count_log(count: int) -> float:
+def _weigh(count: int) -> float:
     return count * math.log2(count) if count else 0.0

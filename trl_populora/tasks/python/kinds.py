@@ -14,7 +14,7 @@ from trl_populora.tasks.kind import Attempt, KindSettings, Proposal, Refusal, Re
 
 from . import complexity, prompts
 from .programs import ProgramError, check_program, contains_program
-from .reading import FormatError, find_answer, read_blocks
+from .reading import FormatError, find_blocks, read_blocks
 
 
 class CodeKind(TaskKind):
@@ -46,14 +46,14 @@ class CodeKind(TaskKind):
 
     def read_blocks(self, text: str, names: Sequence[str]) -> list[str]:
         """Contents of the fenced blocks called `names`, read as configured."""
-        return (read_blocks if self.reading == "strict" else find_answer)(text, names)
+        return (read_blocks if self.reading == "strict" else find_blocks)(text, names)
 
     def instruct(self, what: str, **numbers: int) -> str:
         """The short instruction to `"propose"` or `"solve"`, or the user's own."""
         text = self.instructions[f"{self.name}/{what}"]
         return text.format(program_chars=self.max_program_chars, value_chars=self.max_value_chars, **numbers)
 
-    def in_full(self, what: str, style: str) -> bool:
+    def gives_rules(self, what: str, style: str) -> bool:
         """Whether an instruction is given with all rules: in the style `"chat"`, unless a user's own replaces it."""
         name = f"{self.name}/{what}"
         return style == "chat" and self.instructions[name] == prompts.TURNS[name]
@@ -96,13 +96,13 @@ class CodeKind(TaskKind):
     def check(self, proposal: Proposal) -> Job:
         return Job(proposal.program, proposal.inputs, runs=self.determinism_runs, headroom=self.cpu_headroom)
 
-    def outputs_of(self, verdict: Verdict | None) -> tuple[str, ...] | Refusal:
+    def read_outputs(self, verdict: Verdict | None) -> tuple[str, ...] | Refusal:
         """The verified outputs, or why there are none."""
         if verdict is None:
             raise ValueError("A code proposal is accepted on a verdict, got None: run `check(proposal)` first.")
         if verdict.status is not Status.OK:
             return Refusal(Reject(verdict.status.value), verdict.reason)
-        longest = max(len(prompts.literal(output)) for output in verdict.outputs)
+        longest = max(len(prompts.write_literal(output)) for output in verdict.outputs)
         if longest > self.max_value_chars:
             return Refusal(Reject.OVERSIZED, f"output of {longest} characters, at most {self.max_value_chars}")
         return tuple(verdict.outputs)
@@ -114,7 +114,7 @@ class CodeKind(TaskKind):
         return read_features(task.program)
 
     def reject_malformed(self, error: FormatError | ProgramError) -> Attempt:
-        return Attempt(False, "", reason_of(error).value, str(error))
+        return Attempt(False, "", find_reason(error).value, str(error))
 
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         return None
@@ -132,11 +132,11 @@ class ProgramWithInput(CodeKind):
 
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
-        shown = [prompts.reference_blocks(task) for task in references]
+        shown = [prompts.show_reference(task) for task in references]
         if style == "compact":
-            return prompts.compact_turn(f"propose {self.name}", shown)
+            return prompts.ask_compactly(f"propose {self.name}", shown)
         text = self.instruct("propose")
-        if self.in_full("propose", style):
+        if self.gives_rules("propose", style):
             text = prompts.PROPOSE_PROGRAM.format(
                 goal=prompts.PROPOSE_GOAL[self.name],
                 program_chars=self.max_program_chars,
@@ -144,10 +144,10 @@ class ProgramWithInput(CodeKind):
             )
         if shown:
             text = "\n\n".join([prompts.REFERENCES, *shown, text])
-        return prompts.user_turn(text)
+        return prompts.ask(text)
 
     def write_proposal(self, task: Task) -> str:
-        return prompts.fence(prompts.program_block(task.program), prompts.input_block(task.inputs[0]))
+        return prompts.fence(prompts.show_program(task.program), prompts.show_input(task.inputs[0]))
 
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal:
         try:
@@ -157,7 +157,7 @@ class ProgramWithInput(CodeKind):
             return refuse(error)
 
     def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal:
-        outputs = self.outputs_of(verdict)
+        outputs = self.read_outputs(verdict)
         if isinstance(outputs, Refusal):
             return outputs
         return Task(self.name, proposal.program, proposal.inputs, outputs)
@@ -188,12 +188,12 @@ class ProgramWithInput(CodeKind):
 
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
-        shown = prompts.fence(prompts.program_block(task.program), self.show_given(task))
+        shown = prompts.fence(prompts.show_program(task.program), self.show_given(task))
         if style == "compact":
-            return prompts.compact_turn(f"solve {self.name}", [shown])
-        if self.in_full("solve", style):
-            return prompts.user_turn(self.instruction.format(task=shown))
-        return prompts.user_turn(f"{self.instruct('solve')}\n\n{shown}")
+            return prompts.ask_compactly(f"solve {self.name}", [shown])
+        if self.gives_rules("solve", style):
+            return prompts.ask(self.instruction.format(task=shown))
+        return prompts.ask(f"{self.instruct('solve')}\n\n{shown}")
 
     def parse_attempt(self, text: str, task: Task) -> Attempt:
         try:
@@ -203,12 +203,12 @@ class ProgramWithInput(CodeKind):
             return self.reject_malformed(error)
 
 
-def reason_of(error: FormatError | ProgramError) -> Reject:
+def find_reason(error: FormatError | ProgramError) -> Reject:
     return error.reason if isinstance(error, ProgramError) else Reject.FORMAT
 
 
 def refuse(error: FormatError | ProgramError) -> Refusal:
-    return Refusal(reason_of(error), str(error))
+    return Refusal(find_reason(error), str(error))
 
 
 # code_o, deduction: the student is given a program and an input and must work out the output.
@@ -224,7 +224,7 @@ class CodeO(ProgramWithInput):
     shots = prompts.CODE_O
 
     def show_given(self, task: Task) -> tuple[str, str]:
-        return prompts.input_block(task.inputs[0])
+        return prompts.show_input(task.inputs[0])
 
     def read_answer(self, written: str) -> str:
         return self.read_value(written, self.max_answer_chars)
@@ -252,7 +252,7 @@ class CodeI(ProgramWithInput):
     shots = prompts.CODE_I
 
     def show_given(self, task: Task) -> tuple[str, str]:
-        return prompts.output_block(task.outputs[0])
+        return prompts.show_output(task.outputs[0])
 
     def read_answer(self, written: str) -> str:
         return self.read_arguments(written, self.max_answer_chars)
@@ -319,31 +319,31 @@ class CodeF(CodeKind):
 
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
-        program = prompts.fence(prompts.program_block(self._is_known_program(references)))
+        program = prompts.fence(prompts.show_program(self._take_program(references)))
         if style == "compact":
-            return prompts.compact_turn(f"propose {self.name} {self.inputs_per_task}", [program])
+            return prompts.ask_compactly(f"propose {self.name} {self.inputs_per_task}", [program])
         count, message_chars = self.inputs_per_task, self.max_message_chars
-        if self.in_full("propose", style):
+        if self.gives_rules("propose", style):
             text = prompts.PROPOSE_INPUTS.format(
                 count=count, value_chars=self.max_value_chars, message_chars=message_chars, task=program
             )
         else:
             text = f"{self.instruct('propose', count=count, message_chars=message_chars)}\n\n{program}"
-        return prompts.user_turn(text)
+        return prompts.ask(text)
 
     def write_proposal(self, task: Task) -> str:
         """As many of its inputs as are asked for; nothing where it has fewer, or where those give one output."""
         count = self.inputs_per_task
         if len(task.inputs) < count or _is_constant(task.outputs[:count]):
             return ""
-        inputs = "\n".join(map(prompts.arguments, task.inputs[:count]))
+        inputs = "\n".join(map(prompts.write_arguments, task.inputs[:count]))
         return prompts.fence(("inputs", inputs), ("message", task.message))
 
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal:
-        program = self._is_known_program(references)
+        program = self._take_program(references)
         try:
             written, message = self.read_blocks(text, ("inputs", "message"))
-            inputs = tuple(self.read_arguments(line, self.max_value_chars) for line in self._lines(written))
+            inputs = tuple(self.read_arguments(line, self.max_value_chars) for line in self._split_inputs(written))
             message = self._read_message(message)
         except (FormatError, ProgramError) as error:
             return refuse(error)
@@ -355,7 +355,7 @@ class CodeF(CodeKind):
             return Refusal(Reject.DUPLICATE_INPUTS, "two of the inputs are equal")
         return Proposal(self.name, program, inputs, message)
 
-    def _lines(self, written: str) -> list[str]:
+    def _split_inputs(self, written: str) -> list[str]:
         """
         The lines that hold an input each.
 
@@ -382,7 +382,7 @@ class CodeF(CodeKind):
         return message
 
     def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal:
-        outputs = self.outputs_of(verdict)
+        outputs = self.read_outputs(verdict)
         if isinstance(outputs, Refusal):
             return outputs
         if _is_constant(outputs):
@@ -397,14 +397,14 @@ class CodeF(CodeKind):
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
         pairs = zip(task.inputs[: task.visible], task.outputs[: task.visible], strict=True)
-        shown = prompts.fence(("message", task.message), prompts.examples_block(pairs))
+        shown = prompts.fence(("message", task.message), prompts.show_examples(pairs))
         if style == "compact":
-            return prompts.compact_turn(f"solve {self.name}", [shown])
-        if self.in_full("solve", style):
+            return prompts.ask_compactly(f"solve {self.name}", [shown])
+        if self.gives_rules("solve", style):
             text = prompts.SOLVE_PROGRAM.format(task=shown, program_chars=self.max_program_chars)
         else:
             text = f"{self.instruct('solve')}\n\n{shown}"
-        return prompts.user_turn(text)
+        return prompts.ask(text)
 
     def parse_attempt(self, text: str, task: Task) -> Attempt:
         try:
@@ -434,7 +434,7 @@ class CodeF(CodeKind):
             return False
         return list(map(self.normalize, verdict.outputs)) == list(map(self.normalize, task.outputs))
 
-    def _is_known_program(self, references: Sequence[Task]) -> str:
+    def _take_program(self, references: Sequence[Task]) -> str:
         if not references:
             raise ValueError("code_f proposes for a known program, got no reference.")
         return references[0].program

@@ -20,7 +20,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
-from .programs import FUNCTION, names_bound
+from .programs import FUNCTION, list_bound_or_imported
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -98,7 +98,7 @@ class _Program:
                 statement = _Statement(node, statement)
             visited.append((node, scope, statement))
             of_class = isinstance(statement.holder.node, ast.ClassDef)
-            for name in names_bound(node):
+            for name in list_bound_or_imported(node):
                 fixed = name == FUNCTION and scope is module  # the sandbox calls `f` by its name
                 key = name if fixed else f".{name}" if of_class else (statement.holder, id(scope), name)
                 scope.maps[0].setdefault(name, key)
@@ -119,7 +119,7 @@ class _Program:
 
     def _note(self, node: Any, scope: Any, statement: _Statement) -> None:
         loads, holder = isinstance(getattr(node, "ctx", None), ast.Load), statement.holder
-        said = (node.id,) if isinstance(node, ast.Name) else names_bound(node)
+        said = (node.id,) if isinstance(node, ast.Name) else list_bound_or_imported(node)
         if said or isinstance(node, ast.Attribute):
             key = self.keys[id(node)] = scope.get(said[0], said[0]) if said else f".{node.attr}"
             if loads:
@@ -129,9 +129,9 @@ class _Program:
             elif not isinstance(node, ast.arg) and getattr(statement.node, "value", True):
                 self.binders[key].append(statement)
                 value = getattr(statement.node, "value", getattr(statement.node, "iter", None))
-                self.sharers[scope.get(_root(value))].append(key)
+                self.sharers[scope.get(_find_root(value))].append(key)
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not loads:
-            self.changers[scope.get(_root(node.value))].append(statement)
+            self.changers[scope.get(_find_root(node.value))].append(statement)
         elif isinstance(node, ast.Call):
             self._note_call(node, scope, statement)
         of_class = isinstance(holder.node, ast.ClassDef) and isinstance(node, ast.stmt)
@@ -148,12 +148,12 @@ class _Program:
         name = getattr(call.func, "attr", getattr(call.func, "id", ""))
         receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []
         for changed in receiver if name in _CHANGING else call.args[:1] if name in _CHANGING_FIRST else []:
-            self.changers[scope.get(_root(changed))].append(statement)
+            self.changers[scope.get(_find_root(changed))].append(statement)
         if (key := f".{name}" if receiver else scope.get(name)) in self.functions:
             function, inside = self.functions[key]
             said = [each.arg for each in ast.walk(function.node.args) if isinstance(each, ast.arg)]
             for given in [*receiver, *call.args, *(keyword.value for keyword in call.keywords)]:
-                self.sharers[scope.get(_root(given))] += [inside[name] for name in said if name in inside]
+                self.sharers[scope.get(_find_root(given))] += [inside[name] for name in said if name in inside]
             self.keys |= {id(each): inside[each.arg] for each in call.keywords if each.arg in inside}
 
     def _spread(self) -> None:
@@ -189,7 +189,7 @@ class _Program:
         for field in [each for each in node._fields if each not in _UNWRITTEN]:
             values = value if isinstance(value := getattr(node, field, None), list) else [value]
             if values and isinstance(values[0], ast.stmt):
-                values = [each for each in _reach(values) if not self.live or id(each) in self.live]
+                values = [each for each in _list_reachable(values) if not self.live or id(each) in self.live]
             elif self.live and (field == "targets" or isinstance(node, (ast.Import, ast.ImportFrom))):
                 values = [each for each in values if self.keys.get(id(each), FUNCTION) in self.live]
             yield values
@@ -218,12 +218,12 @@ class _Program:
         return " ".join(text for text, _ in texts), " ".join(text for _, text in texts)
 
 
-def _reach(block: list[Any]) -> Iterator[ast.stmt]:
+def _list_reachable(block: list[Any]) -> Iterator[ast.stmt]:
     """The statements of a block that control can reach; in the place of a decided `if` those that it runs."""
     stack = block[::-1]
     while stack:
         statement = stack.pop()
-        holds = _truth(statement.test) if isinstance(statement, (ast.If, ast.While, ast.Assert)) else None
+        holds = _decide(statement.test) if isinstance(statement, (ast.If, ast.While, ast.Assert)) else None
         if holds is None or (holds and isinstance(statement, ast.While)):
             yield statement
         elif not isinstance(statement, ast.Assert):
@@ -232,7 +232,7 @@ def _reach(block: list[Any]) -> Iterator[ast.stmt]:
             return
 
 
-def _truth(test: ast.expr) -> bool | None:
+def _decide(test: ast.expr) -> bool | None:
     """Whether a condition made of constants holds; `None` if they do not decide it."""
     if all(isinstance(node, _DECIDED) for node in ast.walk(test)):
         with suppress(TypeError):  # of `1 < "a"`
@@ -240,7 +240,7 @@ def _truth(test: ast.expr) -> bool | None:
     return None
 
 
-def _root(value: Any) -> str | None:
+def _find_root(value: Any) -> str | None:
     """The name of an object of which a value may be a part: `a` for `a.b[0]`, `a.get(1)` and `enumerate(a)`."""
     while isinstance(value, (ast.Attribute, ast.Subscript, ast.Starred, ast.IfExp, ast.Call)):
         if isinstance(value, ast.Call):

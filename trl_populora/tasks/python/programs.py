@@ -88,7 +88,7 @@ def defines_function(tree: ast.Module) -> bool:
     return any(isinstance(node, ast.FunctionDef) and node.name == FUNCTION for node in tree.body)
 
 
-def function_tree(text: str) -> ast.Module | None:
+def parse_function(text: str) -> ast.Module | None:
     """The tree of a program with an `f`; `None` for any other text, which a user's own kind may keep."""
     try:
         tree = parse_bounded(text)
@@ -109,7 +109,7 @@ def _scan(program: str) -> None:
             chained -= chains[-1]
             chains[-1] = 0
         elif token is None:
-            tokens, depth = _inside(match)
+            tokens, depth = _measure_string(match)
             chains[-1] += tokens
             chained += tokens
             _check_depth(len(chains) + depth, chained)
@@ -124,7 +124,7 @@ def _scan(program: str) -> None:
         _check_depth(len(chains), max(chained, nested))
 
 
-def _inside(string: re.Match) -> tuple[int, int]:
+def _measure_string(string: re.Match) -> tuple[int, int]:
     """What a string adds to the chain and to the brackets: expressions inside an f-string are parsed like others."""
     if "f" not in string["prefix"].lower():
         return 1, 0
@@ -146,7 +146,7 @@ def _check_depth(depth: int, chained: int) -> None:
 BOUND_BY_DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
 
 
-def bound_names(node: ast.AST) -> tuple[str, ...]:
+def list_bound_names(node: ast.AST) -> tuple[str, ...]:
     """Names that one node of a program's tree gives a value to."""
     if isinstance(node, ast.Name):
         return (node.id,) if isinstance(node.ctx, ast.Store) else ()
@@ -163,14 +163,14 @@ def bound_names(node: ast.AST) -> tuple[str, ...]:
     return ()
 
 
-def names_bound(node: ast.AST) -> tuple[str, ...]:
-    """As [`bound_names`], with the names of imported modules."""
+def list_bound_or_imported(node: ast.AST) -> tuple[str, ...]:
+    """As [`list_bound_names`], with the names of imported modules."""
     if isinstance(node, ast.alias) and not node.asname:
         return (node.name.partition(".")[0],)
-    return bound_names(node)
+    return list_bound_names(node)
 
 
-def without_docstrings(body: list) -> list:
+def drop_docstrings(body: list) -> list:
     """A body without statements that are bare constants: docstrings, `...`, stray literals."""
     return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
 
@@ -188,10 +188,10 @@ def contains_program(message: str, program: str) -> bool:
         return True
     # A body behind `#` is given away all the same, and so is one with comments in between.
     said = (_squeeze(message), _NOT_TEXT.sub("", message.replace("#", "")).lower())
-    return any(text and text in each for text in map(_squeeze, (program, _body_of_f(program))) for each in said)
+    return any(text and text in each for text in map(_squeeze, (program, _cut_body(program))) for each in said)
 
 
-def _body_of_f(program: str) -> str:
+def _cut_body(program: str) -> str:
     """Source of the body of the last top-level `f`, after its docstring; empty if there is none."""
     try:
         tree = parse_bounded(program)
@@ -200,7 +200,7 @@ def _body_of_f(program: str) -> str:
     body: list[ast.stmt] = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == FUNCTION:
-            body = without_docstrings(node.body)
+            body = drop_docstrings(node.body)
     if not body:
         return ""
     # Positions in the tree count bytes. `ast.unparse` would be simpler, but it recurses and prints big integers.

@@ -145,48 +145,50 @@ def fence(*blocks: tuple[str, str]) -> str:
     return "\n".join(f"```{name}\n{content}\n```" for name, content in blocks)
 
 
-def arguments(text: str) -> str:
+def write_arguments(text: str) -> str:
     """The canonical text of an argument tuple as it stands between the parentheses of a call: `3, [4, 5]`."""
     given = values.decode(text)
     assert isinstance(given, tuple)
     return ", ".join(map(values.to_literal, given))
 
 
-def literal(text: str) -> str:
+def write_literal(text: str) -> str:
     """The canonical text of a value as a Python literal."""
     return values.to_literal(values.decode(text))
 
 
-def program_block(program: str) -> tuple[str, str]:
+def show_program(program: str) -> tuple[str, str]:
     return "python", program.rstrip("\n")
 
 
-def input_block(text: str) -> tuple[str, str]:
-    return "input", arguments(text)
+def show_input(text: str) -> tuple[str, str]:
+    return "input", write_arguments(text)
 
 
-def output_block(text: str) -> tuple[str, str]:
-    return "output", literal(text)
+def show_output(text: str) -> tuple[str, str]:
+    return "output", write_literal(text)
 
 
-def reference_blocks(task: Task) -> str:
+def show_reference(task: Task) -> str:
     """Program, first input and its output of a reference task."""
-    return fence(program_block(task.program), input_block(task.inputs[0]), output_block(task.outputs[0]))
+    return fence(show_program(task.program), show_input(task.inputs[0]), show_output(task.outputs[0]))
 
 
-def examples_block(pairs: Iterable[tuple[str, str]]) -> tuple[str, str]:
+def show_examples(pairs: Iterable[tuple[str, str]]) -> tuple[str, str]:
     """Pairs of canonical (arguments, output) as calls, one per line."""
-    return "examples", "\n".join(f"f({arguments(given)}) -> {literal(returned)}" for given, returned in pairs)
+    return "examples", "\n".join(
+        f"f({write_arguments(given)}) -> {write_literal(returned)}" for given, returned in pairs
+    )
 
 
-def user_turn(content: str) -> list[dict[str, str]]:
+def ask(content: str) -> list[dict[str, str]]:
     """A conversation of a single user turn: small models follow that better than a system turn."""
     return [{"role": "user", "content": content}]
 
 
-def compact_turn(first_line: str, blocks: Iterable[str]) -> list[dict[str, str]]:
+def ask_compactly(first_line: str, blocks: Iterable[str]) -> list[dict[str, str]]:
     """The compact style: the first line, then the blocks; every line, the last included, ends in a newline."""
-    return user_turn("".join(f"{line}\n" for line in (first_line, *blocks)))
+    return ask("".join(f"{line}\n" for line in (first_line, *blocks)))
 
 
 def check_texts(texts: Any) -> None:
@@ -213,7 +215,7 @@ def check_texts(texts: Any) -> None:
             ) from error
 
 
-def assistant_turn(content: str) -> dict[str, str]:
+def _answer(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
@@ -221,7 +223,7 @@ def show_before(asked: Sequence[list[dict[str, str]]], answers: Sequence[str]) -
     """A conversation in which earlier questions are answered and the last one, which has no answer, is open."""
     turns = []
     for messages, answer in zip(asked, [*answers, None], strict=True):
-        turns += messages if answer is None else [*messages, assistant_turn(answer)]
+        turns += messages if answer is None else [*messages, _answer(answer)]
     return turns
 
 
@@ -277,33 +279,35 @@ def f(words):
     return [word[0] for word in words]"""
 
 
-def _task(kind: str, program: str, *calls: tuple[tuple, Any], message: str = "", visible: int = 0) -> Task:
+def _make_task(kind: str, program: str, *calls: tuple[tuple, Any], message: str = "", visible: int = 0) -> Task:
     """Of calls as pairs of arguments and what is returned."""
     inputs = tuple(values.encode(given, ordered=True) for given, _ in calls)
     return Task(kind, program, inputs, tuple(values.encode(returned) for _, returned in calls), message, visible)
 
 
-def _shot(task: Task, language: str, answer: str) -> Shot:
+def _make_shot(task: Task, language: str, answer: str) -> Shot:
     return Shot(task, fence((language, answer)))
 
 
 CODE_O = (
-    _shot(_task("code_o", _REVERSE, (("planet", 3), "ten")), "output", "'ten'"),
-    _shot(_task("code_o", _TALLY, (([4, 7, 10, 3],), 12)), "output", "12"),
-    _shot(
-        _task("code_o", _LENGTHS, ((["a", "to", "be", "sea"],), {1: 1, 2: 2, 3: 1})), "output", "{1: 1, 2: 2, 3: 1}"
+    _make_shot(_make_task("code_o", _REVERSE, (("planet", 3), "ten")), "output", "'ten'"),
+    _make_shot(_make_task("code_o", _TALLY, (([4, 7, 10, 3],), 12)), "output", "12"),
+    _make_shot(
+        _make_task("code_o", _LENGTHS, ((["a", "to", "be", "sea"],), {1: 1, 2: 2, 3: 1})),
+        "output",
+        "{1: 1, 2: 2, 3: 1}",
     ),
 )
 
 CODE_I = (
-    _shot(_task("code_i", _SQUARE, ((5,), 24)), "input", "5"),
-    _shot(_task("code_i", _JOIN, (("ada", "hill"), "HILL, a.")), "input", "'a', 'hill'"),
-    _shot(_task("code_i", _INSERT, (([9, 1], 3), [1, 6, 9])), "input", "[1, 9], 3"),
+    _make_shot(_make_task("code_i", _SQUARE, ((5,), 24)), "input", "5"),
+    _make_shot(_make_task("code_i", _JOIN, (("ada", "hill"), "HILL, a.")), "input", "'a', 'hill'"),
+    _make_shot(_make_task("code_i", _INSERT, (([9, 1], 3), [1, 6, 9])), "input", "[1, 9], 3"),
 )
 
 CODE_F = (
-    _shot(
-        _task(
+    _make_shot(
+        _make_task(
             "code_f",
             _SQUARE,
             *(((2,), 3), ((5,), 24), ((0,), -1), ((3,), 8)),
@@ -313,8 +317,8 @@ CODE_F = (
         "python",
         _SQUARE,
     ),
-    _shot(
-        _task(
+    _make_shot(
+        _make_task(
             "code_f",
             _FIRSTS,
             *(((["cat", "dog"],), ["c", "d"]), ((["up"],), ["u"]), ((["a", "be"],), ["a", "b"]), (([],), [])),

@@ -115,7 +115,7 @@ STAND_INS = {"python": ("",), "message": _PLAIN} | dict.fromkeys(
     ("input", "output", "inputs"), (*_PLAIN, "json", *ALIASES["python"])
 )
 
-_FENCE_reading = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*")
+_FENCE_LINE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*")
 _DEFINES_F = re.compile(r"^def f\b", re.MULTILINE)
 
 
@@ -127,7 +127,7 @@ class Block:
     content: str
 
 
-def find_answer(text: str, names: Sequence[str]) -> list[str]:
+def find_blocks(text: str, names: Sequence[str]) -> list[str]:
     """
     Contents of the blocks called `names`, in that order, without their fences.
 
@@ -138,7 +138,7 @@ def find_answer(text: str, names: Sequence[str]) -> list[str]:
     Raises:
         `FormatError`: If the text is still thinking, or a block is missing.
     """
-    blocks = list(_blocks(strip_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))))
+    blocks = list(_split_blocks(strip_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))))
     first, *second = names
     firsts = _find_fitting(blocks, first)
     if not firsts:
@@ -153,12 +153,12 @@ def find_answer(text: str, names: Sequence[str]) -> list[str]:
     raise FormatError(f"there is no ```{second[0]} block behind the ```{first} block")
 
 
-def _blocks(text: str) -> Iterator[Block]:
+def _split_blocks(text: str) -> Iterator[Block]:
     name, indent, fence = "", 0, ""
     lines: list[str] | None = None
     for line in text.split("\n"):
-        match = _FENCE_reading.fullmatch(line)
-        if match is None or (lines is not None and not _ends(match, fence)):
+        match = _FENCE_LINE.fullmatch(line)
+        if match is None or (lines is not None and not _ends_block(match, fence)):
             if lines is not None:
                 lines.append(line[:indent].lstrip(" \t") + line[indent:])
             continue
@@ -172,7 +172,7 @@ def _blocks(text: str) -> Iterator[Block]:
         yield Block(name, "\n".join(lines))
 
 
-def _ends(match: re.Match, fence: str) -> bool:
+def _ends_block(match: re.Match, fence: str) -> bool:
     """Whether a line ends the block that `fence` has begun: a bare fence as long, or one with a name that is known."""
     if match[3]:
         return any(match[3].lower() in names for names in ALIASES.values())
