@@ -1,4 +1,14 @@
-"""The three code kinds: what they share, then `code_o`, `code_i` and `code_f`."""
+"""The three code kinds: first what they share, then `code_o`, `code_i` and `code_f`.
+
+           teacher writes       student is shown       student writes     right if
+    code_o program, input       program, input         the output         it equals the output
+    code_i program, input       program, output        an input           the program gives the output for it
+    code_f inputs, message      half of the pairs      the program        it agrees on all pairs
+           of a known program   of input and output
+
+At the end stand [`guess_blindly`], which makes the answers of somebody who has not looked at a task, and
+[`make_task`], which makes a task from a user's own program.
+"""
 
 from __future__ import annotations
 
@@ -21,53 +31,63 @@ class CodeKind(TaskKind):
     """
     A kind whose tasks are programs with a top-level `f`.
 
-    The limits are class attributes, to be changed in a subclass. Nothing over a limit is ever cut: it is rejected.
-    Answers compare like Python's `==`, as in Absolute Zero Reasoner.
+    The limits are class attributes, which a subclass may change. A text over a limit is never cut, but refused.
+    Answers are compared as Python's `==` does, and as Absolute Zero Reasoner (AZR) does.
     """
 
-    max_program_chars = 3000  # AZR's prompt budget of 6144 tokens holds K = 6 references of about this size
-    max_value_chars = 400  # one input or output, as literals; AZR cuts outputs here and makes the cut text the gold
-    max_answer_chars = 4000  # ten times the longest gold: longer answers are malformed, not merely wrong
+    # AZR's prompt budget of 6144 tokens holds 6 references of about this size.
+    max_program_chars = 3000
+    # Of one input or output, as a literal. AZR cuts longer outputs here, and takes the cut text as the right answer.
+    max_value_chars = 400
+    # Ten times the longest output. Longer answers are malformed, not merely wrong.
+    max_answer_chars = 4000
     determinism_runs = KindSettings.determinism_runs
     measures = complexity.PROGRAM_MEASURES
-    cpu_headroom = 2.0  # a task needs half of the limit in CPU time: beside others the same run may need more
+    # A proposal may use 1/2 of the CPU limit. Beside others the same program may need more time when it is attempted.
+    cpu_headroom = 2.0
     reading = "strict"  # or "tolerant"
     refuses_copies = False
     instructions: Mapping[str, str] = prompts.TURNS
 
     def configure(self, settings: KindSettings) -> None:
-        """Takes a run's settings. A subclass that sets `determinism_runs` in its body keeps its own number."""
+        """Takes a run's settings. A subclass that sets `determinism_runs` in its body keeps that number."""
         if next(each for each in type(self).__mro__ if "determinism_runs" in vars(each)) is CodeKind:
             self.determinism_runs = settings.determinism_runs
         self.reading = settings.reading or ("strict" if settings.prompt_style == "compact" else "tolerant")
-        # The embedded base's figures were measured with such tasks.
+        # All published figures of the embedded base, which has the style `compact`, were measured with tasks whose
+        # answer can be copied.
         self.refuses_copies = settings.prompt_style not in (None, "compact")
         self.instructions = prompts.TURNS | dict(settings.prompt_texts or {})
 
     def read_blocks(self, text: str, names: Sequence[str]) -> list[str]:
-        """Contents of the fenced blocks called `names`, read as configured."""
+        """Returns the contents of the fenced blocks called `names`, read strictly or tolerantly."""
         return (read_blocks if self.reading == "strict" else find_blocks)(text, names)
 
     def instruct(self, what: str, **numbers: int) -> str:
-        """The short instruction to `"propose"` or `"solve"`, or the user's own."""
+        """Writes the short instruction, the user's own if there is one. `what` is `"propose"` or `"solve"`."""
         text = self.instructions[f"{self.name}/{what}"]
         return text.format(program_chars=self.max_program_chars, value_chars=self.max_value_chars, **numbers)
 
     def gives_rules(self, what: str, style: str) -> bool:
-        """Whether an instruction is given with all rules: in the style `"chat"`, unless a user's own replaces it."""
+        """Says whether the prompt has all rules: in the style `"chat"`, unless a user's own instruction replaces it."""
         name = f"{self.name}/{what}"
         return style == "chat" and self.instructions[name] == prompts.TURNS[name]
 
     def is_same(self, one: str, other: str) -> bool:
-        """Whether two canonical texts are the same answer."""
+        """Says whether two canonical texts are the same answer."""
         return values.equal(values.decode(one), values.decode(other))
 
     def normalize(self, text: str) -> str:
-        """A text that canonical texts of the same answer share, whatever their notation: `1`, `1.0` and `True`."""
+        """Returns one text for all canonical texts of the same answer, as for `1`, `1.0` and `True`."""
         return values.key(values.decode(text)) if values.is_canonical(text) else text
 
     def read_program(self, text: str) -> str:
-        """Checks a program's size, syntax and `f`; returns it without trailing blank lines."""
+        """
+        Checks a program's size and syntax, and that it defines `f`. Returns it without trailing blank lines.
+
+        Raises:
+            `ProgramError`: If it fails a check.
+        """
         program = text.rstrip()
         if len(program) > self.max_program_chars:
             raise ProgramError(
@@ -77,11 +97,11 @@ class CodeKind(TaskKind):
         return program
 
     def read_arguments(self, text: str, max_chars: int) -> str:
-        """Canonical text of an argument list, dicts in the order written; literals only."""
+        """Encodes arguments, literals separated by commas, as the canonical text of a tuple. Dicts keep their order."""
         return self._read(literals.read_arguments, text, max_chars, ordered=True)
 
     def read_value(self, text: str, max_chars: int) -> str:
-        """Canonical text of one literal."""
+        """Encodes one literal as a canonical text."""
         return self._read(literals.read_literal, text, max_chars)
 
     def _read(self, reader: Callable[[str], Any], text: str, max_chars: int, ordered: bool = False) -> str:
@@ -97,7 +117,7 @@ class CodeKind(TaskKind):
         return Job(proposal.program, proposal.inputs, runs=self.determinism_runs, headroom=self.cpu_headroom)
 
     def read_outputs(self, verdict: Verdict | None) -> tuple[str, ...] | Refusal:
-        """The verified outputs, or why there are none."""
+        """Returns the outputs that the sandbox has seen, or why they make no task."""
         if verdict is None:
             raise ValueError("A code proposal is accepted on a verdict, got None: run `check(proposal)` first.")
         if verdict.status is not Status.OK:
@@ -114,6 +134,7 @@ class CodeKind(TaskKind):
         return read_features(task.program)
 
     def reject_malformed(self, error: FormatError | ProgramError) -> Attempt:
+        """Makes the attempt of an answer that cannot be read."""
         return Attempt(False, "", find_reason(error).value, str(error))
 
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
@@ -122,9 +143,12 @@ class CodeKind(TaskKind):
 
 class ProgramWithInput(CodeKind):
     """
-    code_o and code_i: the proposal is a program and one input; the two differ in what the solver must find.
+    The common part of code_o and code_i: a proposal is a program and one input. The two kinds differ in what the
+    student must find.
 
-    A subclass names the fence of the solver's answer (`answer_fence`) and its instruction in full (`instruction`).
+    Attributes:
+        answer_fence: Name of the block in which the student answers.
+        instruction: The student's instruction with all rules.
     """
 
     answer_fence: str
@@ -180,11 +204,11 @@ class ProgramWithInput(CodeKind):
 
     @abstractmethod
     def show_given(self, task: Task) -> tuple[str, str]:
-        """The block that the solver is shown beside the program."""
+        """Returns the block that the student is shown beside the program: its name and its content."""
 
     @abstractmethod
     def read_answer(self, written: str) -> str:
-        """Canonical text of what the solver wrote into its block."""
+        """Encodes what the student wrote into its block as a canonical text."""
 
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
@@ -204,18 +228,23 @@ class ProgramWithInput(CodeKind):
 
 
 def find_reason(error: FormatError | ProgramError) -> Reject:
+    """Finds the reason of an error: a wrong format has no other."""
     return error.reason if isinstance(error, ProgramError) else Reject.FORMAT
 
 
 def refuse(error: FormatError | ProgramError) -> Refusal:
+    """Makes the refusal of a proposal that cannot be read."""
     return Refusal(find_reason(error), str(error))
 
 
-# code_o, deduction: the student is given a program and an input and must work out the output.
+# Deduction.
 
 
 class CodeO(ProgramWithInput):
-    """Right when the answered literal equals the output; nothing runs, the comparison is on data."""
+    """
+    The student is shown a program and an input, and must work out the output. An answer is right if its value equals
+    the output. Nothing has to run for that.
+    """
 
     name = "code_o"
     reference_kinds = ("code_o",)
@@ -236,14 +265,17 @@ class CodeO(ProgramWithInput):
         return attempt.well_formed and self.is_same(attempt.answer, task.outputs[0])
 
 
-# code_i, abduction: the student is given a program and an output and must find an input.
+# Abduction.
 
 
-GUESSES = 8  # as many as attempts: a share that is told as finely
+GUESSES = 8  # as many as attempts at a task, by default: so the share of right guesses has the same steps of 1/8
 
 
 class CodeI(ProgramWithInput):
-    """Right when `f(answer)` equals the output; any such input counts, not only the proposer's."""
+    """
+    The student is shown a program and an output, and must find an input. An answer is right if the program gives this
+    output for it. It need not be the teacher's input.
+    """
 
     name = "code_i"
     reference_kinds = ("code_i",)
@@ -261,13 +293,17 @@ class CodeI(ProgramWithInput):
         return Job(task.program, (attempt.answer,)) if attempt.well_formed else None
 
     def guesses(self, task: Task) -> list[Attempt]:
-        """Inputs of the form of the proposer's: of a lottery, which pays one input in four, they tell the odds."""
+        """
+        Returns random inputs of the same form as the teacher's. Some programs give their output for one input in four,
+        say. These guesses find that out.
+        """
+        # Seeded by the task, so that every rank and every run tries the same inputs.
         rng = random.Random(task.task_id)
         given = values.decode(task.inputs[0])
         return [Attempt(True, values.encode(guess_blindly(given, rng), ordered=True)) for _ in range(GUESSES)]
 
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
-        """The output that it leads to: whoever guesses among inputs guesses among their outputs."""
+        """Returns the output that the answer leads to. Two inputs with the same wrong output are the same mistake."""
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
         return self.normalize(verdict.outputs[0])
@@ -278,18 +314,19 @@ class CodeI(ProgramWithInput):
         return self.is_same(verdict.outputs[0], task.outputs[0])
 
 
-# code_f, induction: the student is given a hint and example pairs and must write the program.
+# Induction.
 
 
 class CodeF(CodeKind):
     """
-    Right when the student's program agrees on every pair, on those that it was shown as on those that were hidden.
+    The student is shown a message and some pairs of input and output, and must write the program. An answer is right
+    if it gives the right output for every input, shown or hidden.
 
-    The teacher is given a known program and writes inputs and a message. The inputs are shuffled before they are split
-    into a visible and a hidden half, so the teacher cannot choose what is hidden.
+    The teacher is shown a program from the archive, and writes inputs and a message for it. The inputs are shuffled,
+    and then one half is hidden. So the teacher cannot choose what is hidden.
 
     Args:
-        inputs_per_task: Inputs of one task (Absolute Zero Reasoner).
+        inputs_per_task: Inputs of one task. The default is Absolute Zero Reasoner's.
 
     Raises:
         `ValueError`: If there are too few inputs for one visible and one hidden pair.
@@ -299,7 +336,7 @@ class CodeF(CodeKind):
     reference_kinds = ("code_o", "code_i")
     writes_program = False
     shots = prompts.CODE_F
-    max_message_chars = 400  # one or two lines; as long as an output
+    max_message_chars = 400  # as long as an output may be
     max_message_lines = 2
 
     def __init__(self, inputs_per_task: int = 10):
@@ -314,7 +351,7 @@ class CodeF(CodeKind):
         self.inputs_per_task = settings.inputs_per_function
 
     def reference_count(self, k: int) -> int:
-        """One: the program that the inputs are written for."""
+        """Returns 1: a teacher is shown the program that its inputs are for."""
         return 1
 
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
@@ -332,7 +369,10 @@ class CodeF(CodeKind):
         return prompts.ask(text)
 
     def write_proposal(self, task: Task) -> str:
-        """As many of its inputs as are asked for; nothing where it has fewer, or where those give one output."""
+        """
+        Writes as many of the task's inputs as a proposal must give, and its message. Returns `""` if the task has
+        fewer inputs, or if these all give the same output: such a proposal would be refused.
+        """
         count = self.inputs_per_task
         if len(task.inputs) < count or _is_constant(task.outputs[:count]):
             return ""
@@ -349,7 +389,7 @@ class CodeF(CodeKind):
             return refuse(error)
         if contains_program(message, program):
             return Refusal(Reject.LEAKED_PROGRAM, "the message holds the program or its body")
-        # Equal is what the solver's program would see: `1` and `True` are one input.
+        # Inputs count as equal if a program could not tell them apart by `==`, as `1` and `True`.
         decoded = [values.decode(text) for text in inputs]
         if any(values.equal(a, b) for i, a in enumerate(decoded) for b in decoded[:i]):
             return Refusal(Reject.DUPLICATE_INPUTS, "two of the inputs are equal")
@@ -357,10 +397,10 @@ class CodeF(CodeKind):
 
     def _split_inputs(self, written: str) -> list[str]:
         """
-        The lines that hold an input each.
+        Splits the block of inputs into lines, one input each.
 
         Raises:
-            `FormatError`: If there are fewer than wanted, or more or blank ones where reading is strict.
+            `FormatError`: If there are too few lines. If reading is strict, also if there are too many or blank ones.
         """
         lines = written.strip("\n").split("\n")
         if self.reading == "tolerant":
@@ -390,6 +430,7 @@ class CodeF(CodeKind):
         pairs = list(zip(proposal.inputs, outputs, strict=True))
         rng.shuffle(pairs)
         visible = len(pairs) // 2
+        # If all hidden outputs were equal, a program that returns this value without looking would pass them.
         _vary_hidden(pairs, visible)
         inputs, outputs = zip(*pairs, strict=True)
         return Task(self.name, proposal.program, inputs, outputs, proposal.message, visible)
@@ -419,7 +460,10 @@ class CodeF(CodeKind):
         return Job(attempt.answer, task.inputs)
 
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
-        """What it gives for the inputs, up to the first that is wrong: two texts may be one guess."""
+        """
+        Returns the outputs of the student's program up to the first wrong one. Programs that differ only as text, or
+        only after that output, make the same mistake.
+        """
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
         said = []
@@ -435,18 +479,20 @@ class CodeF(CodeKind):
         return list(map(self.normalize, verdict.outputs)) == list(map(self.normalize, task.outputs))
 
     def _take_program(self, references: Sequence[Task]) -> str:
+        """Returns the program that a proposal is about: that of the first reference."""
         if not references:
             raise ValueError("code_f proposes for a known program, got no reference.")
         return references[0].program
 
 
 def _is_constant(outputs: Sequence[str]) -> bool:
+    """Says whether all outputs are equal."""
     first, *others = map(values.decode, outputs)
     return all(values.equal(first, other) for other in others)
 
 
 def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
-    """Swaps a pair into the hidden ones if these would all be met by one constant."""
+    """Exchanges a hidden pair for a visible one if all hidden outputs are equal. Changes `pairs` in place."""
     hidden = [output for _, output in pairs[visible:]]
     if len(hidden) == 1 or not _is_constant(hidden):
         return
@@ -457,40 +503,44 @@ def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
             return
 
 
-# What somebody answers who has not looked at a task: arguments of the right form (solve).
+# Guesses: the answers of somebody who sees only which form an input has.
 
 
-MAX_SIZE = 2000  # values and characters of one guess: each level of nested lists would double it
+# Values and characters of one guess. Without this bound a guess may double in size with every level of nested lists.
+MAX_SIZE = 2000
 
 
 def guess_blindly(value: Any, rng: random.Random) -> Any:
     """
-    A value of the same form as `value`: types stay, numbers are of its size, texts and lists up to twice as long, and
-    lists are filled as long as the whole is no larger than `MAX_SIZE`.
+    Draws a value of the same form as `value`. Types stay the same, numbers have about the same size, and texts and
+    lists are at most about twice as long. Lists stop to grow when the whole value has reached `MAX_SIZE`.
 
     Args:
         value: Plain data.
-        rng: Decides the rest.
+        rng: Decides every choice.
     """
     left = MAX_SIZE
 
     def draw(value: Any) -> Any:
         nonlocal left
         left -= 1 + (len(value) if isinstance(value, (str, bytes)) else 0)
-        if isinstance(value, tuple):  # a record, as arguments are: its length is part of its form
+        # A tuple is a record, as arguments are: its length is part of its form.
+        if isinstance(value, tuple):
             return tuple(map(draw, value))
         if isinstance(value, dict):
             return {draw(name): draw(each) for name, each in value.items()}
         if isinstance(value, (list, set, frozenset)):
-            members = sorted(value, key=repr) if not isinstance(value, list) else value
-            count = rng.randint(0, 2 * len(members) + 2) if members else 0
-            return type(value)(draw(rng.choice(members)) for _ in range(count) if left > 0)
+            # A set has another order in another process.
+            items = sorted(value, key=repr) if not isinstance(value, list) else value
+            count = rng.randint(0, 2 * len(items) + 2) if items else 0
+            return type(value)(draw(rng.choice(items)) for _ in range(count) if left > 0)
         return _vary(value, rng)
 
     return draw(value)
 
 
 def _vary(value: Any, rng: random.Random) -> Any:
+    """Draws a value of the same type as `value`, which is no collection."""
     if isinstance(value, bool):
         return rng.random() < 0.5
     if isinstance(value, int):
@@ -501,10 +551,10 @@ def _vary(value: Any, rng: random.Random) -> Any:
         return "".join(rng.choices(value + "abcxyz", k=rng.randint(0, 2 * len(value) + 2)))
     if isinstance(value, bytes):
         return bytes(rng.choices(value + b"abcxyz", k=rng.randint(0, 2 * len(value) + 2)))
-    return value  # None, and complex numbers, which no task of this kind is about
+    return value  # None has no other value; complex numbers are too rare to draw
 
 
-# Makes a task from a program and its arguments as Python values: for seeds that a user writes.
+# Tasks that users write.
 
 
 def make_task(
@@ -517,22 +567,22 @@ def make_task(
     sandbox: Sandbox | None = None,
 ) -> Task:
     """
-    Runs a program and writes its inputs and outputs as canonical texts.
+    Makes a task from a program and its arguments as Python values. Runs the program to find the outputs.
 
         make_task("code_o", "def f(x):\\n    return x + 1", inputs=[(1,)])
 
     Args:
         kind: Name of the kind.
         program: Source with a top-level `f`.
-        inputs: One sequence of arguments per call, of plain data; one call, or several for code_f.
-        message: Hint for the solver (code_f).
-        visible: How many of the leading pairs the solver is shown; half of them for code_f, and none for others, when
-            `None`.
-        sandbox: Runs the program; one is started and closed again when not given.
+        inputs: One sequence of arguments per call, as plain data. code_f takes several calls, other kinds take one.
+        message: Hint for the student (code_f).
+        visible: The student is shown the first `visible` pairs of input and output. With `None` these are half of the
+            pairs for code_f, and no pair for other kinds.
+        sandbox: Runs the program. With `None` a sandbox is started for this call.
 
     Raises:
         `TypeError`: If the arguments of a call are no tuple or list.
-        `ValueError`: If the program does not run, or gives two different answers.
+        `ValueError`: If the program fails, or if two runs of it give different outputs.
     """
     for arguments in inputs:
         if not isinstance(arguments, (tuple, list)):
