@@ -314,7 +314,7 @@ class TaskKind(ABC):
 
     @abstractmethod
     def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal | Reject:
-        """Makes a task from a proposal and its verdict, or says why it is none. `rng` decides what is left to chance."""
+        """Makes a task from a proposal and its verdict, or says why it is none. `rng` decides all that is random."""
 
     @abstractmethod
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:

@@ -69,7 +69,7 @@ class CodeKind(TaskKind):
         return text.format(program_chars=self.max_program_chars, value_chars=self.max_value_chars, **numbers)
 
     def gives_rules(self, what: str, style: str) -> bool:
-        """Says whether the prompt has all rules: in the style `"chat"`, unless a user's own instruction replaces it."""
+        """Says whether a prompt has all rules: in the style `"chat"`, if the user has given no own instruction."""
         name = f"{self.name}/{what}"
         return style == "chat" and self.instructions[name] == prompts.TURNS[name]
 
@@ -97,7 +97,7 @@ class CodeKind(TaskKind):
         return program
 
     def read_arguments(self, text: str, max_chars: int) -> str:
-        """Encodes arguments, literals separated by commas, as the canonical text of a tuple. Dicts keep their order."""
+        """Encodes literals separated by commas as the canonical text of an argument tuple. Dicts keep their order."""
         return self._read(literals.read_arguments, text, max_chars, ordered=True)
 
     def read_value(self, text: str, max_chars: int) -> str:
@@ -188,14 +188,15 @@ class ProgramWithInput(CodeKind):
 
     def chance(self, task: Task) -> float:
         """
-        1/2 for an output that is `True` or `False`, and for each of several; nothing else tells its alternatives.
+        Returns 1/2 if the output is `True` or `False`, and 1/2 to the power of n if it is a list or tuple of n truth
+        values. Of other outputs nobody knows how many there could be, so they give 0.
         """
         output = values.decode(task.outputs[0])
         bits = output if isinstance(output, (list, tuple)) else [output]
         return 0.5 ** len(bits) if bits and all(isinstance(bit, bool) for bit in bits) else 0.0
 
     def copies(self, task: Task) -> list[Attempt]:
-        """What the student is shown beside the program, as the answer; nothing in the compact style."""
+        """Returns what the student is shown beside the program, as an answer; nothing in the style `"compact"`."""
         _, shown = self.show_given(task)
         try:
             return [Attempt(True, self.read_answer(shown))] if self.refuses_copies else []

@@ -1,11 +1,12 @@
-"""Every word that models are shown, and the solved tasks that small ones see before their own.
+"""Prompts: every word that models are shown, and solved tasks for students to see before their own.
 
-Three styles from one set of blocks (propose and solve):
+The same blocks are written in three styles:
 
-* `turns`: for instruction-tuned models of any size. A sentence or two of instruction; references are turns before, in
-  which the assistant has answered in exactly the format that is read. Small models follow what they have seen done.
-* `chat`: for large models. One user turn with the references, all rules, and the answer format in full.
-* `compact`: what the embedded tiny base is trained on, byte for byte. One user turn, its first line is role and kind.
+* `turns` is for instruction-tuned models of any size. The instruction is a sentence or two. References are earlier
+  turns, in which the assistant has answered in exactly the format that is wanted: small models do what they have seen.
+* `chat` is for large models. One user turn holds the references, all rules, and the answer format in full.
+* `compact` is what the embedded tiny base is trained on, byte for byte. One user turn begins with a line of role and
+  kind.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any
 from trl_populora.sandbox import values
 from trl_populora.tasks.kind import STYLES, Shot, Task
 
+
+# The texts that follow are what models read. Published figures were measured with these words, so a change of a word
+# asks for new figures.
 
 _FORMAT = """\
 Answer format. You may reason first inside <think>...</think>; only what follows is read. Write the following exactly \
@@ -52,6 +56,7 @@ def f(...):
 {_ARGUMENTS}
 ```"""
 
+# The short instructions, by kind and role. `prompt_texts` may replace them.
 TURNS = {
     "code_o/propose": "Write one new short Python function `f` and one input for it. A reader will be shown both and "
     "must work out what `f` returns.",
@@ -141,20 +146,23 @@ REFERENCES = "Examples of earlier programs, with input and output:"
 
 
 def fence(*blocks: tuple[str, str]) -> str:
-    """Blocks of (fence name, content), each on lines of its own, joined by newlines; no newline at the end."""
+    """Writes fenced blocks from pairs of name and content, joined by newlines. There is none at the end."""
     return "\n".join(f"```{name}\n{content}\n```" for name, content in blocks)
 
 
 def write_arguments(text: str) -> str:
-    """The canonical text of an argument tuple as it stands between the parentheses of a call: `3, [4, 5]`."""
+    """Writes an argument tuple, given as a canonical text, as it stands in a call: `3, [4, 5]`."""
     given = values.decode(text)
     assert isinstance(given, tuple)
     return ", ".join(map(values.to_literal, given))
 
 
 def write_literal(text: str) -> str:
-    """The canonical text of a value as a Python literal."""
+    """Writes a value, given as a canonical text, as a Python literal."""
     return values.to_literal(values.decode(text))
+
+
+# Blocks: pairs of a name and a content, for `fence`.
 
 
 def show_program(program: str) -> tuple[str, str]:
@@ -170,34 +178,34 @@ def show_output(text: str) -> tuple[str, str]:
 
 
 def show_reference(task: Task) -> str:
-    """Program, first input and its output of a reference task."""
+    """Writes a reference: its program, its first input, and the output for that input."""
     return fence(show_program(task.program), show_input(task.inputs[0]), show_output(task.outputs[0]))
 
 
 def show_examples(pairs: Iterable[tuple[str, str]]) -> tuple[str, str]:
-    """Pairs of canonical (arguments, output) as calls, one per line."""
+    """Makes a block of calls, one per line, from pairs of canonical texts: arguments and output."""
     return "examples", "\n".join(
         f"f({write_arguments(given)}) -> {write_literal(returned)}" for given, returned in pairs
     )
 
 
 def ask(content: str) -> list[dict[str, str]]:
-    """A conversation of a single user turn: small models follow that better than a system turn."""
+    """Makes a conversation of one user turn. Small models follow it better than a system turn."""
     return [{"role": "user", "content": content}]
 
 
 def ask_compactly(first_line: str, blocks: Iterable[str]) -> list[dict[str, str]]:
-    """The compact style: the first line, then the blocks; every line, the last included, ends in a newline."""
+    """Makes a conversation in the style `compact`: a first line, then blocks. Each ends in a newline, the last too."""
     return ask("".join(f"{line}\n" for line in (first_line, *blocks)))
 
 
 def check_texts(texts: Any) -> None:
     """
-    Checks texts that replace instructions.
+    Checks the value of the option `prompt_texts`: texts that replace instructions.
 
     Raises:
-        `TypeError`: If they are no dict, or one is no text.
-        `ValueError`: If none has such a name, or it holds braces that name nothing.
+        `TypeError`: If the value is no dict, or one of its texts is no text.
+        `ValueError`: If there is no instruction of such a name, or if a text has braces that name nothing.
     """
     if not isinstance(texts, Mapping):
         raise TypeError(f"`prompt_texts` must be a dict of texts by name, got {texts!r:.80}.")
@@ -206,6 +214,7 @@ def check_texts(texts: Any) -> None:
             raise ValueError(f"`prompt_texts` has the key {name!r}; the keys are {', '.join(TURNS)}.")
         if not isinstance(text, str):
             raise TypeError(f"`prompt_texts[{name!r}]` must be a text, got {text!r:.80}.")
+        # A wrong brace would otherwise stop the run at the first prompt of its kind.
         try:
             text.format(**dict.fromkeys(_PLACEHOLDERS, 1))
         except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -220,7 +229,13 @@ def _answer(content: str) -> dict[str, str]:
 
 
 def show_before(asked: Sequence[list[dict[str, str]]], answers: Sequence[str]) -> list[dict[str, str]]:
-    """A conversation in which earlier questions are answered and the last one, which has no answer, is open."""
+    """
+    Joins questions and answers to one conversation. The last question stays open.
+
+    Args:
+        asked: A conversation per question.
+        answers: One text less: the answers to all questions but the last.
+    """
     turns = []
     for messages, answer in zip(asked, [*answers, None], strict=True):
         turns += messages if answer is None else [*messages, _answer(answer)]
@@ -229,17 +244,19 @@ def show_before(asked: Sequence[list[dict[str, str]]], answers: Sequence[str]) -
 
 def check_style(style: str) -> None:
     """
+    Checks a style of prompts.
+
     Raises:
-        `ValueError`: If `style` is not one of the prompt styles.
+        `ValueError`: If `style` is none of `STYLES`.
     """
     if style not in STYLES:
         raise ValueError(f"`style` must be one of {', '.join(STYLES)}, got {style!r}.")
 
 
-# Solved tasks that ship with the code kinds: what small models are shown before their own (solve).
+# Solved tasks that students may be shown before their own, by the option `shots`.
 #
-# They show the format alone: shown a line of reasoning as well, a 135M rambled and forgot the answer (1 of 16
-# readable). Models that reason by themselves are large enough to be shown none.
+# The answers have no reasoning. A 135M model that was shown a line of it rambled and forgot to answer: 1 of 16 answers
+# could be read. Models that reason by themselves are large enough to need no examples.
 
 
 _REVERSE = """\
@@ -280,7 +297,7 @@ def f(words):
 
 
 def _make_task(kind: str, program: str, *calls: tuple[tuple, Any], message: str = "", visible: int = 0) -> Task:
-    """Of calls as pairs of arguments and what is returned."""
+    """Makes a task from calls, pairs of arguments and returned value. Nothing runs, to keep the import quick."""
     inputs = tuple(values.encode(given, ordered=True) for given, _ in calls)
     return Task(kind, program, inputs, tuple(values.encode(returned) for _, returned in calls), message, visible)
 
