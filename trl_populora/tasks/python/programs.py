@@ -69,9 +69,7 @@ def parse_bounded(program: str) -> ast.Module:
 
 
 def _ignore_warnings_of_parsed_text() -> None:
-    """
-    Keeps warnings about untrusted text, as of `"\\d"` or `1is 2`, out of the log.
-    """
+    """Keeps warnings about untrusted text, as of invalid escapes or `1is 2`, out of the log."""
     # The filter stays in place. `catch_warnings` would put it in and out, and each time Python forgets which other
     # warnings it has shown, and shows them again in every step.
     if warnings.filters[:1] != [_OF_PARSED_TEXT]:

@@ -53,7 +53,7 @@ def has_thinking(text: str) -> bool:
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Says whether a prompt ends with the opening tag, as some chat templates do. Then the completion begins inside."""
+    """Says whether a prompt ends with the opening tag, as with some chat templates. The completion is then inside."""
     return prompt.rstrip().endswith(THINK_OPEN)
 
 
@@ -68,7 +68,7 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
     Raises:
         `FormatError`: If a block is missing, repeated, out of order, unclosed or not one of `names`.
     """
-    # Python's tokenizer takes `\\r\\n` and `\\r` for ends of lines, too. So programs have the same lines here and
+    # Python's tokenizer takes `\r\n` and `\r` for ends of lines, too. So programs have the same lines here and
     # there.
     lines = strip_thinking(text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
     found: list[str] = []
