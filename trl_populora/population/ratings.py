@@ -24,7 +24,7 @@ from trl_populora.population.members import PRIOR_SIGMA, Member, Population
 
 
 # BETA is TrueSkill's default for this prior: the standard deviation of a member's performance in a match around its
-# skill. TAU is added to sigma in every step, because members learn, and old matches say less and less. It is five
+# skill. TAU widens sigma in every step, because members learn, and old matches say less and less. It is five
 # times TrueSkill's default.
 BETA = PRIOR_SIGMA / 2
 TAU = PRIOR_SIGMA / 20
@@ -69,9 +69,7 @@ def win_probability(student: Member, teacher: Member) -> float:
 
 
 def points_per_share(proposals: int) -> float:
-    """
-    Computes how many rating points one unit of share is worth in a match of so many proposals: 81.6 for 12 proposals.
-    """
+    """Computes how many rating points one unit of share is worth: 81.6 in a match of 12 proposals."""
     # TrueSkill knows the noise of a difference of two performances, sqrt(2) * BETA. The mean share of a match has the
     # noise SHARE_SD / sqrt(proposals). The factor turns the second into the first.
     return math.sqrt(2 * proposals) * BETA / SHARE_SD
