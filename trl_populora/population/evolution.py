@@ -29,7 +29,7 @@ from trl_populora.population.members import PRIOR_SIGMA, ROLES, Member, Populati
 from trl_populora.population.operators import find_operator
 
 
-# The paper's own eight operators, with equal weights. A run that wants others of the tables must name them.
+# The paper's eight operators, with equal weights. A run that wants others of the tables must name them.
 DEFAULT_MUTATIONS = ("svd_perturb", "layer_gaussian", "component_mask", "full_gaussian")
 DEFAULT_CROSSOVERS = ("dare", "module_swap", "svd_subspace", "extrapolate")
 
@@ -180,7 +180,7 @@ def plan_births(population: Population, breeding: Breeding, rng: random.Random) 
             parents = [hold_tournament(survivors, breeding.tournament_size, rng)]
             table, strength = mutations, breeding.mutation_strength
             if len(survivors) > 1 and rng.random() < breeding.crossover_rate:
-                # Two different parents, and the fitter one first: crossovers tell them apart.
+                # Two different parents, and the fitter one first: a crossover treats the two differently.
                 others = [survivor for survivor in survivors if survivor is not parents[0]]
                 parents.append(hold_tournament(others, breeding.tournament_size, rng))
                 parents.sort(key=Population.fitness, reverse=True)

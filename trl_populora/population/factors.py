@@ -99,7 +99,7 @@ def _factor_gram(gram: Tensor) -> tuple[Tensor, Tensor]:
     columns of Q are orthonormal. Directions that X does not have are zero in F, M and Q.
     """
     # This is a thin QR decomposition that never stores Q, in a third of Householder's time. A Gram matrix squares the
-    # condition number, but fp64 has more than twice the digits of fp32 factors.
+    # condition number. That loses nothing here, because fp64 has more than twice the digits of fp32 factors.
     values, vectors = torch.linalg.eigh(gram)
     alive = values > values[..., -1:] * RELATIVE_ZERO**2
     roots = values.clamp(min=0).sqrt() * alive
@@ -149,7 +149,8 @@ def on_cores(
         rounding = ROUNDINGS * torch.finfo(parents[0][pairs[0][0]].dtype).eps
         down_maps, up_maps = _map_factors(down_gram, up_gram, rank, combine, norm_of, rounding)
         for (down, up), down_map, up_map in zip(pairs, down_maps, up_maps, strict=True):
-            # The maps have a block per parent: the child's A is a sum of maps of the parents' A, and B likewise.
+            # The maps have a block per parent: the child's A is a sum of maps of the parents' A, and the same is true
+            # of B.
             of_down, of_up = down_map.split(rank, dim=1), up_map.split(rank, dim=0)
             child_down, child_up = of_down[0] @ parents[0][down].float(), parents[0][up].float() @ of_up[0]
             for parent, from_down, from_up in zip(parents[1:], of_down[1:], of_up[1:], strict=True):

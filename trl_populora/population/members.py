@@ -15,7 +15,7 @@ from typing import Any
 
 ROLES = ("teacher", "student")
 
-# TrueSkill's own prior (Herbrich et al., 2006), which PopuLoRA keeps: the rating of a member before its first match.
+# TrueSkill's prior (Herbrich et al., 2006), which PopuLoRA keeps: the rating of a member before its first match.
 PRIOR_MU = 25.0
 PRIOR_SIGMA = 25.0 / 3
 
@@ -32,7 +32,7 @@ class Member:
         mu, sigma: Mean and standard deviation of the TrueSkill rating.
         age: Rated matches since birth.
         born: Optimizer step of birth.
-        parents: The parents as `name@version`, because a parent's name may pass on to its own replacement.
+        parents: The parents as `name@version`, because another member may have the parent's name later.
         operator: Name of the operator that has made this member.
         version: How many holders the name had before.
     """
@@ -78,7 +78,7 @@ class Population:
         if single_agent and (teachers, students) != (1, 1):
             raise ValueError(f"A single agent is 1 teacher and 1 student, got {teachers} and {students}.")
         self.single_agent = single_agent
-        # A single agent is two members with ratings of their own, and one adapter: both have index 0.
+        # A single agent is two members with two ratings, and one adapter: both have index 0.
         self.members = [Member(name, role, 0 if single_agent else i) for i, (name, role) in enumerate(names)]
 
     def __len__(self) -> int:

@@ -133,12 +133,12 @@ def full_gaussian(
     factors: Factors, generator: Generator, strength: float, *, scale: float = 0.15, keep_norm: bool = True
 ) -> Factors:
     """
-    Adds Gaussian noise to every tensor, relative to the tensor's own size, so that A and B are disturbed alike. A
+    Adds Gaussian noise to every tensor, relative to the tensor's size, so that A and B are disturbed alike. A
     tensor of zeros stays as it is.
 
     Args:
         scale: Standard deviation of the noise over the root mean square of the tensor. The cosine to the parent is
-            then about 1 / (1 + scale^2). The paper gives no value, so the peer package's default is used.
+            then about 1 / (1 + scale^2). The paper gives no value.
         keep_norm: Whether each module is rescaled to the parent's norm. Independent noise nearly always raises a norm,
             so without rescaling norms would grow from generation to generation.
     """
@@ -268,7 +268,7 @@ def extrapolate(
     def beyond(cores: list[Tensor]) -> Tensor:
         step = (factor - 1) * (cores[0] - cores[1])
         # The step is never longer than the better parent itself. Otherwise a worse parent with a greater norm would
-        # breed its own opposite.
+        # breed the opposite of itself.
         length = compute_norms(step)
         return cores[0] + step * torch.where(length > 0, compute_norms(cores[0]) / length, 0.0).clamp(max=1)
 
@@ -306,8 +306,8 @@ def ties(cores: list[Tensor], generator: Generator, strength: float, *, density:
     Args:
         density: Fraction of the entries that are kept.
     """
-    # Entries are those of the cores in the better parent's singular bases, where its own core is diagonal. So a
-    # conflict of signs is a component of the better parent that the worse one would undo.
+    # Entries are those of the cores in the better parent's singular bases, where the better one's core is diagonal. So
+    # a conflict of signs is a component of the better parent that the worse one would undo.
     left, right = find_singular_bases(cores)
     aligned = [left.mT @ core @ right.mT for core in cores]
     # An entry that is only rounding is set to 0. Otherwise it would have a vote, and halve the other parent's entry.

@@ -132,7 +132,7 @@ class Matchmaker:
         kappa: Exponent on p (1 - p). 1 is PFSP's weighting `var`. A larger value prefers balanced pairs more. With 2 a
             pair 10 points apart has .48 of a balanced pair's weight at sigma 8.33 (newborns), and .05 at sigma 1.57
             (members known for long).
-        seed: Seed of the matchmaker's own generator. The same seed and ratings give the same matches on every rank.
+        seed: Seed of the matchmaker's generator. The same seed and ratings give the same matches on every rank.
 
     Attributes:
         weight: Takes a student and a teacher, returns the weight of the pair. Only ratios of weights matter.
@@ -212,7 +212,7 @@ class Matchmaker:
         for match, shares in outcomes.items():
             if not shares or not all(0.0 <= share <= 1.0 for share in shares):
                 raise ValueError(f"The student's shares of {match} must be at least one, in [0, 1], got {shares}.")
-        # A match counts once, by its score. A win or a loss would say less. Rating each task as a match of its own
+        # A match counts once, by its score. A win or a loss would say less. Rating each task as one match
         # would say too much: sigma would collapse.
         matches = sorted(outcomes, key=lambda match: match.index)
         players = [population[name] for match in matches for name in (match.student, match.teacher) if name]

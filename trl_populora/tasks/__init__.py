@@ -1,10 +1,10 @@
-"""Tasks: what teachers propose and students solve. Nothing here imports torch.
+"""Tasks: what teachers propose and students solve. Importing this package does not import torch.
 
 kind.py      `Task`, `TaskKind`: what a task is, and what each kind of task must answer
 archive.py   verified tasks in memory, and as a table in a file
 features.py  words for what a task uses: what is rare, what is replayed
 dataset.py   tasks that a user gives, read and checked before a run
-python/      the three built-in kinds: programs to run backwards, forwards, or to write
+python/      the three built-in kinds: find the output, find an input, write the program
 """
 
 from __future__ import annotations

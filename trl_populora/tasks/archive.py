@@ -237,7 +237,7 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
 
 
 def _suggest_text(text: str, column: str) -> str:
-    """Ends an error: if `text` is a Python literal, with its canonical text, which the user meant; or else empty."""
+    """Ends an error with the canonical text that the user may have meant. Empty if `text` is no Python literal."""
     try:
         value = literals.read_arguments(text) if column == "inputs" else literals.read_literal(text)
     except ValueError:
@@ -294,7 +294,7 @@ def _analyse(text: str) -> tuple[str, int, str | None]:
     Returns a program's exact form, the hash of its form without constants, and the hash of its shape. The last one is
     `None` if the text defines no `f`.
     """
-    # `24` or `a + b` parses, too. A user's own kind may keep such texts, and they are no programs of ours.
+    # `24` or `a + b` parses, too. A user's own kind may keep texts like these. They are no programs with an `f`.
     tree = parse_function(text)
     exact, form = (text.strip(),) * 2 if tree is None else normal_forms(tree)
     shape = None if tree is None else hash_shape(tree)
@@ -334,7 +334,7 @@ def make_schema(measures: Sequence[str] = ()) -> pa.Schema:
     Args:
         measures: Further columns: what users' own kinds measure.
     """
-    # pyarrow is large, and the room is imported by commands and processes that never touch a table.
+    # pyarrow is large, and many commands and processes that import this module never touch a table.
     import pyarrow as pa
 
     texts = pa.list_(pa.string())
@@ -362,7 +362,7 @@ def save_archive(archive: TaskArchive, path: str | Path, step: int | None = None
     Args:
         archive: The archive.
         path: The file.
-        step: Optimizer steps so far, which the file then tells; `None` if it should not.
+        step: Optimizer steps so far, to be written into the file; `None` for an archive of no particular step.
     """
     import pyarrow.parquet as pq
 
@@ -376,7 +376,7 @@ def save_archive(archive: TaskArchive, path: str | Path, step: int | None = None
 
 def read_archive_step(path: str | Path) -> int | None:
     """
-    Reads at which optimizer step an archive was saved; `None` if the file does not tell, as in early versions.
+    Reads at which optimizer step an archive was saved; `None` if the file does not say so, as in early versions.
 
     Raises:
         `ValueError`: If the file is missing or broken.
@@ -393,7 +393,7 @@ def read_archive_step(path: str | Path) -> int | None:
 
 def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any]) -> None:
     """
-    Replaces an archive's contents by those of a file. The archive keeps its own `cap`.
+    Replaces an archive's contents by those of a file. The archive keeps its `cap`.
 
     Args:
         archive: The archive to fill.
@@ -427,8 +427,8 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
             entries = _read_entries(file, path)
             archive.restore(_renew_keys(entries, forms) if found == _OLDER_VERSION else entries, coverage)
             if found == _OLDER_VERSION:
-                # Older forms mean nothing here, and of tasks that have left the archive no program is saved. So
-                # `programs` counts only what the archive holds.
+                # The saved hashes come from the other normal form. They cannot be computed again for tasks that have
+                # left the archive, so those are forgotten, and `programs` counts only what the archive holds.
                 archive.coverage.forms = forms
         except OSError as error:  # a damaged page
             raise ValueError(f"{path} is damaged ({error}).") from error

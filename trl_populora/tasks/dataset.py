@@ -61,7 +61,7 @@ def read_held_out(source: str | None, kinds: Sequence[str]):
 
 
 def load_built_in_tasks(style: str | None) -> list[Task]:
-    """Loads the tasks that a run starts from if the user gives none. Style `"compact"` has the embedded base's own."""
+    """Loads the tasks that a run starts from if the user gives none. The style `"compact"` has other ones."""
     return load_seed_tasks(None if style == "compact" else real_seed_tasks())
 
 

@@ -6,7 +6,7 @@
 The features of a program are read from its text. A user's own kind names features in `TaskKind.features`.
 [`Features`] counts the features of the last accepted tasks.
 
-A teacher cannot make features up. Names that a program binds give none. Methods count only if Python's own types have
+A teacher cannot make features up. Names that a program binds give none. Methods count only if Python's types have
 them, and modules only if they are in Python's library. Dead code gives none, as far as [`walk_living`] finds it. A
 branch that is never taken does give features, because only running the program would show that.
 """
@@ -130,7 +130,7 @@ def check_features(kinds: Mapping[str, TaskKind], needs: str) -> None:
         needs: The setting that needs features, for the error.
 
     Raises:
-        `ValueError`: If a kind has no method `features` of its own.
+        `ValueError`: If a kind does not define the method `features`.
     """
     silent = [name for name, kind in kinds.items() if type(kind).features is TaskKind.features]
     if silent:

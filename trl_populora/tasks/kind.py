@@ -221,7 +221,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Shot:
-    """A solved task that students are shown before their own. `answer` is the whole completion that solves it."""
+    """A solved task that students are shown before the one to solve. `answer` is the whole completion that solves it."""
 
     task: Task
     answer: str
@@ -383,7 +383,7 @@ logger = logging.getLogger(__name__)
 def estimate(kind: TaskKind, method: str, unknown: Any, *arguments: Any) -> Any:
     """
     Calls a kind's `method`, and returns `unknown` if it raises: a failed estimate is no reason to end a run. The log
-    tells it once, with the traceback.
+    has it once, with the traceback.
     """
     try:
         return getattr(kind, method)(*arguments)
@@ -442,7 +442,7 @@ def check_type(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> 
 
 
 # Control texts. Programs, hints, inputs and outputs are put into prompts unchanged, and a tokenizer reads `<|im_end|>`
-# there as the token that ends a turn, whoever wrote it. So proposals with such texts are refused before anybody is
+# there as the token that ends a turn, whoever wrote it. So proposals with these texts are refused before anybody is
 # shown them.
 
 

@@ -54,8 +54,8 @@ class CodeKind(TaskKind):
         if next(each for each in type(self).__mro__ if "determinism_runs" in vars(each)) is CodeKind:
             self.determinism_runs = settings.determinism_runs
         self.reading = settings.reading or ("strict" if settings.prompt_style == "compact" else "tolerant")
-        # All published figures of the embedded base, which has the style `compact`, were measured with tasks whose
-        # answer can be copied.
+        # The style `compact` allows tasks whose answer is a copy of what is shown, because the published figures of
+        # the embedded base were measured with them.
         self.refuses_copies = settings.prompt_style not in (None, "compact")
         self.instructions = prompts.TURNS | dict(settings.prompt_texts or {})
 
@@ -69,7 +69,7 @@ class CodeKind(TaskKind):
         return text.format(program_chars=self.max_program_chars, value_chars=self.max_value_chars, **numbers)
 
     def gives_rules(self, what: str, style: str) -> bool:
-        """Says whether a prompt has all rules: in the style `"chat"`, if the user has given no own instruction."""
+        """Says whether a prompt has all rules: in the style `"chat"`, unless the user has given another instruction."""
         name = f"{self.name}/{what}"
         return style == "chat" and self.instructions[name] == prompts.TURNS[name]
 
@@ -238,13 +238,10 @@ def refuse(error: FormatError | ProgramError) -> Refusal:
     return Refusal(find_reason(error), str(error))
 
 
-# Deduction.
-
-
 class CodeO(ProgramWithInput):
     """
-    The student is shown a program and an input, and must work out the output. An answer is right if its value equals
-    the output. Nothing has to run for that.
+    Deduction. The student is shown a program and an input, and must work out the output. An answer is right if its
+    value equals the output. Nothing has to run for that.
     """
 
     name = "code_o"
@@ -266,16 +263,13 @@ class CodeO(ProgramWithInput):
         return attempt.well_formed and self.is_same(attempt.answer, task.outputs[0])
 
 
-# Abduction.
-
-
 GUESSES = 8  # as many as attempts at a task, by default: so the share of right guesses has the same steps of 1/8
 
 
 class CodeI(ProgramWithInput):
     """
-    The student is shown a program and an output, and must find an input. An answer is right if the program gives this
-    output for it. It need not be the teacher's input.
+    Abduction. The student is shown a program and an output, and must find an input. An answer is right if the program
+    gives this output for it. It need not be the teacher's input.
     """
 
     name = "code_i"
@@ -315,13 +309,10 @@ class CodeI(ProgramWithInput):
         return self.is_same(verdict.outputs[0], task.outputs[0])
 
 
-# Induction.
-
-
 class CodeF(CodeKind):
     """
-    The student is shown a message and some pairs of input and output, and must write the program. An answer is right
-    if it gives the right output for every input, shown or hidden.
+    Induction. The student is shown a message and some pairs of input and output, and must write the program. An answer
+    is right if it gives the right output for every input, shown or hidden.
 
     The teacher is shown a program from the archive, and writes inputs and a message for it. The inputs are shuffled,
     and then one half is hidden. So the teacher cannot choose what is hidden.
@@ -372,7 +363,7 @@ class CodeF(CodeKind):
     def write_proposal(self, task: Task) -> str:
         """
         Writes as many of the task's inputs as a proposal must give, and its message. Returns `""` if the task has
-        fewer inputs, or if these all give the same output: such a proposal would be refused.
+        fewer inputs, or if these all give the same output. That proposal would be refused.
         """
         count = self.inputs_per_task
         if len(task.inputs) < count or _is_constant(task.outputs[:count]):
@@ -390,7 +381,8 @@ class CodeF(CodeKind):
             return refuse(error)
         if contains_program(message, program):
             return Refusal(Reject.LEAKED_PROGRAM, "the message holds the program or its body")
-        # Inputs count as equal if a program could not tell them apart by `==`, as `1` and `True`.
+        # Inputs count as equal if `==` finds them equal, as `1` and `True`: a program may not be able to tell them
+        # apart.
         decoded = [values.decode(text) for text in inputs]
         if any(values.equal(a, b) for i, a in enumerate(decoded) for b in decoded[:i]):
             return Refusal(Reject.DUPLICATE_INPUTS, "two of the inputs are equal")
@@ -531,7 +523,7 @@ def guess_blindly(value: Any, rng: random.Random) -> Any:
         if isinstance(value, dict):
             return {draw(name): draw(each) for name, each in value.items()}
         if isinstance(value, (list, set, frozenset)):
-            # A set has another order in another process.
+            # A set is sorted, because another process would go through it in another order.
             items = sorted(value, key=repr) if not isinstance(value, list) else value
             count = rng.randint(0, 2 * len(items) + 2) if items else 0
             return type(value)(draw(rng.choice(items)) for _ in range(count) if left > 0)
@@ -594,8 +586,8 @@ def make_task(
     texts = tuple(values.encode(tuple(arguments), ordered=True) for arguments in inputs)
     job = Job(program, texts, runs=2)
     if sandbox is None:
-        with Sandbox(workers=1) as own:
-            (verdict,) = own.run([job])
+        with Sandbox(workers=1) as started:
+            (verdict,) = started.run([job])
     else:
         (verdict,) = sandbox.run([job])
     if not verdict.ok:

@@ -156,7 +156,7 @@ class _Program:
             self._note(*each)
 
     def _note(self, node: Any, scope: Any, statement: _Statement) -> None:
-        """Notes what one node reads, binds and changes, and which statement makes its own statement live."""
+        """Notes what one node reads, binds and changes, and which statement makes the node's statement live."""
         loads, holder = isinstance(getattr(node, "ctx", None), ast.Load), statement.holder
         said = (node.id,) if isinstance(node, ast.Name) else list_bound_or_imported(node)
         if said or isinstance(node, ast.Attribute):
@@ -223,7 +223,7 @@ class _Program:
             found = self.changers[name] + (self.binders.get(key, []) if name is key else [])
             yield from found
             names += [other for other in self.sharers[name] if other not in names]
-            # A function may change an object that is not its own. Then every caller of the function changes it, too.
+            # A function may change an object of its caller. Then every caller of the function changes it, too.
             holders += [each.holder for each in found if name[0] is not each.holder and each.holder not in holders]
         for holder in holders:
             yield from self.readers[holder.key]

@@ -1,4 +1,4 @@
-"""Prompts: every word that models are shown, and solved tasks for students to see before their own.
+"""Prompts: every word that models are shown, and solved tasks that students may see first.
 
 The same blocks are written in three styles:
 
@@ -18,8 +18,8 @@ from trl_populora.sandbox import values
 from trl_populora.tasks.kind import STYLES, Shot, Task
 
 
-# The texts that follow are what models read. Published figures were measured with these words, so a change of a word
-# asks for new figures.
+# Models read the texts that follow. All published figures were measured with exactly these words: whoever changes a
+# word has to measure again.
 
 _FORMAT = """\
 Answer format. You may reason first inside <think>...</think>; only what follows is read. Write the following exactly \
@@ -195,7 +195,7 @@ def ask(content: str) -> list[dict[str, str]]:
 
 
 def ask_compactly(first_line: str, blocks: Iterable[str]) -> list[dict[str, str]]:
-    """Makes a conversation in the style `compact`: a first line, then blocks. Each ends in a newline, the last too."""
+    """Makes a conversation in the style `compact`: a first line, then blocks. All of them end in a newline."""
     return ask("".join(f"{line}\n" for line in (first_line, *blocks)))
 
 
@@ -253,7 +253,7 @@ def check_style(style: str) -> None:
         raise ValueError(f"`style` must be one of {', '.join(STYLES)}, got {style!r}.")
 
 
-# Solved tasks that students may be shown before their own, by the option `shots`.
+# Solved tasks that students may be shown first, by the option `shots`.
 #
 # The answers have no reasoning. A 135M model that was shown a line of it rambled and forgot to answer: 1 of 16 answers
 # could be read. Models that reason by themselves are large enough to need no examples.
