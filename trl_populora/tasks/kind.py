@@ -221,7 +221,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Shot:
-    """A solved task that students are shown before the one to solve. `answer` is the whole completion that solves it."""
+    """A solved task that students are shown before the one to solve. `answer` is the completion that solves it."""
 
     task: Task
     answer: str

@@ -69,7 +69,7 @@ class CodeKind(TaskKind):
         return text.format(program_chars=self.max_program_chars, value_chars=self.max_value_chars, **numbers)
 
     def gives_rules(self, what: str, style: str) -> bool:
-        """Says whether a prompt has all rules: in the style `"chat"`, unless the user has given another instruction."""
+        """Says whether a prompt has all rules: in the style `"chat"`, without an instruction of the user."""
         name = f"{self.name}/{what}"
         return style == "chat" and self.instructions[name] == prompts.TURNS[name]
 
@@ -423,7 +423,7 @@ class CodeF(CodeKind):
         pairs = list(zip(proposal.inputs, outputs, strict=True))
         rng.shuffle(pairs)
         visible = len(pairs) // 2
-        # If all hidden outputs were equal, a program that returns this value without looking would pass them.
+        # If all hidden outputs were equal, a program that always returns this value would pass all hidden pairs.
         _vary_hidden(pairs, visible)
         inputs, outputs = zip(*pairs, strict=True)
         return Task(self.name, proposal.program, inputs, outputs, proposal.message, visible)
@@ -506,7 +506,7 @@ MAX_SIZE = 2000
 def guess_blindly(value: Any, rng: random.Random) -> Any:
     """
     Draws a value of the same form as `value`. Types stay the same, numbers have about the same size, and texts and
-    lists are at most about twice as long. Lists stop to grow when the whole value has reached `MAX_SIZE`.
+    lists are at most about twice as long. Lists stop growing when the whole value has reached `MAX_SIZE`.
 
     Args:
         value: Plain data.
