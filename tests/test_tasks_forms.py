@@ -35,7 +35,7 @@ BASE = (
         BASE.replace("x", "y_").replace("y=1", "x=1").replace("- y", "- x"),
         BASE.replace("def g(a)", "def g(x)").replace("a * 2", "x * 2"),
         BASE.replace("total", "max"),
-        BASE.replace("total = 0", "total: int = 0").replace("x,", "x: int,").replace("):", ") -> int:"),
+        BASE.replace("total = 0", "total: int = 0").replace("x, y=1)", "x: int, y=1) -> int"),
     ],
 )
 def test_layout_docstrings_and_bound_names_do_not_count(other):
@@ -103,7 +103,7 @@ def dead(*lines, before="    total = 0"):
         dead("u = 0", "for n in range(9):", "    u += n"),
         dead("u = []", "u.append(x)", "u[0] = 3"),
         dead("u = list(range(x))", "u.sort()"),
-        dead("i = 3"),
+        dead("a = 3"),
         dead("unused = g(x)", "g(x)", "if g(3):", "    pass"),
         dead("assert x < 10**9", "if x == 17:", "    raise ValueError"),
         dead("def helper(q):", "    q.append(3)", "helper([x])"),

@@ -251,19 +251,17 @@ class _Program:
             node = stack.pop()
             if isinstance(node, ast.Constant):
                 # Python refuses to write a huge integer in decimal digits. It never does so in hexadecimal ones.
-                of_type, value = type(node.value), node.value
-                texts.append(
-                    (hex(value) if isinstance(value, int) and of_type is int else repr(value), of_type.__name__)
-                )
+                value: Any = node.value
+                texts.append((hex(value) if type(value) is int else repr(value), type(value).__name__))
                 continue
             if isinstance(node, ast.AST):
-                key: Any = self.keys.get(id(node), getattr(node, "arg", None))
+                key: Any = self.keys.get(id(node), getattr(node, "arg", None) or "")
                 # Names of the program are numbered in the order in which they are met. Names of Python stay.
                 if isinstance(key, tuple) or (key in self.binders and key != FUNCTION and not key.startswith(".__")):
                     key = f"${numbers.setdefault(key, len(numbers))}"
                 stack += [")", *reversed([part for values in self.list_fields(node) for part in [*values, ";"]])]
                 kind = "Assign" if isinstance(node, ast.AnnAssign) else type(node).__name__
-                node = f"{kind} {node.name if isinstance(node, ast.alias) else ''} {key} ("
+                node = f"{kind} {node.name if isinstance(node, ast.alias) else ''} {key}("
             texts.append((str(node),) * 2)
         return " ".join(text for text, _ in texts), " ".join(text for _, text in texts)
 
