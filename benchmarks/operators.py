@@ -42,11 +42,11 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict  # noqa: 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from trl_populora.assets import tiny_base_path  # noqa: E402
-from trl_populora.population.factors import Factors, compare, modules_of  # noqa: E402
+from trl_populora.population.factors import Factors, compare, pair_factors  # noqa: E402
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS  # noqa: E402
 from trl_populora.tasks import resolve_kind  # noqa: E402
 from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
-from trl_populora.tasks.python.prompts import fence, input_block, output_block  # noqa: E402
+from trl_populora.tasks.python.prompts import fence, show_input, show_output  # noqa: E402
 
 
 try:
@@ -115,7 +115,7 @@ def train_adapter(kind_name: str, steps: int) -> Factors:
     for task in load_seed_tasks():
         if task.kind == kind_name:
             prompt = kind.solving_prompt(task, "compact")
-            answer = fence(output_block(task.outputs[0]) if kind_name == "code_o" else input_block(task.inputs[0]))
+            answer = fence(show_output(task.outputs[0]) if kind_name == "code_o" else show_input(task.inputs[0]))
             turns = [*prompt, {"role": "assistant", "content": answer}]
             texts.append(tokenizer.apply_chat_template(turns, tokenize=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -144,7 +144,7 @@ class Peer:
     """A peer population of two parents and a child slot, in the shape that the peer's operators take."""
 
     def __init__(self, parents: list[Factors]):
-        self.keys = modules_of(parents[0])
+        self.keys = pair_factors(parents[0])
         downs, ups = {}, {}  # [3, in, r] and [3, out, r]
         for down, up in self.keys:
             downs[down] = torch.stack([*(parent[down].T for parent in parents), torch.zeros_like(parents[0][down].T)])

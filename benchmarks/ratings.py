@@ -43,7 +43,7 @@ from scipy.stats import rankdata
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trl_populora.config import PopuLoRAConfig  # noqa: E402
-from trl_populora.population.evolution import Breeding, newborn_rating, plan_births  # noqa: E402
+from trl_populora.population.evolution import Breeding, plan_births, rate_newborn  # noqa: E402
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population  # noqa: E402
 from trl_populora.population.ratings import BETA, Match, Matchmaker  # noqa: E402
 from trl_populora.step.pay import Outcome, student_share  # noqa: E402
@@ -117,7 +117,7 @@ class Rule:
 DEFAULTS = {name: field.default for name, field in PopuLoRAConfig.__dataclass_fields__.items()}
 RULES = {
     "before": Rule(FormerMatchmaker, 1.0, lambda parents: (PRIOR_MU, PRIOR_SIGMA), 3),
-    "package": Rule(Matchmaker, DEFAULTS["pfsp_kappa"], newborn_rating, 0),
+    "package": Rule(Matchmaker, DEFAULTS["pfsp_kappa"], rate_newborn, 0),
 }
 
 
@@ -162,13 +162,13 @@ class World:
             member.mu -= self.rule.doubts * member.sigma
         breeding = Breeding()
         for birth in plan_births(judged, breeding, random.Random(f"{self.seed} {step}")):
-            rank = int((self.skills(birth.role) < self.skill[birth.slot]).sum())
+            rank = int((self.skills(birth.role) < self.skill[birth.name]).sum())
             self.figures["worst_culled"].append(float(rank == 0))
             self.figures["worse_half_culled"].append(float(rank < MEMBERS / 2))
             parents = [self.population[name] for name in birth.parents]
             mu, sigma = self.rule.newborn(parents)
-            self.skill[birth.slot] = fmean(self.skill[name] for name in birth.parents) + self.rng.normal(0, BIRTH)
-            self.population.replace(birth.slot, step=step, operator=birth.operator, mu=mu, sigma=sigma)
+            self.skill[birth.name] = fmean(self.skill[name] for name in birth.parents) + self.rng.normal(0, BIRTH)
+            self.population.replace(birth.name, step=step, operator=birth.operator, mu=mu, sigma=sigma)
 
     def rank_correlation(self) -> float:
         """Spearman's, of mu with true skill, mean over the roles."""

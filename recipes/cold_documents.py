@@ -24,7 +24,14 @@ from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import CodeF, CodeI, CodeO
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.kind import Task, TaskKind
-from trl_populora.tasks.python.prompts import arguments, fence, input_block, literal, output_block, program_block
+from trl_populora.tasks.python.prompts import (
+    fence,
+    show_input,
+    show_output,
+    show_program,
+    write_arguments,
+    write_literal,
+)
 
 
 PROPOSALS = 0.4  # of all documents
@@ -33,9 +40,9 @@ DRAWN = 3  # times as many are drawn as are wanted: some do not fit
 WORKED = CodeO.name, CodeI.name
 MISSES = 0.6  # of the worked answers to code_i: before the input that is right one is tried that is not
 ANSWERS = {
-    CodeO.name: lambda task: fence(output_block(task.outputs[0])),
-    CodeI.name: lambda task: fence(input_block(task.inputs[0])),
-    CodeF.name: lambda task: fence(program_block(task.program)),
+    CodeO.name: lambda task: fence(show_output(task.outputs[0])),
+    CodeI.name: lambda task: fence(show_input(task.inputs[0])),
+    CodeF.name: lambda task: fence(show_program(task.program)),
 }
 
 
@@ -192,9 +199,9 @@ def _worked(task: Task, tries: list[tuple[str, Trace | None]]) -> str:
     for given, found in missed:
         if found is not None and found.output != task.outputs[0]:
             *before, end = found.lines
-            lines += [f"try {arguments(given)}", *before, f"{end}, not {literal(task.outputs[0])}"]
+            lines += [f"try {write_arguments(given)}", *before, f"{end}, not {write_literal(task.outputs[0])}"]
     if task.kind == CodeI.name:  # parameters of code_o stand in the prompt
-        lines.append(f"try {arguments(own)}")
+        lines.append(f"try {write_arguments(own)}")
     return "\n".join(["<think>", *lines, *last.lines, "</think>", _answer([task])[0]])
 
 

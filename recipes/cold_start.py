@@ -43,7 +43,7 @@ from trl_populora.start import (
     make_referee,
 )
 from trl_populora.step.microbatch import score_labels_alone
-from trl_populora.tasks.dataset import load_archive, read_held_out, read_tasks
+from trl_populora.tasks.dataset import build_archive, read_held_out, read_tasks
 from trl_populora.tasks.python.reading import has_thinking
 
 
@@ -97,7 +97,7 @@ def write_documents(
         `ValueError`: If none of some role and kind can be written.
     """
     kinds = make_kinds(args)
-    archive = load_archive(
+    archive = build_archive(
         read_tasks(recipe.seed_tasks), kinds, args.prompt_style, args.archive_size, args.references_per_proposal
     )
     tables = read_held_out(recipe.eval_tasks, args.task_kinds)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trl_populora.sandbox import Job, Sandbox, values
-from trl_populora.tasks.python.programs import FUNCTION, bound_names, function_tree
+from trl_populora.tasks.python.programs import FUNCTION, list_bound_names, parse_function
 
 
 MAX_LINES, MAX_CHARACTERS, MAX_VALUE = 60, 2000, 120
@@ -80,7 +80,7 @@ def trace(calls: Sequence[tuple[str, str]], sandbox: Sandbox) -> list[Trace | No
 
 def instrument(program: str) -> str | None:
     """The program with the recorder and a traced copy of `f` behind it; `None` if it cannot be followed."""
-    tree = function_tree(program)
+    tree = parse_function(program)
     if tree is None or _MARK in program:
         return None
     function = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == FUNCTION][-1]
@@ -100,7 +100,7 @@ class _Instrument:
 
     def __init__(self, function: ast.FunctionDef):
         self.function = function
-        self.variables = {name for node in ast.walk(function) for name in bound_names(node)}
+        self.variables = {name for node in ast.walk(function) for name in list_bound_names(node)}
         self.found: dict[str, str] = {}  # parts by name, as they stand in the program
 
     def copy(self) -> ast.FunctionDef:
@@ -221,7 +221,7 @@ class _Instrument:
 
     def parts(self, node: ast.AST) -> list[str]:
         """Text and names of variables and parts in turn; what the node binds or changes keeps its name."""
-        kept = {name for each in ast.walk(node) for name in bound_names(each)} | _roots(node)
+        kept = {name for each in ast.walk(node) for name in list_bound_names(each)} | _roots(node)
         return _SLOT.split(_text(_Slots(self.variables - kept).visit(copy.deepcopy(node))))
 
 

@@ -45,7 +45,7 @@ from trl_populora.lora.layers import BASE_NAME
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import read_population
 from trl_populora.run.saved_population import check_one_moment
-from trl_populora.tasks import Task, kinds_to_import, load_seed_tasks, resolve_kind
+from trl_populora.tasks import Task, choose_kinds, load_seed_tasks, resolve_kind
 from trl_populora.tasks.python.reading import has_thinking
 
 
@@ -91,7 +91,7 @@ def find_contenders(options: argparse.Namespace, tasks: Sequence[Task]) -> dict[
     for run in map(Path, options.runs):
         saved = read_population(run)
         check_one_moment(run, saved)
-        played = kinds_to_import(str(run), saved["settings"]["task_kinds"], options.task_kinds)
+        played = choose_kinds(str(run), saved["settings"]["task_kinds"], options.task_kinds)
         kinds = [resolve_kind(kind).name for kind in played]
         if strange := ", ".join(sorted({task.kind for task in tasks} - set(kinds))):
             raise ValueError(f"{options.tasks} has tasks of {strange}; {run} plays {', '.join(kinds)}.")

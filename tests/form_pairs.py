@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks.python.normal_form import normal_forms
-from trl_populora.tasks.python.programs import bound_names
+from trl_populora.tasks.python.programs import list_bound_names
 
 
 IMPORTS = [
@@ -258,7 +258,7 @@ def duplicates(text: str, rng: random.Random) -> Iterator[str]:
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "f")
     first = function.args.args[0].arg
     said = {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)} | {"f"}
-    own = sorted({name for node in ast.walk(tree) for name in bound_names(node)} - said)
+    own = sorted({name for node in ast.walk(tree) for name in list_bound_names(node)} - said)
     yield "# a remark\n" + ast.unparse(_Renamed({name: f"name_{n}" for n, name in enumerate(own)}, False).visit(tree))
     for dead in rng.sample(DEAD, 5):
         tree = ast.parse(text)

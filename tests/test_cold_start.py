@@ -24,7 +24,7 @@ from trl_populora.sandbox import Sandbox
 from trl_populora.start import make_kinds
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import TaskArchive
-from trl_populora.tasks.dataset import built_in_tasks
+from trl_populora.tasks.dataset import load_built_in_tasks
 from trl_populora.tasks.python.reading import has_thinking
 
 
@@ -48,7 +48,7 @@ def make_writer(sandbox, style: str, held_out=(), kinds=KINDS, longest: int = 20
     count = 6 if style == "compact" else 10  # as the built-in code_f tasks have
     args = PopuLoRAConfig("unused", task_kinds=kinds, prompt_style=style, inputs_per_function=count)
     archive = TaskArchive()
-    for task in built_in_tasks(style):
+    for task in load_built_in_tasks(style):
         archive.add(task)
     referee = Referee(make_kinds(args), sandbox, style, held_out=held_out, shots=0 if style == "compact" else 2)
     return DocumentWriter(referee, archive, 2, lambda answer: len(answer) <= longest, random.Random(0))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_populora.tasks.python.complexity import Coverage, measure, signature
+from trl_populora.tasks.python.complexity import Coverage, hash_shape, measure
 from trl_populora.tasks.python.programs import ProgramError, parse_bounded
 
 
@@ -100,7 +100,7 @@ def test_text_that_is_no_program_has_no_measures():
     ],
 )
 def test_a_signature_is_a_shape(one, two, same):
-    assert (signature(parse_bounded(one)) == signature(parse_bounded(two))) is same
+    assert (hash_shape(parse_bounded(one)) == hash_shape(parse_bounded(two))) is same
 
 
 SHAPES = [
@@ -113,7 +113,7 @@ SHAPES = [
 def test_coverage_counts_shapes_and_their_entropy(drawn):
     coverage = Coverage()
     for index in drawn:
-        coverage.add(signature(parse_bounded(SHAPES[index])))
+        coverage.add(hash_shape(parse_bounded(SHAPES[index])))
     counts = [drawn.count(index) for index in set(drawn)]
     entropy = -sum(count / len(drawn) * math.log2(count / len(drawn)) for count in counts)
     metrics = coverage.metrics()
@@ -125,13 +125,13 @@ def test_coverage_counts_shapes_and_their_entropy(drawn):
 def test_coverage_resumes_bit_for_bit():
     straight, first = Coverage(), Coverage()
     for index in (0, 1, 0, 2, 0, 1, 1, 3):
-        straight.add(signature(parse_bounded(SHAPES[index])))
-        first.add(signature(parse_bounded(SHAPES[index])))
+        straight.add(hash_shape(parse_bounded(SHAPES[index])))
+        first.add(hash_shape(parse_bounded(SHAPES[index])))
     resumed = Coverage()
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for index in (4, 4, 0):
-        straight.add(signature(parse_bounded(SHAPES[index])))
-        resumed.add(signature(parse_bounded(SHAPES[index])))
+        straight.add(hash_shape(parse_bounded(SHAPES[index])))
+        resumed.add(hash_shape(parse_bounded(SHAPES[index])))
     assert resumed.metrics() == straight.metrics()
     assert resumed.state_dict() == straight.state_dict()
 
@@ -151,7 +151,7 @@ def test_cost_is_linear_in_program_size(no_collector):
         for _ in range(7):
             start = time.thread_time()  # CPU time: other processes do not count
             measure(program)
-            signature(parse_bounded(program))
+            hash_shape(parse_bounded(program))
             best = min(best, time.thread_time() - start)
         return best
 

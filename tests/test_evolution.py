@@ -24,10 +24,10 @@ from trl_populora.population.evolution import (
     Breeding,
     breed,
     cull,
-    newborn_rating,
+    hold_tournament,
     plan_births,
+    rate_newborn,
     read_mixture,
-    tournament,
 )
 from trl_populora.population.factors import compare
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
@@ -76,14 +76,14 @@ class TestSelection:
         population = rated(25, 24)
         population["student_0"].sigma = 8.0
         assert names(cull(population.students, 0.5, burn_in=0)) == ["student_1"]
-        assert tournament(population.students, 2, random.Random(0)).name == "student_0"
+        assert hold_tournament(population.students, 2, random.Random(0)).name == "student_0"
 
     def test_tournament_picks_the_fittest_drawn(self):
         population = rated(10, 20, 30, 40)
-        wins = Counter(tournament(population.students, 2, random.Random(i)).name for i in range(2000))
+        wins = Counter(hold_tournament(population.students, 2, random.Random(i)).name for i in range(2000))
         # Of the six pairs the best is in three, the second wins two, the third one, the last none.
         assert [wins[f"student_{i}"] / 2000 for i in range(4)] == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6], abs=0.04)
-        assert tournament(population.students, 99, random.Random(0)).name == "student_3"
+        assert hold_tournament(population.students, 99, random.Random(0)).name == "student_3"
 
 
 class TestPlan:
@@ -93,7 +93,7 @@ class TestPlan:
             member.mu = 30.0 + index
         for seed in range(50):
             births = plan_births(population, Breeding(evolve_burn_in=0), random.Random(seed))
-            gone = {birth.slot for birth in births}
+            gone = {birth.name for birth in births}
             assert gone == {"teacher_0", "teacher_1", "student_0", "student_1"}
             for birth in births:
                 assert not gone & set(birth.parents)
@@ -165,11 +165,11 @@ def test_breeding_again_at_half_the_strength_is_the_same_child_nearer_to_its_par
 def test_newborn_rating():
     population = rated(30, 20)
     population["student_0"].sigma, population["student_1"].sigma = 3.0, 1.0
-    mu, sigma = newborn_rating(population.students)
+    mu, sigma = rate_newborn(population.students)
     assert mu == 25.0
     assert sigma == pytest.approx(math.sqrt(5 + (25 / 6) ** 2))
     population["student_0"].sigma = 25 / 3
-    assert newborn_rating(population.students[:1])[1] == PRIOR_SIGMA
+    assert rate_newborn(population.students[:1])[1] == PRIOR_SIGMA
 
 
 class TestSimulation:
@@ -191,13 +191,13 @@ class TestSimulation:
                 continue
             births = plan_births(population, breeding, random.Random(f"{seed} {step}"))
             for birth in births:
-                slot = population[birth.slot]
+                slot = population[birth.name]
                 rivals = [member for member in population.role(birth.role) if member is not slot]
                 log.append((birth, slot.age, population.fitness(slot), max(map(population.fitness, rivals))))
                 parents = [strength[parent] for parent in birth.parents]
-                mu, sigma = newborn_rating([population[parent] for parent in birth.parents])
-                population.replace(birth.slot, step=step, operator=birth.operator, mu=mu, sigma=sigma)
-                strength[birth.slot] = max(parents) + rng.normal(0, 1)
+                mu, sigma = rate_newborn([population[parent] for parent in birth.parents])
+                population.replace(birth.name, step=step, operator=birth.operator, mu=mu, sigma=sigma)
+                strength[birth.name] = max(parents) + rng.normal(0, 1)
         return population, strength, log
 
     @pytest.mark.parametrize(("teachers", "students"), [(1, 1), (2, 3), (4, 4), (8, 8)])
@@ -209,7 +209,7 @@ class TestSimulation:
         for role, size in (("teacher", teachers), ("student", students)):
             assert (events[role] > 0) == (size > 1)
             assert events[role] <= 12 * max(1, size // 4)
-        assert all(member.version == sum(birth.slot == member.name for birth, *_ in log) for member in population)
+        assert all(member.version == sum(birth.name == member.name for birth, *_ in log) for member in population)
 
     @pytest.mark.parametrize(("teachers", "students"), [(2, 3), (4, 4), (8, 8)])
     def test_the_weak_are_culled(self, teachers, students):
@@ -220,7 +220,7 @@ class TestSimulation:
             _, _, log = self.simulate(teachers, students, every=40, steps=40, seed=seed)
             for birth, *_ in log:
                 role = [value for name, value in strength.items() if name.startswith(birth.role)]
-                below.append(strength[birth.slot] < np.mean(role))
+                below.append(strength[birth.name] < np.mean(role))
         assert np.mean(below) > 0.8
 
     @pytest.mark.parametrize(("teachers", "students"), [(2, 3), (4, 4), (8, 8)])

@@ -9,7 +9,7 @@ from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.start import make_kinds
 from trl_populora.tasks import make_task
-from trl_populora.tasks.dataset import load_archive
+from trl_populora.tasks.dataset import build_archive
 from trl_populora.trainer import PopuLoRATrainer
 
 
@@ -20,12 +20,12 @@ def test_a_kind_that_is_about_known_programs_needs_some(make_args, seed_tasks):
         for kind in ("", "code_f")
     }
     assert len(
-        load_archive(seeds[""], make_kinds(args), args.prompt_style, args.archive_size, args.references_per_proposal)
+        build_archive(seeds[""], make_kinds(args), args.prompt_style, args.archive_size, args.references_per_proposal)
     ) == len(seed_tasks)
     with pytest.raises(
         ValueError, match="no task of the kinds code_o, code_i, and code_f proposes about their programs"
     ):
-        load_archive(
+        build_archive(
             seeds["code_f"], make_kinds(args), args.prompt_style, args.archive_size, args.references_per_proposal
         )
 

@@ -29,7 +29,7 @@ from trl_populora.config import MemberConfig, PopuLoRAConfig, member_lora
 from trl_populora.evaluate.cross_play import Payoff, write_payoff
 from trl_populora.start import make_kinds
 from trl_populora.tasks.archive import TaskArchive, save_archive
-from trl_populora.tasks.dataset import load_archive, read_tasks
+from trl_populora.tasks.dataset import build_archive, read_tasks
 
 
 ROOT = Path(__file__).parent.parent
@@ -410,7 +410,7 @@ def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, 
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig))
     recipe, _, _ = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
     args = make_args()
-    archive = load_archive(
+    archive = build_archive(
         read_tasks(recipe.seed_tasks),
         make_kinds(args),
         args.prompt_style,
@@ -436,7 +436,7 @@ def test_a_kind_whose_teachers_see_no_example_is_told(given, settings, told, see
     kinds = ["code_o", "code_f" if "code_f" in given else "code_i"]
     args = make_args(task_kinds=kinds, **{"prompt_style": "turns"} | settings)
     table = Dataset.from_list([task.to_record() for task in seed_tasks if task.kind in given])
-    load_archive(table, make_kinds(args), args.prompt_style, args.archive_size, args.references_per_proposal)
+    build_archive(table, make_kinds(args), args.prompt_style, args.archive_size, args.references_per_proposal)
     lines = [line for line in caplog.messages if line.startswith("No task")]
     assert [line.removeprefix("No task of ").partition(" to start from")[0] for line in lines] == told
 

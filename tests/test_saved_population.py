@@ -17,7 +17,7 @@ from trl_populora.hub.export import export_member
 from trl_populora.hub.push import push_archive, push_run
 from trl_populora.lora.members import read_saved_step
 from trl_populora.run.read import read_population
-from trl_populora.tasks.archive import archive_step
+from trl_populora.tasks.archive import read_archive_step
 
 
 sys.path.insert(0, str(RECIPES))
@@ -91,7 +91,7 @@ class TestReaders:
         table = pq.read_table(early / "archive.parquet")
         marks = {key: value for key, value in table.schema.metadata.items() if key != b"populora_step"}
         pq.write_table(table.replace_schema_metadata(marks), early / "archive.parquet")
-        assert (read_saved_step(early / "members" / "student_0"), archive_step(early / "archive.parquet")) == (
+        assert (read_saved_step(early / "members" / "student_0"), read_archive_step(early / "archive.parquet")) == (
             None,
             None,
         )

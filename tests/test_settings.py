@@ -16,14 +16,14 @@ from trl_populora import start
 from trl_populora.run.saved_population import check_settings
 from trl_populora.step.pay import Answer, Outcome
 from trl_populora.tasks import TaskKind
-from trl_populora.tasks.dataset import load_archive
+from trl_populora.tasks.dataset import build_archive
 from trl_populora.trainer import PopuLoRATrainer
 
 
 def test_archive_size(make_args, seed_dataset):
     for size, kept in ((2, 2), (16384, 4)):
         args = make_args(archive_size=size)
-        archive = load_archive(seed_dataset, start.make_kinds(args), args.prompt_style, args.archive_size, 6)
+        archive = build_archive(seed_dataset, start.make_kinds(args), args.prompt_style, args.archive_size, 6)
         assert set(Counter(task.kind for task in archive).values()) == {kept}
 
 

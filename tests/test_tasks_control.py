@@ -13,7 +13,7 @@ from trl_populora.assets import tiny_base_path
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks import CodeF, CodeI, Proposal, Refusal, Reject, Task
-from trl_populora.tasks.kind import THINK_TAGS, control_texts, screen
+from trl_populora.tasks.kind import THINK_TAGS, find_control_texts, screen
 from trl_populora.trainer import PopuLoRATrainer
 
 
@@ -28,15 +28,15 @@ def sandbox():
 
 def test_the_texts_of_a_tokenizer_are_its_special_tokens_and_the_tags_of_thinking():
     tiny = AutoTokenizer.from_pretrained(tiny_base_path())
-    assert set(control_texts(tiny)) == {*THINK_TAGS, "<|im_start|>", "<|im_end|>", "<|endoftext|>"}
+    assert set(find_control_texts(tiny)) == {*THINK_TAGS, "<|im_start|>", "<|im_end|>", "<|endoftext|>"}
     words = {0: SimpleNamespace(content="!", special=True), 1: SimpleNamespace(content="```python\n", special=False)}
     odd = SimpleNamespace(all_special_tokens=["<s>", " ", "<think>"], added_tokens_decoder=words)
-    assert control_texts(odd) == (*THINK_TAGS, "<s>")
+    assert find_control_texts(odd) == (*THINK_TAGS, "<s>")
 
 
 def test_the_trainer_forbids_those_of_its_tokenizer(random_base, make_args, lora, seed_dataset):
     trainer = PopuLoRATrainer(random_base, args=make_args(), train_dataset=seed_dataset, peft_config=lora)
-    assert set(THINK_TAGS) < set(trainer.game.referee.forbidden) == set(control_texts(trainer.processing_class))
+    assert set(THINK_TAGS) < set(trainer.game.referee.forbidden) == set(find_control_texts(trainer.processing_class))
 
 
 @pytest.mark.parametrize("text", TEXTS)

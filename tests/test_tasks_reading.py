@@ -14,7 +14,7 @@ from tests.code_tasks import DOUBLE, block
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks import TASK_KINDS, CodeF, Proposal, Task
 from trl_populora.tasks.python.prompts import fence
-from trl_populora.tasks.python.reading import ALIASES, FormatError, find_answer, read_blocks
+from trl_populora.tasks.python.reading import ALIASES, FormatError, find_blocks, read_blocks
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "model.md"
@@ -38,10 +38,10 @@ def test_the_table_is_there():
 @pytest.mark.parametrize(("text", "names", "read"), READINGS, ids=[text for text, _, _ in READINGS])
 def test_a_text_is_read_as_the_guide_says(text, names, read):
     if read:
-        assert find_answer(text, names) == read
+        assert find_blocks(text, names) == read
     else:
         with pytest.raises(FormatError):
-            find_answer(text, names)
+            find_blocks(text, names)
 
 
 @pytest.mark.parametrize("names", [("python", "input"), ("output",), ("input",), ("python",), ("inputs", "message")])
@@ -49,13 +49,13 @@ def test_a_text_is_read_as_the_guide_says(text, names, read):
 @given(st.lists(FRAGMENTS, max_size=14).map("".join))
 def test_any_text_is_read_or_refused_and_what_is_read_reads_back(names, text):
     try:
-        contents = find_answer(text, names)
+        contents = find_blocks(text, names)
     except FormatError:
         return
     assert len(contents) == len(names)
     if any(re.match(r"\s*(```|~~~|</think>)", line) for content in contents for line in content.split("\n")):
         return  # a longer fence holds shorter ones, which are fences where it is gone
-    assert find_answer(fence(*zip(names, contents, strict=True)), names) == contents
+    assert find_blocks(fence(*zip(names, contents, strict=True)), names) == contents
 
 
 @settings(deadline=None)
@@ -66,7 +66,7 @@ def test_what_the_strict_reader_takes_is_read_the_same(text):
     except FormatError:
         return
     if not any("```" in content or "~~~" in content for content in strict):
-        assert find_answer(text, ("python", "input")) == strict
+        assert find_blocks(text, ("python", "input")) == strict
 
 
 def test_every_name_of_a_block_is_its_own_alias():

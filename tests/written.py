@@ -8,12 +8,12 @@ from trl_populora.tasks.python import prompts
 
 def write_proposal(proposal: Proposal) -> str:
     if proposal.kind == "code_f":
-        lines = "\n".join(prompts.arguments(text) for text in proposal.inputs)
+        lines = "\n".join(prompts.write_arguments(text) for text in proposal.inputs)
         return prompts.fence(("inputs", lines), ("message", proposal.message))
-    return prompts.fence(prompts.program_block(proposal.program), prompts.input_block(proposal.inputs[0]))
+    return prompts.fence(prompts.show_program(proposal.program), prompts.show_input(proposal.inputs[0]))
 
 
 def write_answer(kind: str, answer: str) -> str:
     """`answer` is a canonical text; for code_f a program."""
-    blocks = {"code_o": prompts.output_block, "code_i": prompts.input_block, "code_f": prompts.program_block}
+    blocks = {"code_o": prompts.show_output, "code_i": prompts.show_input, "code_f": prompts.show_program}
     return prompts.fence(blocks[kind](answer))

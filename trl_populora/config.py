@@ -21,7 +21,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config
 
 from trl_populora.files import without_secrets
 from trl_populora.options import check_bounds, check_choices, check_numbers, find_function
-from trl_populora.population.evolution import Breeding, learning_roles
+from trl_populora.population.evolution import Breeding, find_learning_roles
 from trl_populora.population.ratings import STRATEGIES
 from trl_populora.sandbox.pool import SandboxSettings
 from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS, Scoring
@@ -315,7 +315,7 @@ class PopuLoRAConfig(GRPOConfig):
     @property
     def breeding(self) -> Breeding:
         """When and how members are replaced."""
-        return self.build(Breeding, roles=learning_roles(self.learning_rate, self.teacher_learning_rate))
+        return self.build(Breeding, roles=find_learning_roles(self.learning_rate, self.teacher_learning_rate))
 
     @property
     def rows_per_step(self) -> int:

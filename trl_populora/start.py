@@ -50,7 +50,7 @@ from trl_populora.tasks import resolve_kind
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.dataset import check_archive
 from trl_populora.tasks.features import STEPS, Features, check_features
-from trl_populora.tasks.kind import KindSettings, Task, TaskKind, control_text, control_texts
+from trl_populora.tasks.kind import KindSettings, Task, TaskKind, find_control_text, find_control_texts
 from trl_populora.tasks.python.kinds import CodeF, CodeKind
 
 
@@ -351,7 +351,7 @@ def make_referee(
     """What decides in a run; starts the sandbox if none is given. Collective."""
     assert args.prompt_style is not None, "chosen before the kinds were made"
     args.shots = choose_shots(args.shots, args.prompt_style, base)
-    forbidden = control_texts(tokenizer)
+    forbidden = find_control_texts(tokenizer)
     pool = sandbox or make_sandbox(args)
     return Referee(kinds, pool, args.prompt_style, forbidden, held_out or (), shots=args.shots)
 
@@ -534,7 +534,7 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
     flaws = [
         f"`{field}`, row {number}: what it shows holds {text!r}, which ends a turn or a thought."
         for field, number, task in rows[player.rank :: player.world]
-        if (text := control_text(task, referee.forbidden))
+        if (text := find_control_text(task, referee.forbidden))
     ]
     mine = [row for row in rows if row[2].kind in code][player.rank :: player.world]
     # As a proposal: its attempts, which run beside other work, must not fail for the time that they take.

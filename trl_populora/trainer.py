@@ -56,7 +56,7 @@ from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import count_free_tokens, trained_context
 from trl_populora.step.rows import Played
-from trl_populora.tasks.dataset import load_archive
+from trl_populora.tasks.dataset import build_archive
 
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class PopuLoRATrainer(HubTrainer):
         kinds = start.make_kinds(args)
         rules = start.make_rules(args, kinds)
         references = args.references_per_proposal if args.teachers else None
-        archive = load_archive(train_dataset, kinds, args.prompt_style, args.archive_size, references)
+        archive = build_archive(train_dataset, kinds, args.prompt_style, args.archive_size, references)
         held_out = load_held_out(eval_dataset, kinds, archive, args)
 
         set_seed(args.seed)

@@ -14,10 +14,10 @@ from trl_populora.sandbox import Job, Sandbox
 from trl_populora.sandbox.values import decode, key
 from trl_populora.start import make_kinds
 from trl_populora.tasks import TASK_KINDS, CodeF, TaskArchive, load_seed_tasks, make_task, resolve_kind
-from trl_populora.tasks.dataset import built_in_tasks, load_archive
+from trl_populora.tasks.dataset import build_archive, load_built_in_tasks
 from trl_populora.tasks.kind import Proposal, Task
 from trl_populora.tasks.python.normal_form import normal_forms
-from trl_populora.tasks.python.programs import function_tree
+from trl_populora.tasks.python.programs import parse_function
 from trl_populora.tasks.python.prompts import literal
 from trl_populora.trainer import PopuLoRATrainer
 
@@ -40,7 +40,7 @@ def sandbox():
 
 
 def form_of(program: str) -> str | None:
-    tree = function_tree(program)
+    tree = parse_function(program)
     return None if tree is None else normal_forms(tree)[0]
 
 
@@ -127,7 +127,7 @@ STARTS = {"turns": real_seed_tasks(), "chat": real_seed_tasks(), "compact": None
 @pytest.mark.parametrize(("style", "path"), STARTS.items())
 def test_the_style_of_the_prompts_decides_what_a_run_starts_from(make_args, style, path):
     args = make_args(prompt_style=style)
-    assert set(load_archive(None, make_kinds(args), args.prompt_style, args.archive_size, 6)) == set(
+    assert set(build_archive(None, make_kinds(args), args.prompt_style, args.archive_size, 6)) == set(
         load_seed_tasks(path)
     )
 
@@ -136,4 +136,4 @@ def test_the_style_of_the_prompts_decides_what_a_run_starts_from(make_args, styl
 def test_a_trainer_without_tasks_starts_from_those_of_its_style(make_args, random_base, lora, style):
     args = make_args(prompt_style=style, shots=0, max_completion_length=8)
     trainer = PopuLoRATrainer(random_base, args=args, peft_config=lora)
-    assert set() < set(trainer.game.archive) <= set(built_in_tasks(style))
+    assert set() < set(trainer.game.archive) <= set(load_built_in_tasks(style))

@@ -42,9 +42,9 @@ from trl_populora.run.read import read_population
 from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment, check_same_shape, saved_lora
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee, Written
-from trl_populora.tasks import TASK_KINDS, kinds_to_import, resolve_kind
+from trl_populora.tasks import TASK_KINDS, choose_kinds, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
-from trl_populora.tasks.dataset import built_in_tasks, load_archive
+from trl_populora.tasks.dataset import build_archive, load_built_in_tasks
 from trl_populora.tasks.kind import Task
 
 
@@ -221,7 +221,7 @@ def assemble(
     if len({root.resolve() for root in roots}) < len(roots):
         raise ValueError(f"A population plays once, but `runs` names one twice: {', '.join(runs)}.")
     saved = [read_population(root) for root in roots]
-    kinds_played = kinds_to_import(runs[0], saved[0]["settings"]["task_kinds"], task_kinds)
+    kinds_played = choose_kinds(runs[0], saved[0]["settings"]["task_kinds"], task_kinds)
     args = _settings_of(saved[0], settings | {"task_kinds": kinds_played})
     others = {run: theirs["settings"]["task_kinds"] for run, theirs in zip(runs, saved, strict=True)}
     if any(set(kinds) != set(args.task_kinds) for kinds in others.values()):
@@ -229,7 +229,7 @@ def assemble(
         logger.warning(printable(f"The kinds of task differ: {trained}. All play {', '.join(args.task_kinds)}."))
     kinds = start.make_kinds(args)
     given = references_of(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
-    archive = load_archive(given, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
+    archive = build_archive(given, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
 
     set_seed(args.seed)
     base = start.load_base(saved[0]["base_model"], args)
@@ -312,7 +312,7 @@ def references_of(kinds: Sequence[str], roots: Sequence[Path], style: str) -> Da
             f"{', '.join(own)} from it. Give a run or a checkpoint that was saved whole."
         )
     records = [row for path in archives for row in pq.read_table(path, filters=[("kind", "in", own)]).to_pylist()]
-    tasks = [*built_in_tasks(style), *(read_task(record, "archive.parquet") for record in records)]
+    tasks = [*load_built_in_tasks(style), *(read_task(record, "archive.parquet") for record in records)]
     return Dataset.from_list([task.to_record() for task in tasks])
 
 

@@ -27,7 +27,7 @@ from trl_populora.step.referee import Referee
 from trl_populora.tasks.archive import TaskArchive, read_task
 from trl_populora.tasks.kind import Task, TaskKind
 from trl_populora.tasks.python.normal_form import normal_forms
-from trl_populora.tasks.python.programs import function_tree
+from trl_populora.tasks.python.programs import parse_function
 from trl_populora.tasks.python.reading import has_thinking
 
 
@@ -272,7 +272,7 @@ def _digest(tasks: Sequence[Task]) -> str:
 
 def _question(task: Task) -> tuple:
     """What a task asks about: for programs the normal form and the inputs, for other texts all of the task."""
-    tree = function_tree(task.program)
+    tree = parse_function(task.program)
     if tree is None:
         return task.kind, task.program, task.inputs, task.message
     return normal_forms(tree)[0], tuple(sorted(task.inputs))

@@ -37,7 +37,7 @@ from trl_populora.start import SHOTS, choose_style
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArchive
-from trl_populora.tasks.dataset import load_archive
+from trl_populora.tasks.dataset import build_archive
 from trl_populora.tasks.python.prompts import check_style
 
 
@@ -236,7 +236,7 @@ def try_model(options: TryArguments) -> Tryout:
             kinds = build.make_kinds(args)
             referee = build.make_referee(args, kinds, base, tokenizer, sandbox=sandbox)
             referee.free_tokens = room
-            sides[style] = referee, load_archive(None, kinds, style, args.archive_size, REFERENCES)
+            sides[style] = referee, build_archive(None, kinds, style, args.archive_size, REFERENCES)
         questions, left_out = _pose_all(sides, options)
         start = time.perf_counter()
         if options.vllm:

@@ -17,7 +17,7 @@ from trl_populora.hub.eval_results import model_index, read_figures, results_tab
 from trl_populora.report.plots import PLOTS
 from trl_populora.report.table import HEADER, WORDS, list_members
 from trl_populora.run.read import read_lines, read_population
-from trl_populora.tasks.archive import schema
+from trl_populora.tasks.archive import make_schema
 from trl_populora.tasks.python.complexity import PROGRAM_MEASURES
 
 
@@ -297,7 +297,7 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
     try:
         kinds = Counter(pq.read_table(path, columns=["kind"])["kind"].to_pylist())
         columns, file = pq.read_schema(path), pq.read_metadata(path)
-        own = [name for name in columns.names if name not in schema().names]
+        own = [name for name in columns.names if name not in make_schema().names]
     except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
     name = repo.split("/")[-1]

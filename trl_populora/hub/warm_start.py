@@ -15,7 +15,7 @@ from trl_populora.hub.download import POPULATION, fetch
 from trl_populora.lora.checks import check_ordinary_adapter
 from trl_populora.lora.convert import fold_into
 from trl_populora.lora.members import read_member, unwrap_peft_model, write_member
-from trl_populora.population.members import PRIOR_SIGMA, Population
+from trl_populora.population.members import PRIOR_SIGMA, ROLES, Population
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import POPULATION_FILE
 from trl_populora.run.saved_population import Shape, check_one_moment, check_same_shape
@@ -24,7 +24,6 @@ from trl_populora.run.saved_population import Shape, check_one_moment, check_sam
 logger = logging.getLogger(__name__)
 
 ADAPTER = ("adapter_config.json", "adapter_model.*")
-ROLES = ("teacher", "student")
 
 
 def warm_start(

@@ -1,8 +1,8 @@
-"""Who plays, who meets whom, and who is replaced by whom.
+"""Population: who plays, who meets whom, and who is replaced by whose child.
 
-members.py    `Member` and `Population`: names, roles, ratings, ages, lineage
-ratings.py    PFSP pairing and the TrueSkill update
-evolution.py  fitness, selection, breeding; the callback
-operators.py  mutations and crossovers, on factors alone
-factors.py    what operators need of linear algebra
+members.py    `Member`, `Population`: names, roles, ratings, ages, parents
+ratings.py    `Matchmaker`: draws the matches of a step, and updates ratings from their scores
+evolution.py  chooses who goes and who breeds; the callback that puts children in place
+operators.py  mutations and crossovers: functions of LoRA factors
+factors.py    the linear algebra under the operators
 """

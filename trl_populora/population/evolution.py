@@ -1,9 +1,9 @@
-"""
-The evolution phase: who goes, who breeds, and the callback that puts the children in place.
+"""Evolution: who goes, who breeds, and the callback that puts the children in place.
 
-Every `evolve_every` optimizer steps the lowest-rated members of each role give their slots to offspring of the
-survivors (PopuLoRA, arXiv 2605.16727). Selection and breeding are pure functions; [`EvolutionCallback`] alone touches
-the trainer.
+    ratings --cull, tournaments--> Birth: name, parents, operator, seed --breed--> factors --replace--> member
+
+Every `evolve_every` optimizer steps children of the survivors replace the lowest-rated members of each role (PopuLoRA,
+arXiv 2605.16727). Choosing and breeding are pure functions. Only [`EvolutionCallback`] touches the trainer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trl_populora.population.members import PRIOR_SIGMA, ROLES, Member, Populati
 from trl_populora.population.operators import find_operator
 
 
-# The paper's own eight, evenly. The other operators of the tables are used only where a run names them.
+# The paper's eight operators, with equal weights. A run that wants others of the tables must name them.
 DEFAULT_MUTATIONS = ("svd_perturb", "layer_gaussian", "component_mask", "full_gaussian")
 DEFAULT_CROSSOVERS = ("dare", "module_swap", "svd_subspace", "extrapolate")
 
@@ -38,16 +38,19 @@ def read_mixture(
     value: Mapping[str, float] | Sequence[str] | str | None, default: Sequence[str], field: str
 ) -> dict[str, float]:
     """
-    Weights of operators by name, from what a config, a YAML file or a command line may hold.
+    Reads the weights of operators as a config, a YAML file or a command line may give them.
 
     Args:
-        value: Weights; or names, weighted evenly; or either as text (JSON, or names with commas). `None` is the
-            default.
-        default: Names to use for `None`.
-        field: Name of the config field, `"mutations"` or `"crossovers"`.
+        value: Weights by name, or names, which then have equal weights. Both may also be text: JSON, or names with
+            commas between them. `None` stands for the names `default`.
+        default: Names of operators.
+        field: Name of the option, `"mutations"` or `"crossovers"`.
+
+    Returns:
+        Weights by name. Only their ratios matter.
 
     Raises:
-        `ValueError`: If a name is unknown, a weight negative, or nothing has weight.
+        `ValueError`: If a name is unknown, a weight is negative, or no weight is positive.
     """
     if isinstance(value, str):
         is_json = value.lstrip().startswith(("{", "["))
@@ -69,18 +72,18 @@ def read_mixture(
 @dataclass(frozen=True)
 class Birth:
     """
-    A planned replacement: everything that decides the child except the parents' weights.
+    A planned replacement: all that decides the child but the parents' weights.
 
     Args:
-        slot: Name of the member that goes.
-        role: Its role.
-        parents: One or two surviving members, the fitter first.
-        operator: Name of a mutation (one parent) or crossover (two).
-        strength: Strength handed to the operator.
+        name: Name of the member that goes. The child takes over this name.
+        role: Role of both.
+        parents: Names of one or two survivors, the fitter one first.
+        operator: Name of a mutation (one parent) or of a crossover (two parents).
+        strength: Strength of the operator.
         seed: Seed of the operator's generator.
     """
 
-    slot: str
+    name: str
     role: str
     parents: tuple[str, ...]
     operator: str
@@ -91,21 +94,21 @@ class Birth:
 @dataclass(frozen=True)
 class Breeding:
     """
-    When an event comes, and how it selects and breeds. Each field but `roles` is the option of the same name.
+    When evolution happens, and how it selects and breeds. Each field but `roles` is the option of the same name.
 
     Args:
-        evolve_every: Optimizer steps between two events; 0 is never.
-        evolve_burn_in: Matches before a member can be replaced.
-        cull_fraction: Share of each role replaced, at least one member.
-        crossover_rate: Probability of two parents instead of one.
-        tournament_size: Survivors drawn per parent.
+        evolve_every: Optimizer steps from one evolution to the next; 0 for none.
+        evolve_burn_in: Matches that a member has played before it can be replaced.
+        cull_fraction: Fraction of each role that is replaced, at least one member.
+        crossover_rate: Probability that a child has two parents instead of one.
+        tournament_size: Survivors drawn for each parent. The fittest of them is the parent.
         mutations, crossovers: Weights of the operators, see [`read_mixture`].
-        mutation_strength: Strength of mutations; crossovers have 1.
-        seed: With the step it decides every random choice.
-        roles: Those that evolve; both by default.
+        mutation_strength: Strength of mutations. Crossovers have strength 1.
+        seed: Decides every random choice, together with the step.
+        roles: Roles that evolve.
 
     Raises:
-        `ValueError`: If a value is out of range, or an operator is not there.
+        `ValueError`: If a value is out of range, or if there is no such operator.
     """
 
     evolve_every: int = 10
@@ -128,40 +131,43 @@ class Breeding:
             "<= 1": "crossover_rate",
         }
         check_bounds(self, bounds)
+        # Read here only for the errors: a wrong name should stop the run before it begins.
         read_mixture(self.mutations, DEFAULT_MUTATIONS, "mutations")
         read_mixture(self.crossovers, DEFAULT_CROSSOVERS, "crossovers")
 
 
 def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Member]:
     """
-    Members of one role to replace, the least fit first: never the fittest, never one younger than `burn_in` matches.
+    Chooses the members of one role that are replaced, the least fit first. The fittest member always stays.
 
     Args:
         members: All members of the role.
-        fraction: Share of them to replace, rounded down, but at least one; 0 replaces nobody.
-        burn_in: Matches before a member can be replaced; until then its rating says little.
+        fraction: Fraction of the members to replace, rounded down, but at least one; 0 replaces nobody.
+        burn_in: Members with fewer matches stay, because their ratings say little.
     """
     if fraction <= 0:
         return []
+    # Between equal ratings the later member goes, on every rank the same one.
     ranked = sorted(members, key=lambda member: (Population.fitness(member), -member.index))
     eligible = [member for member in ranked[:-1] if member.age >= burn_in]
     return eligible[: max(1, int(fraction * len(members)))]
 
 
-def tournament(candidates: Sequence[Member], size: int, rng: random.Random) -> Member:
-    """The fittest of `size` candidates drawn without replacement (all of them if there are fewer)."""
+def hold_tournament(candidates: Sequence[Member], size: int, rng: random.Random) -> Member:
+    """Draws `size` different candidates (all if there are fewer), and returns the fittest of them."""
     drawn = rng.sample(list(candidates), min(size, len(candidates)))
     return max(drawn, key=lambda member: (Population.fitness(member), -member.index))
 
 
 def plan_births(population: Population, breeding: Breeding, rng: random.Random) -> list[Birth]:
     """
-    The births of one event, teachers' first. Parents are survivors of the same role, so no birth depends on another.
+    Plans the births of one evolution, those of teachers first. Parents are survivors of the same role, so no birth
+    depends on another.
 
     Args:
-        population: Rated members; not changed.
-        breeding: Settings.
-        rng: The same on every rank.
+        population: The members with their ratings. They are not changed.
+        breeding: The settings.
+        rng: A generator in the same state on every rank.
     """
     mutations = read_mixture(breeding.mutations, DEFAULT_MUTATIONS, "mutations")
     crossovers = read_mixture(breeding.crossovers, DEFAULT_CROSSOVERS, "crossovers")
@@ -171,11 +177,12 @@ def plan_births(population: Population, breeding: Breeding, rng: random.Random) 
         culled = cull(members, breeding.cull_fraction, breeding.evolve_burn_in)
         survivors = [member for member in members if member not in culled]
         for member in culled:
-            parents = [tournament(survivors, breeding.tournament_size, rng)]
+            parents = [hold_tournament(survivors, breeding.tournament_size, rng)]
             table, strength = mutations, breeding.mutation_strength
             if len(survivors) > 1 and rng.random() < breeding.crossover_rate:
+                # Two different parents, and the fitter one first: a crossover treats the two differently.
                 others = [survivor for survivor in survivors if survivor is not parents[0]]
-                parents.append(tournament(others, breeding.tournament_size, rng))
+                parents.append(hold_tournament(others, breeding.tournament_size, rng))
                 parents.sort(key=Population.fitness, reverse=True)
                 table, strength = crossovers, 1.0
             (operator,) = rng.choices(list(table), list(table.values()))
@@ -185,45 +192,55 @@ def plan_births(population: Population, breeding: Breeding, rng: random.Random) 
 
 
 def breed(birth: Birth, parents: Sequence[Factors]) -> Factors:
-    """The child's factors. The same birth and parents give the same child."""
+    """Computes the child's factors. The same birth and the same parents give the same child."""
     operator = find_operator(birth.operator, "mutations" if len(parents) == 1 else "crossovers")
     return operator(*parents, torch.Generator().manual_seed(birth.seed), strength=birth.strength)
 
 
-def newborn_rating(parents: Sequence[Member]) -> tuple[float, float]:
+def rate_newborn(parents: Sequence[Member]) -> tuple[float, float]:
     """
-    Rating `(mu, sigma)` to start with: mu is the parents' mean, and sigma^2 the mean of their sigma^2 plus
-    (prior sigma / 2)^2, at most the prior's. The child is near its parents, but how near has to be seen.
+    Computes the rating `(mu, sigma)` that a newborn starts with.
 
-    The paper (as others cite it) starts newborns at the prior, mu 25 and sigma 8.333. In a long run that is far from
-    the ratings of the other members, which drift apart (`benchmarks/ratings.py`).
+    Mu is the mean of the parents. Sigma^2 is the mean of the parents' sigma^2 plus (prior sigma / 2)^2, but not more
+    than the prior's: the child is about as good as its parents, and nobody has seen it play.
     """
+    # The paper (as others cite it) starts newborns at the prior. In a long run that is far from the ratings of the
+    # other members, which drift away from it (`benchmarks/ratings.py`).
     variance = fmean(parent.sigma**2 for parent in parents) + (PRIOR_SIGMA / 2) ** 2
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
 
 
-def learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
-    """The roles that evolve. With `teacher_learning_rate` set, a role whose learning rate is 0 does not."""
+def find_learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
+    """
+    Finds the roles that evolve. A role with learning rate 0 does not, if `teacher_learning_rate` is set.
+
+    Args:
+        rate: The option `learning_rate`.
+        teachers: The option `teacher_learning_rate`.
+    """
+    # Without that option both roles learn at one rate, and both evolve, even if this rate is 0.
     if teachers is None:
         return ROLES
-    return tuple(role for role, own in zip(ROLES, (teachers, rate), strict=True) if own)
+    return tuple(role for role, role_rate in zip(ROLES, (teachers, rate), strict=True) if role_rate)
 
 
 class EvolutionCallback(TrainerCallback):
     """
-    Replaces the weakest members after every `evolve_every`-th optimizer step, but only when the next one begins. So a
-    run never ends on untrained children: the members that are evaluated and saved are trained.
+    Replaces the weakest members after every `evolve_every`-th optimizer step.
 
-    All ranks draw the same births, because every choice comes from a generator seeded by (seed, step), and breed the
-    same children from the same parents; rank 0's copy is broadcast, so that differing hardware cannot part them.
+    It waits until the next step begins. So members that are evaluated or saved after a step are trained, and a run
+    does not end on untrained children.
 
-    Every replacement becomes a line of `lineage.jsonl`, written by the main process.
+    All ranks draw the same births, from a generator that seed and step decide, and breed the same children. Rank 0
+    then broadcasts its copy, because other hardware may round in another way.
+
+    The main process writes each birth as a line of `lineage.jsonl`.
 
     Args:
         breeding: The settings.
-        lineage: The file of the births.
+        lineage: The file `lineage.jsonl`.
         population: The members.
-        read: Factors of a member by name. Collective.
+        read: Takes a member's name, returns its factors. Collective.
         replace: The trainer's `replace_member`. Collective.
         log: Takes the metrics of each step.
     """
@@ -243,6 +260,7 @@ class EvolutionCallback(TrainerCallback):
 
     @staticmethod
     def _empty_metrics() -> dict[str, float]:
+        # Every step logs all three, so a step without births has values, too.
         return {"evolve/replaced": 0.0, "time/evolve": 0.0, "evolve/cosine": math.nan}
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -260,13 +278,13 @@ class EvolutionCallback(TrainerCallback):
 
     def evolve(self, step: int) -> list[dict[str, Any]]:
         """
-        One event: plan, breed and place every child. Collective.
+        Plans all births, breeds the children, and puts them in place. Collective.
 
         Args:
             step: Optimizer steps so far.
 
         Returns:
-            `list[dict]`: The lines of the lineage.
+            The lines of the lineage, one per child.
         """
         rng = random.Random(f"evolution {self.breeding.seed} {step}")
         births = plan_births(self.population, self.breeding, rng)
@@ -277,14 +295,16 @@ class EvolutionCallback(TrainerCallback):
         return events
 
     def _give_birth(self, birth: Birth, step: int) -> dict[str, Any]:
-        slot, parents = self.population[birth.slot], [self.population[name] for name in birth.parents]
-        before = {"member": slot.identity, "mu": slot.mu, "sigma": slot.sigma, "age": slot.age}
+        """Breeds one child, puts it in place, and returns its line of the lineage. Collective."""
+        member, parents = self.population[birth.name], [self.population[name] for name in birth.parents]
+        # Noted first: `replace` changes this same object.
+        before = {"member": member.identity, "mu": member.mu, "sigma": member.sigma, "age": member.age}
         factors = [self.read(parent.name) for parent in parents]
-        child = self._share_from_main(breed(birth, factors))
+        child = self._broadcast_from_main(breed(birth, factors))
         likeness = [compare(child, parent) for parent in factors]
-        mu, sigma = newborn_rating(parents)
+        mu, sigma = rate_newborn(parents)
         self.replace(
-            birth.slot,
+            birth.name,
             child,
             step=step,
             parents=tuple(parent.identity for parent in parents),
@@ -295,7 +315,7 @@ class EvolutionCallback(TrainerCallback):
         return {
             "step": step,
             "role": birth.role,
-            "child": slot.identity,
+            "child": member.identity,
             "replaced": before,
             "parents": [{"member": p.identity, "mu": p.mu, "sigma": p.sigma, "age": p.age} for p in parents],
             "operator": birth.operator,
@@ -303,17 +323,18 @@ class EvolutionCallback(TrainerCallback):
             "seed": birth.seed,
             "mu": mu,
             "sigma": sigma,
-            "cosine": [_number(pair["cosine"]) for pair in likeness],
-            "norm_ratio": [_number(pair["norm_ratio"]) for pair in likeness],
+            "cosine": [_drop_nan(pair["cosine"]) for pair in likeness],
+            "norm_ratio": [_drop_nan(pair["norm_ratio"]) for pair in likeness],
         }
 
-    def _share_from_main(self, factors: Factors) -> Factors:
-        """Rank 0's values on every rank."""
+    def _broadcast_from_main(self, factors: Factors) -> Factors:
+        """Returns rank 0's values on every rank. Collective."""
         process = PartialState()
         if process.num_processes == 1:
             return factors
         return {key: broadcast(value.to(process.device)).cpu() for key, value in factors.items()}
 
 
-def _number(value: float) -> float | None:
+def _drop_nan(value: float) -> float | None:
+    """Turns NaN, which is no JSON, into `None`."""
     return None if math.isnan(value) else value

@@ -1,10 +1,13 @@
-"""
-LoRA factors as updates: norms, cosines, and the cores that operators work on. Serves the evolution phase.
+"""Factors: the linear algebra under the operators. Norms and cosines of LoRA updates, and their cores.
 
-An adapter is `dict[str, Tensor]` with PEFT's keys: `<module>.lora_A.weight` (`[r, in]`) and `<module>.lora_B.weight`
-(`[out, r]`). The product B A is never formed: with U, V orthonormal bases of the (joint) column and row space,
-B A = U C V^T, and everything happens on the core C, `[R, R]` with R = r for one parent and 2r for two. The cores of
-all modules of one rank go through as one batch. Factors are fp32 inside, Gram matrices and cores fp64.
+    parents' A [r, in], B [out, r] --> cores C [n, R, R] --combine--> core [n, R, R] --truncate--> child's A, B
+
+An adapter is a dict with PEFT's keys: `<module>.lora_A.weight` of shape `[r, in]`, and `<module>.lora_B.weight` of
+shape `[out, r]`. What a module adds to its base is the product B A, `[out, in]`, which is too large to be formed. With
+orthonormal bases U of the column space and V of the row space, B A = U C V^T. All work is done on the core C, which is
+`[R, R]`: R is r for one parent, and 2r for two parents, whose spaces are joined.
+
+The cores of all n modules of one rank are one batch. Factors are computed in fp32, Gram matrices and cores in fp64.
 """
 
 from __future__ import annotations
@@ -18,23 +21,23 @@ from torch import Tensor
 
 Factors = dict[str, Tensor]
 
-# Singular values below this fraction of the largest are rounding of the fp32 factors, not directions.
+# A singular value below this fraction of the largest one is no direction, but rounding of the fp32 factors.
 RELATIVE_ZERO = 1e-7
-# Rounded factors put their product off by about one epsilon of their dtype. So many of them, of both parents' norms
-# together, are rounding and no remainder.
+# Rounding of the factors moves their product by about one epsilon of their dtype. A sum of two parents counts as zero
+# if it is no larger than so many epsilons of both norms together.
 ROUNDINGS = 2
-# Columns of A or rows of B that are widened to fp64 at a time. 64 by 4096 numbers of 8 bytes stay in a core's cache;
-# whole copies of a 7 B model's adapters cost more than all arithmetic on them.
+# Columns of A, or rows of B, that are converted to fp64 at a time. 64 x 4096 numbers of 8 bytes stay in the cache of a
+# CPU core. Copying the whole adapters of a 7B model to fp64 takes longer than all arithmetic on them.
 BLOCK = 4096
 _DOWN, _UP = "lora_A", "lora_B"
 
 
-def modules_of(factors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+def pair_factors(factors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """
-    Pairs of keys (A, B), one per adapted module, in the order of the dict.
+    Finds the keys of each adapted module, pairs (A, B), in the order of the dict.
 
     Raises:
-        `ValueError`: If a key is not a LoRA factor, a factor lacks its partner, or the two ranks differ.
+        `ValueError`: If a key is no LoRA factor, if a factor has no partner, or if the ranks of the two differ.
     """
     pairs = []
     for key, value in factors.items():
@@ -55,46 +58,48 @@ def modules_of(factors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _inner(first: Factors, second: Factors) -> Tensor:
-    """Inner product of the two products B A, per module (`[modules]`, fp64), without forming either."""
+def _multiply_products(first: Factors, second: Factors) -> Tensor:
+    """Computes for each module the inner product of two updates B A, `[modules]` in fp64, without forming either."""
     values = []
-    for down, up in modules_of(first):
+    for down, up in pair_factors(first):
+        # <B A, B' A'> = sum of (B^T B') * (A A'^T), which takes two [r, r] matrices.
         ups = first[up].float().T @ second[up].float()
         downs = first[down].float() @ second[down].float().T
         values.append((ups.double() * downs.double()).sum())
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
 
 
-def product_norms(factors: Factors) -> Tensor:
-    """Frobenius norm of B A per module (`[modules]`, fp64)."""
-    return _inner(factors, factors).clamp(min=0).sqrt()
+def compute_product_norms(factors: Factors) -> Tensor:
+    """Computes the Frobenius norm of each module's B A, `[modules]` in fp64."""
+    return _multiply_products(factors, factors).clamp(min=0).sqrt()
 
 
 def compare(child: Factors, parent: Factors) -> dict[str, float]:
     """
-    Cosine and norm ratio of a child's update to a parent's, over all modules together.
+    Compares a child's update with a parent's, over all modules together.
 
     Args:
         child, parent: Factors with the same keys.
 
     Returns:
-        `dict[str, float]`: `cosine` and `norm_ratio`; both NaN if the parent is zero, `cosine` also if the child is.
+        `cosine` of the two updates, and `norm_ratio`, child over parent. Both are NaN if the parent's update is zero,
+        and `cosine` also if the child's is.
     """
-    ours, theirs = (float(_inner(f, f).sum().clamp(min=0).sqrt()) for f in (child, parent))
-    both = float(_inner(child, parent).sum())
+    ours, theirs = (float(_multiply_products(f, f).sum().clamp(min=0).sqrt()) for f in (child, parent))
+    both = float(_multiply_products(child, parent).sum())
     return {
         "cosine": both / (ours * theirs) if ours * theirs else math.nan,
         "norm_ratio": ours / theirs if theirs else math.nan,
     }
 
 
-def _basis(gram: Tensor) -> tuple[Tensor, Tensor]:
+def _factor_gram(gram: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Factor a batch of Gram matrices X^T X (`[n, R, R]`, fp64) into R with X = Q R, and the map from X back to Q = X M.
-
-    It is a thin QR with a symmetric R, at a third of Householder's time because Q is never stored. In fp64 the squared
-    condition number costs nothing that fp32 factors still hold. Directions that X lacks are zero in R, M and Q.
+    Factors a batch of Gram matrices X^T X, `[n, R, R]` in fp64. Returns F with X = Q F, and M with Q = X M, where the
+    columns of Q are orthonormal. Directions that X does not have are zero in F, M and Q.
     """
+    # This is a thin QR decomposition that never stores Q, in a third of Householder's time. A Gram matrix squares the
+    # condition number. That loses nothing here, because fp64 has more than twice the digits of fp32 factors.
     values, vectors = torch.linalg.eigh(gram)
     alive = values > values[..., -1:] * RELATIVE_ZERO**2
     roots = values.clamp(min=0).sqrt() * alive
@@ -102,12 +107,12 @@ def _basis(gram: Tensor) -> tuple[Tensor, Tensor]:
     return roots.unsqueeze(-1) * vectors.mT, vectors * inverse.unsqueeze(-2)
 
 
-def _gram(parts: list[Tensor]) -> Tensor:
-    """Inner products of the rows of all parts, `[r, width]` each (`[R, R]`, fp64)."""
+def _compute_gram(parts: list[Tensor]) -> Tensor:
+    """Computes the inner products of the rows of all parts, `[R, R]` in fp64, from parts of shape `[r, width]`."""
     rank, width = parts[0].shape
     size = rank * len(parts), min(BLOCK, width)
     options = {"dtype": torch.float64, "device": parts[0].device}
-    # Laid out like the parts, for which transposed ones would otherwise be read across.
+    # The buffer has the memory layout of the parts. Otherwise copying a transposed part would jump through memory.
     wide = torch.empty(size, **options) if parts[0].is_contiguous() else torch.empty(size[::-1], **options).T
     gram = torch.zeros(size[0], size[0], **options)
     for start in range(0, width, BLOCK):
@@ -124,25 +129,28 @@ def on_cores(
     norm_of: Sequence[float] | None,
 ) -> Factors:
     """
-    Child whose product is the rank-r truncation of what `combine` makes of the parents' cores.
+    Makes a child from what `combine` makes of the parents' cores, truncated to rank r.
 
     Args:
-        parents: Factors with the same keys and shapes; the first one gives keys, dtypes and gauge.
-        combine: Maps the parents' cores, a list of fp64 `[n, R, R]` over the n modules of one rank, to one such
-            tensor.
-        norm_of: Weight of each parent in the norm that every module of the child is rescaled to, a weighted mean of
-            the parents' products' norms. `None` leaves the norm as it comes.
+        parents: Factors with the same keys and shapes. The child has the first parent's keys and dtypes, and factors
+            as near to that parent's as its product allows.
+        combine: Takes the parents' cores, one tensor `[n, R, R]` in fp64 per parent for the n modules of one rank.
+            Returns the child's core, a tensor of the same shape.
+        norm_of: A weight per parent. Each module of the child is rescaled to the weighted mean of the norms of the
+            parents' products. `None` keeps the norm that comes out.
     """
     batches: dict[int, list[tuple[str, str]]] = {}
-    for down, up in modules_of(parents[0]):
+    for down, up in pair_factors(parents[0]):
         batches.setdefault(parents[0][down].shape[0], []).append((down, up))
-    child = dict.fromkeys(parents[0])
+    child = dict.fromkeys(parents[0])  # keeps the order of the keys
     for rank, pairs in batches.items():
-        down_gram = torch.stack([_gram([p[down] for p in parents]) for down, _ in pairs])
-        up_gram = torch.stack([_gram([p[up].T for p in parents]) for _, up in pairs])
+        down_gram = torch.stack([_compute_gram([p[down] for p in parents]) for down, _ in pairs])
+        up_gram = torch.stack([_compute_gram([p[up].T for p in parents]) for _, up in pairs])
         rounding = ROUNDINGS * torch.finfo(parents[0][pairs[0][0]].dtype).eps
-        down_maps, up_maps = _recombine(down_gram, up_gram, rank, combine, norm_of, rounding)
+        down_maps, up_maps = _map_factors(down_gram, up_gram, rank, combine, norm_of, rounding)
         for (down, up), down_map, up_map in zip(pairs, down_maps, up_maps, strict=True):
+            # The maps have a block per parent: the child's A is a sum of maps of the parents' A, and the same is true
+            # of B.
             of_down, of_up = down_map.split(rank, dim=1), up_map.split(rank, dim=0)
             child_down, child_up = of_down[0] @ parents[0][down].float(), parents[0][up].float() @ of_up[0]
             for parent, from_down, from_up in zip(parents[1:], of_down[1:], of_up[1:], strict=True):
@@ -152,23 +160,28 @@ def on_cores(
     return child
 
 
-def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of, rounding: float):
+def _map_factors(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of, rounding: float):
     """
-    Child factors as fp32 linear maps of the parents' own: `[n, r, R]` for A and `[n, R, r]` for B, given the Gram
-    matrices (`[n, R, R]`, fp64) of the parents' rows of A and columns of B side by side.
+    Computes the maps that make the child's factors from the parents': `[n, r, R]` for A and `[n, R, r]` for B, in
+    fp32.
+
+    `down_gram` and `up_gram`, `[n, R, R]` in fp64, are the Gram matrices of the rows of all parents' A, and of the
+    columns of all parents' B.
     """
-    to_row_space, from_row_space = _basis(down_gram)
-    to_column_space, from_column_space = _basis(up_gram)
+    to_row_space, from_row_space = _factor_gram(down_gram)
+    to_column_space, from_column_space = _factor_gram(up_gram)
     blocks = [slice(start, start + rank) for start in range(0, down_gram.shape[-1], rank)]
     cores = [to_column_space[..., block] @ to_row_space[..., block].mT for block in blocks]
-    if len(cores) == 2:  # of parents that cancel each other but for their rounding nothing is left to be rescaled
-        norms, sum_norm = [norms_of(each) for each in cores], norms_of(cores[0] + cores[1])
+    # If one parent is the opposite of the other, their sum is nothing but rounding, and rescaling would make noise of
+    # it. So the second core is then made the exact opposite.
+    if len(cores) == 2:
+        norms, sum_norm = [compute_norms(each) for each in cores], compute_norms(cores[0] + cores[1])
         cores[1] = torch.where(sum_norm <= rounding * (norms[0] + norms[1]), -cores[0], cores[1])
     core = combine(cores)
 
-    # The top eigenvectors of C^T C are the right singular vectors. The tiny ridge on the directions that the row space
-    # really has makes the null space of C follow in useful order: a row of A that is zero beside a zero column of B
-    # has no gradient and would never learn again, so even a zero product gets r live rows.
+    # The eigenvectors of C^T C are the right singular vectors of C. A row of A that is zero beside a zero column of B
+    # has no gradient and would never learn again. So even a zero product must get r rows of A that are not zero. The
+    # tiny ridge sees to that: in the null space of C, directions of the row space come before others.
     row_alive = (to_row_space.abs().sum(-1) > 0).to(core)
     energy = core.square().sum((-2, -1), keepdim=True)
     ridge = torch.where(energy > 0, energy * 1e-14, 1.0)
@@ -176,12 +189,13 @@ def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of, 
     left = core @ right
 
     if norm_of is not None:
-        target = sum(weight * norms_of(each) for weight, each in zip(norm_of, cores, strict=True))
-        norm = norms_of(left)
+        target = sum(weight * compute_norms(each) for weight, each in zip(norm_of, cores, strict=True))
+        norm = compute_norms(left)
         left = left * torch.where(norm > 0, target / norm, 0.0)
 
-    # The gauge (B O^T, O A): A gets orthonormal rows at the first parent's typical row norm, so that the learning rate
-    # means what it meant, and the orthogonal O that brings it nearest to that parent's own A.
+    # For any orthogonal O the factors (B O^T, O A) have the same product. The child's A gets orthogonal rows with the
+    # first parent's typical row norm, so that the learning rate has the same effect as before. Of all O the one is
+    # taken that brings A nearest to that parent's A.
     polar_left, _, polar_right = torch.linalg.svd(to_row_space[..., blocks[0]].mT @ right)
     gauge = polar_left @ polar_right
     scale = torch.diagonal(down_gram, dim1=-2, dim2=-1)[:, :rank].mean(-1).sqrt()[:, None, None]
@@ -191,15 +205,18 @@ def _recombine(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of, 
     return down_maps.float(), up_maps.float()
 
 
-def norms_of(cores: Tensor) -> Tensor:
-    """Frobenius norm of each matrix (`[n, 1, 1]` of `[n, R, R]`)."""
+def compute_norms(cores: Tensor) -> Tensor:
+    """Computes the Frobenius norm of each matrix of a batch `[n, R, R]`. Returns `[n, 1, 1]`."""
     return cores.square().sum((-2, -1), keepdim=True).sqrt()
 
 
-def singular_bases(cores: list[Tensor]) -> tuple[Tensor, Tensor]:
+def find_singular_bases(cores: list[Tensor]) -> tuple[Tensor, Tensor]:
     """
-    Orthogonal `left` and `right` (`[n, R, R]`) in which the better parent's core, and the worse one's part outside of
-    its spaces, are diagonal. Entries then mean the same however the parents happen to be factored.
+    Finds orthogonal bases `left` and `right`, `[n, R, R]`, for two parents' cores. In these bases the better parent's
+    core is diagonal, and so is the part of the worse parent's core outside of the better one's spaces.
+
+    Operators that treat single entries need this: without it an entry would mean something else for every way in which
+    a parent's product can be factored.
     """
     rank = cores[0].shape[-1] // 2
     left, _, right = torch.linalg.svd(cores[0])

@@ -1,6 +1,7 @@
-"""Members and the population: names, roles, ratings, ages and lineage. Every phase uses them.
+"""Members and the population: names, roles, ratings, ages and parents.
 
-Holds plain numbers only (no tensors, no torch), so that every rank can keep its own identical copy.
+There are plain numbers only, no tensors, so every rank keeps an identical copy. The weights of a member are an adapter
+of the model, which `trl_populora.lora` holds.
 """
 
 from __future__ import annotations
@@ -8,49 +9,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
-
-from trl_populora.files import is_file_name
 
 
 ROLES = ("teacher", "student")
 
-# TrueSkill's own prior (Herbrich et al., 2006), which PopuLoRA keeps: nothing is known of a member of the first step.
+# TrueSkill's prior (Herbrich et al., 2006), which PopuLoRA keeps: the rating of a member before its first match.
 PRIOR_MU = 25.0
 PRIOR_SIGMA = 25.0 / 3
-
-
-def _check_places(path: Path, member: Mapping[str, Any]) -> str:
-    """Refuses a member whose files would be elsewhere; returns its name."""
-    name = member.get("name")
-    if not is_file_name(name):
-        raise ValueError(f"{path}: field `members.name` is {name!r}; it may hold only letters, digits, `_` and `-`.")
-    directory, _, adapter = str(member.get("adapter")).partition("/")
-    if directory != "members" or not is_file_name(adapter):
-        raise ValueError(
-            f"{path}: field `members.adapter` is {member.get('adapter')!r}; it must be `members/<name>`, a name of "
-            "letters, digits, `_` and `-`."
-        )
-    return str(name)
 
 
 @dataclass
 class Member:
     """
-    One LoRA adapter of the population, as the matchmaker and evolution see it.
+    One member of the population: what the matchmaker and evolution know about it.
 
     Args:
-        name: PEFT adapter name, e.g. `"teacher_0"`. A replacement keeps the name of the member whose slot it takes.
+        name: Name of the PEFT adapter, e.g. `"teacher_0"`. A child takes over the name of the member that it replaces.
         role: `"teacher"` or `"student"`.
-        index: Route index in the router: the member's place in [`Population.adapters`].
-        mu, sigma: TrueSkill mean and standard deviation.
+        index: Place of the adapter in [`Population.adapters`]. The routed LoRA layers know the member by it.
+        mu, sigma: Mean and standard deviation of the TrueSkill rating.
         age: Rated matches since birth.
         born: Optimizer step of birth.
-        parents: Parents as `name@version`, so that a parent replaced later is still identified.
-        operator: Name of the operator that made this member.
-        version: How many times the slot has been replaced.
+        parents: The parents as `name@version`, because another member may have the parent's name later.
+        operator: Name of the operator that has made this member.
+        version: How many holders the name had before.
     """
 
     name: str
@@ -66,7 +50,7 @@ class Member:
 
     @property
     def identity(self) -> str:
-        """`name@version`: one individual, where `name` is a slot that several individuals hold in turn."""
+        """`name@version`. It names one individual; several individuals have the same `name`, one after the other."""
         return f"{self.name}@{self.version}"
 
 
@@ -75,12 +59,13 @@ class Population:
     Teachers and students in a fixed order, teachers first.
 
     Args:
-        teachers: Number of teachers; with 0 students train on given tasks alone.
+        teachers: Number of teachers. With 0 of them, students train on given tasks alone.
         students: Number of students, at least 1.
-        single_agent: One adapter plays the only teacher and the only student, as in Absolute Zero.
+        single_agent: Whether one adapter plays the only teacher and the only student, as in Absolute Zero.
 
     Raises:
-        `ValueError`: If there would be no student, or a single agent would have to be several members of a role.
+        `ValueError`: If there is no student, or if a single agent is asked for and there are not 1 teacher and 1
+            student.
     """
 
     def __init__(self, teachers: int, students: int, single_agent: bool = False):
@@ -93,6 +78,7 @@ class Population:
         if single_agent and (teachers, students) != (1, 1):
             raise ValueError(f"A single agent is 1 teacher and 1 student, got {teachers} and {students}.")
         self.single_agent = single_agent
+        # A single agent is two members with two ratings, and one adapter: both have index 0.
         self.members = [Member(name, role, 0 if single_agent else i) for i, (name, role) in enumerate(names)]
 
     def __len__(self) -> int:
@@ -109,16 +95,16 @@ class Population:
 
     @property
     def names(self) -> list[str]:
-        """Member names, teachers first."""
+        """Names of the members, teachers first."""
         return [member.name for member in self.members]
 
     @property
     def adapters(self) -> list[str]:
-        """PEFT adapter names in route order: the members' own, or the one that plays both roles."""
+        """Names of the PEFT adapters by index: one per member, or the one that plays both roles."""
         return ["agent"] if self.single_agent else self.names
 
     def adapter(self, name: str) -> str:
-        """Adapter that plays the member `name`."""
+        """Returns the name of the adapter that plays the member `name`."""
         return self.adapters[self[name].index]
 
     @property
@@ -130,23 +116,22 @@ class Population:
         return self.role("student")
 
     def role(self, role: str) -> list[Member]:
-        """Members of one role, in order."""
+        """Returns the members of one role, in order."""
         return [member for member in self.members if member.role == role]
 
     @staticmethod
     def fitness(member: Member) -> float:
-        """
-        What selection goes by: mu. Sigma is no part of it, because it is mostly age: mu - 3 sigma makes the youngest
-        the weakest.
-        """
+        """Returns the number by which evolution selects: mu."""
+        # The usual mu - 3 sigma is no choice: sigma is mostly age, so the youngest would be the weakest.
         return member.mu
 
     def best_student(self, rates: Mapping[str, float]) -> tuple[str, str]:
         """
-        The best student's name, and by what it is the best.
+        Finds the best student. Returns its name, and in words by what it is the best.
 
         Args:
-            rates: Held-out solve rates by `name@version`. Between equal ones, and without any, the rating decides.
+            rates: Held-out solve rates by `name@version`. The highest rate decides. The rating decides between equal
+                rates, or if no student has one.
         """
         measured = [student for student in self.students if student.identity in rates]
         if not measured:
@@ -167,7 +152,17 @@ class Population:
         sigma: float = PRIOR_SIGMA,
     ) -> Member:
         """
-        Give the slot `name` to a newborn: age 0, next version, the rating given.
+        Replaces the member `name` by a newborn of the same name: the next version, with age 0.
+
+        Args:
+            name: Name of the member that goes.
+            step: Optimizer steps so far.
+            parents: The newborn's parents as `name@version`.
+            operator: Name of the operator that has made it.
+            mu, sigma: The newborn's rating.
+
+        Returns:
+            The newborn.
 
         Raises:
             `KeyError`: If no member is called `name`.
@@ -175,6 +170,7 @@ class Population:
         """
         if not sigma > 0:
             raise ValueError(f"`sigma` of a newborn must be positive, got {sigma}.")
+        # The same object: whoever holds the member sees the newborn from here on.
         member = self[name]
         member.mu, member.sigma = mu, sigma
         member.age, member.born = 0, step
@@ -183,12 +179,12 @@ class Population:
         return member
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Returns plain data, ready for JSON."""
         return {"members": [{**asdict(member), "parents": list(member.parents)} for member in self.members]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
-        Restore what `state_dict` returned.
+        Restores a state that `state_dict` returned.
 
         Raises:
             `ValueError`: If the saved population has other members than this one.
@@ -199,12 +195,12 @@ class Population:
                 f"The saved population holds {', '.join(m.name for m in members)} but this one holds "
                 f"{', '.join(self.names)}. Resume with the `teachers` and `students` of the saved run."
             )
-        # Updated in place: other parts may hold a reference to a member.
+        # The members are changed in place, because others may hold them.
         for member, saved in zip(self.members, members, strict=True):
             member.__dict__.update(saved.__dict__)
 
     def metrics(self) -> dict[str, float]:
-        """Ratings per role and per member."""
+        """Returns ratings by role and by member. A role without members gives NaN."""
         values = {}
         for role in ROLES:
             mus = [member.mu for member in self.role(role)]

@@ -1,15 +1,15 @@
-"""
-Mutations and crossovers: pure functions on LoRA factors, for the evolution phase (PopuLoRA, arXiv 2605.16727, weight
-space operators).
+"""Operators: mutations and crossovers, pure functions of LoRA factors (PopuLoRA, arXiv 2605.16727).
 
-An adapter comes and goes as `dict[str, Tensor]` with PEFT's keys: `<module>.lora_A.weight` (`[r, in]`) and
-`<module>.lora_B.weight` (`[out, r]`). What a module does is the product B A, so operators act on the product, through
-its core (see [`trl_populora.population.factors`]), wherever a factor-wise one would mix coordinates that mean
-different things in two parents.
+    mutation   fn(factors, generator, strength=1.0, ...)        one parent --> child
+    crossover  fn(better, worse, generator, strength=1.0, ...)  two parents --> child
 
-A mutation is called as `fn(factors, generator, strength=1.0, ...)`, a crossover as `fn(better, worse, generator,
-strength=1.0, ...)`. Strength 1 is the operator as published, 0 gives the (better) parent back, and halving it moves
-the child closer. The results have the keys, shapes and dtypes of the (better) parent.
+Parents and child are dicts with PEFT's keys: `<module>.lora_A.weight` of shape `[r, in]`, and `<module>.lora_B.weight`
+of shape `[out, r]`. The child has the keys, shapes and dtypes of the (better) parent. Strength 1 is the operator as
+published, strength 0 gives the (better) parent back, and half the strength gives a child that is nearer to it.
+
+A module adds the product B A to its base. Many pairs A, B have the same product, so row 3 of A means something else in
+each parent, and mixing factors would mix unrelated things. Therefore most operators work on the product, through its
+core (see [`trl_populora.population.factors`]).
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from trl_populora.options import find_function, is_own, list_choices
 from trl_populora.population.factors import (
     RELATIVE_ZERO,
     Factors,
-    modules_of,
-    norms_of,
+    compute_norms,
+    compute_product_norms,
+    find_singular_bases,
     on_cores,
-    product_norms,
-    singular_bases,
+    pair_factors,
 )
 
 
-def _check(strength: float, parents: Sequence[Factors]) -> None:
+def _check_arguments(strength: float, parents: Sequence[Factors]) -> None:
+    """Refuses a negative strength, and parents whose keys or shapes differ."""
     if not strength >= 0:
         raise ValueError(f"`strength` must be non-negative, got {strength}.")
     first, *others = parents
@@ -55,28 +56,30 @@ def _copy(factors: Factors) -> Factors:
 
 
 def _operator(make: Callable[..., Factors]) -> Callable[..., Factors]:
-    """Checks the arguments, and gives the (better) parent back, bit for bit, at strength 0."""
+    """Decorates an operator: checks the arguments, and at strength 0 returns a copy of the (better) parent."""
 
+    # Without the shortcut for strength 0 an operator would change the parent's last bits.
     @wraps(make)
     def checked(*parents_and_generator: Any, strength: float = 1.0, **options: Any) -> Factors:
         *parents, generator = parents_and_generator
-        _check(strength, parents)
+        _check_arguments(strength, parents)
         return make(*parents, generator, strength, **options) if strength else _copy(parents[0])
 
     return checked
 
 
-def _of_cores(combine: Callable[..., Tensor]) -> Callable[..., Factors]:
+def _core_operator(combine: Callable[..., Tensor]) -> Callable[..., Factors]:
     """
-    An operator on the products, from what it makes of the parents' cores: `combine(cores, generator, strength, ...)`.
+    Makes an operator on factors from one on cores, `combine(cores, generator, strength, ...)`.
 
-    With `keep_norm`, the default, each module is rescaled to the parents' norm (see [`_norm_of`]).
+    The operator has one more option, `keep_norm`. By default it rescales each module to the parents' norm, see
+    [`_weigh_norms`].
     """
 
     @wraps(combine)
     def operator(*given: Any, keep_norm: bool = True, **options: Any) -> Factors:
         *parents, generator, strength = given
-        weights = _norm_of(strength) if len(parents) > 1 else (1.0,)
+        weights = _weigh_norms(strength) if len(parents) > 1 else (1.0,)
         return on_cores(
             parents, lambda cores: combine(cores, generator, strength, **options), weights if keep_norm else None
         )
@@ -84,17 +87,20 @@ def _of_cores(combine: Callable[..., Tensor]) -> Callable[..., Factors]:
     return _operator(operator)
 
 
-def _norm_of(strength: float) -> tuple[float, float]:
-    """Two parents' weights in the child's norm: the mean of the two at strength 1, the better one's towards 0."""
+def _weigh_norms(strength: float) -> tuple[float, float]:
+    """Weighs two parents' norms: at strength 1 equally. Towards 0 the better parent's weight becomes 1."""
     part = min(strength / 2, 1.0)
     return 1 - part, part
 
 
-def _normal(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor:
+# Numbers are drawn where the generator is, and then moved: a child is the same whatever device its parents are on.
+
+
+def _draw_normal(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor:
     return torch.randn(*shape, generator=generator, device=generator.device).to(like)
 
 
-def _uniform(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor:
+def _draw_uniform(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor:
     return torch.rand(*shape, generator=generator, device=generator.device).to(like)
 
 
@@ -102,20 +108,21 @@ def _weigh(cores: list[Tensor], weights: Sequence[float]) -> Tensor:
     return task_arithmetic(cores, torch.tensor(weights, dtype=cores[0].dtype, device=cores[0].device))
 
 
-# Mutations
+# Mutations.
 
 
 def _add_noise(factors: Factors, pairs: list[tuple[str, str]], generator: Generator, scale: float, keep_norm: bool):
-    """Gaussian noise at `scale` times each tensor's own root mean square, on the modules in `pairs`."""
+    """Adds Gaussian noise to the modules `pairs`, at `scale` times the root mean square of each tensor."""
     child = _copy(factors)
     for pair in pairs:
         parent = {key: factors[key].float() for key in pair}
         noisy = {}
         for key, value in parent.items():
-            noise = _normal(value.shape, generator, value)
+            noise = _draw_normal(value.shape, generator, value)
             noisy[key] = torch.add(value, noise, alpha=scale * float(value.square().mean().sqrt()))
         if keep_norm:
-            before, after = product_norms(parent), product_norms(noisy)
+            # Only B is rescaled, which is enough for the product.
+            before, after = compute_product_norms(parent), compute_product_norms(noisy)
             noisy[pair[1]] *= float(before / after) if after > 0 else 1.0
         child.update({key: noisy[key].to(factors[key].dtype) for key in pair})
     return child
@@ -126,14 +133,16 @@ def full_gaussian(
     factors: Factors, generator: Generator, strength: float, *, scale: float = 0.15, keep_norm: bool = True
 ) -> Factors:
     """
-    Gaussian noise on every tensor, relative to the tensor's own size, so that A and B are disturbed alike.
+    Adds Gaussian noise to every tensor, relative to the tensor's size, so that A and B are disturbed alike. A
+    tensor of zeros stays as it is.
 
     Args:
-        scale: Noise over root mean square of the tensor; the cosine to the parent is about 1 / (1 + scale^2). The
-            paper gives no value; the peer package's default. A zero tensor stays zero.
-        keep_norm: Rescale each module to the parent's norm, which independent noise would otherwise only ever raise.
+        scale: Standard deviation of the noise over the root mean square of the tensor. The cosine to the parent is
+            then about 1 / (1 + scale^2). The paper gives no value.
+        keep_norm: Whether each module is rescaled to the parent's norm. Independent noise nearly always raises a norm,
+            so without rescaling norms would grow from generation to generation.
     """
-    return _add_noise(factors, modules_of(factors), generator, strength * scale, keep_norm)
+    return _add_noise(factors, pair_factors(factors), generator, strength * scale, keep_norm)
 
 
 @_operator
@@ -147,9 +156,13 @@ def layer_gaussian(
     keep_norm: bool = True,
 ) -> Factors:
     """
-    [`full_gaussian`] on a random `fraction` of the modules (a third in the paper, at least one); the others are kept.
+    Does the same as [`full_gaussian`] to some modules, and keeps the others.
+
+    Args:
+        scale, keep_norm: As for [`full_gaussian`].
+        fraction: Fraction of the modules that are changed, chosen at random, at least one. A third in the paper.
     """
-    pairs = modules_of(factors)
+    pairs = pair_factors(factors)
     order = torch.randperm(len(pairs), generator=generator, device=generator.device).tolist()
     chosen = order[: max(1, round(fraction * len(pairs)))]
     return _add_noise(factors, [pairs[index] for index in sorted(chosen)], generator, strength * scale, keep_norm)
@@ -157,71 +170,74 @@ def layer_gaussian(
 
 def rotation(noise: Tensor, scale: float) -> Tensor:
     """
-    Exact rotations (`[..., r, r]`, fp64) from square Gaussian noise: exp(K) with K skew.
-
-    The entries of K have standard deviation scale / sqrt(r), which makes the turn independent of the rank: a direction
-    moves by an angle of about `scale`. The first-order I + K is no rotation and loses more with every rank.
+    Makes random rotations, `[..., r, r]` in fp64, from Gaussian noise of the same shape. Each turns a direction by an
+    angle of about `scale`, whatever the rank.
     """
+    # exp(K) is a rotation if K is skew. With r rows an entry of K has the standard deviation scale / sqrt(r). The
+    # approximation I + K is cheaper, but it is no rotation, and its error grows with the rank.
     skew = (noise.double() - noise.double().mT) / math.sqrt(2)
     return torch.linalg.matrix_exp(skew * (scale / math.sqrt(noise.shape[-1])))
 
 
-@_of_cores
+@_core_operator
 def svd_perturb(cores: list[Tensor], generator: Generator, strength: float, *, scale: float = 0.1) -> Tensor:
     """
-    Scale the singular values log-normally and rotate both singular bases within their spaces.
+    Multiplies the singular values by log-normal factors, and rotates both singular bases within their spaces.
 
     Args:
-        scale: Standard deviation of the log of the factors, and angle of the rotations (see [`rotation`]).
+        scale: Standard deviation of the logarithms of the factors, and angle of the rotations (see [`rotation`]).
     """
     (core,) = cores
     left, values, right = torch.linalg.svd(core)
-    turns = [rotation(_normal(core.shape, generator, core), strength * scale) for _ in range(2)]
-    values = values * torch.exp(strength * scale * _normal(values.shape, generator, values))
+    turns = [rotation(_draw_normal(core.shape, generator, core), strength * scale) for _ in range(2)]
+    values = values * torch.exp(strength * scale * _draw_normal(values.shape, generator, values))
     return (left @ turns[0] * values.unsqueeze(-2)) @ (turns[1].mT @ right)
 
 
 @_operator
 def component_mask(factors: Factors, generator: Generator, strength: float, *, fraction: float = 0.3) -> Factors:
     """
-    Drop a random `fraction` of each module's singular components (about 30 % in the paper) and keep the rest as it is.
+    Drops some singular components of each module, and keeps the others unchanged. A dropped direction starts again
+    like a fresh LoRA: its row of A is not zero, and its column of B is.
 
-    The freed directions restart like a fresh LoRA: their row of A stays alive and their part of B is zero.
+    Args:
+        fraction: Fraction of the components that are dropped, chosen at random. About 30 % in the paper.
     """
 
     def mask(cores: list[Tensor]) -> Tensor:
         (core,) = cores
         left, values, right = torch.linalg.svd(core)
         drop = min(round(strength * fraction * values.shape[-1]), values.shape[-1])
-        rank_of = _uniform(values.shape, generator, values).argsort(-1).argsort(-1)
+        # Sorting noise twice gives a random order 0, 1, 2 ... of the components. The first `drop` of them go.
+        rank_of = _draw_uniform(values.shape, generator, values).argsort(-1).argsort(-1)
         return (left * (values * (rank_of >= drop)).unsqueeze(-2)) @ right
 
     return on_cores([factors], mask, norm_of=None)
 
 
-# Crossovers
+# Crossovers.
 
 
 @_operator
 def clone(better: Factors, worse: Factors, generator: Generator, strength: float) -> Factors:
-    """The better parent again: exploitation alone, as in population-based training (Jaderberg et al., 2017)."""
+    """Copies the better parent, as in population-based training (Jaderberg et al., 2017)."""
     return _copy(better)
 
 
-@_of_cores
+@_core_operator
 def average(cores: list[Tensor], generator: Generator, strength: float) -> Tensor:
-    """Mean of the two products (weight `strength / 2` on the worse), truncated to rank r."""
+    """Takes the mean of the two products, truncated to rank r. The worse parent has the weight `strength / 2`."""
     return _weigh(cores, (1 - strength / 2, strength / 2))
 
 
-@_of_cores
+@_core_operator
 def slerp(cores: list[Tensor], generator: Generator, strength: float) -> Tensor:
-    """Point on the great circle between the two products of each module, half-way at strength 1."""
-    norms = [norms_of(core) for core in cores]
+    """Takes a point on the great circle between the two products of each module, half-way at strength 1."""
+    norms = [compute_norms(core) for core in cores]
     units = [torch.where(norm > 0, core / norm, 0.0) for core, norm in zip(cores, norms, strict=True)]
     angle = torch.acos((units[0] * units[1]).sum((-2, -1), keepdim=True).clamp(-1, 1))
     part = strength / 2
-    # Parallel products have no great circle of their own; the chord is the same path there.
+    # Parallel products lie on no single great circle. There the straight line between them is taken.
     flat = angle.sin() < 1e-6
     weights = [
         torch.where(flat, w, torch.sin(w * angle) / torch.where(flat, 1.0, angle.sin())) for w in (1 - part, part)
@@ -241,76 +257,79 @@ def extrapolate(
     keep_norm: bool = True,
 ) -> Factors:
     """
-    From the worse parent through the better and beyond: worse + factor (better - worse).
-
-    The step beyond the better one is never longer than the better one itself: otherwise a worse parent of a greater
-    norm would breed its own opposite, and nothing but that where the better one is zero.
+    Goes from the worse parent through the better one and beyond: worse + factor * (better - worse).
 
     Args:
-        reach: The factor is uniform in [1, 1 + reach], 1 to 1.5 as in the paper, drawn once per child.
+        reach: The factor is drawn once per child, uniformly from [1, 1 + reach]. The paper has 1 to 1.5.
+        keep_norm: Whether each module is rescaled to the mean norm of the parents.
     """
     factor = 1 + strength * reach * float(torch.rand((), generator=generator, device=generator.device))
 
     def beyond(cores: list[Tensor]) -> Tensor:
         step = (factor - 1) * (cores[0] - cores[1])
-        length = norms_of(step)
-        return cores[0] + step * torch.where(length > 0, norms_of(cores[0]) / length, 0.0).clamp(max=1)
+        # The step is never longer than the better parent itself. Otherwise a worse parent with a greater norm would
+        # breed the opposite of itself.
+        length = compute_norms(step)
+        return cores[0] + step * torch.where(length > 0, compute_norms(cores[0]) / length, 0.0).clamp(max=1)
 
-    return on_cores([better, worse], beyond, _norm_of(strength) if keep_norm else None)
+    return on_cores([better, worse], beyond, _weigh_norms(strength) if keep_norm else None)
 
 
-@_of_cores
+@_core_operator
 def dare(cores: list[Tensor], generator: Generator, strength: float, *, drop: float = 0.5) -> Tensor:
     """
-    Drop-and-rescale mix (DARE, Yu et al., 2023): the better parent plus half of a random part of the difference.
+    Adds to the better parent half of a random part of the difference between the parents (DARE, Yu et al., 2023).
 
-    Entries of the cores' difference are dropped with probability `strength * drop` and the others rescaled, so that
-    the expectation, before truncation, is [`average`]'s. Dropping from the difference, with the better parent in the
-    role of DARE's base, leaves alone what the parents share; equal parents breed true. PEFT's `dare_linear` does not
-    fit: it draws from torch's global generator and drops from the factors, where cosines fall to 0.34 (p = 0.7).
+    Entries of the difference are dropped at random, and the others are rescaled. So the expected child, before
+    truncation, is that of [`average`]. What both parents share is never dropped, because it is not in the difference.
 
     Args:
-        drop: Drop probability. The paper gives none.
+        drop: Probability that an entry is dropped, at strength 1. The paper gives none.
     """
+    # PEFT's `dare_linear` does not fit. It draws from torch's global generator. And it drops entries of the factors,
+    # and then the cosine to the full product falls to .34 (at p = .7).
     probability = min(strength * drop, 1.0)
     if probability >= 1:
         raise ValueError(f"`strength * drop` must be below 1 for the rest to be rescaled, got {strength * drop}.")
-    left, right = singular_bases(cores)
+    left, right = find_singular_bases(cores)
     difference = left.mT @ (cores[1] - cores[0]) @ right.mT
-    kept = _uniform(difference.shape, generator, difference) >= probability
+    kept = _draw_uniform(difference.shape, generator, difference) >= probability
     return cores[0] + strength / 2 * left @ (difference * kept / (1 - probability)) @ right
 
 
-@_of_cores
+@_core_operator
 def ties(cores: list[Tensor], generator: Generator, strength: float, *, density: float = 0.5) -> Tensor:
     """
-    TIES (Yadav et al., 2023) by PEFT's `ties`: trim to the largest `density` of the entries, elect signs, merge.
+    Merges the parents by TIES (Yadav et al., 2023), as PEFT does it: keep the largest entries of each, elect a sign
+    for every entry, and merge the entries that have it. Strength .5 goes half of the way.
 
-    Entries are those of the cores in the better parent's singular bases: there its own core is diagonal, so a
-    conflict of signs is a component of it that the worse parent would undo. Half of the step at strength 0.5.
+    Args:
+        density: Fraction of the entries that are kept.
     """
-    left, right = singular_bases(cores)
+    # Entries are those of the cores in the better parent's singular bases, where the better one's core is diagonal. So
+    # a conflict of signs is a component of the better parent that the worse one would undo.
+    left, right = find_singular_bases(cores)
     aligned = [left.mT @ core @ right.mT for core in cores]
-    # Rounding where one parent has nothing would vote, and halve what the other one has there.
+    # An entry that is only rounding is set to 0. Otherwise it would have a vote, and halve the other parent's entry.
     aligned = [core * (core.abs() > RELATIVE_ZERO * core.abs().amax((-2, -1), keepdim=True)) for core in aligned]
     weights = torch.ones(2, dtype=cores[0].dtype, device=cores[0].device)
     merged = torch.stack([peft_ties(list(pair), weights, density) for pair in zip(*aligned, strict=True)])
     return _weigh([cores[0], left @ merged @ right], (1 - strength, strength))
 
 
-@_of_cores
+@_core_operator
 def svd_subspace(cores: list[Tensor], generator: Generator, strength: float, *, fraction: float = 0.5) -> Tensor:
     """
-    The better parent's top k singular components with the worse parent's components k+1 to r: rank r, no truncation.
+    Joins the better parent's singular components 1 to k with the worse parent's components k + 1 to r.
 
     Args:
-        fraction: Share of the components that come from the worse parent at strength 1. The paper gives no k.
+        fraction: Fraction of the r components that come from the worse parent, at strength 1. The paper gives no k.
     """
     rank = cores[0].shape[-1] // 2
     top = rank - min(round(strength * fraction * rank), rank)
     child = torch.zeros_like(cores[0])
     for core, block in zip(cores, (slice(0, top), slice(top, rank)), strict=True):
-        # Eigenvectors of C^T C are right singular vectors, at a third of the cost.
+        # The eigenvectors of C^T C are the right singular vectors of C, and cost a third of a decomposition of C.
         right = torch.linalg.eigh(core.mT @ core).eigenvectors.flip(-1)[..., block]
         child += core @ right @ right.mT
     return child
@@ -318,10 +337,8 @@ def svd_subspace(cores: list[Tensor], generator: Generator, strength: float, *, 
 
 @_operator
 def module_swap(better: Factors, worse: Factors, generator: Generator, strength: float) -> Factors:
-    """
-    Each module whole from one parent: from the worse with probability `strength / 2`. Every part keeps its own norm.
-    """
-    child, pairs = _copy(better), modules_of(better)
+    """Takes each module whole from one parent, from the worse one with probability `strength / 2`."""
+    child, pairs = _copy(better), pair_factors(better)
     from_worse = torch.rand(len(pairs), generator=generator, device=generator.device) < strength / 2
     for pair, swap in zip(pairs, from_worse.tolist(), strict=True):
         if swap:
@@ -350,14 +367,15 @@ CROSSOVERS: dict[str, Callable[..., Factors]] = {
 
 def find_operator(name: str, field: str) -> Callable[..., Factors]:
     """
-    What `mutations` or `crossovers` names: one of its table, or a user's own function.
+    Finds the operator that the option `mutations` or `crossovers` names: one of the package, or a user's own function.
 
     Args:
-        name: Of the operator.
-        field: `"mutations"` or `"crossovers"`.
+        name: Name of the operator, or `module:function`.
+        field: The option, `"mutations"` or `"crossovers"`.
 
     Raises:
-        `ValueError`: If there is none; by what is returned, if a child is no adapter like its (better) parent.
+        `ValueError`: If there is no such operator. The function that is returned raises it if a user's own operator
+            makes a child that is no adapter like the (better) parent.
     """
     table = MUTATIONS if field == "mutations" else CROSSOVERS
     if name in table:

@@ -1,8 +1,10 @@
-"""Ratings: who meets whom (match), and what a game says about both.
+"""Ratings: who meets whom, and what the score of a match says about both members.
 
-Pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019) over TrueSkill (Herbrich et al., 2006)
-win probabilities, as in PopuLoRA (arXiv 2605.16727). Ratings follow the matches' scores; `benchmarks/ratings.py`
-compares that with wins and losses. No torch.
+    ratings --pair--> matches of a step --(the step is played)--> shares --update--> ratings
+
+Pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair depends on the
+TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then follow the scores of
+the matches. `benchmarks/ratings.py` compares this with ratings that follow wins and losses. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -21,35 +23,38 @@ from trl_populora.options import find_function
 from trl_populora.population.members import PRIOR_SIGMA, Member, Population
 
 
-# beta, by how much a performance varies, is TrueSkill's default for this prior. Members learn and change, so that what
-# an old match says fades: tau, the doubt added per step, is five times TrueSkill's default.
+# BETA is TrueSkill's default for this prior: the standard deviation of a member's performance in a match around its
+# skill. TAU widens sigma in every step, because members learn, and old matches say less and less. It is five
+# times TrueSkill's default.
 BETA = PRIOR_SIGMA / 2
 TAU = PRIOR_SIGMA / 20
 
-# What students are rated against where there are no teachers: given tasks, which stay as hard as they are.
+# Without teachers students are rated against the given tasks. These do not change, so their rating is certain and
+# fixed.
 GIVEN_TASKS = Member("", "teacher", -1, sigma=0.0)
 
-# Standard deviation of the student's share of one proposal, given both skills.
+# Standard deviation of the student's share of one proposal, if both skills are known.
 SHARE_SD = 0.25
 
 
 def no_student_idles(teachers: int, students: int) -> bool:
     """
-    Whether every student has a match in every step of [`Matchmaker`], whatever it draws.
+    Says whether every student has a match in every step, whatever [`Matchmaker`] draws.
 
-    The matchmaker only keeps the loads even: after n matches a student has played n / S of them, rounded down or up.
-    If a step brings everybody's load above the highest one before it, nobody can be left out. That is so with as many
-    students as teachers, and with a number of students that divides theirs.
+    After n matches each of S students has played n / S of them, rounded down or up. No student can be left out of a
+    step if after the step the lowest number of matches is above the highest one before it. This holds if the number of
+    students divides the number of teachers.
     """
-    behind = range(0, teachers * students, teachers)  # after so many matches all loads are equal again
+    # The matches played before a step, until all students have equally many again and the pattern repeats.
+    behind = range(0, teachers * students, teachers)
     return all((n + teachers) // students > -(-n // students) for n in behind)
 
 
 @dataclass(frozen=True)
 class Match:
     """
-    One teacher and one student, bound for one population step; `index` counts the step's matches. `teacher` is empty
-    where the student meets given tasks.
+    One teacher and one student who meet in one step. `index` counts the matches of the step. `teacher` is empty if the
+    student meets given tasks.
     """
 
     index: int
@@ -58,45 +63,45 @@ class Match:
 
 
 def win_probability(student: Member, teacher: Member) -> float:
-    """Probability that the student wins the match: Phi((mu_s - mu_t) / sqrt(2 beta^2 + sigma_s^2 + sigma_t^2))."""
+    """Computes how likely the student wins: Phi((mu_s - mu_t) / sqrt(2 beta^2 + sigma_s^2 + sigma_t^2))."""
     spread = math.sqrt(2 * BETA**2 + student.sigma**2 + teacher.sigma**2)
     return 0.5 * math.erfc((teacher.mu - student.mu) / (spread * math.sqrt(2)))
 
 
 def points_per_share(proposals: int) -> float:
-    """
-    Rating points that one unit of share is worth in a match of so many proposals: 81.6 for 12, 57.7 for 6.
-
-    It makes the noise of the mean share, `SHARE_SD / sqrt(proposals)`, that of a difference of two performances.
-    """
+    """Computes how many rating points one unit of share is worth: 81.6 in a match of 12 proposals."""
+    # TrueSkill knows the noise of a difference of two performances, sqrt(2) * BETA. The mean share of a match has the
+    # noise SHARE_SD / sqrt(proposals). The factor turns the second into the first.
     return math.sqrt(2 * proposals) * BETA / SHARE_SD
 
 
 def expected_share(student: Member, teacher: Member, proposals: int) -> float:
-    """Student's share of a match that the ratings foresee, in [0, 1]."""
+    """Predicts from the ratings the student's mean share of a match, in [0, 1]."""
     return min(max(0.5 + (student.mu - teacher.mu) / points_per_share(proposals), 0.0), 1.0)
 
 
 def pfsp_weight(p: float, kappa: float) -> float:
-    """PFSP weight (p (1 - p))^kappa: balanced matches teach both sides most."""
+    """Computes the PFSP weight (p (1 - p))^kappa. Both sides learn most from a balanced match."""
     return (p * (1 - p)) ** kappa
 
 
 def uniform_weight(p: float, kappa: float) -> float:
-    """Every pair alike: the ablation without matchmaking."""
+    """Gives every pair the same weight, for comparison."""
     return 1.0
 
 
 STRATEGIES = {"pfsp": pfsp_weight, "uniform": uniform_weight}
-Weight = Callable[[Member, Member], float]  # of a pair, student and teacher
+Weight = Callable[[Member, Member], float]  # takes a student and a teacher
 
 
 def choose_weight(name: str, kappa: float) -> Weight:
     """
-    What `matchmaking` names: one of `STRATEGIES`, or a user's own function of two members, student and teacher.
+    Finds what the option `matchmaking` names: one of `STRATEGIES`, or a user's own function of two members, student
+    and teacher.
 
     Raises:
-        `ValueError`: If there is no such function; by what is returned, if a weight is none.
+        `ValueError`: If there is no such function. The function that is returned raises it for a weight that is no
+            finite number from 0.
     """
     if name in STRATEGIES:
         return lambda student, teacher: STRATEGIES[name](win_probability(student, teacher), kappa)
@@ -116,23 +121,24 @@ def choose_weight(name: str, kappa: float) -> Weight:
 
 class Matchmaker:
     """
-    Draws the matches of each population step and turns their outcomes into ratings.
+    Draws the matches of each step, and turns their scores into ratings.
 
-    A draw adds Gumbel noise to the log-weights and solves the assignment exactly, under loads that differ by at most
-    one match between any two students over the whole run: with as many students as teachers that is one-to-one, with
-    a single free choice it is sampling in proportion to the weights.
+    Each teacher gets one student. Over the whole run any two students differ by at most one match. Within this rule
+    the draw is random by weight: Gumbel noise is added to the logarithms of the weights, and the best assignment is
+    taken. If only one teacher chooses, that is the same as sampling in proportion to the weights.
 
     Args:
         strategy: `"pfsp"`, `"uniform"`, or a function of two members, student and teacher, as `"module:function"`.
-        kappa: Exponent on p (1 - p). 1 is PFSP's `var` weighting, a larger value sharpens it. With 2 a gap of 10 has
-            0.48 of an even pair's weight between newborns (sigma 8.33), 0.05 between members long known (sigma 1.57).
-        seed: Seed of the matchmaker's own generator. The same seed and ratings give the same matches on every rank.
+        kappa: Exponent on p (1 - p). 1 is PFSP's weighting `var`. A larger value prefers balanced pairs more. With 2 a
+            pair 10 points apart has .48 of a balanced pair's weight at sigma 8.33 (newborns), and .05 at sigma 1.57
+            (members known for long).
+        seed: Seed of the matchmaker's generator. The same seed and ratings give the same matches on every rank.
 
     Attributes:
-        weight (`Callable`): The preference for a pair, student and teacher; only ratios matter.
+        weight: Takes a student and a teacher, returns the weight of the pair. Only ratios of weights matter.
 
     Raises:
-        `ValueError`: If `strategy` names nothing that is there, or `kappa` is negative.
+        `ValueError`: If `strategy` names nothing, or if `kappa` is negative.
     """
 
     def __init__(self, strategy: str = "pfsp", kappa: float = 2.0, seed: int = 0):
@@ -146,13 +152,13 @@ class Matchmaker:
         )
 
     def pair(self, population: Population) -> list[Match]:
-        """One match per teacher, in route order of the teachers; without teachers one per student."""
+        """Draws one match per teacher, in the teachers' order. Without teachers each student has one match."""
         teachers, students = population.teachers, population.students
         if not teachers:
             return [Match(index, "", student.name) for index, student in enumerate(students)]
         weights = np.array([[self.weight(student, teacher) for student in students] for teacher in teachers])
-        # All pairs can meet, because of the noise, also where hopeless odds let a weight underflow to 0: the least of
-        # positive numbers keeps the log finite.
+        # Hopeless odds may let a weight underflow to 0. The least positive number keeps its log finite, so that noise
+        # can still bring such a pair together.
         scores = np.log(np.maximum(weights, np.finfo(float).tiny)) + self._rng.gumbel(size=weights.shape)
         picks = self._assign(scores, [self._loads.get(student.name, 0) for student in students])
         matches = []
@@ -168,11 +174,18 @@ class Matchmaker:
     @staticmethod
     def _assign(scores: np.ndarray, loads: list[int]) -> list[int]:
         """
-        Student index per teacher, maximising the scores (`[T, S]`) among the assignments with the most even loads.
+        Finds the assignment with the highest sum of scores among those that keep the loads most even.
 
-        A student's k-th match of the step is a column of its own, charged with the load it would lead to. The charge
-        outweighs any sum of scores, so the lowest levels fill up first, like water.
+        Args:
+            scores: Shape `[T, S]`, teachers by students.
+            loads: Matches that each student has played so far.
+
+        Returns:
+            Index of a student per teacher.
         """
+        # The assignment has one column per student and per match that the student may have in this step. A column is
+        # charged with the number of matches that it would lead to. The charge outweighs any sum of scores, so students
+        # with few matches come first, as water fills the lowest places.
         num_teachers, num_students = scores.shape
         base = np.array(loads) - min(loads)
         copies = -(-(num_teachers + int(base.sum())) // num_students) + 1
@@ -183,24 +196,24 @@ class Matchmaker:
 
     def update(self, population: Population, outcomes: Mapping[Match, Sequence[float]]) -> None:
         """
-        Rate the matches of a step together, and age both sides by one per match.
+        Updates the ratings by all matches of a step, and adds 1 per match to the age of both members.
 
-        A match says by how many points the student led: (mean share - 1/2) times [`points_per_share`], with the noise
-        of two performances. What it says about a member uses the opponent's rating from before the step, so neither
-        the order of the matches nor the number of ranks matters. The model is Guo et al. (2012), "Score-Based Bayesian
-        Skill Learning". A win or a loss would say less than the score, and a game per task would collapse sigma, as if
-        all of a match's tasks were matches of their own.
+        A match tells by how many points the student led: (mean share - 1/2) times [`points_per_share`], with the noise
+        of two performances. The model is from Guo et al. (2012), "Score-Based Bayesian Skill Learning".
 
         Args:
-            population: Its ratings and ages are changed in place.
-            outcomes: The student's share of each proposal of each match, in [0, 1] (`step/rules.py`).
+            population: The members. Their ratings and ages are changed in place.
+            outcomes: For each match, the student's share of each proposal, in [0, 1] (`student_share` in
+                `step/pay.py`).
 
         Raises:
-            `ValueError`: If a match has no proposal, or a share is outside [0, 1] or NaN. Nothing is changed then.
+            `ValueError`: If a match has no proposal, or if a share is outside [0, 1] or NaN. Nothing is changed then.
         """
         for match, shares in outcomes.items():
             if not shares or not all(0.0 <= share <= 1.0 for share in shares):
                 raise ValueError(f"The student's shares of {match} must be at least one, in [0, 1], got {shares}.")
+        # A match counts once, by its score. A win or a loss would say less. Rating each task as one match
+        # would say too much: sigma would collapse.
         matches = sorted(outcomes, key=lambda match: match.index)
         players = [population[name] for match in matches for name in (match.student, match.teacher) if name]
         prior = {player.name: Gaussian(player.mu, math.hypot(player.sigma, TAU)) for player in players}
@@ -213,6 +226,7 @@ class Matchmaker:
             means.append(share)
             surprises.append(abs(share - foreseen))
             lead = points_per_share(proposals) * (share - 0.5)
+            # `prior` is from before the step, so the order of the matches and the number of ranks make no difference.
             for me, other, gap in ((match.student, match.teacher, lead), (match.teacher, match.student, -lead)):
                 noise = math.sqrt(prior[other].sigma ** 2 + 2 * BETA**2)
                 posterior[me] *= Gaussian(prior[other].mu + gap, noise)
@@ -224,17 +238,17 @@ class Matchmaker:
             self._metrics["match/rating_error"] = fmean(surprises)
 
     def state_dict(self) -> dict[str, Any]:
-        """Generator and loads: plain data, ready for JSON."""
+        """Returns generator and loads as plain data, ready for JSON."""
         return {"rng": self._rng.bit_generator.state, "loads": dict(self._loads)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; the next `pair` draws what the saved matchmaker would have drawn."""
+        """Restores a state of `state_dict`. The next `pair` draws what the saved matchmaker would have drawn."""
         self._rng.bit_generator.state = state["rng"]
         self._loads = dict(state["loads"])
 
     def metrics(self) -> dict[str, float]:
         """
-        Win probability (student's) over the last matches drawn, and over the last rated the mean share and
-        `rating_error`, the mean distance between the shares and those that the ratings foresaw.
+        Returns mean and spread of the students' win probability over the matches drawn last. Over the matches rated
+        last it returns the students' mean share, and `rating_error`: the mean distance between share and prediction.
         """
         return dict(self._metrics)

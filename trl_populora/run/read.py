@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trl_populora.files import read_json, without_secrets
-from trl_populora.population.members import _check_places
+from trl_populora.files import is_file_name, read_json, without_secrets
 
 
 PLAYED = "propose/valid_rate"  # in the log of a step that was played; `num_iterations` trains on its rows again
@@ -57,3 +56,17 @@ def read_population(directory: str | Path) -> dict[str, Any]:
             f"{path}: field `best_student` is {saved['best_student']!r}, and `members` lists {', '.join(names)}."
         )
     return without_secrets(saved)
+
+
+def _check_places(path: Path, member: Mapping[str, Any]) -> str:
+    """Refuses a member whose files would be elsewhere; returns its name."""
+    name = member.get("name")
+    if not is_file_name(name):
+        raise ValueError(f"{path}: field `members.name` is {name!r}; it may hold only letters, digits, `_` and `-`.")
+    directory, _, adapter = str(member.get("adapter")).partition("/")
+    if directory != "members" or not is_file_name(adapter):
+        raise ValueError(
+            f"{path}: field `members.adapter` is {member.get('adapter')!r}; it must be `members/<name>`, a name of "
+            "letters, digits, `_` and `-`."
+        )
+    return str(name)

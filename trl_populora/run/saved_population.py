@@ -22,7 +22,7 @@ from trl_populora.files import FORMAT, without_secrets
 from trl_populora.lora.members import read_saved_step
 from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.step.play import Game
-from trl_populora.tasks.archive import archive_step
+from trl_populora.tasks.archive import read_archive_step
 
 
 logger = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[st
         raise ValueError(f"{root} was not saved to its end; use a checkpoint of it, or resume it.")
     steps = {each: read_saved_step(root / each) for each in wanted}
     if (archive := root / "archive.parquet").exists():
-        steps[archive.name] = archive_step(archive)
+        steps[archive.name] = read_archive_step(archive)
     for name, step in steps.items():
         if step not in (None, saved.get("step")):
             raise ValueError(

@@ -29,7 +29,7 @@ from trl_populora.tasks.kind import (
     Reject,
     Task,
     TaskKind,
-    checked,
+    check_type,
     estimate,
     screen,
 )
@@ -105,7 +105,7 @@ class Referee:
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
         """Draws archived tasks to show to a teacher. A kind that writes no program is about the first one."""
-        count = checked(kind.name, "reference_count", kind.reference_count(k), (int,))
+        count = check_type(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
         # Shown as turns, a kind that writes no program also needs examples of its own.
         if kind.shows_turns(self.style) and not kind.writes_program:
@@ -163,12 +163,12 @@ class Referee:
 
     def _ask_for_task(self, kind: TaskKind, shown: Sequence[Task]) -> Messages:
         def ask(references: Sequence[Task]) -> Messages:
-            return checked(kind.name, "proposal_prompt", kind.proposal_prompt(references, self.style), (list,))
+            return check_type(kind.name, "proposal_prompt", kind.proposal_prompt(references, self.style), (list,))
 
         if not kind.shows_turns(self.style):
             return ask(shown)
         about, examples = ([], shown) if kind.writes_program else (shown[:1], shown[1:])
-        texts = [checked(kind.name, "write_proposal", kind.write_proposal(task), (str,)) for task in examples]
+        texts = [check_type(kind.name, "write_proposal", kind.write_proposal(task), (str,)) for task in examples]
         written = [(task, text) for task, text in zip(examples, texts, strict=True) if text]
         subjects = [[] if kind.writes_program else [task] for task, _ in written]
         return show_before([ask(subject) for subject in (*subjects, about)], [text for _, text in written])
@@ -178,7 +178,7 @@ class Referee:
         kind = self.kinds[task.kind]
 
         def pose(posed: Task) -> Messages:
-            return checked(task.kind, "solving_prompt", kind.solving_prompt(posed, self.style), (list,))
+            return check_type(task.kind, "solving_prompt", kind.solving_prompt(posed, self.style), (list,))
 
         # No task is shown its own solution.
         shots = [shot for shot in kind.shots[: self.shots] if shot.task.program != task.program]
@@ -215,7 +215,7 @@ class Referee:
     def verify(self, proposals: Sequence[tuple[str, Proposal | Refusal]], rng: random.Random) -> list[Task | Refusal]:
         """The checks of [`judge`] that follow reading, for proposals of these kinds that have been read."""
         verdicts = self._run(
-            checked(kind, "check", self.kinds[kind].check(read), _JOB) if isinstance(read, Proposal) else None
+            check_type(kind, "check", self.kinds[kind].check(read), _JOB) if isinstance(read, Proposal) else None
             for kind, read in proposals
         )
         found = [
@@ -228,7 +228,7 @@ class Referee:
 
     def _parse(self, written: Written) -> Proposal | Refusal:
         found = self.kinds[written.kind].parse_proposal(written.text, written.references)
-        parsed = checked(written.kind, "parse_proposal", found, (Proposal, *_REFUSED))
+        parsed = check_type(written.kind, "parse_proposal", found, (Proposal, *_REFUSED))
         return screen(parsed if isinstance(parsed, Proposal) else Refusal.of(parsed), self.forbidden)
 
     def _accept(
@@ -237,7 +237,7 @@ class Referee:
         """Decides what a proposal is once its program has run."""
         if isinstance(proposal, Refusal):
             return proposal
-        accepted = checked(kind, "accept", self.kinds[kind].accept(proposal, verdict, rng), (Task, *_REFUSED))
+        accepted = check_type(kind, "accept", self.kinds[kind].accept(proposal, verdict, rng), (Task, *_REFUSED))
         outcome: Task | Refusal = accepted if isinstance(accepted, Task) else Refusal.of(accepted)
         if isinstance(outcome, Task) and outcome.kind != kind:
             raise ValueError(f"task kind {kind!r}: `accept` must return tasks of its own kind, got {outcome.kind!r}")
@@ -253,14 +253,14 @@ class Referee:
     def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Grade]:
         """Grades one answer per task, in order. Equal answers to one task run once."""
         attempts = [
-            checked(task.kind, "parse_attempt", self.kinds[task.kind].parse_attempt(text, task), (Attempt,))
+            check_type(task.kind, "parse_attempt", self.kinds[task.kind].parse_attempt(text, task), (Attempt,))
             for task, text in zip(tasks, texts, strict=True)
         ]
         # Two students often give the same answer; one run decides for all of them.
         keys = [(task.task_id, task.kind, attempt) for task, attempt in zip(tasks, attempts, strict=True)]
         distinct = dict(zip(keys, tasks, strict=True))
         verdicts = self._run(
-            checked(task.kind, "trial", self.kinds[task.kind].trial(task, key[2]), _JOB)
+            check_type(task.kind, "trial", self.kinds[task.kind].trial(task, key[2]), _JOB)
             for key, task in distinct.items()
         )
         grades = {
@@ -273,17 +273,19 @@ class Referee:
         if not attempt.well_formed:
             return Grade(attempt, False)
         kind = self.kinds[task.kind]
-        right = checked(task.kind, "correct", kind.correct(task, attempt, verdict), (bool,))
+        right = check_type(task.kind, "correct", kind.correct(task, attempt, verdict), (bool,))
         return Grade(
             attempt,
             right,
-            checked(task.kind, "identify_mistake", kind.identify_mistake(task, attempt, verdict), (str,)),
+            check_type(task.kind, "identify_mistake", kind.identify_mistake(task, attempt, verdict), (str,)),
         )
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
         """The solve rate that guessing gives at each task, by the answer's form and by its kind's blind inputs."""
         right = self.try_answers("guesses", tasks)
-        told = [checked(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks]
+        told = [
+            check_type(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks
+        ]
         return [max(one, fmean(tried) if tried else 0.0) for one, tried in zip(told, right, strict=True)]
 
     def try_answers(self, method: str, tasks: Sequence[Task]) -> list[list[bool]]:
@@ -291,14 +293,14 @@ class Referee:
         answers = [
             (number, task, attempt)
             for number, task in enumerate(tasks)
-            for attempt in checked(task.kind, method, estimate(self.kinds[task.kind], method, [], task), (list,))
+            for attempt in check_type(task.kind, method, estimate(self.kinds[task.kind], method, [], task), (list,))
         ]
         trials = [estimate(self.kinds[task.kind], "trial", None, task, attempt) for _, task, attempt in answers]
         verdicts = self._run(job and replace(job, headroom=GUESS_HEADROOM) for job in trials)
         right: list[list[bool]] = [[] for _ in tasks]
         for (number, task, attempt), verdict in zip(answers, verdicts, strict=True):
             hit = attempt.well_formed and estimate(self.kinds[task.kind], "correct", False, task, attempt, verdict)
-            right[number].append(checked(task.kind, "correct", hit, (bool,)))
+            right[number].append(check_type(task.kind, "correct", hit, (bool,)))
         return right
 
     def _run(self, jobs: Iterable[Job | None]) -> list[Verdict | None]:

@@ -1,4 +1,11 @@
-"""The tasks room: what teachers propose and students solve. Imports without torch."""
+"""Tasks: what teachers propose and students solve. Importing this package does not import torch.
+
+kind.py      `Task`, `TaskKind`: what a task is, and what each kind of task must answer
+archive.py   verified tasks in memory, and as a table in a file
+features.py  words for what a task uses: what is rare, what is replayed
+dataset.py   tasks that a user gives, read and checked before a run
+python/      the three built-in kinds: find the output, find an input, write the program
+"""
 
 from __future__ import annotations
 
@@ -27,7 +34,7 @@ __all__ = [
     "Task",
     "TaskArchive",
     "TaskKind",
-    "kinds_to_import",
+    "choose_kinds",
     "load_seed_tasks",
     "make_task",
     "resolve_kind",
@@ -38,11 +45,11 @@ TASK_KINDS = {"code_o": CodeO, "code_i": CodeI, "code_f": CodeF}
 
 def check_names(names: Any) -> None:
     """
-    Checks what the setting `task_kinds` holds.
+    Checks the value of the option `task_kinds`.
 
     Raises:
-        `TypeError`: If it is no list of names; an object could not be saved with the settings.
-        `ValueError`: If it is empty.
+        `TypeError`: If the value is no list of names. An object could not be saved with the settings.
+        `ValueError`: If the list is empty.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -53,20 +60,20 @@ def check_names(names: Any) -> None:
         raise ValueError("`task_kinds` is empty; name at least one, for example `['code_o']`.")
 
 
-def kinds_to_import(run: str, saved: Sequence[str], named: Sequence[str] | None) -> list[str]:
+def choose_kinds(run: str, saved: Sequence[str], named: Sequence[str] | None) -> list[str]:
     """
-    The kinds of task that a saved run plays: those that the user names, else the saved ones.
+    Chooses the kinds of task to play with a saved run: the kinds that the user names, or else the saved ones.
 
-    Somebody else may have made the run, and importing a kind runs its code. A saved kind of one's own is therefore
-    refused unless the user names it.
+    Somebody else may have made the run, and importing a kind runs its code. So a saved kind that is not the package's
+    is refused, unless the user names it.
 
     Args:
         run: Name of the run, for the error.
-        saved: `task_kinds` of its settings.
-        named: What the user's own command or call names.
+        saved: `task_kinds` of the run's settings.
+        named: The kinds that the user's command or call names; `None` or empty if it names none.
 
     Raises:
-        `ValueError`: If the user names none, and a saved one is not the package's.
+        `ValueError`: If the user names no kind, and a saved kind is not the package's.
     """
     if named:
         return list(named)
@@ -87,7 +94,7 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
         name: A key of `TASK_KINDS`, a class as `package.module:Class`, or an instance.
 
     Raises:
-        `ValueError`: If nothing is found under `name`, or what is found is no [`TaskKind`].
+        `ValueError`: If there is no such kind, or if the object found is no [`TaskKind`] with the fields it needs.
     """
     choices = f"one of {', '.join(TASK_KINDS)}, `package.module:Class` for a class of your own"
     if isinstance(name, TaskKind):
@@ -105,6 +112,7 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
         raise ValueError(f"Task kind {name!r} is no TaskKind but {type(kind).__name__}; it must be {choices}.")
     if not isinstance(getattr(kind, "name", None), str):
         raise ValueError(f'Task kind {name!r} has no `name`; give its class one, for example `name = "arithmetic"`.')
+    # A text is a sequence, too: `("code_o")` without its comma would be taken for the kinds `c`, `o`, `d` and so on.
     for field in ("reference_kinds", "measures"):
         if isinstance(getattr(kind, field), str):
             raise ValueError(

@@ -1,7 +1,13 @@
-"""The archive: verified tasks, shown as references, attempted in the place of invalid proposals, kept as a table.
+"""The archive: all verified tasks, in memory and as a table in a file.
 
-In memory, newest kept: at the cap the oldest task of the same kind makes room (Absolute Zero Reasoner keeps the oldest
-and freezes). Adding, looking up and evicting cost O(1), sampling O(number sampled), however large it is.
+    accepted Task --add--> TaskArchive --sample--> references for teachers, fillers and replays for students
+                               |  ^
+                  save_archive v  | load_archive
+                          archive.parquet: in checkpoints, at the end of a run, as the seed of another run
+
+The archive keeps the newest tasks. When a kind has `cap` tasks, the next one replaces the oldest. (Absolute Zero
+Reasoner keeps the oldest and adds no more.) Adding, looking up and replacing a task take the same time in an archive
+of any size, and sampling k tasks takes time for k.
 """
 
 from __future__ import annotations
@@ -18,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from trl_populora.files import write_whole
 from trl_populora.sandbox import literals, values
-from trl_populora.tasks.python.complexity import PROGRAM_MEASURES, Coverage, signature
+from trl_populora.tasks.python.complexity import PROGRAM_MEASURES, Coverage, hash_shape
 from trl_populora.tasks.python.normal_form import normal_forms
-from trl_populora.tasks.python.programs import function_tree
+from trl_populora.tasks.python.programs import parse_function
 
 from .kind import Task
 
@@ -29,20 +35,20 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# How a task fared, noted once students have tried it: match, solve rate, and what its kind's `complexity` measures.
-# These are the code kinds', and columns of every archive; a user's own kind adds its own.
+# What is noted about a task once students have attempted it: the match, the solve rate, and the measures of its kind's
+# `complexity`. Every archive has columns for these, the measures of the code kinds. A user's own kind adds columns.
 NOTED = ("match", "solve_rate", *PROGRAM_MEASURES)
 Note = Mapping[str, float]
 Entry = tuple[Task, bytes, "Note | None"]  # task, duplicate key, note
 
 
 class _Ring:
-    """The newest `cap` tasks of one kind; position 0 is the oldest."""
+    """The newest `cap` tasks of one kind, in a list that is written round and round. Position 0 is the oldest task."""
 
     def __init__(self, cap: int):
         self.cap = cap
         self.entries: list[Entry] = []
-        self.start = 0
+        self.start = 0  # place of the oldest entry
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -51,27 +57,30 @@ class _Ring:
         return self.entries[(self.start + position) % len(self.entries)]
 
     def push(self, entry: Entry) -> tuple[int, bytes | None]:
-        """Appends an entry; returns its slot and the key of the one that had to go, if any."""
+        """Adds an entry. Returns its place, and the key of the entry that it replaced (`None` if none)."""
         if len(self.entries) < self.cap:
             self.entries.append(entry)
             return len(self.entries) - 1, None
-        slot = self.start
-        evicted, self.entries[slot] = self.entries[slot][1], entry
-        self.start = (slot + 1) % self.cap
-        return slot, evicted
+        # A place never changes while its entry is there, so the archive may remember it.
+        place = self.start
+        evicted, self.entries[place] = self.entries[place][1], entry
+        self.start = (place + 1) % self.cap
+        return place, evicted
 
 
 class TaskArchive:
     """
     Verified tasks by kind, without duplicates.
 
-    Two tasks are duplicates when kind, inputs and message agree and their programs have one normal form
-    ([`~normal_form.normal_forms`]; text that defines no `f` is compared as it is). An evicted task may come back. The
-    same program with another input is another task, because the input decides what has to be worked out, and so is one
-    with other constants: `programs` tells how many are new in more than that.
+    Two tasks are duplicates if they have the same kind, inputs and message, and programs of the same exact form
+    ([`~normal_form.normal_forms`]). Texts that define no `f` are compared letter by letter. A task that was replaced
+    may be added again.
+
+    One program with two inputs makes two tasks, because the input decides what has to be worked out. Two programs that
+    differ only in constants make two tasks as well. `programs` counts programs without regard to constants.
 
     Args:
-        cap: Tasks kept per kind (Absolute Zero Reasoner's buffer size).
+        cap: Tasks kept per kind. The default is Absolute Zero Reasoner's buffer size.
 
     Raises:
         `ValueError`: If `cap` is not positive.
@@ -84,44 +93,44 @@ class TaskArchive:
         self.coverage = Coverage()
         self._rings: dict[str, _Ring] = {}
         self._measures: set[str] = set()
-        self._keys: dict[bytes, int] = {}  # to the slot in the ring of the task's kind
+        self._keys: dict[bytes, int] = {}  # to the task's place in the ring of its kind
 
     def add(self, task: Task) -> bool:
-        """Adds a task; returns `False` and changes nothing if it is a duplicate."""
-        key = key_of(task)
+        """Adds a task. Returns `False`, and changes nothing, if the task is a duplicate."""
+        key = hash_task(task)
         if key in self._keys:
             return False
         self._push((task, key, None))
-        self.coverage.forms.add(form_of(task.program))
-        shape = _program(task.program)[2]
+        self.coverage.forms.add(hash_form(task.program))
+        shape = _analyse(task.program)[2]
         if shape is not None:
             self.coverage.add(shape)
         return True
 
     @property
     def programs(self) -> int:
-        """Different programs among all tasks ever added, their constants apart."""
+        """Number of different programs among all tasks ever added. Constants make no difference."""
         return len(self.coverage.forms)
 
     @property
     def measures(self) -> list[str]:
-        """Names of all that was ever noted beside `NOTED`, in alphabetical order."""
+        """Names of all measures ever noted that are not in `NOTED`, in alphabetical order."""
         return sorted(self._measures)
 
     def note(self, task: Task, **facts: float) -> None:
-        """Writes down how an archived task fared; a task that is not here any more is passed over."""
-        key = key_of(task)
+        """Notes how students did at a task, `facts` by name. Does nothing if the task is no longer in the archive."""
+        key = hash_task(task)
         if key in self._keys:
             self._rings[task.kind].entries[self._keys[key]] = (task, key, facts)
             self._measures.update(facts.keys() - set(NOTED))
 
     def entries(self) -> Iterator[Entry]:
-        """All entries in the order of iteration."""
+        """Yields all entries, kind by kind, oldest first."""
         for ring in self._rings.values():
             yield from (ring[position] for position in range(len(ring)))
 
     def restore(self, entries: Iterable[Entry], coverage: Mapping[str, Any]) -> None:
-        """Replaces the contents by saved entries (in order, without duplicates) and a saved state of `coverage`."""
+        """Replaces all contents: by `entries`, in their order and without duplicates, and by a state of `coverage`."""
         self._rings, self._keys, self._measures = {}, {}, set()
         for entry in entries:
             if entry[1] not in self._keys:
@@ -129,13 +138,13 @@ class TaskArchive:
         self.coverage.load_state_dict(coverage)
 
     def __contains__(self, task: object) -> bool:
-        return isinstance(task, Task) and key_of(task) in self._keys
+        return isinstance(task, Task) and hash_task(task) in self._keys
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[Task]:
-        """All tasks, kind by kind, oldest first."""
+        """Yields all tasks, kind by kind, oldest first."""
         for task, _, _ in self.entries():
             yield task
 
@@ -144,19 +153,20 @@ class TaskArchive:
         Draws tasks uniformly, without replacement.
 
         Args:
-            kinds: Names of the kinds to draw from, all their tasks together.
-            k: How many; fewer are returned if there are fewer.
+            kinds: Names of kinds. Every task of these kinds is equally likely.
+            k: How many tasks to draw. If there are fewer, all are returned.
             rng: The caller's generator.
         """
         total = self.count(kinds)
         return self.pick(kinds, rng.sample(range(total), min(k, total)))
 
     def count(self, kinds: Sequence[str]) -> int:
-        """How many tasks of these kinds there are."""
+        """Counts the tasks of these kinds."""
         return sum(len(self._rings[kind]) for kind in dict.fromkeys(kinds) if kind in self._rings)
 
     def pick(self, kinds: Sequence[str], positions: Iterable[int]) -> list[Task]:
-        """The tasks of these kinds at some positions: kind by kind, oldest first."""
+        """Returns the tasks at `positions` of one long list: the tasks of these kinds, kind by kind, oldest first."""
+        # `dict.fromkeys` drops names that come twice and keeps the order, which a set would not: ranks must agree.
         rings = [self._rings[kind] for kind in dict.fromkeys(kinds) if kind in self._rings]
         picked = []
         for position in positions:
@@ -168,21 +178,21 @@ class TaskArchive:
         return picked
 
     def metrics(self) -> dict[str, float]:
-        """`archive/size` and the coverage of program space over everything ever added."""
+        """Returns `archive/size`, and the metrics of [`Coverage`] over all tasks ever added."""
         return {"archive/size": float(len(self)), **self.coverage.metrics()}
 
     @classmethod
     def from_dataset(cls, dataset: Iterable[Mapping[str, Any]], cap: int = 16384) -> TaskArchive:
         """
-        Builds an archive from a table of tasks, in its order; duplicates are dropped.
+        Builds an archive from a table of tasks, in the table's order. Duplicates are dropped.
 
         Args:
-            dataset: Needs the columns `kind`, `program`, `inputs` and `outputs`, the last two with canonical texts;
-                `message`, `visible`, `author` and `step` are optional.
+            dataset: Rows. The columns `kind`, `program`, `inputs` and `outputs` are needed, the last two with lists of
+                canonical texts. `message`, `visible`, `author` and `step` are optional.
             cap: Tasks kept per kind.
 
         Raises:
-            `ValueError`: If a column is missing or a cell is broken; the message names column and row.
+            `ValueError`: If a column is missing or a cell is broken. The message names column and row.
         """
         archive = cls(cap)
         for row, record in enumerate(dataset):
@@ -192,19 +202,23 @@ class TaskArchive:
     def _push(self, entry: Entry) -> None:
         task, key, note = entry
         ring = self._rings.setdefault(task.kind, _Ring(self.cap))
-        slot, evicted = ring.push(entry)
+        place, evicted = ring.push(entry)
         self._measures.update((note or {}).keys() - set(NOTED))
         if evicted is not None:
             del self._keys[evicted]
-        self._keys[key] = slot
+        self._keys[key] = place
 
 
 def read_task(record: Mapping[str, Any], where: str) -> Task:
     """
-    A task from a row that a user may have written: types and canonical texts are checked.
+    Reads a task from a row that a user may have written. Checks types and canonical texts.
+
+    Args:
+        record: The row, a value per column.
+        where: Where the row stands, for errors.
 
     Raises:
-        `ValueError`: If a cell is broken; the message names its column and `where`.
+        `ValueError`: If a cell is broken. The message names its column and `where`.
     """
     task = Task.from_record(record, where)
     for column, texts in (("inputs", task.inputs), ("outputs", task.outputs)):
@@ -212,7 +226,7 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
             if not values.is_canonical(text):
                 raise ValueError(
                     f"{where}: column `{column}` holds {text!r:.80}, which is no canonical "
-                    f"text{_read_meaning(text, column)}. `trl_populora.tasks.make_task` writes whole tasks."
+                    f"text{_suggest_text(text, column)}. `trl_populora.tasks.make_task` writes whole tasks."
                 )
             if column == "inputs" and not isinstance(values.decode(text), tuple):
                 raise ValueError(
@@ -222,14 +236,13 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
     return task
 
 
-def _read_meaning(text: str, column: str) -> str:
-    """
-    The canonical text of a Python literal in its place, if it is one; `(3,)`, `3` and `f(3)` mean the same input.
-    """
+def _suggest_text(text: str, column: str) -> str:
+    """Ends an error with the canonical text that the user may have meant. Empty if `text` is no Python literal."""
     try:
         value = literals.read_arguments(text) if column == "inputs" else literals.read_literal(text)
     except ValueError:
         return ""
+    # Users write the same input in three ways: `3`, `(3,)` and `f(3)`.
     if column == "inputs" and len(value) == 1 and isinstance(value[0], tuple):
         (value,) = value
     return f"; as one, it is {values.encode(value, ordered=column == 'inputs')!r}"
@@ -240,10 +253,10 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
     Reads seed tasks, one JSON object per line.
 
     Args:
-        path: A file of the user's own; the 256 tasks of the embedded base by default.
+        path: The file. By default the 256 tasks that the embedded base starts from.
 
     Raises:
-        `ValueError`: If a line is no JSON object or a cell is broken; the message names file, line and column.
+        `ValueError`: If a line is no JSON object or a cell is broken. The message names file, line and column.
     """
     package = __name__.partition(".")[0]
     source = files(package) / "assets" / "seed_tasks.jsonl" if path is None else Path(path)
@@ -262,28 +275,29 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
     return tasks
 
 
-def key_of(task: Task) -> bytes:
-    """The hash by which duplicates are recognised."""
+def hash_task(task: Task) -> bytes:
+    """Computes the key of a task: duplicates have the same one."""
     inputs = [_sort_dictionaries(text) for text in task.inputs]
-    # The order of code_f's inputs is an accident of the shuffle.
-    content = [task.kind, _program(task.program)[0], sorted(inputs) if task.visible else inputs]
+    # code_f, the built-in kind with visible pairs, shuffles its inputs. So their order makes no other task.
+    content = [task.kind, _analyse(task.program)[0], sorted(inputs) if task.visible else inputs]
     return _hash(json.dumps([*content, " ".join(task.message.lower().split())]), 16)
 
 
-def form_of(program: str) -> int:
-    """The hash of a program with its constants apart."""
-    return _program(program)[1]
+def hash_form(program: str) -> int:
+    """Hashes a program without regard to its constants."""
+    return _analyse(program)[1]
 
 
 @lru_cache(maxsize=1024)  # a step asks several times for each of its tasks
-def _program(text: str) -> tuple[str, int, str | None]:
+def _analyse(text: str) -> tuple[str, int, str | None]:
     """
-    Of a program: its normal form, the hash of that with constants apart, and its signature (`None` if it defines no
-    `f`).
+    Returns a program's exact form, the hash of its form without constants, and the hash of its shape. The last one is
+    `None` if the text defines no `f`.
     """
-    tree = function_tree(text)  # `24` or `a + b` is no program of ours though it parses
+    # `24` or `a + b` parses, too. A user's own kind may keep texts like these. They are no programs with an `f`.
+    tree = parse_function(text)
     exact, form = (text.strip(),) * 2 if tree is None else normal_forms(tree)
-    shape = None if tree is None else signature(tree)
+    shape = None if tree is None else hash_shape(tree)
     return exact, int.from_bytes(_hash(json.dumps(form), 8), "big"), shape
 
 
@@ -292,7 +306,7 @@ def _hash(text: str, size: int) -> bytes:
 
 
 def _sort_dictionaries(text: str) -> str:
-    """An input as it is compared: another order of the same dictionary makes no other task."""
+    """Puts the dictionaries of an input into one order: in another order they make no other task."""
     if '["d"' not in text:
         return text
     try:
@@ -301,24 +315,26 @@ def _sort_dictionaries(text: str) -> str:
         return text
 
 
-# The task archive as a parquet table: in checkpoints, at the end of a run, and as the seed of another run.
-#
-# It opens with `load_dataset("parquet", data_files="archive.parquet")`. One row per task, kind by kind, oldest first.
+# The archive as a parquet table. Users open it by `load_dataset("parquet", data_files="archive.parquet")`.
+# It has one row per task, kind by kind, oldest first.
 
 
 SCHEMA_VERSION = 4
-_OTHER_KEYS = "3"  # the version before: the same columns, keys of another normal form
+_OLDER_VERSION = "3"  # has the same columns; its keys come from another normal form
 _VERSION_KEY, _STEP_KEY = b"populora_archive", b"populora_step"
 
-# Rows written and read at a time: bounds the memory of an archive of a million tasks.
+# Rows that are written or read at a time. This bounds the memory that an archive of a million tasks needs.
 _CHUNK = 20_000
 
 
-def schema(measures: Sequence[str] = ()) -> pa.Schema:
+def make_schema(measures: Sequence[str] = ()) -> pa.Schema:
     """
-    Columns of the table; `key` is the hash by which duplicates are recognised, in hex. A user's own kinds add
-    `measures`.
+    Lists the columns of the table. Column `key` has the hash of [`hash_task`] in hex.
+
+    Args:
+        measures: Further columns: what users' own kinds measure.
     """
+    # pyarrow is large, and many commands and processes that import this module never touch a table.
     import pyarrow as pa
 
     texts = pa.list_(pa.string())
@@ -341,21 +357,26 @@ def schema(measures: Sequence[str] = ()) -> pa.Schema:
 
 def save_archive(archive: TaskArchive, path: str | Path, step: int | None = None) -> None:
     """
-    Writes the archive to a parquet file, which appears whole or not at all and says after how many optimizer steps.
+    Writes an archive to a parquet file. The file appears whole or not at all.
+
+    Args:
+        archive: The archive.
+        path: The file.
+        step: Optimizer steps so far, to be written into the file; `None` for an archive of no particular step.
     """
     import pyarrow.parquet as pq
 
-    entries, columns = iter(archive.entries()), schema(archive.measures)
+    entries, columns = iter(archive.entries()), make_schema(archive.measures)
     if step is not None:
         columns = columns.with_metadata({**columns.metadata, _STEP_KEY: str(step)})
     with write_whole(path) as unfinished, pq.ParquetWriter(unfinished, columns, compression="zstd") as writer:
         while chunk := list(islice(entries, _CHUNK)):
-            writer.write_batch(_batch(chunk, archive.measures))
+            writer.write_batch(_make_batch(chunk, archive.measures))
 
 
-def archive_step(path: str | Path) -> int | None:
+def read_archive_step(path: str | Path) -> int | None:
     """
-    The optimizer step at which an archive was saved; `None` if it does not say, as those of early runs.
+    Reads at which optimizer step an archive was saved; `None` if the file does not say so, as in early versions.
 
     Raises:
         `ValueError`: If the file is missing or broken.
@@ -372,15 +393,15 @@ def archive_step(path: str | Path) -> int | None:
 
 def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any]) -> None:
     """
-    Puts a saved archive in the place of this one's contents; this one's `cap` applies.
+    Replaces an archive's contents by those of a file. The archive keeps its `cap`.
 
     Args:
         archive: The archive to fill.
-        path: A file written by [`save_archive`].
-        coverage: Saved state of `archive.coverage`, which remembers more than the tasks that are left.
+        path: A file that [`save_archive`] has written.
+        coverage: Saved state of `archive.coverage`. It also counts tasks that are no longer in the archive.
 
     Raises:
-        `ValueError`: If the file is missing, cut off, or of another schema; the message names file and column.
+        `ValueError`: If the file is missing, cut off, or of another schema. The message names file and column.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -391,49 +412,51 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
     with file:
         found = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode()
-        if found not in (str(SCHEMA_VERSION), _OTHER_KEYS):
+        if found not in (str(SCHEMA_VERSION), _OLDER_VERSION):
             raise ValueError(
                 f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
                 f"{SCHEMA_VERSION}. The tasks themselves can seed a new run: pass the table as `train_dataset`."
             )
-        for field in schema():
+        for field in make_schema():
             if field.name not in file.schema_arrow.names:
                 raise ValueError(f"{path}: column `{field.name}` is missing; it holds {file.schema_arrow.names}.")
             if (held := file.schema_arrow.field(field.name).type) != field.type:
                 raise ValueError(f"{path}: column `{field.name}` holds {held}, expected {field.type}.")
         try:
             forms: set[int] = set()
-            entries = _entries(file, path)
-            archive.restore(_renew(entries, forms) if found == _OTHER_KEYS else entries, coverage)
-            if found == _OTHER_KEYS:
-                # A program that has left the archive cannot be read again: it is forgotten.
+            entries = _read_entries(file, path)
+            archive.restore(_renew_keys(entries, forms) if found == _OLDER_VERSION else entries, coverage)
+            if found == _OLDER_VERSION:
+                # The saved hashes come from the other normal form. They cannot be computed again for tasks that have
+                # left the archive, so those are forgotten, and `programs` counts only what the archive holds.
                 archive.coverage.forms = forms
         except OSError as error:  # a damaged page
             raise ValueError(f"{path} is damaged ({error}).") from error
 
 
-def _renew(entries: Iterator[Entry], forms: set[int]) -> Iterator[Entry]:
-    """Entries with keys by today's normal form, read from their programs; fills `forms` on the way."""
+def _renew_keys(entries: Iterator[Entry], forms: set[int]) -> Iterator[Entry]:
+    """Computes the keys of saved entries again, from their programs. Adds the hash of each form to `forms`."""
     for task, _, note in entries:
-        forms.add(form_of(task.program))
-        yield task, key_of(task), note
+        forms.add(hash_form(task.program))
+        yield task, hash_task(task), note
 
 
-def _batch(entries: list[Entry], measures: Sequence[str]) -> pa.RecordBatch:
+def _make_batch(entries: list[Entry], measures: Sequence[str]) -> pa.RecordBatch:
     import pyarrow as pa
 
-    columns: dict[str, list] = {name: [] for name in schema(measures).names}
+    columns: dict[str, list] = {name: [] for name in make_schema(measures).names}
     for task, key, note in entries:
         for name, value in task.to_record().items():
             columns[name].append(value)
         for name in (*NOTED, *measures):
             columns[name].append((note or {}).get(name))
         columns["key"].append(key.hex())
-    return pa.RecordBatch.from_pydict(columns, schema=schema(measures))
+    return pa.RecordBatch.from_pydict(columns, schema=make_schema(measures))
 
 
-def _entries(file: Any, path: str | Path) -> Iterator[Entry]:
-    row, names = 0, [*NOTED, *(name for name in file.schema_arrow.names if name not in schema().names)]
+def _read_entries(file: Any, path: str | Path) -> Iterator[Entry]:
+    # Columns that this version does not know are the measures of a user's own kinds.
+    row, names = 0, [*NOTED, *(name for name in file.schema_arrow.names if name not in make_schema().names)]
     for batch in file.iter_batches(_CHUNK):
         for record in batch.to_pylist():
             where = f"{path}, row {row}"

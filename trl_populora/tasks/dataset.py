@@ -1,4 +1,8 @@
-"""Tasks that a user gives, read and checked before a run."""
+"""Tasks that a user gives: reads them and checks them before a run.
+
+file or Hub --read_tasks--> table --build_archive--> TaskArchive to start from
+            `-read_held_out--> table of tasks that nobody trains on
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 def read_tasks(source: str | None):
     """
-    A table of tasks from a file or the Hub; `None` where none is named, or `none` on a command line.
+    Reads a table of tasks from a file or from the Hub.
+
+    Args:
+        source: A `.json`, `.jsonl` or `.parquet` file, or a dataset of the Hub. With `None`, or `none` on a command
+            line, no table is read.
 
     Raises:
         `ValueError`: If there is no such file or dataset.
@@ -38,20 +46,26 @@ def read_tasks(source: str | None):
 
 
 def read_held_out(source: str | None, kinds: Sequence[str]):
-    """A table of held-out tasks, likewise; `tiny` is the embedded base's, cut to the kinds that a run plays."""
+    """
+    Reads a table of held-out tasks.
+
+    Args:
+        source: As in [`read_tasks`], or `tiny` for the held-out tasks that ship with the embedded base.
+        kinds: Kinds that the run plays. From `tiny` only tasks of these kinds are taken.
+    """
     if source != TINY:
         return read_tasks(source)
     table = read_tasks(tiny_eval_tasks())
-    # Where none is played the trainer says so, once it has looked the kinds up.
+    # If no task is of a kind that is played, the whole table is returned. The trainer then says what is wrong with it.
     return table.select([n for n, kind in enumerate(table["kind"]) if kind in kinds] or range(len(table)))
 
 
-def built_in_tasks(style: str | None) -> list[Task]:
-    """What a run starts from if nothing else is given: the embedded base's grammar in its prompts, else Python."""
+def load_built_in_tasks(style: str | None) -> list[Task]:
+    """Loads the tasks that a run starts from if the user gives none. The style `"compact"` has other ones."""
     return load_seed_tasks(None if style == "compact" else real_seed_tasks())
 
 
-def load_archive(
+def build_archive(
     train_dataset: Dataset | None,
     kinds: Mapping[str, TaskKind],
     style: str | None,
@@ -59,21 +73,22 @@ def load_archive(
     references: int | None,
 ) -> TaskArchive:
     """
-    Builds the archive from a table of tasks, or from those that ship with the package for the style of prompts.
+    Builds the archive that a run starts from.
 
     Args:
-        train_dataset: Tasks, a row each.
-        kinds: What the run plays, by name.
-        style: Of the prompts.
+        train_dataset: A table of tasks, one per row; `None` for the tasks that ship with the package.
+        kinds: The kinds that the run plays, by name.
+        style: Style of the prompts. It chooses the package's tasks.
         size: Tasks kept per kind.
-        references: Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
+        references: Archived tasks that a proposing teacher is shown; `None` if nobody proposes.
 
     Raises:
-        `TypeError`: If it is not a `datasets.Dataset`.
-        `ValueError`: If it holds prompts, a column is missing or broken, or no task is of a kind that the run plays.
+        `TypeError`: If `train_dataset` is no `datasets.Dataset`.
+        `ValueError`: If the table holds prompts instead of tasks, if a column is missing or broken, or if no task is
+            of a kind that the run plays.
     """
     if train_dataset is None:
-        tasks = built_in_tasks(style)
+        tasks = load_built_in_tasks(style)
     elif isinstance(train_dataset, Dataset):
         if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
             raise ValueError(
@@ -87,7 +102,8 @@ def load_archive(
             "table can be read with `load_dataset('json', data_files=...)['train']`."
         )
     archive = TaskArchive(size)
-    for task in tasks:  # an archive of another run names authors and steps of that run
+    for task in tasks:
+        # An archive of another run names authors and steps of that run, which mean nothing in this one.
         archive.add(replace(task, author=Task.author, step=Task.step))
     check_archive(archive, kinds, references is not None)
     bare = [name for name, kind in kinds.items() if kind.reference_kinds and not _has_example(archive, kind, style)]
@@ -102,6 +118,7 @@ def load_archive(
 
 
 def _has_example(archive: TaskArchive, kind: TaskKind, style: str | None) -> bool:
+    """Says whether a teacher that proposes for `kind` could be shown an example from the archive."""
     if kind.shows_turns(style or "") and not kind.writes_program:
         return any(kind.write_proposal(task) for task in archive if task.kind == kind.name)
     return bool(archive.sample(kind.reference_kinds, 1, random.Random(0)))
@@ -109,8 +126,16 @@ def _has_example(archive: TaskArchive, kind: TaskKind, style: str | None) -> boo
 
 def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing: bool) -> None:
     """
+    Checks that every member finds a task to begin with.
+
+    Args:
+        archive: The archive that the run starts from.
+        kinds: The kinds that the run plays, by name.
+        proposing: Whether teachers propose.
+
     Raises:
-        `ValueError`: If students have no task to start with, or a kind that teachers propose no program to be about.
+        `ValueError`: If students have no task to attempt, or if a kind proposes about archived programs (as code_f
+            does) and the archive holds none.
     """
     if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
         raise ValueError(

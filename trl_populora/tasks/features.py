@@ -1,11 +1,14 @@
-"""What tasks use: one notion for what is rare and what is replayed.
+"""Features: words for what a task uses. They decide which tasks are rare and which are replayed.
 
-A *feature* is a word for something that a task uses: `.swapcase`, `BitAnd`, `[:x]`. A program's are read from its
-text; a kind of a user's own names its own in `TaskKind.features`. [`Features`] counts them over the last accepted
-tasks.
+    program --read_features--> (".swapcase", "BitAnd", "[:x]") --add--> Features --rarity--> pay
+                                                               `--draw_evenly--> tasks to replay
 
-A program cannot make words up: names that it binds say nothing, methods are those of Python's own types, modules those
-of its library. Dead code says nothing either, as far as the text tells; a branch that is never taken does.
+The features of a program are read from its text. A user's own kind names features in `TaskKind.features`.
+[`Features`] counts the features of the last accepted tasks.
+
+A teacher cannot make features up. Names that a program binds give none. Methods count only if Python's types have
+them, and modules only if they are in Python's library. Dead code gives none, as far as [`walk_living`] finds it. A
+branch that is never taken does give features, because only running the program would show that.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ from functools import lru_cache
 from typing import Any
 
 from trl_populora.tasks.python.normal_form import walk_living
-from trl_populora.tasks.python.programs import bound_names, function_tree
+from trl_populora.tasks.python.programs import list_bound_names, parse_function
 
-from .kind import Task, TaskKind, checked
+from .kind import Task, TaskKind, check_type
 
 
-STEPS = 12  # how many steps' proposals are remembered: about 200 tasks of 2 teachers with 8 proposals each
-CANDIDATES = 256  # archived tasks among which a replayed one is looked for
+# Steps whose accepted tasks are remembered. With 2 teachers and 8 proposals each that is about 200 tasks.
+STEPS = 12
+CANDIDATES = 256  # archived tasks that are drawn at random, and from which replays are then chosen
 
 _TYPES = (str, bytes, list, tuple, dict, set, frozenset, int, float, complex)
 _METHODS = frozenset(name for each in _TYPES for name in dir(each) if not name.startswith("_"))
@@ -41,24 +45,33 @@ _CONSTRUCTS = (
 )
 
 
-@lru_cache(maxsize=4096)  # archived tasks are met again and again
+@lru_cache(maxsize=4096)  # replays draw the same archived tasks again and again
 def read_features(program: str) -> tuple[str, ...]:
     """
-    What a program uses, in alphabetical order: operators and comparisons (`Add`, `NotIn`), methods (`.find`), builtin
-    functions with the keywords they are given (`sorted(reverse)`), modules (`math`), kinds of index and slice (`[x]`,
-    `[:-]`, `[::x]`; `-` is a negative constant), and constructs (`If`, `ListComp`, `Lambda`, `List`). Nothing for a
-    text that is no program with an `f`.
+    Reads the features of a program from its text, in alphabetical order. They are words for:
+
+    - operators and comparisons: `Add`, `NotIn`
+    - methods: `.find`
+    - builtin functions, with the keywords that they are given: `sorted(reverse)`
+    - modules: `math`
+    - kinds of index and slice: `[x]`, `[:-]`, `[::x]`, where `-` is a negative constant
+    - constructs: `If`, `ListComp`, `Lambda`, `List`
+
+    Args:
+        program: Source text. A text that defines no `f` has no features.
     """
-    tree = function_tree(program)
+    tree = parse_function(program)
     if tree is None:
         return ()
-    bound = {name for node in ast.walk(tree) for name in bound_names(node)}
-    return tuple(sorted({word for node in walk_living(tree) for word in _words(node, bound)}))
+    bound = {name for node in ast.walk(tree) for name in list_bound_names(node)}
+    return tuple(sorted({word for node in walk_living(tree) for word in _read_words(node, bound)}))
 
 
-def _words(node: ast.AST, bound: set[str]) -> Iterator[str]:
+def _read_words(node: ast.AST, bound: set[str]) -> Iterator[str]:
+    """Yields the features that one node of a tree gives. Names in `bound` give none."""
     if isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) or (
-        isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant)  # `-3` is a number
+        # `-3` is a number, not an operation.
+        isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant)
     ):
         yield type(node.op).__name__
     elif isinstance(node, ast.Compare):
@@ -66,16 +79,17 @@ def _words(node: ast.AST, bound: set[str]) -> Iterator[str]:
     elif isinstance(node, ast.Call):
         yield from _name_call(node, bound)
     elif isinstance(node, ast.Subscript):
-        yield f"[{_place(node.slice)}]"
+        yield f"[{_name_index(node.slice)}]"
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
         yield from {name.partition(".")[0] for name in modules} & sys.stdlib_module_names
+    # The left side of `a, b = pair` is a tuple in the tree. It builds nothing.
     elif isinstance(node, _CONSTRUCTS) and not isinstance(getattr(node, "ctx", None), ast.Store):
         yield type(node).__name__
 
 
 def _name_call(call: ast.Call, bound: set[str]) -> Iterator[str]:
-    """A builtin function or a method of a builtin type, with the keywords that it is given."""
+    """Names a call of a builtin function or of a builtin type's method, with its keywords; nothing for others."""
     function = call.func
     name = ""
     if isinstance(function, ast.Name) and function.id in _FUNCTIONS - bound:
@@ -87,21 +101,21 @@ def _name_call(call: ast.Call, bound: set[str]) -> Iterator[str]:
         yield f"{name}({','.join(given)})" if given else name
 
 
-def _place(index: ast.expr | None) -> str:
-    """An index, a slice or a part of one: `x`, or `-` for a negative constant."""
+def _name_index(index: ast.expr | None) -> str:
+    """Names an index or a slice: each part is `x`, or `-` for a negative constant, or empty."""
     if isinstance(index, ast.Slice):
-        return ":".join(map(_place, (index.lower, index.upper, index.step))).removesuffix(":")
+        return ":".join(map(_name_index, (index.lower, index.upper, index.step))).removesuffix(":")
     return "" if index is None else "-" if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub) else "x"
 
 
 def name_features(kind: TaskKind, task: Task) -> tuple[str, ...]:
     """
-    A kind's `features` of a task, each once, in alphabetical order.
+    Asks a kind for the features of a task. Returns each once, in alphabetical order.
 
     Raises:
-        `TypeError`: If it is no tuple of words; names kind and method.
+        `TypeError`: If the kind answers with anything but a tuple of words. The message names the kind.
     """
-    words = checked(kind.name, "features", kind.features(task), (tuple,))
+    words = check_type(kind.name, "features", kind.features(task), (tuple,))
     if not all(isinstance(word, str) for word in words):
         raise TypeError(f"task kind {kind.name!r}: `features` must return a tuple of words, got {words!r:.80}")
     return tuple(sorted(set(words)))
@@ -109,8 +123,14 @@ def name_features(kind: TaskKind, task: Task) -> tuple[str, ...]:
 
 def check_features(kinds: Mapping[str, TaskKind], needs: str) -> None:
     """
+    Checks that every kind names features.
+
+    Args:
+        kinds: The run's kinds by name.
+        needs: The setting that needs features, for the error.
+
     Raises:
-        `ValueError`: If a kind names no features, which the setting `needs` asks for.
+        `ValueError`: If a kind does not define the method `features`.
     """
     silent = [name for name, kind in kinds.items() if type(kind).features is TaskKind.features]
     if silent:
@@ -122,10 +142,10 @@ def check_features(kinds: Mapping[str, TaskKind], needs: str) -> None:
 
 class Features:
     """
-    The features of the last accepted tasks. The same on every rank.
+    Counts of features over the last accepted tasks. Every rank holds the same counts.
 
     Args:
-        window: Accepted tasks that are remembered.
+        window: How many accepted tasks are remembered.
 
     Raises:
         `ValueError`: If `window` is not positive.
@@ -139,7 +159,12 @@ class Features:
         self._counts: Counter[str] = Counter()
 
     def add(self, words: tuple[str, ...]) -> None:
-        """Counts one accepted task."""
+        """
+        Counts one accepted task, and forgets the oldest one beyond the window.
+
+        Args:
+            words: The task's features, each once.
+        """
         if len(self._tasks) == self.window:
             self._counts -= Counter(self._tasks[0])
         self._tasks.append(words)
@@ -147,39 +172,43 @@ class Features:
 
     def rarity(self, words: tuple[str, ...]) -> float:
         """
-        1 - frequency of the task's rarest feature among the last `window` accepted tasks; 0 without features. Until so
-        many were accepted the others count as tasks without it, so everything is rarer.
+        Computes 1 - frequency of the rarest feature of `words` among the last `window` accepted tasks; 0 without
+        features.
         """
+        # Early in a run fewer tasks were accepted than the window holds. They are divided by the whole window all the
+        # same, so everything counts as rarer then.
         return 1 - min((self._counts[word] for word in words), default=self.window) / self.window
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Returns plain data, ready for JSON."""
         return {"tasks": [list(words) for words in self._tasks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned. A smaller window keeps the newest tasks."""
+        """Restores a state that `state_dict` returned. A smaller window keeps the newest tasks."""
         self._tasks.clear()
-        # Checkpoints of before 0.1.0 have pairs of features and solve rate.
+        # Checkpoints of before 0.1.0 hold pairs of features and solve rate.
         self._tasks.extend(tuple(each[0] if each and isinstance(each[0], list) else each) for each in state["tasks"])
         self._counts = Counter(word for words in self._tasks for word in words)
 
     def metrics(self) -> dict[str, float]:
-        """`curriculum/features`: different features among the remembered tasks."""
+        """Returns `curriculum/features`: how many different features the remembered tasks have."""
         return {"curriculum/features": float(len(self._counts))}
 
 
 def draw_evenly(tasks: Sequence[tuple[Task, tuple[str, ...]]], k: int, rng: random.Random) -> list[Task]:
     """
-    Draws tasks so that every feature is as likely as any other, however few tasks have it; a task may come twice.
+    Draws tasks: each time a feature first, all equally likely, and then one of the tasks that have it. So tasks with
+    rare features come more often. A task may be drawn twice.
 
     Args:
-        tasks: Tasks with their features; uniformly among them if none has any.
-        k: How many.
+        tasks: Tasks with their features. If no task has any, all tasks are equally likely.
+        k: How many tasks to draw.
         rng: The caller's generator.
     """
     having: dict[str, list[Task]] = defaultdict(list)
     for task, words in tasks:
         for word in words:
             having[word].append(task)
+    # Sorted, so that the draw does not depend on the order in which features were met.
     groups = [having[word] for word in sorted(having)] or [[task for task, _ in tasks]]
     return [rng.choice(rng.choice(groups)) for _ in range(k)]

@@ -1,14 +1,19 @@
-"""What a task is, and what a kind of task must answer (propose, verify, solve).
+"""What a task is, and what a kind of task must answer.
 
-A [`TaskKind`] is one class in one file. It writes both prompts, reads both answers, says what the sandbox has to run
-and decides from the verdict; it holds no state and never runs anything itself. The rollout knows only this interface,
-so a user's own kind needs no change in the package: write the class and name it in `PopuLoRAConfig(task_kinds=[...])`.
+    proposal_prompt -> (teacher writes) -> parse_proposal -> check -> (sandbox runs) -> accept -> Task
+    solving_prompt  -> (student writes) -> parse_attempt  -> trial -> (sandbox runs) -> correct -> right or wrong
 
-Values travel as canonical texts: an entry of `Task.inputs` is the text of one argument *tuple*, dicts in the order
-written (`trl_populora.sandbox.values.encode(arguments, ordered=True)`), an entry of `Task.outputs` the text of one
-return
-value (`encode(value)`), because what a program takes in has an order that it may use, and what it gives back is
-compared.
+A [`TaskKind`] is one class in one file. It writes both prompts, reads both answers, says what the sandbox has to run,
+and decides from the verdict. It holds no state and runs nothing itself. The referee knows nothing about tasks beyond
+this interface. So a user's own kind needs no change in the package: write the class, and name it in
+`PopuLoRAConfig(task_kinds=[...])`.
+
+Values travel as canonical texts (`trl_populora.sandbox.values`):
+
+- An entry of `Task.inputs` is the text of one argument *tuple*: `encode(arguments, ordered=True)`. Dicts keep the
+  order in which they were written, because a program may use that order.
+- An entry of `Task.outputs` is the text of one returned value: `encode(value)`. Dicts are sorted, because outputs are
+  compared.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ READINGS = ("tolerant", "strict")
 
 
 class Reject(str, Enum):
-    """Why a proposal never reached a student. The values name the metrics `verify/reject/{reason}`."""
+    """The reasons for which a proposal is no task. Each value names a metric, `verify/reject/{reason}`."""
 
     FORMAT = "format"
     SYNTAX = "syntax"
@@ -61,7 +66,7 @@ class Reject(str, Enum):
     TOO_LONG = "too_long"
     COPIED = "copied"
 
-    # Plain `str(reject)` differs between Python versions for mixed-in enums; metric keys need the value everywhere.
+    # Python versions differ in what `str` makes of an enum of strings. The names of metrics need the value in all.
     def __str__(self) -> str:
         return self.value
 
@@ -69,17 +74,17 @@ class Reject(str, Enum):
 @dataclass(frozen=True)
 class Task:
     """
-    A verified task: what a student is asked and what is true about it.
+    A verified task: what a student is asked, and the right answer.
 
     Args:
         kind: Name of the kind in the run's table of kinds.
-        program: Source with a top-level `f`; a user's own kind may keep any text here.
+        program: Source with a top-level `f`. A user's own kind may keep any text here.
         inputs: Canonical texts of argument tuples.
-        outputs: Canonical texts of the values returned, one per input.
-        message: Hint for the solver (code_f).
-        visible: How many of the leading pairs the solver is shown (code_f).
-        author: Name of the member that proposed it.
-        step: Population step it was proposed at, from 1; 0 is before training.
+        outputs: Canonical texts of the returned values, one per input.
+        message: Hint for the student (code_f).
+        visible: The student is shown the first `visible` pairs of input and output (code_f).
+        author: Name of the member that proposed the task; `"seed"` if none did.
+        step: Population step at which it was proposed, from 1; 0 is before training.
     """
 
     kind: str
@@ -93,13 +98,13 @@ class Task:
 
     @cached_property
     def task_id(self) -> str:
-        """Short hex hash of the content; who wrote it and when do not count."""
+        """Hash of the content, 16 hex digits. Author and step do not count."""
         content = json.dumps([self.kind, self.program, list(self.inputs), self.message])
-        # Lone surrogates in a message must hash too, not raise: JSON's ASCII escapes take care of that.
+        # A message may hold a lone surrogate, which cannot be encoded. `json.dumps` writes it as an ASCII escape.
         return hashlib.sha256(content.encode("ascii")).hexdigest()[:16]
 
     def to_record(self) -> dict[str, Any]:
-        """A JSON-ready row, the schema of `seed_tasks.jsonl` and of the archive's dataset."""
+        """Writes the task as a row, ready for JSON. `seed_tasks.jsonl` and the archive's table have its columns."""
         return {
             "kind": self.kind,
             "program": self.program,
@@ -114,13 +119,19 @@ class Task:
     @classmethod
     def from_record(cls, record: Mapping[str, Any], where: str = "record") -> Task:
         """
-        Reads a row written by [`Task.to_record`]; further columns are ignored, optional ones may be absent.
+        Reads a row that [`Task.to_record`] has written. Other columns are ignored, and optional ones may be absent.
+
+        Args:
+            record: The row, a value per column.
+            where: Where the row stands, for errors.
 
         Raises:
-            `ValueError`: If a column is missing or holds the wrong type; the message names the column and `where`.
+            `ValueError`: If a column is missing or holds a value of the wrong type. The message names the column and
+                `where`.
         """
         fields: dict[str, Any] = {}
         for column, (wanted, required) in COLUMNS.items():
+            # A parquet table has every column in every row; there an absent value is `None`.
             value = record.get(column)
             if value is None:
                 if required:
@@ -168,7 +179,7 @@ _COLUMN_TESTS = {
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposal that parsed and has not run yet. `inputs` are canonical texts of argument tuples."""
+    """A proposal that could be read, and that has not run yet. `inputs` are canonical texts of argument tuples."""
 
     kind: str
     program: str
@@ -179,13 +190,14 @@ class Proposal:
 @dataclass(frozen=True)
 class Attempt:
     """
-    A student's answer after parsing.
+    A student's answer as its kind has read it.
 
     Args:
-        well_formed: Whether the answer has the stated format. Malformed answers earn the lowest reward.
-        answer: Canonical text (code_o: the value, code_i: the argument tuple) or program (code_f); `""` if malformed.
-        reason: Value of a [`Reject`] when malformed.
-        detail: The same in a sentence, for people.
+        well_formed: Whether the answer could be read. Malformed answers earn the lowest reward.
+        answer: For code_o the canonical text of the value, for code_i that of the argument tuple, for code_f the
+            program; `""` if malformed.
+        reason: If malformed, why: the value of a [`Reject`].
+        detail: The reason in a sentence, for people.
     """
 
     well_formed: bool
@@ -196,20 +208,20 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a proposal is no task, in a word for the metrics and in a sentence for people."""
+    """The reason for which a proposal is no task: in a word for metrics, and in a sentence for people."""
 
     reason: Reject
     detail: str = ""
 
     @classmethod
     def of(cls, found: Reject | Refusal) -> Refusal:
-        """What a kind has answered, which may be the bare word."""
+        """Makes a refusal from what a kind has answered, which may be the word alone."""
         return found if isinstance(found, Refusal) else cls(found)
 
 
 @dataclass(frozen=True)
 class Shot:
-    """A task that students are shown solved before their own, and the whole completion that solves it."""
+    """A solved task that students are shown before the one to solve. `answer` is the completion that solves it."""
 
     task: Task
     answer: str
@@ -221,11 +233,11 @@ class KindSettings:
     Settings of a run that kinds of task may want to know.
 
     Args:
-        inputs_per_function: Inputs a code_f proposal must give (AZR: 10).
-        determinism_runs: Runs of a proposal that must agree (AZR: 2).
-        prompt_style: One of `STYLES`, chosen when kinds are configured.
-        reading: One of `READINGS`; by the style when `None`.
-        prompt_texts: Instructions of the user's, by `"code_o/propose"` and so on.
+        inputs_per_function: Inputs that a code_f proposal must give (Absolute Zero Reasoner: 10).
+        determinism_runs: How often a proposal runs; all runs must agree (Absolute Zero Reasoner: 2).
+        prompt_style: One of `STYLES`, already chosen when kinds are configured.
+        reading: One of `READINGS`. With `None` the style decides: strict for `"compact"`, tolerant for the others.
+        prompt_texts: The user's own instructions. Keys are `"code_o/propose"` and so on.
 
     Raises:
         `ValueError`: If a value is out of range or names nothing known.
@@ -247,113 +259,122 @@ class TaskKind(ABC):
     """
     One kind of task. All methods are pure: the same arguments give the same result, in any process.
 
-    The life of a proposal: `proposal_prompt` -> (teacher) -> `parse_proposal` -> `check` -> (sandbox) -> `accept`.
-    The life of an attempt: `solving_prompt` -> (student) -> `parse_attempt` -> `trial` -> (sandbox) -> `correct`.
-    `check` and `trial` may return `None`, which means that nothing has to run: the verdict passed on is then `None`.
+    A proposal goes through `proposal_prompt`, `parse_proposal`, `check` and `accept`. An attempt goes through
+    `solving_prompt`, `parse_attempt`, `trial` and `correct`. The sandbox runs the jobs that `check` and `trial`
+    return, and its verdicts go to `accept` and `correct`. If `check` or `trial` returns `None`, nothing runs, and the
+    verdict is `None`.
     """
 
     name: str
+    # Kinds whose archived tasks teachers are shown as references.
     reference_kinds: tuple[str, ...] = ()
-    writes_program = True  # whether a proposal brings its program; if not, the first reference is what it is about
-    shots: tuple[Shot, ...] = ()  # what students may be shown solved, the most telling first
-    measures: tuple[str, ...] = ()  # the keys of `complexity`, so that they are logged in every step
+    # Whether a proposal brings its program. If not, it is about the program of the first reference.
+    writes_program = True
+    # Solved tasks that students may be shown, the most instructive first.
+    shots: tuple[Shot, ...] = ()
+    # All keys of `complexity`. Trackers want the same metrics in every step, also in a step without a valid task.
+    measures: tuple[str, ...] = ()
 
-    def configure(self, settings: KindSettings) -> None:  # noqa: B027 - most kinds of one's own need nothing
+    def configure(self, settings: KindSettings) -> None:  # noqa: B027 - most users' kinds need nothing
         """Takes from the run's settings what this kind wants to know; nothing by default."""
 
     def reference_count(self, k: int) -> int:
-        """How many archived tasks of `reference_kinds` the proposer is shown when `k` are configured."""
+        """Says how many archived tasks of `reference_kinds` a teacher is shown; `k` is what the run asks for."""
         return k
 
     @abstractmethod
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         """
-        Chat messages that ask a teacher for one proposal.
+        Writes the chat messages that ask a teacher for one proposal.
 
-        `style` is `"turns"`, `"chat"` or `"compact"`. For `"turns"` a kind that has [`write_proposal`] gets no
-        references, or the one that the proposal is about: the others become turns of the conversation before.
+        Args:
+            references: Archived tasks to show in the prompt. In the style `"turns"` a kind with [`write_proposal`]
+                gets at most the one that the proposal is about. Other references are shown as earlier chat turns.
+            style: `"turns"`, `"chat"` or `"compact"`.
         """
 
     def write_proposal(self, task: Task) -> str:
         """
-        The completion that would have proposed a task; `""` for one that is not to be shown. A kind without this
-        method shows references within its prompt in every style.
+        Writes the completion that would have proposed `task`; `""` if the task should not be shown as a reference. A
+        kind without this method shows references within its prompt, in every style.
         """
         return ""
 
     def shows_turns(self, style: str) -> bool:
-        """Whether references are turns in which a proposal was asked for and written."""
+        """Says whether references are shown as earlier turns, in which a proposal is asked for and written."""
         return style == "turns" and type(self).write_proposal is not TaskKind.write_proposal
 
     @abstractmethod
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal | Reject:
-        """Reads a teacher's completion (without its end-of-turn token). Must never raise on any text."""
+        """Reads a teacher's completion, without its end-of-turn token. Must not raise, whatever the text."""
 
     @abstractmethod
     def check(self, proposal: Proposal) -> Job | None:
-        """What the sandbox must run to know whether the proposal is valid."""
+        """Says what the sandbox must run to know whether the proposal is valid; `None` for nothing."""
 
     @abstractmethod
     def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal | Reject:
-        """Turns a checked proposal into a task, or says why not."""
+        """Makes a task from a proposal and its verdict, or says why it is none. `rng` decides all that is random."""
 
     @abstractmethod
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
-        """Chat messages that put the task to a student; never contains what the student must find."""
+        """Writes the chat messages that put a task to a student. They must not contain the answer."""
 
     @abstractmethod
     def parse_attempt(self, text: str, task: Task) -> Attempt:
-        """Reads a student's completion (without its end-of-turn token). Must never raise on any text."""
+        """Reads a student's completion, without its end-of-turn token. Must not raise, whatever the text."""
 
     @abstractmethod
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
-        """What the sandbox must run to grade the attempt; `None` if it is malformed or needs no run."""
+        """Says what the sandbox must run to grade an attempt; `None` if it is malformed or needs no run."""
 
     @abstractmethod
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
-        """Whether the attempt is right, given the verdict of its trial."""
+        """Says whether an attempt is right, given the verdict of its trial."""
 
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
-        """What an attempt comes to: attempts for which it is equal make the same mistake."""
+        """Returns a text for what a wrong attempt comes to. Attempts with equal texts make the same mistake."""
         return attempt.answer
 
     def chance(self, task: Task) -> float:
         """
-        The share of attempts that guessing would get right, from 0 to 1. A task that is solved no more often counts as
-        unsolved: it earns its teacher nothing. Where this raises, it is 0; see `answers.py`.
+        Estimates the share of attempts that guessing would get right, from 0 to 1. A task that students solve no more
+        often counts as unsolved (see `step/pay.py`). If this method raises, 0 is taken.
         """
         return 0.0
 
     def guesses(self, task: Task) -> list[Attempt]:
         """
-        Answers of somebody who has not looked at the task, the same each time. They are tried, and the share of them
-        that is right is what guessing gives, if it is more than `chance`.
+        Returns answers of somebody who has not looked at the task, the same ones each time. The sandbox tries them. If
+        the share of right ones is higher than `chance`, it counts instead.
         """
         return []
 
     def copies(self, task: Task) -> list[Attempt]:
         """
-        Answers that only give back what the student is shown. They are tried, and a task for which one is right is
-        refused: students would learn to copy, which is easier than to work a task out.
+        Returns answers that only repeat what the student is shown. The sandbox tries them. If one is right, the task
+        is refused: students would learn to copy, which is easier than working a task out.
         """
         return []
 
     def complexity(self, task: Task) -> dict[str, float]:
         """
-        What the curriculum metrics average over valid tasks, by names like those of Python; none by default. Each name
-        is a metric `curriculum/<name>`, a column of the archive and a picture in the report.
+        Measures how demanding a task is: numbers by name; none by default. Each name becomes a metric
+        `curriculum/<name>` (the mean over valid tasks), a column of the archive, and a picture in the report.
         """
         return {}
 
     def features(self, task: Task) -> tuple[str, ...]:
         """
-        Words for what a task uses, from a vocabulary that proposals cannot extend; none by default. They tell what is
-        rare and what is replayed ([`~trl_populora.tasks.features.Features`]).
+        Returns words for what a task uses; none by default. The words decide which tasks are rare and which are
+        replayed ([`~trl_populora.tasks.features.Features`]). They must come from a fixed vocabulary: a teacher that
+        can make words up is paid for making words up.
         """
         return ()
 
 
-# What a kind of task answers, which may be a user's own: its types are checked, and an estimate may fail.
+# Calls of a kind's methods. The kind may be a user's own: the types of its answers are checked, and a method that only
+# estimates something may raise.
 
 
 logger = logging.getLogger(__name__)
@@ -361,18 +382,19 @@ logger = logging.getLogger(__name__)
 
 def estimate(kind: TaskKind, method: str, unknown: Any, *arguments: Any) -> Any:
     """
-    What a kind's `method` says, or `unknown` if it raises: an estimate that fails is no reason to end a run. The log
-    tells of it once, with the traceback.
+    Calls a kind's `method`, and returns `unknown` if it raises: a failed estimate is no reason to end a run. The log
+    has it once, with the traceback.
     """
     try:
         return getattr(kind, method)(*arguments)
     except Exception as error:
-        _tell_once(kind.name, method, type(error).__name__)
+        _warn_once(kind.name, method, type(error).__name__)
         return unknown
 
 
+# The cache lets the same warning through once only.
 @lru_cache
-def _tell_once(kind: str, method: str, error: str) -> None:
+def _warn_once(kind: str, method: str, error: str) -> None:
     logger.warning(
         "task kind %r: `%s` raised %s. For such tasks it counts as if it knew nothing; `populora check-kind` tries "
         "a kind before a run.",
@@ -381,19 +403,19 @@ def _tell_once(kind: str, method: str, error: str) -> None:
     )
 
 
-# What a measure cannot be called: columns of the archive, and what `curriculum/` means already.
+# Names that no measure may have: they are columns of the archive, or metrics under `curriculum/`, already.
 _RESERVED = {*COLUMNS, "key", "match", "solve_rate", "coverage", "entropy", "features"}
 
 
 def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
     """
-    A kind's `complexity` of a task, by names that can stand in the metrics and be columns of the archive.
+    Asks a kind for the `complexity` of a task, and checks that the names can be metrics and columns of the archive.
 
     Raises:
-        `TypeError`: If it is no dict of numbers; names kind and method.
-        `ValueError`: If a measure's name is taken.
+        `TypeError`: If the kind answers with anything but a dict of numbers. The message names kind and method.
+        `ValueError`: If the name of a measure is taken.
     """
-    measures = checked(kind.name, "complexity", estimate(kind, "complexity", {}, task), (dict,))
+    measures = check_type(kind.name, "complexity", estimate(kind, "complexity", {}, task), (dict,))
     for name, value in measures.items():
         if not isinstance(name, str) or not isinstance(value, Real):
             raise TypeError(
@@ -406,31 +428,35 @@ def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
     return {name: float(value) for name, value in measures.items()}
 
 
-def checked(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> Any:
-    """What a kind has answered, which may be a user's own."""
+def check_type(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> Any:
+    """
+    Returns `value`, the answer of a kind's method, if it has one of the types `wanted`.
+
+    Raises:
+        `TypeError`: If it has not. The message names kind and method.
+    """
     if not isinstance(value, wanted):
         names = " or ".join(each.__name__ for each in wanted)
         raise TypeError(f"task kind {kind!r}: `{method}` must return {names}, got {value!r:.80}")
     return value
 
 
-# Texts that are more than text to a model: a task that contains one would end a turn or a thought (verify).
-#
-# A program, hint, argument or output is put into prompts as it is, and a tokenizer reads `<|im_end|>` there as the
-# token that ends a turn, whoever wrote it. Such proposals are rejected, of whatever kind, before anybody is shown
-# them.
+# Control texts. Programs, hints, inputs and outputs are put into prompts unchanged, and a tokenizer reads `<|im_end|>`
+# there as the token that ends a turn, whoever wrote it. So proposals with these texts are refused before anybody is
+# shown them.
 
 
 THINK_TAGS = ("<think>", "</think>")
-_SHORTEST = 3  # characters; some tokenizers declare a `!` or a blank special, which any program may contain
+# Shorter special tokens are allowed. Some tokenizers declare `!` or a blank special, and any program may hold these.
+_SHORTEST = 3
 
 
-def control_texts(tokenizer: Any) -> tuple[str, ...]:
+def find_control_texts(tokenizer: Any) -> tuple[str, ...]:
     """
-    The texts of a tokenizer's special tokens, and the tags of thinking.
+    Lists the texts that no task may contain: a tokenizer's special tokens, and the tags of thinking.
 
     Args:
-        tokenizer: Added tokens that are not special, as some have for common words, do not count.
+        tokenizer: The base model's tokenizer. Added tokens that are not special are allowed: some are common words.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
@@ -438,19 +464,19 @@ def control_texts(tokenizer: Any) -> tuple[str, ...]:
 
 
 def screen(found: Proposal | Task | Refusal, forbidden: Sequence[str]) -> Any:
-    """`found` itself, or the refusal of a proposal or task that holds one of the texts `forbidden`."""
-    if isinstance(found, Refusal) or not (text := control_text(found, forbidden)):
+    """Returns `found`, or a refusal if it is a proposal or task that holds one of the texts `forbidden`."""
+    if isinstance(found, Refusal) or not (text := find_control_text(found, forbidden)):
         return found
     return Refusal(Reject.CONTROL_TOKEN, f"it holds {text!r}, which ends a turn or a thought")
 
 
-def control_text(found: Proposal | Task, forbidden: Sequence[str]) -> str:
-    """The first of the texts `forbidden` that a proposal or task holds; empty if there is none."""
+def find_control_text(found: Proposal | Task, forbidden: Sequence[str]) -> str:
+    """Finds the first of the texts `forbidden` that a proposal or task holds; empty if it holds none."""
     return next((text for shown in _show(found) for text in forbidden if text in shown), "")
 
 
 def _show(found: Proposal | Task) -> Iterator[str]:
-    """What may come into a prompt, as it would stand there."""
+    """Yields every text of a proposal or task that may stand in a prompt, as it would be written there."""
     yield found.program
     yield found.message
     for text in (*found.inputs, *(found.outputs if isinstance(found, Task) else ())):

@@ -1,7 +1,8 @@
-"""How demanding programs are, and how much of program space a run has seen (verify; the paper's curriculum figures).
+"""Complexity: how demanding a program is, and how many shapes of programs a run has seen.
 
-Standard library `ast` only, one walk per program, linear in its size. Of the packages, radon is dormant, mccabe gives
-one of the four measures and complexipy none of them.
+These are the figures of the paper's curriculum (arXiv 2605.16727). Only the standard library's `ast` is used, with one
+walk per program. Other packages do not fit: radon is dormant, mccabe gives one of the four measures, and complexipy
+none.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .programs import BOUND_BY_DEFINITION, bound_names, parse_bounded, without_docstrings
+from .programs import BOUND_BY_DEFINITION, drop_docstrings, list_bound_names, parse_bounded
 
 
-PROGRAM_MEASURES = ("ast_depth", "cyclomatic", "lines", "variables")  # what [`measure`] tells, in this order
+PROGRAM_MEASURES = ("ast_depth", "cyclomatic", "lines", "variables")  # what [`measure`] returns, in this order
 
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.Assert)
 _BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
@@ -24,13 +25,17 @@ _LEAVES = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 
 def measure(program: str) -> dict[str, float]:
     """
-    The four measures of the paper's curriculum figures, over the whole program.
+    Measures a whole program in four ways.
 
     Returns:
-        `dict[str, float]`: `ast_depth` (nodes on the longest path below the module; operators and contexts do not
-        count), `cyclomatic` (1 + decisions: branches, loops, handlers, assertions, `and`/`or`, comprehension clauses,
-        `case`s that can fail), `lines` (lines on which code stands; comments and docstrings do not count) and
-        `variables` (distinct names bound, parameters included; functions, classes and modules are not variables).
+        Numbers by name:
+
+        - `ast_depth`: nodes on the longest path of the tree below the module, without operators and contexts.
+        - `cyclomatic`: 1 + decisions. Decisions are branches, loops, handlers, assertions, `and` and `or`, clauses of
+          comprehensions, and `case`s that can fail.
+        - `lines`: lines with code. Comments and docstrings do not count.
+        - `variables`: different names that are bound, parameters included. Functions, classes and modules do not
+          count.
 
     Raises:
         `ProgramError`: If the program does not parse.
@@ -38,21 +43,22 @@ def measure(program: str) -> dict[str, float]:
     deepest, decisions = 0, 0
     lines: set[int] = set()
     variables: set[str] = set()
+    # An explicit stack: the tree may be deeper than Python's recursion limit leaves room for.
     stack: list[tuple[ast.AST, int]] = [(parse_bounded(program), 0)]
     while stack:
         node, depth = stack.pop()
         deepest = max(deepest, depth)
-        decisions += _decisions(node)
+        decisions += _count_decisions(node)
         if "lineno" in node._attributes:
             lines.add(node.lineno)  # type: ignore[attr-defined]
         if not isinstance(node, BOUND_BY_DEFINITION):
-            variables.update(bound_names(node))
-        stack.extend((child, depth + 1) for child in _children(node))
+            variables.update(list_bound_names(node))
+        stack.extend((child, depth + 1) for child in _list_children(node))
     return dict(zip(PROGRAM_MEASURES, map(float, (deepest, 1 + decisions, len(lines), len(variables))), strict=True))
 
 
-def _decisions(node: ast.AST) -> int:
-    """How many ways out one node adds."""
+def _count_decisions(node: ast.AST) -> int:
+    """Counts the decisions that one node adds."""
     if isinstance(node, _BRANCHES):
         return 1
     if isinstance(node, ast.BoolOp):
@@ -65,27 +71,27 @@ def _decisions(node: ast.AST) -> int:
     return 0
 
 
-def _children(node: ast.AST) -> list[ast.AST]:
-    """Child nodes that carry structure, without docstrings."""
+def _list_children(node: ast.AST) -> list[ast.AST]:
+    """Lists a node's children, without docstrings and the nodes for operators and contexts."""
     children: list[ast.AST] = []
     for name, value in ast.iter_fields(node):
         if isinstance(value, list):
-            items = without_docstrings(value) if name == "body" else value
+            items = drop_docstrings(value) if name == "body" else value
             children.extend(item for item in items if isinstance(item, ast.AST))
         elif isinstance(value, ast.AST) and not isinstance(value, _LEAVES):
             children.append(value)
     return children
 
 
-def signature(tree: ast.Module) -> str:
+def hash_shape(tree: ast.Module) -> str:
     """
-    Structural signature of a program: 16 hex digits, equal for programs of the same shape.
+    Hashes the shape of a program: 16 hex digits, equal for programs of one shape.
 
-    The shape is the nesting of the statements and, for each, the *set* of expression types, operators, functions and
-    methods it uses. Names, constants, operand order and repetition within a statement do not count, so that coverage
-    measures kinds of programs; exact trees would nearly all be distinct and say nothing.
+    The shape is how statements are nested, and for each statement the *set* of expression types, operators, functions
+    and methods in it. Names, constants, the order of operands and repetition within a statement make no other shape.
+    Whole trees would say nothing: nearly every program has another one.
     """
-    bound = {name for node in ast.walk(tree) for name in bound_names(node)}
+    bound = {name for node in ast.walk(tree) for name in list_bound_names(node)}
     parts: list[str] = []
     stack: list[ast.AST | str] = [tree]
     while stack:
@@ -93,18 +99,18 @@ def signature(tree: ast.Module) -> str:
         if isinstance(block, str):
             parts.append(block)
             continue
-        features, inner = _features(block, bound)
+        features, inner = _describe(block, bound)
         parts.append(f"{type(block).__name__}{sorted(features)}(")
         stack.append(")")
         stack.extend(reversed(inner))
     return hashlib.blake2b("".join(parts).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def _features(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]:
-    """What one statement uses, and the statements inside it in order."""
+def _describe(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]:
+    """Returns what one statement uses without the statements inside it, and those statements in order."""
     features: set[str] = set()
     inner: list[ast.AST] = []
-    stack = _children(block)[::-1]
+    stack = _list_children(block)[::-1]
     while stack:
         node = stack.pop()
         if isinstance(node, _BLOCKS):
@@ -119,7 +125,8 @@ def _features(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]
             features.add(type(node.op).__name__)
         elif isinstance(node, ast.Compare):
             features.update(type(op).__name__ for op in node.ops)
-        stack.extend(reversed(_children(node)))
+        stack.extend(reversed(_list_children(node)))
+    # The operator of `a += b` belongs to the statement itself, which is not among its children.
     if isinstance(block, ast.AugAssign):
         features.add(type(block.op).__name__)
     return features, inner
@@ -127,26 +134,33 @@ def _features(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]
 
 class Coverage:
     """
-    The structural signatures seen so far, with their counts, and the normal forms; adding and reading are O(1).
+    Counts of the shapes of all programs that a run has accepted, and the normal forms of these programs.
 
-    It remembers what an archive with a cap forgets: coverage never shrinks.
+    Unlike the archive, which has a cap, it forgets nothing. Adding a program takes the same time however many there
+    are.
+
+    Attributes:
+        counts: Programs per shape, by [`hash_shape`].
+        forms: Hashes of the programs' normal forms without constants.
+        seen: Programs added.
     """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        self.forms: set[int] = set()  # hashes of programs' normal forms, constants apart
+        self.forms: set[int] = set()
         self.seen = 0
-        self._sum = 0.0  # of count * log2(count): the entropy without a pass over all signatures
+        # Sum of count * log2(count) over all shapes. It gives the entropy without a pass over the shapes.
+        self._sum = 0.0
 
     def add(self, shape: str) -> None:
-        """Counts one program by its `signature`."""
+        """Counts one program by its shape, see [`hash_shape`]."""
         count = self.counts.get(shape, 0)
         self.counts[shape] = count + 1
         self.seen += 1
-        self._sum += _count_log(count + 1) - _count_log(count)
+        self._sum += _weigh(count + 1) - _weigh(count)
 
     def metrics(self) -> dict[str, float]:
-        """`curriculum/coverage`: distinct signatures; `curriculum/entropy`: entropy of their distribution, in bits."""
+        """Returns `curriculum/coverage`, the number of shapes, and `curriculum/entropy` of the shapes, in bits."""
         entropy = max(0.0, math.log2(self.seen) - self._sum / self.seen) if self.seen else 0.0
         return {"curriculum/coverage": float(len(self.counts)), "curriculum/entropy": entropy}
 
@@ -156,9 +170,9 @@ class Coverage:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.counts, self.forms = dict(state["counts"]), set(state["forms"])
         self.seen = sum(self.counts.values())
-        # Restored rather than recomputed: the order of additions decides its last bits.
+        # The sum is saved, not computed again: its last bits depend on the order in which programs were added.
         self._sum = state["sum"]
 
 
-def _count_log(count: int) -> float:
+def _weigh(count: int) -> float:
     return count * math.log2(count) if count else 0.0

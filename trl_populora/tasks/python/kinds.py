@@ -1,4 +1,14 @@
-"""The three code kinds: what they share, then `code_o`, `code_i` and `code_f`."""
+"""The three code kinds: first what they share, then `code_o`, `code_i` and `code_f`.
+
+           teacher writes       student is shown       student writes     right if
+    code_o program, input       program, input         the output         it equals the output
+    code_i program, input       program, output        an input           the program gives the output for it
+    code_f inputs, message      half of the pairs      the program        it agrees on all pairs
+           of a known program   of input and output
+
+At the end stand [`guess_blindly`], which makes the answers of somebody who has not looked at a task, and
+[`make_task`], which makes a task from a user's own program.
+"""
 
 from __future__ import annotations
 
@@ -14,60 +24,70 @@ from trl_populora.tasks.kind import Attempt, KindSettings, Proposal, Refusal, Re
 
 from . import complexity, prompts
 from .programs import ProgramError, check_program, contains_program
-from .reading import FormatError, find_answer, read_blocks
+from .reading import FormatError, find_blocks, read_blocks
 
 
 class CodeKind(TaskKind):
     """
     A kind whose tasks are programs with a top-level `f`.
 
-    The limits are class attributes, to be changed in a subclass. Nothing over a limit is ever cut: it is rejected.
-    Answers compare like Python's `==`, as in Absolute Zero Reasoner.
+    The limits are class attributes, which a subclass may change. A text over a limit is never cut, but refused.
+    Answers are compared as Python's `==` does, and as Absolute Zero Reasoner (AZR) does.
     """
 
-    max_program_chars = 3000  # AZR's prompt budget of 6144 tokens holds K = 6 references of about this size
-    max_value_chars = 400  # one input or output, as literals; AZR cuts outputs here and makes the cut text the gold
-    max_answer_chars = 4000  # ten times the longest gold: longer answers are malformed, not merely wrong
+    # AZR's prompt budget of 6144 tokens holds 6 references of about this size.
+    max_program_chars = 3000
+    # Of one input or output, as a literal. AZR cuts longer outputs here, and takes the cut text as the right answer.
+    max_value_chars = 400
+    # Ten times the longest output. Longer answers are malformed, not merely wrong.
+    max_answer_chars = 4000
     determinism_runs = KindSettings.determinism_runs
     measures = complexity.PROGRAM_MEASURES
-    cpu_headroom = 2.0  # a task needs half of the limit in CPU time: beside others the same run may need more
+    # A proposal may use 1/2 of the CPU limit. Beside others the same program may need more time when it is attempted.
+    cpu_headroom = 2.0
     reading = "strict"  # or "tolerant"
     refuses_copies = False
     instructions: Mapping[str, str] = prompts.TURNS
 
     def configure(self, settings: KindSettings) -> None:
-        """Takes a run's settings. A subclass that sets `determinism_runs` in its body keeps its own number."""
+        """Takes a run's settings. A subclass that sets `determinism_runs` in its body keeps that number."""
         if next(each for each in type(self).__mro__ if "determinism_runs" in vars(each)) is CodeKind:
             self.determinism_runs = settings.determinism_runs
         self.reading = settings.reading or ("strict" if settings.prompt_style == "compact" else "tolerant")
-        # The embedded base's figures were measured with such tasks.
+        # The style `compact` allows tasks whose answer is a copy of what is shown, because the published figures of
+        # the embedded base were measured with them.
         self.refuses_copies = settings.prompt_style not in (None, "compact")
         self.instructions = prompts.TURNS | dict(settings.prompt_texts or {})
 
     def read_blocks(self, text: str, names: Sequence[str]) -> list[str]:
-        """Contents of the fenced blocks called `names`, read as configured."""
-        return (read_blocks if self.reading == "strict" else find_answer)(text, names)
+        """Returns the contents of the fenced blocks called `names`, read strictly or tolerantly."""
+        return (read_blocks if self.reading == "strict" else find_blocks)(text, names)
 
     def instruct(self, what: str, **numbers: int) -> str:
-        """The short instruction to `"propose"` or `"solve"`, or the user's own."""
+        """Writes the short instruction, the user's own if there is one. `what` is `"propose"` or `"solve"`."""
         text = self.instructions[f"{self.name}/{what}"]
         return text.format(program_chars=self.max_program_chars, value_chars=self.max_value_chars, **numbers)
 
-    def in_full(self, what: str, style: str) -> bool:
-        """Whether an instruction is given with all rules: in the style `"chat"`, unless a user's own replaces it."""
+    def gives_rules(self, what: str, style: str) -> bool:
+        """Says whether a prompt has all rules: in the style `"chat"`, without an instruction of the user."""
         name = f"{self.name}/{what}"
         return style == "chat" and self.instructions[name] == prompts.TURNS[name]
 
     def is_same(self, one: str, other: str) -> bool:
-        """Whether two canonical texts are the same answer."""
+        """Says whether two canonical texts are the same answer."""
         return values.equal(values.decode(one), values.decode(other))
 
     def normalize(self, text: str) -> str:
-        """A text that canonical texts of the same answer share, whatever their notation: `1`, `1.0` and `True`."""
+        """Returns one text for all canonical texts of the same answer, as for `1`, `1.0` and `True`."""
         return values.key(values.decode(text)) if values.is_canonical(text) else text
 
     def read_program(self, text: str) -> str:
-        """Checks a program's size, syntax and `f`; returns it without trailing blank lines."""
+        """
+        Checks a program's size and syntax, and that it defines `f`. Returns it without trailing blank lines.
+
+        Raises:
+            `ProgramError`: If it fails a check.
+        """
         program = text.rstrip()
         if len(program) > self.max_program_chars:
             raise ProgramError(
@@ -77,11 +97,11 @@ class CodeKind(TaskKind):
         return program
 
     def read_arguments(self, text: str, max_chars: int) -> str:
-        """Canonical text of an argument list, dicts in the order written; literals only."""
+        """Encodes literals separated by commas as the canonical text of an argument tuple. Dicts keep their order."""
         return self._read(literals.read_arguments, text, max_chars, ordered=True)
 
     def read_value(self, text: str, max_chars: int) -> str:
-        """Canonical text of one literal."""
+        """Encodes one literal as a canonical text."""
         return self._read(literals.read_literal, text, max_chars)
 
     def _read(self, reader: Callable[[str], Any], text: str, max_chars: int, ordered: bool = False) -> str:
@@ -96,13 +116,13 @@ class CodeKind(TaskKind):
     def check(self, proposal: Proposal) -> Job:
         return Job(proposal.program, proposal.inputs, runs=self.determinism_runs, headroom=self.cpu_headroom)
 
-    def outputs_of(self, verdict: Verdict | None) -> tuple[str, ...] | Refusal:
-        """The verified outputs, or why there are none."""
+    def read_outputs(self, verdict: Verdict | None) -> tuple[str, ...] | Refusal:
+        """Returns the outputs that the sandbox has seen, or why they make no task."""
         if verdict is None:
             raise ValueError("A code proposal is accepted on a verdict, got None: run `check(proposal)` first.")
         if verdict.status is not Status.OK:
             return Refusal(Reject(verdict.status.value), verdict.reason)
-        longest = max(len(prompts.literal(output)) for output in verdict.outputs)
+        longest = max(len(prompts.write_literal(output)) for output in verdict.outputs)
         if longest > self.max_value_chars:
             return Refusal(Reject.OVERSIZED, f"output of {longest} characters, at most {self.max_value_chars}")
         return tuple(verdict.outputs)
@@ -114,7 +134,8 @@ class CodeKind(TaskKind):
         return read_features(task.program)
 
     def reject_malformed(self, error: FormatError | ProgramError) -> Attempt:
-        return Attempt(False, "", reason_of(error).value, str(error))
+        """Makes the attempt of an answer that cannot be read."""
+        return Attempt(False, "", find_reason(error).value, str(error))
 
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         return None
@@ -122,9 +143,12 @@ class CodeKind(TaskKind):
 
 class ProgramWithInput(CodeKind):
     """
-    code_o and code_i: the proposal is a program and one input; the two differ in what the solver must find.
+    The common part of code_o and code_i: a proposal is a program and one input. The two kinds differ in what the
+    student must find.
 
-    A subclass names the fence of the solver's answer (`answer_fence`) and its instruction in full (`instruction`).
+    Attributes:
+        answer_fence: Name of the block in which the student answers.
+        instruction: The student's instruction with all rules.
     """
 
     answer_fence: str
@@ -132,11 +156,11 @@ class ProgramWithInput(CodeKind):
 
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
-        shown = [prompts.reference_blocks(task) for task in references]
+        shown = [prompts.show_reference(task) for task in references]
         if style == "compact":
-            return prompts.compact_turn(f"propose {self.name}", shown)
+            return prompts.ask_compactly(f"propose {self.name}", shown)
         text = self.instruct("propose")
-        if self.in_full("propose", style):
+        if self.gives_rules("propose", style):
             text = prompts.PROPOSE_PROGRAM.format(
                 goal=prompts.PROPOSE_GOAL[self.name],
                 program_chars=self.max_program_chars,
@@ -144,10 +168,10 @@ class ProgramWithInput(CodeKind):
             )
         if shown:
             text = "\n\n".join([prompts.REFERENCES, *shown, text])
-        return prompts.user_turn(text)
+        return prompts.ask(text)
 
     def write_proposal(self, task: Task) -> str:
-        return prompts.fence(prompts.program_block(task.program), prompts.input_block(task.inputs[0]))
+        return prompts.fence(prompts.show_program(task.program), prompts.show_input(task.inputs[0]))
 
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal:
         try:
@@ -157,21 +181,22 @@ class ProgramWithInput(CodeKind):
             return refuse(error)
 
     def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal:
-        outputs = self.outputs_of(verdict)
+        outputs = self.read_outputs(verdict)
         if isinstance(outputs, Refusal):
             return outputs
         return Task(self.name, proposal.program, proposal.inputs, outputs)
 
     def chance(self, task: Task) -> float:
         """
-        1/2 for an output that is `True` or `False`, and for each of several; nothing else tells its alternatives.
+        Returns 1/2 if the output is `True` or `False`, and 1/2 to the power of n if it is a list or tuple of n truth
+        values. Of other outputs nobody knows how many there could be, so they give 0.
         """
         output = values.decode(task.outputs[0])
         bits = output if isinstance(output, (list, tuple)) else [output]
         return 0.5 ** len(bits) if bits and all(isinstance(bit, bool) for bit in bits) else 0.0
 
     def copies(self, task: Task) -> list[Attempt]:
-        """What the student is shown beside the program, as the answer; nothing in the compact style."""
+        """Returns what the student is shown beside the program, as an answer; nothing in the style `"compact"`."""
         _, shown = self.show_given(task)
         try:
             return [Attempt(True, self.read_answer(shown))] if self.refuses_copies else []
@@ -180,20 +205,20 @@ class ProgramWithInput(CodeKind):
 
     @abstractmethod
     def show_given(self, task: Task) -> tuple[str, str]:
-        """The block that the solver is shown beside the program."""
+        """Returns the block that the student is shown beside the program: its name and its content."""
 
     @abstractmethod
     def read_answer(self, written: str) -> str:
-        """Canonical text of what the solver wrote into its block."""
+        """Encodes what the student wrote into its block as a canonical text."""
 
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
-        shown = prompts.fence(prompts.program_block(task.program), self.show_given(task))
+        shown = prompts.fence(prompts.show_program(task.program), self.show_given(task))
         if style == "compact":
-            return prompts.compact_turn(f"solve {self.name}", [shown])
-        if self.in_full("solve", style):
-            return prompts.user_turn(self.instruction.format(task=shown))
-        return prompts.user_turn(f"{self.instruct('solve')}\n\n{shown}")
+            return prompts.ask_compactly(f"solve {self.name}", [shown])
+        if self.gives_rules("solve", style):
+            return prompts.ask(self.instruction.format(task=shown))
+        return prompts.ask(f"{self.instruct('solve')}\n\n{shown}")
 
     def parse_attempt(self, text: str, task: Task) -> Attempt:
         try:
@@ -203,19 +228,21 @@ class ProgramWithInput(CodeKind):
             return self.reject_malformed(error)
 
 
-def reason_of(error: FormatError | ProgramError) -> Reject:
+def find_reason(error: FormatError | ProgramError) -> Reject:
+    """Finds the reason of an error: a wrong format has no other."""
     return error.reason if isinstance(error, ProgramError) else Reject.FORMAT
 
 
 def refuse(error: FormatError | ProgramError) -> Refusal:
-    return Refusal(reason_of(error), str(error))
-
-
-# code_o, deduction: the student is given a program and an input and must work out the output.
+    """Makes the refusal of a proposal that cannot be read."""
+    return Refusal(find_reason(error), str(error))
 
 
 class CodeO(ProgramWithInput):
-    """Right when the answered literal equals the output; nothing runs, the comparison is on data."""
+    """
+    Deduction. The student is shown a program and an input, and must work out the output. An answer is right if its
+    value equals the output. Nothing has to run for that.
+    """
 
     name = "code_o"
     reference_kinds = ("code_o",)
@@ -224,7 +251,7 @@ class CodeO(ProgramWithInput):
     shots = prompts.CODE_O
 
     def show_given(self, task: Task) -> tuple[str, str]:
-        return prompts.input_block(task.inputs[0])
+        return prompts.show_input(task.inputs[0])
 
     def read_answer(self, written: str) -> str:
         return self.read_value(written, self.max_answer_chars)
@@ -236,14 +263,14 @@ class CodeO(ProgramWithInput):
         return attempt.well_formed and self.is_same(attempt.answer, task.outputs[0])
 
 
-# code_i, abduction: the student is given a program and an output and must find an input.
-
-
-GUESSES = 8  # as many as attempts: a share that is told as finely
+GUESSES = 8  # as many as attempts at a task, by default: so the share of right guesses has the same steps of 1/8
 
 
 class CodeI(ProgramWithInput):
-    """Right when `f(answer)` equals the output; any such input counts, not only the proposer's."""
+    """
+    Abduction. The student is shown a program and an output, and must find an input. An answer is right if the program
+    gives this output for it. It need not be the teacher's input.
+    """
 
     name = "code_i"
     reference_kinds = ("code_i",)
@@ -252,7 +279,7 @@ class CodeI(ProgramWithInput):
     shots = prompts.CODE_I
 
     def show_given(self, task: Task) -> tuple[str, str]:
-        return prompts.output_block(task.outputs[0])
+        return prompts.show_output(task.outputs[0])
 
     def read_answer(self, written: str) -> str:
         return self.read_arguments(written, self.max_answer_chars)
@@ -261,13 +288,17 @@ class CodeI(ProgramWithInput):
         return Job(task.program, (attempt.answer,)) if attempt.well_formed else None
 
     def guesses(self, task: Task) -> list[Attempt]:
-        """Inputs of the form of the proposer's: of a lottery, which pays one input in four, they tell the odds."""
+        """
+        Returns random inputs of the same form as the teacher's. Some programs give their output for one input in four,
+        say. These guesses find that out.
+        """
+        # Seeded by the task, so that every rank and every run tries the same inputs.
         rng = random.Random(task.task_id)
         given = values.decode(task.inputs[0])
         return [Attempt(True, values.encode(guess_blindly(given, rng), ordered=True)) for _ in range(GUESSES)]
 
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
-        """The output that it leads to: whoever guesses among inputs guesses among their outputs."""
+        """Returns the output that the answer leads to. Two inputs with the same wrong output are the same mistake."""
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
         return self.normalize(verdict.outputs[0])
@@ -278,18 +309,16 @@ class CodeI(ProgramWithInput):
         return self.is_same(verdict.outputs[0], task.outputs[0])
 
 
-# code_f, induction: the student is given a hint and example pairs and must write the program.
-
-
 class CodeF(CodeKind):
     """
-    Right when the student's program agrees on every pair, on those that it was shown as on those that were hidden.
+    Induction. The student is shown a message and some pairs of input and output, and must write the program. An answer
+    is right if it gives the right output for every input, shown or hidden.
 
-    The teacher is given a known program and writes inputs and a message. The inputs are shuffled before they are split
-    into a visible and a hidden half, so the teacher cannot choose what is hidden.
+    The teacher is shown a program from the archive, and writes inputs and a message for it. The inputs are shuffled,
+    and then one half is hidden. So the teacher cannot choose what is hidden.
 
     Args:
-        inputs_per_task: Inputs of one task (Absolute Zero Reasoner).
+        inputs_per_task: Inputs of one task. The default is Absolute Zero Reasoner's.
 
     Raises:
         `ValueError`: If there are too few inputs for one visible and one hidden pair.
@@ -299,7 +328,7 @@ class CodeF(CodeKind):
     reference_kinds = ("code_o", "code_i")
     writes_program = False
     shots = prompts.CODE_F
-    max_message_chars = 400  # one or two lines; as long as an output
+    max_message_chars = 400  # as long as an output may be
     max_message_lines = 2
 
     def __init__(self, inputs_per_task: int = 10):
@@ -314,53 +343,57 @@ class CodeF(CodeKind):
         self.inputs_per_task = settings.inputs_per_function
 
     def reference_count(self, k: int) -> int:
-        """One: the program that the inputs are written for."""
+        """Returns 1: a teacher is shown the program that its inputs are for."""
         return 1
 
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
-        program = prompts.fence(prompts.program_block(self._is_known_program(references)))
+        program = prompts.fence(prompts.show_program(self._take_program(references)))
         if style == "compact":
-            return prompts.compact_turn(f"propose {self.name} {self.inputs_per_task}", [program])
+            return prompts.ask_compactly(f"propose {self.name} {self.inputs_per_task}", [program])
         count, message_chars = self.inputs_per_task, self.max_message_chars
-        if self.in_full("propose", style):
+        if self.gives_rules("propose", style):
             text = prompts.PROPOSE_INPUTS.format(
                 count=count, value_chars=self.max_value_chars, message_chars=message_chars, task=program
             )
         else:
             text = f"{self.instruct('propose', count=count, message_chars=message_chars)}\n\n{program}"
-        return prompts.user_turn(text)
+        return prompts.ask(text)
 
     def write_proposal(self, task: Task) -> str:
-        """As many of its inputs as are asked for; nothing where it has fewer, or where those give one output."""
+        """
+        Writes as many of the task's inputs as a proposal must give, and its message. Returns `""` if the task has
+        fewer inputs, or if these all give the same output. That proposal would be refused.
+        """
         count = self.inputs_per_task
         if len(task.inputs) < count or _is_constant(task.outputs[:count]):
             return ""
-        inputs = "\n".join(map(prompts.arguments, task.inputs[:count]))
+        inputs = "\n".join(map(prompts.write_arguments, task.inputs[:count]))
         return prompts.fence(("inputs", inputs), ("message", task.message))
 
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal:
-        program = self._is_known_program(references)
+        program = self._take_program(references)
         try:
             written, message = self.read_blocks(text, ("inputs", "message"))
-            inputs = tuple(self.read_arguments(line, self.max_value_chars) for line in self._lines(written))
+            inputs = tuple(self.read_arguments(line, self.max_value_chars) for line in self._split_inputs(written))
             message = self._read_message(message)
         except (FormatError, ProgramError) as error:
             return refuse(error)
         if contains_program(message, program):
             return Refusal(Reject.LEAKED_PROGRAM, "the message holds the program or its body")
-        # Equal is what the solver's program would see: `1` and `True` are one input.
+        # Inputs count as equal if `==` finds them equal, as `1` and `True`: a program may not be able to tell them
+        # apart.
         decoded = [values.decode(text) for text in inputs]
         if any(values.equal(a, b) for i, a in enumerate(decoded) for b in decoded[:i]):
             return Refusal(Reject.DUPLICATE_INPUTS, "two of the inputs are equal")
         return Proposal(self.name, program, inputs, message)
 
-    def _lines(self, written: str) -> list[str]:
+    def _split_inputs(self, written: str) -> list[str]:
         """
-        The lines that hold an input each.
+        Splits the block of inputs into lines, one input each.
 
         Raises:
-            `FormatError`: If there are fewer than wanted, or more or blank ones where reading is strict.
+            `FormatError`: If there are too few lines. If reading is strict, also if there are too many or blank ones.
         """
         lines = written.strip("\n").split("\n")
         if self.reading == "tolerant":
@@ -382,7 +415,7 @@ class CodeF(CodeKind):
         return message
 
     def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal:
-        outputs = self.outputs_of(verdict)
+        outputs = self.read_outputs(verdict)
         if isinstance(outputs, Refusal):
             return outputs
         if _is_constant(outputs):
@@ -390,6 +423,7 @@ class CodeF(CodeKind):
         pairs = list(zip(proposal.inputs, outputs, strict=True))
         rng.shuffle(pairs)
         visible = len(pairs) // 2
+        # If all hidden outputs were equal, a program that always returns this value would pass all hidden pairs.
         _vary_hidden(pairs, visible)
         inputs, outputs = zip(*pairs, strict=True)
         return Task(self.name, proposal.program, inputs, outputs, proposal.message, visible)
@@ -397,14 +431,14 @@ class CodeF(CodeKind):
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
         pairs = zip(task.inputs[: task.visible], task.outputs[: task.visible], strict=True)
-        shown = prompts.fence(("message", task.message), prompts.examples_block(pairs))
+        shown = prompts.fence(("message", task.message), prompts.show_examples(pairs))
         if style == "compact":
-            return prompts.compact_turn(f"solve {self.name}", [shown])
-        if self.in_full("solve", style):
+            return prompts.ask_compactly(f"solve {self.name}", [shown])
+        if self.gives_rules("solve", style):
             text = prompts.SOLVE_PROGRAM.format(task=shown, program_chars=self.max_program_chars)
         else:
             text = f"{self.instruct('solve')}\n\n{shown}"
-        return prompts.user_turn(text)
+        return prompts.ask(text)
 
     def parse_attempt(self, text: str, task: Task) -> Attempt:
         try:
@@ -419,7 +453,10 @@ class CodeF(CodeKind):
         return Job(attempt.answer, task.inputs)
 
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
-        """What it gives for the inputs, up to the first that is wrong: two texts may be one guess."""
+        """
+        Returns the outputs of the student's program up to the first wrong one. Programs that differ only as text, or
+        only after that output, make the same mistake.
+        """
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
         said = []
@@ -434,19 +471,21 @@ class CodeF(CodeKind):
             return False
         return list(map(self.normalize, verdict.outputs)) == list(map(self.normalize, task.outputs))
 
-    def _is_known_program(self, references: Sequence[Task]) -> str:
+    def _take_program(self, references: Sequence[Task]) -> str:
+        """Returns the program that a proposal is about: that of the first reference."""
         if not references:
             raise ValueError("code_f proposes for a known program, got no reference.")
         return references[0].program
 
 
 def _is_constant(outputs: Sequence[str]) -> bool:
+    """Says whether all outputs are equal."""
     first, *others = map(values.decode, outputs)
     return all(values.equal(first, other) for other in others)
 
 
 def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
-    """Swaps a pair into the hidden ones if these would all be met by one constant."""
+    """Exchanges a hidden pair for a visible one if all hidden outputs are equal. Changes `pairs` in place."""
     hidden = [output for _, output in pairs[visible:]]
     if len(hidden) == 1 or not _is_constant(hidden):
         return
@@ -457,40 +496,44 @@ def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
             return
 
 
-# What somebody answers who has not looked at a task: arguments of the right form (solve).
+# Guesses: the answers of somebody who sees only which form an input has.
 
 
-MAX_SIZE = 2000  # values and characters of one guess: each level of nested lists would double it
+# Values and characters of one guess. Without this bound a guess may double in size with every level of nested lists.
+MAX_SIZE = 2000
 
 
 def guess_blindly(value: Any, rng: random.Random) -> Any:
     """
-    A value of the same form as `value`: types stay, numbers are of its size, texts and lists up to twice as long, and
-    lists are filled as long as the whole is no larger than `MAX_SIZE`.
+    Draws a value of the same form as `value`. Types stay the same, numbers have about the same size, and texts and
+    lists are at most about twice as long. Lists stop growing when the whole value has reached `MAX_SIZE`.
 
     Args:
         value: Plain data.
-        rng: Decides the rest.
+        rng: Decides every choice.
     """
     left = MAX_SIZE
 
     def draw(value: Any) -> Any:
         nonlocal left
         left -= 1 + (len(value) if isinstance(value, (str, bytes)) else 0)
-        if isinstance(value, tuple):  # a record, as arguments are: its length is part of its form
+        # A tuple is a record, as arguments are: its length is part of its form.
+        if isinstance(value, tuple):
             return tuple(map(draw, value))
         if isinstance(value, dict):
             return {draw(name): draw(each) for name, each in value.items()}
         if isinstance(value, (list, set, frozenset)):
-            members = sorted(value, key=repr) if not isinstance(value, list) else value
-            count = rng.randint(0, 2 * len(members) + 2) if members else 0
-            return type(value)(draw(rng.choice(members)) for _ in range(count) if left > 0)
+            # A set is sorted, because another process would go through it in another order.
+            items = sorted(value, key=repr) if not isinstance(value, list) else value
+            count = rng.randint(0, 2 * len(items) + 2) if items else 0
+            return type(value)(draw(rng.choice(items)) for _ in range(count) if left > 0)
         return _vary(value, rng)
 
     return draw(value)
 
 
 def _vary(value: Any, rng: random.Random) -> Any:
+    """Draws a value of the same type as `value`, which is no collection."""
     if isinstance(value, bool):
         return rng.random() < 0.5
     if isinstance(value, int):
@@ -501,10 +544,10 @@ def _vary(value: Any, rng: random.Random) -> Any:
         return "".join(rng.choices(value + "abcxyz", k=rng.randint(0, 2 * len(value) + 2)))
     if isinstance(value, bytes):
         return bytes(rng.choices(value + b"abcxyz", k=rng.randint(0, 2 * len(value) + 2)))
-    return value  # None, and complex numbers, which no task of this kind is about
+    return value  # None has no other value; complex numbers are too rare to draw
 
 
-# Makes a task from a program and its arguments as Python values: for seeds that a user writes.
+# Tasks that users write.
 
 
 def make_task(
@@ -517,22 +560,22 @@ def make_task(
     sandbox: Sandbox | None = None,
 ) -> Task:
     """
-    Runs a program and writes its inputs and outputs as canonical texts.
+    Makes a task from a program and its arguments as Python values. Runs the program to find the outputs.
 
         make_task("code_o", "def f(x):\\n    return x + 1", inputs=[(1,)])
 
     Args:
         kind: Name of the kind.
         program: Source with a top-level `f`.
-        inputs: One sequence of arguments per call, of plain data; one call, or several for code_f.
-        message: Hint for the solver (code_f).
-        visible: How many of the leading pairs the solver is shown; half of them for code_f, and none for others, when
-            `None`.
-        sandbox: Runs the program; one is started and closed again when not given.
+        inputs: One sequence of arguments per call, as plain data. code_f takes several calls, other kinds take one.
+        message: Hint for the student (code_f).
+        visible: The student is shown the first `visible` pairs of input and output. With `None` these are half of the
+            pairs for code_f, and no pair for other kinds.
+        sandbox: Runs the program. With `None` a sandbox is started for this call.
 
     Raises:
         `TypeError`: If the arguments of a call are no tuple or list.
-        `ValueError`: If the program does not run, or gives two different answers.
+        `ValueError`: If the program fails, or if two runs of it give different outputs.
     """
     for arguments in inputs:
         if not isinstance(arguments, (tuple, list)):
@@ -543,8 +586,8 @@ def make_task(
     texts = tuple(values.encode(tuple(arguments), ordered=True) for arguments in inputs)
     job = Job(program, texts, runs=2)
     if sandbox is None:
-        with Sandbox(workers=1) as own:
-            (verdict,) = own.run([job])
+        with Sandbox(workers=1) as started:
+            (verdict,) = started.run([job])
     else:
         (verdict,) = sandbox.run([job])
     if not verdict.ok:

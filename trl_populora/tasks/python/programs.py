@@ -1,9 +1,11 @@
-"""Reads program text in the trainer's process without running it: bounded parsing, `f`, and what gives a program away.
+"""Reads untrusted program text in the trainer's process, without running it.
 
-`ast.parse` never executes anything, but it can be made to recurse until the interpreter dies or to backtrack for
-minutes. So the text is bounded first, by a linear scan: characters, bracket depth, and the operators and clauses that
-nest the tree without brackets (the tokenizer itself bounds indentation). What passes parses in at most 20 ms on Python
-3.10 to 3.13.
+    text --_scan--> within bounds? --ast.parse--> tree --> does it define `f`? which names does it bind?
+
+`ast.parse` runs nothing. But there are texts on which it recurses until the interpreter dies, or backtracks for
+minutes. So a linear scan bounds the text first: its characters, the depth of its brackets, and the operators and
+clauses that nest the tree without brackets. (Python's tokenizer itself bounds indentation.) A text that passes is
+parsed in at most 20 ms on Python 3.10 to 3.13.
 """
 
 from __future__ import annotations
@@ -15,24 +17,26 @@ import warnings
 from trl_populora.tasks.kind import Reject
 
 
-MAX_PROGRAM_CHARS = 8000  # what the parser is ever shown; `CodeKind.max_program_chars` is the limit for tasks
-MAX_BRACKET_DEPTH = 20  # the parser may backtrack exponentially in brackets that do not close as they should
-MAX_CHAIN = (
-    200  # tokens in a row between commas, brackets summed up: each may be a level of the tree (`----1`, `a.b.c`)
-)
+# The parser is never shown a longer text. The limit of a task's program is lower: `CodeKind.max_program_chars`.
+MAX_PROGRAM_CHARS = 8000
+# In brackets that do not close as they should the parser may take time exponential in their depth.
+MAX_BRACKET_DEPTH = 20
+# Tokens in a row between commas, summed over all open brackets. Each may be a level of the tree: `----1`, `a.b.c`.
+MAX_CHAIN = 200
 FUNCTION = "f"
-_OF_PARSED_TEXT = ("ignore", None, Warning, re.compile("<unknown>"), 0)  # the file that `ast.parse` names
+# A filter of `warnings`. `ast.parse` calls the file of a parsed text `<unknown>`.
+_OF_PARSED_TEXT = ("ignore", None, Warning, re.compile("<unknown>"), 0)
 
 
 class ProgramError(ValueError):
-    """Text that is not a task's program or value; `reason` says which [`Reject`] it is."""
+    """A text that is no program or value of a task. `reason` says why, as a [`Reject`]."""
 
     def __init__(self, reason: Reject, message: str):
         super().__init__(message)
         self.reason = reason
 
 
-# Strings and comments are skipped whole, so that brackets inside them do not count.
+# A string or a comment is one match, so that brackets inside it do not count.
 _TOKEN = re.compile(
     r"""
     (?P<string>(?P<prefix>[A-Za-z]{0,2})(?:
@@ -50,7 +54,7 @@ def parse_bounded(program: str) -> ast.Module:
     Parses source text within bounds that keep the parser quick and the interpreter alive.
 
     Raises:
-        `ProgramError`: `OVERSIZED` over a bound, `SYNTAX` if it does not parse.
+        `ProgramError`: If the text is over a bound (`OVERSIZED`), or is no Python (`SYNTAX`).
     """
     if len(program) > MAX_PROGRAM_CHARS:
         raise ProgramError(Reject.OVERSIZED, f"program of {len(program)} characters, at most {MAX_PROGRAM_CHARS}")
@@ -58,16 +62,16 @@ def parse_bounded(program: str) -> ast.Module:
     try:
         _ignore_warnings_of_parsed_text()
         return ast.parse(program)
-    # ValueError: null bytes, lone surrogates, integers over the digit limit. The other two: trees that are too deep.
+    # `ValueError` comes from null bytes, lone surrogates, and integers of too many digits. The last two come from
+    # trees that are too deep.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ProgramError(Reject.SYNTAX, f"{type(error).__name__}: {error}") from error
 
 
 def _ignore_warnings_of_parsed_text() -> None:
-    """
-    An invalid escape or `1is 2` in untrusted text is no concern of the log. The filter stays: with one that comes and
-    goes, as in `catch_warnings`, Python forgets what else was told and tells it again in every step.
-    """
+    """Keeps warnings about untrusted text, as of invalid escapes or `1is 2`, out of the log."""
+    # The filter stays in place. `catch_warnings` would put it in and out, and each time Python forgets which other
+    # warnings it has shown, and shows them again in every step.
     if warnings.filters[:1] != [_OF_PARSED_TEXT]:
         warnings.filterwarnings("ignore", module=_OF_PARSED_TEXT[3].pattern)
 
@@ -77,19 +81,19 @@ def check_program(program: str) -> None:
     Checks that a program parses and defines a top-level `def f`.
 
     Raises:
-        `ProgramError`: `OVERSIZED`, `SYNTAX` or `NO_FUNCTION`.
+        `ProgramError`: If it does not. The reason is `OVERSIZED`, `SYNTAX` or `NO_FUNCTION`.
     """
     if not defines_function(parse_bounded(program)):
         raise ProgramError(Reject.NO_FUNCTION, f"no top-level `def {FUNCTION}`")
 
 
 def defines_function(tree: ast.Module) -> bool:
-    """Whether a top-level `def f` is there; helpers, classes and anything else may stand beside it."""
+    """Says whether a program has a top-level `def f`. Anything else may stand beside it."""
     return any(isinstance(node, ast.FunctionDef) and node.name == FUNCTION for node in tree.body)
 
 
-def function_tree(text: str) -> ast.Module | None:
-    """The tree of a program with an `f`; `None` for any other text, which a user's own kind may keep."""
+def parse_function(text: str) -> ast.Module | None:
+    """Parses a program with an `f`. Returns `None` for any other text, which a user's own kind may keep."""
     try:
         tree = parse_bounded(text)
     except ProgramError:
@@ -98,9 +102,15 @@ def function_tree(text: str) -> ast.Module | None:
 
 
 def _scan(program: str) -> None:
-    """Bounds the depth that the tree can reach; linear in the text and blind to its grammar."""
-    chains = [0]  # for every open bracket, the tokens since its last comma
-    chained = nested = 0  # their sum, and the clauses that nest across commas and lines
+    """
+    Refuses a text whose tree could be too deep. Takes time linear in the text, and knows only tokens, no grammar.
+
+    Raises:
+        `ProgramError`: If the text is over a bound.
+    """
+    chains = [0]  # tokens since the last comma: outside of brackets, then for every open bracket
+    chained = 0  # the sum of `chains`
+    nested = 0  # `elif` and `lambda`, which nest the tree across commas and lines
     for match in _TOKEN.finditer(program):
         if match["blank"] is not None:
             continue
@@ -109,7 +119,7 @@ def _scan(program: str) -> None:
             chained -= chains[-1]
             chains[-1] = 0
         elif token is None:
-            tokens, depth = _inside(match)
+            tokens, depth = _measure_string(match)
             chains[-1] += tokens
             chained += tokens
             _check_depth(len(chains) + depth, chained)
@@ -124,8 +134,8 @@ def _scan(program: str) -> None:
         _check_depth(len(chains), max(chained, nested))
 
 
-def _inside(string: re.Match) -> tuple[int, int]:
-    """What a string adds to the chain and to the brackets: expressions inside an f-string are parsed like others."""
+def _measure_string(string: re.Match) -> tuple[int, int]:
+    """Counts the tokens and the depth of brackets that a string adds. An f-string holds expressions, others none."""
     if "f" not in string["prefix"].lower():
         return 1, 0
     depth = deepest = 0
@@ -136,6 +146,7 @@ def _inside(string: re.Match) -> tuple[int, int]:
 
 
 def _check_depth(depth: int, chained: int) -> None:
+    """Refuses `depth - 1` open brackets, or `chained` tokens in a row, if that is over the bounds."""
     if depth > MAX_BRACKET_DEPTH + 1 or chained > MAX_CHAIN:
         raise ProgramError(
             Reject.OVERSIZED,
@@ -146,8 +157,8 @@ def _check_depth(depth: int, chained: int) -> None:
 BOUND_BY_DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
 
 
-def bound_names(node: ast.AST) -> tuple[str, ...]:
-    """Names that one node of a program's tree gives a value to."""
+def list_bound_names(node: ast.AST) -> tuple[str, ...]:
+    """Lists the names to which one node of a tree gives a value. An import without `as` gives none."""
     if isinstance(node, ast.Name):
         return (node.id,) if isinstance(node.ctx, ast.Store) else ()
     if isinstance(node, ast.arg):
@@ -163,15 +174,15 @@ def bound_names(node: ast.AST) -> tuple[str, ...]:
     return ()
 
 
-def names_bound(node: ast.AST) -> tuple[str, ...]:
-    """As [`bound_names`], with the names of imported modules."""
+def list_bound_or_imported(node: ast.AST) -> tuple[str, ...]:
+    """Lists the same names as [`list_bound_names`], and also names of modules that are imported without `as`."""
     if isinstance(node, ast.alias) and not node.asname:
         return (node.name.partition(".")[0],)
-    return bound_names(node)
+    return list_bound_names(node)
 
 
-def without_docstrings(body: list) -> list:
-    """A body without statements that are bare constants: docstrings, `...`, stray literals."""
+def drop_docstrings(body: list) -> list:
+    """Leaves out the statements of a body that are bare constants: docstrings, `...`, stray literals."""
     return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
 
 
@@ -180,19 +191,20 @@ _NOT_TEXT = re.compile(r"[\s`'\"]+")
 
 def contains_program(message: str, program: str) -> bool:
     """
-    Whether a hint gives the program away: any `def`, the program's text, or the body of its `f`.
+    Says whether a hint gives the program away: it holds any `def`, the program's text, or the body of its `f`.
 
-    Blanks, letter case, quotes and comments do not count, nor the program's docstrings.
+    Blanks, letter case, quotes, comments and docstrings make no difference.
     """
     if re.search(r"\bdef\s+\w+\s*\(", message):
         return True
-    # A body behind `#` is given away all the same, and so is one with comments in between.
+    # The hint is read twice: without comments, for a body with comments in between, and with them, for a body that is
+    # written as a comment.
     said = (_squeeze(message), _NOT_TEXT.sub("", message.replace("#", "")).lower())
-    return any(text and text in each for text in map(_squeeze, (program, _body_of_f(program))) for each in said)
+    return any(text and text in each for text in map(_squeeze, (program, _cut_body(program))) for each in said)
 
 
-def _body_of_f(program: str) -> str:
-    """Source of the body of the last top-level `f`, after its docstring; empty if there is none."""
+def _cut_body(program: str) -> str:
+    """Cuts out the source of `f`'s body, without its docstring. Of several top-level `f` the last one counts."""
     try:
         tree = parse_bounded(program)
     except ProgramError:  # a known program that came from a user's table
@@ -200,10 +212,10 @@ def _body_of_f(program: str) -> str:
     body: list[ast.stmt] = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == FUNCTION:
-            body = without_docstrings(node.body)
+            body = drop_docstrings(node.body)
     if not body:
         return ""
-    # Positions in the tree count bytes. `ast.unparse` would be simpler, but it recurses and prints big integers.
+    # Positions in a tree count bytes. `ast.unparse` would be simpler, but it recurses, and fails on huge integers.
     lines = program.encode().split(b"\n")[body[0].lineno - 1 : body[-1].end_lineno]
     lines[-1] = lines[-1][: body[-1].end_col_offset]
     lines[0] = lines[0][body[0].col_offset :]
@@ -211,6 +223,6 @@ def _body_of_f(program: str) -> str:
 
 
 def _squeeze(text: str) -> str:
-    """Text without comments, blanks and quotes, in lower case."""
+    """Leaves out comments, blanks and quotes, and writes the rest in lower case."""
     kept = (match[0] for match in _TOKEN.finditer(text) if match["blank"] is None)
     return _NOT_TEXT.sub("", "".join(kept)).lower()

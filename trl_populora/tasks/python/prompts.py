@@ -1,11 +1,12 @@
-"""Every word that models are shown, and the solved tasks that small ones see before their own.
+"""Prompts: every word that models are shown, and solved tasks that students may see first.
 
-Three styles from one set of blocks (propose and solve):
+The same blocks are written in three styles:
 
-* `turns`: for instruction-tuned models of any size. A sentence or two of instruction; references are turns before, in
-  which the assistant has answered in exactly the format that is read. Small models follow what they have seen done.
-* `chat`: for large models. One user turn with the references, all rules, and the answer format in full.
-* `compact`: what the embedded tiny base is trained on, byte for byte. One user turn, its first line is role and kind.
+* `turns` is for instruction-tuned models of any size. The instruction is a sentence or two. References are earlier
+  turns, in which the assistant has answered in exactly the format that is wanted: small models do what they have seen.
+* `chat` is for large models. One user turn holds the references, all rules, and the answer format in full.
+* `compact` is what the embedded tiny base is trained on, byte for byte. One user turn begins with a line of role and
+  kind.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any
 from trl_populora.sandbox import values
 from trl_populora.tasks.kind import STYLES, Shot, Task
 
+
+# Models read the texts that follow. All published figures were measured with exactly these words: whoever changes a
+# word has to measure again.
 
 _FORMAT = """\
 Answer format. You may reason first inside <think>...</think>; only what follows is read. Write the following exactly \
@@ -52,6 +56,7 @@ def f(...):
 {_ARGUMENTS}
 ```"""
 
+# The short instructions, by kind and role. `prompt_texts` may replace them.
 TURNS = {
     "code_o/propose": "Write one new short Python function `f` and one input for it. A reader will be shown both and "
     "must work out what `f` returns.",
@@ -141,61 +146,66 @@ REFERENCES = "Examples of earlier programs, with input and output:"
 
 
 def fence(*blocks: tuple[str, str]) -> str:
-    """Blocks of (fence name, content), each on lines of its own, joined by newlines; no newline at the end."""
+    """Writes fenced blocks from pairs of name and content, joined by newlines. There is none at the end."""
     return "\n".join(f"```{name}\n{content}\n```" for name, content in blocks)
 
 
-def arguments(text: str) -> str:
-    """The canonical text of an argument tuple as it stands between the parentheses of a call: `3, [4, 5]`."""
+def write_arguments(text: str) -> str:
+    """Writes an argument tuple, given as a canonical text, as it stands in a call: `3, [4, 5]`."""
     given = values.decode(text)
     assert isinstance(given, tuple)
     return ", ".join(map(values.to_literal, given))
 
 
-def literal(text: str) -> str:
-    """The canonical text of a value as a Python literal."""
+def write_literal(text: str) -> str:
+    """Writes a value, given as a canonical text, as a Python literal."""
     return values.to_literal(values.decode(text))
 
 
-def program_block(program: str) -> tuple[str, str]:
+# Blocks: pairs of a name and a content, for `fence`.
+
+
+def show_program(program: str) -> tuple[str, str]:
     return "python", program.rstrip("\n")
 
 
-def input_block(text: str) -> tuple[str, str]:
-    return "input", arguments(text)
+def show_input(text: str) -> tuple[str, str]:
+    return "input", write_arguments(text)
 
 
-def output_block(text: str) -> tuple[str, str]:
-    return "output", literal(text)
+def show_output(text: str) -> tuple[str, str]:
+    return "output", write_literal(text)
 
 
-def reference_blocks(task: Task) -> str:
-    """Program, first input and its output of a reference task."""
-    return fence(program_block(task.program), input_block(task.inputs[0]), output_block(task.outputs[0]))
+def show_reference(task: Task) -> str:
+    """Writes a reference: its program, its first input, and the output for that input."""
+    return fence(show_program(task.program), show_input(task.inputs[0]), show_output(task.outputs[0]))
 
 
-def examples_block(pairs: Iterable[tuple[str, str]]) -> tuple[str, str]:
-    """Pairs of canonical (arguments, output) as calls, one per line."""
-    return "examples", "\n".join(f"f({arguments(given)}) -> {literal(returned)}" for given, returned in pairs)
+def show_examples(pairs: Iterable[tuple[str, str]]) -> tuple[str, str]:
+    """Makes a block of calls, one per line, from pairs of canonical texts: arguments and output."""
+    return "examples", "\n".join(
+        f"f({write_arguments(given)}) -> {write_literal(returned)}" for given, returned in pairs
+    )
 
 
-def user_turn(content: str) -> list[dict[str, str]]:
-    """A conversation of a single user turn: small models follow that better than a system turn."""
+def ask(content: str) -> list[dict[str, str]]:
+    """Makes a conversation of one user turn. Small models follow it better than a system turn."""
     return [{"role": "user", "content": content}]
 
 
-def compact_turn(first_line: str, blocks: Iterable[str]) -> list[dict[str, str]]:
-    """The compact style: the first line, then the blocks; every line, the last included, ends in a newline."""
-    return user_turn("".join(f"{line}\n" for line in (first_line, *blocks)))
+def ask_compactly(first_line: str, blocks: Iterable[str]) -> list[dict[str, str]]:
+    """Makes a conversation in the style `compact`: a first line, then blocks. All of them end in a newline."""
+    return ask("".join(f"{line}\n" for line in (first_line, *blocks)))
 
 
 def check_texts(texts: Any) -> None:
     """
-    Checks texts that replace instructions.
+    Checks the value of the option `prompt_texts`: texts that replace instructions.
 
     Raises:
-        `TypeError`: If they are no dict, or one is no text.
-        `ValueError`: If none has such a name, or it holds braces that name nothing.
+        `TypeError`: If the value is no dict, or one of its texts is no text.
+        `ValueError`: If there is no instruction of such a name, or if a text has braces that name nothing.
     """
     if not isinstance(texts, Mapping):
         raise TypeError(f"`prompt_texts` must be a dict of texts by name, got {texts!r:.80}.")
@@ -204,6 +214,7 @@ def check_texts(texts: Any) -> None:
             raise ValueError(f"`prompt_texts` has the key {name!r}; the keys are {', '.join(TURNS)}.")
         if not isinstance(text, str):
             raise TypeError(f"`prompt_texts[{name!r}]` must be a text, got {text!r:.80}.")
+        # A wrong brace would otherwise stop the run at the first prompt of its kind.
         try:
             text.format(**dict.fromkeys(_PLACEHOLDERS, 1))
         except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -213,31 +224,39 @@ def check_texts(texts: Any) -> None:
             ) from error
 
 
-def assistant_turn(content: str) -> dict[str, str]:
+def _answer(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
 def show_before(asked: Sequence[list[dict[str, str]]], answers: Sequence[str]) -> list[dict[str, str]]:
-    """A conversation in which earlier questions are answered and the last one, which has no answer, is open."""
+    """
+    Joins questions and answers to one conversation. The last question stays open.
+
+    Args:
+        asked: A conversation per question.
+        answers: One text less: the answers to all questions but the last.
+    """
     turns = []
     for messages, answer in zip(asked, [*answers, None], strict=True):
-        turns += messages if answer is None else [*messages, assistant_turn(answer)]
+        turns += messages if answer is None else [*messages, _answer(answer)]
     return turns
 
 
 def check_style(style: str) -> None:
     """
+    Checks a style of prompts.
+
     Raises:
-        `ValueError`: If `style` is not one of the prompt styles.
+        `ValueError`: If `style` is none of `STYLES`.
     """
     if style not in STYLES:
         raise ValueError(f"`style` must be one of {', '.join(STYLES)}, got {style!r}.")
 
 
-# Solved tasks that ship with the code kinds: what small models are shown before their own (solve).
+# Solved tasks that students may be shown first, by the option `shots`.
 #
-# They show the format alone: shown a line of reasoning as well, a 135M rambled and forgot the answer (1 of 16
-# readable). Models that reason by themselves are large enough to be shown none.
+# The answers have no reasoning. A 135M model that was shown a line of it rambled and forgot to answer: 1 of 16 answers
+# could be read. Models that reason by themselves are large enough to need no examples.
 
 
 _REVERSE = """\
@@ -277,33 +296,35 @@ def f(words):
     return [word[0] for word in words]"""
 
 
-def _task(kind: str, program: str, *calls: tuple[tuple, Any], message: str = "", visible: int = 0) -> Task:
-    """Of calls as pairs of arguments and what is returned."""
+def _make_task(kind: str, program: str, *calls: tuple[tuple, Any], message: str = "", visible: int = 0) -> Task:
+    """Makes a task from calls, pairs of arguments and returned value. Nothing runs, to keep the import quick."""
     inputs = tuple(values.encode(given, ordered=True) for given, _ in calls)
     return Task(kind, program, inputs, tuple(values.encode(returned) for _, returned in calls), message, visible)
 
 
-def _shot(task: Task, language: str, answer: str) -> Shot:
+def _make_shot(task: Task, language: str, answer: str) -> Shot:
     return Shot(task, fence((language, answer)))
 
 
 CODE_O = (
-    _shot(_task("code_o", _REVERSE, (("planet", 3), "ten")), "output", "'ten'"),
-    _shot(_task("code_o", _TALLY, (([4, 7, 10, 3],), 12)), "output", "12"),
-    _shot(
-        _task("code_o", _LENGTHS, ((["a", "to", "be", "sea"],), {1: 1, 2: 2, 3: 1})), "output", "{1: 1, 2: 2, 3: 1}"
+    _make_shot(_make_task("code_o", _REVERSE, (("planet", 3), "ten")), "output", "'ten'"),
+    _make_shot(_make_task("code_o", _TALLY, (([4, 7, 10, 3],), 12)), "output", "12"),
+    _make_shot(
+        _make_task("code_o", _LENGTHS, ((["a", "to", "be", "sea"],), {1: 1, 2: 2, 3: 1})),
+        "output",
+        "{1: 1, 2: 2, 3: 1}",
     ),
 )
 
 CODE_I = (
-    _shot(_task("code_i", _SQUARE, ((5,), 24)), "input", "5"),
-    _shot(_task("code_i", _JOIN, (("ada", "hill"), "HILL, a.")), "input", "'a', 'hill'"),
-    _shot(_task("code_i", _INSERT, (([9, 1], 3), [1, 6, 9])), "input", "[1, 9], 3"),
+    _make_shot(_make_task("code_i", _SQUARE, ((5,), 24)), "input", "5"),
+    _make_shot(_make_task("code_i", _JOIN, (("ada", "hill"), "HILL, a.")), "input", "'a', 'hill'"),
+    _make_shot(_make_task("code_i", _INSERT, (([9, 1], 3), [1, 6, 9])), "input", "[1, 9], 3"),
 )
 
 CODE_F = (
-    _shot(
-        _task(
+    _make_shot(
+        _make_task(
             "code_f",
             _SQUARE,
             *(((2,), 3), ((5,), 24), ((0,), -1), ((3,), 8)),
@@ -313,8 +334,8 @@ CODE_F = (
         "python",
         _SQUARE,
     ),
-    _shot(
-        _task(
+    _make_shot(
+        _make_task(
             "code_f",
             _FIRSTS,
             *(((["cat", "dog"],), ["c", "d"]), ((["up"],), ["u"]), ((["a", "be"],), ["a", "b"]), (([],), [])),

@@ -1,9 +1,11 @@
-"""Reads what models write: strictly as the fenced format has it, tolerantly as chat models fence it.
+"""Reads the fenced blocks of a completion: strictly ([`read_blocks`]) or tolerantly ([`find_blocks`]).
 
-A block opens with a line of three backticks and its name and closes with a line of three backticks; blanks may
-follow. The expected blocks stand exactly once and in order. Prose around them is ignored; any other line that starts
-with three backticks outside a block, or that would open one inside, makes the whole text malformed. Nothing is
-guessed.
+Both readers first drop the thinking. The strict reader wants this format, and guesses nothing:
+
+* A block begins with a line of three backticks and its name. It ends with a line of three backticks. Blanks may
+  follow.
+* The expected blocks stand once each, in order. Text around them is ignored.
+* No other line outside of a block starts with three backticks, and no line inside of a block has them with a name.
 """
 
 from __future__ import annotations
@@ -14,25 +16,26 @@ from dataclasses import dataclass
 
 
 THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
-# Texts that were read elsewhere may lack an opening tag that stood in the prompt.
+# Only the closing tag is needed: with some chat templates the opening tag stands in the prompt.
 _LINE_CLOSE = re.compile(r"^[ \t]*</think>", re.MULTILINE)
 _FENCE = "```"
 
 
 class FormatError(ValueError):
-    """The text does not hold the expected blocks."""
+    """An error: a text does not hold the expected blocks."""
 
 
 def strip_thinking(text: str) -> str:
     """
-    Drops the thinking: what follows the last closing tag that begins a line is the answer.
+    Drops the thinking, and returns the answer that follows it.
 
-    Thinking about a text may quote the tag, so any before that is part of the thinking. Where none begins a line, the
-    first closing tag after a leading `<think>` ends it.
+    The thinking ends with the last closing tag that begins a line. If no closing tag begins a line, it ends with the
+    first one after a leading `<think>`. A text without any of these tags is an answer as a whole.
 
     Raises:
         `FormatError`: If the thinking is never closed.
     """
+    # The last one, because thinking about the format may quote the tag.
     if closings := list(_LINE_CLOSE.finditer(text)):
         return text[closings[-1].end() :]
     body = text.lstrip()
@@ -45,23 +48,28 @@ def strip_thinking(text: str) -> str:
 
 
 def has_thinking(text: str) -> bool:
-    """Whether the text works something out inside `<think>...</think>` before it answers."""
+    """Says whether a text thinks inside `<think>...</think>` before it answers."""
     return text.lstrip().startswith(THINK_OPEN) or _LINE_CLOSE.search(text) is not None
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Whether a prompt ends with the opening tag, as some chat templates have it: the completion begins inside."""
+    """Says whether a prompt ends with the opening tag, as with some chat templates. The completion is then inside."""
     return prompt.rstrip().endswith(THINK_OPEN)
 
 
 def read_blocks(text: str, names: Sequence[str]) -> list[str]:
     """
-    Contents of the blocks called `names`, in that order, without their fences.
+    Reads blocks strictly. Returns the contents of the blocks called `names`, without their fences.
+
+    Args:
+        text: A completion.
+        names: Names of the expected blocks, in the order in which they must stand.
 
     Raises:
         `FormatError`: If a block is missing, repeated, out of order, unclosed or not one of `names`.
     """
-    # The Python tokenizer reads all three line ends as one; after this, lines here are lines there.
+    # Python's tokenizer takes `\r\n` and `\r` for ends of lines, too. So programs have the same lines here and
+    # there.
     lines = strip_thinking(text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
     found: list[str] = []
     block: list[str] | None = None
@@ -90,16 +98,14 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
     return found
 
 
-# Reads what chat models write (propose, solve): tolerant of how blocks are fenced, never of what is in them.
+# The tolerant reader, for chat models. It forgives how a block is fenced, never what is in it:
 #
-# One text has one reading here, too, as in the strict reader ([`read_blocks`]), of which this is the other choice:
-#
-# * A fence may be indented, of more than three backticks or of tildes, and its name in any case. A fence with a name
-#   inside a block ends that block and begins the next. What is not closed ends with the text.
-# * Names have the aliases below. Where no block has the name, one without any name stands for it; a value may also
+# * A fence may be indented, and may have more than three backticks, or tildes. Its name may be in upper case. A fence
+#   with a name inside of a block ends that block and begins the next. A block that is not closed ends with the text.
+# * Names have the aliases below. If no block has the name, a block without a name may stand for it. A value may also
 #   stand in a block of Python, JSON or plain text.
-# * Of several that fit, the last counts: what comes before is a draft. A block of Python that defines no `f` is no
-#   program where another does. Blocks that nobody asked for are ignored.
+# * If several blocks fit, the last one counts: the others are drafts. A Python block that defines no `f` counts only
+# if   no other one does. Blocks that nobody asked for are ignored.
 
 
 ALIASES = {
@@ -110,42 +116,43 @@ ALIASES = {
     "message": ("message", "hint"),
 }
 _PLAIN = ("", "text", "txt", "plaintext")
-# What a block may be called that has none of these names.
+# Names that a block may have if no block has one of its aliases.
 STAND_INS = {"python": ("",), "message": _PLAIN} | dict.fromkeys(
     ("input", "output", "inputs"), (*_PLAIN, "json", *ALIASES["python"])
 )
 
-_FENCE_reading = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*")
+_FENCE_LINE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*")
 _DEFINES_F = re.compile(r"^def f\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its name in lower case, and its lines without the fence's own indentation."""
+    """A fenced block: its name in lower case, and its lines without the indentation of the fence."""
 
     name: str
     content: str
 
 
-def find_answer(text: str, names: Sequence[str]) -> list[str]:
+def find_blocks(text: str, names: Sequence[str]) -> list[str]:
     """
-    Contents of the blocks called `names`, in that order, without their fences.
+    Reads blocks tolerantly. Returns the contents of the blocks called `names`, without their fences.
 
     Args:
         text: A completion.
-        names: One or two keys of `ALIASES`; the second block follows the first.
+        names: One or two keys of `ALIASES`. The second block must stand after the first.
 
     Raises:
-        `FormatError`: If the text is still thinking, or a block is missing.
+        `FormatError`: If the thinking is never closed, or if a block is missing.
     """
-    blocks = list(_blocks(strip_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))))
+    blocks = list(_split_blocks(strip_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))))
     first, *second = names
     firsts = _find_fitting(blocks, first)
     if not firsts:
         raise FormatError(f"there is no ```{first} block")
     if not second:
         return [blocks[firsts[-1]].content]
-    # A draft without its second block must not lend its first to another's second.
+    # The second block must stand before the next first one. Otherwise the first block of an unfinished draft would be
+    # taken together with the second block of another.
     for start, end in reversed(list(zip(firsts, [*firsts[1:], len(blocks)], strict=True))):
         between = blocks[start + 1 : end]
         if found := _find_fitting(between, second[0]):
@@ -153,18 +160,20 @@ def find_answer(text: str, names: Sequence[str]) -> list[str]:
     raise FormatError(f"there is no ```{second[0]} block behind the ```{first} block")
 
 
-def _blocks(text: str) -> Iterator[Block]:
+def _split_blocks(text: str) -> Iterator[Block]:
+    """Yields all fenced blocks of a text, in order."""
     name, indent, fence = "", 0, ""
     lines: list[str] | None = None
     for line in text.split("\n"):
-        match = _FENCE_reading.fullmatch(line)
-        if match is None or (lines is not None and not _ends(match, fence)):
+        match = _FENCE_LINE.fullmatch(line)
+        if match is None or (lines is not None and not _ends_block(match, fence)):
             if lines is not None:
                 lines.append(line[:indent].lstrip(" \t") + line[indent:])
             continue
         if lines is not None:
             yield Block(name, "\n".join(lines))
             lines = None
+            # A fence with a name has ended one block, and begins the next.
             if not match[3]:
                 continue
         name, indent, fence, lines = match[3].lower(), len(match[1]), match[2], []
@@ -172,15 +181,15 @@ def _blocks(text: str) -> Iterator[Block]:
         yield Block(name, "\n".join(lines))
 
 
-def _ends(match: re.Match, fence: str) -> bool:
-    """Whether a line ends the block that `fence` has begun: a bare fence as long, or one with a name that is known."""
+def _ends_block(match: re.Match, fence: str) -> bool:
+    """Says whether a line ends a block: it is as long a fence without a name, or any fence with a known name."""
     if match[3]:
         return any(match[3].lower() in names for names in ALIASES.values())
     return match[2].startswith(fence)
 
 
 def _find_fitting(blocks: Sequence[Block], name: str) -> list[int]:
-    """Numbers of the blocks that can be meant."""
+    """Finds the blocks that `name` may mean. Returns their places in `blocks`; empty if there is none."""
     for names in (ALIASES[name], STAND_INS[name]):
         found = [number for number, block in enumerate(blocks) if block.name in names]
         if name == "python":
