@@ -13,7 +13,7 @@ from huggingface_hub import DatasetCardData, ModelCardData
 
 from trl_populora.assets import TINY
 from trl_populora.files import write_whole
-from trl_populora.hub.eval_results import model_index, read_figures, results_table, write_results
+from trl_populora.hub.eval_results import format_results, make_model_index, read_figures, write_results
 from trl_populora.report.plots import PLOTS
 from trl_populora.report.table import HEADER, WORDS, list_members
 from trl_populora.run.read import read_lines, read_population
@@ -143,7 +143,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         **({"base_model": base, "base_model_relation": "adapter"} if published else {}),
         pipeline_tag="text-generation",
         model_name=name.split("/")[-1] if figures else None,
-        eval_results=model_index(figures) or None,
+        eval_results=make_model_index(figures) or None,
         ignore_metadata_errors=True,
         **{key: value for key, value in (details or {}).items() if key in ("license", "language", "datasets")},
     )
@@ -154,31 +154,31 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         students=sum(member["role"] == "student" for member in members),
         rank=population["lora"]["r"],
         base=base,
-        **_base_code(base, population.get("settings", {}).get("base_revision", "main")),
+        **_write_base_code(base, population.get("settings", {}).get("base_revision", "main")),
         step=population["step"],
         kinds=", ".join(population["task_kinds"]),
         best=best,
         best_by=best_by,
-        evaluation=results_table(figures, best, best_by),
-        ratings=_ratings(members),
-        held_out_base=_held_out_base(population),
-        plots=_plots(root),
+        evaluation=format_results(figures, best, best_by),
+        ratings=_write_ratings(members),
+        held_out_base=_describe_held_out_base(population),
+        plots=_embed_pictures(root),
         repo=repo,
-        lora=_lora(population["lora"]),
+        lora=_write_lora(population["lora"]),
         members=len(members),
         member=members[0]["adapter"],
-        quantization=_quantization(population.get("base_quantization")),
+        quantization=_describe_quantization(population.get("base_quantization")),
         folding=FOLDING if any(patterns) else "",
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= largest), VLLM_RANKS[-1]),
         modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
-        lineage=_lineage(root / "lineage.jsonl"),
+        lineage=_write_lineage(root / "lineage.jsonl"),
         settings=json.dumps(population.get("settings", {}), indent=2),
     )
     with write_whole(root / "README.md") as unfinished:
         unfinished.write_text(text)
 
 
-def _quantization(config: dict | None) -> str:
+def _describe_quantization(config: dict | None) -> str:
     if config is None:
         return ""
     bits = 4 if config.get("load_in_4bit") else 8
@@ -188,7 +188,7 @@ def _quantization(config: dict | None) -> str:
     )
 
 
-def _base_code(base: str, revision: str) -> dict[str, str]:
+def _write_base_code(base: str, revision: str) -> dict[str, str]:
     """How Python and a shell name the base; the embedded one lies inside the installed package."""
     if base != TINY:
         if revision == "main":
@@ -203,19 +203,19 @@ def _base_code(base: str, revision: str) -> dict[str, str]:
     }
 
 
-def _ratings(members: list[dict[str, Any]]) -> str:
+def _write_ratings(members: list[dict[str, Any]]) -> str:
     rule = ("---" if column in WORDS else "---:" for column in HEADER)
     rows = [row for rows in list_members(members).values() for row in rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADER, tuple(rule), *rows))
 
 
-def _held_out_base(population: dict[str, Any]) -> str:
+def _describe_held_out_base(population: dict[str, Any]) -> str:
     rate, step = population.get("held_out_base"), population.get("held_out_step")
     earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
     return earlier if rate is None else f" (the base without an adapter: {rate:.3f}){earlier}"
 
 
-def _plots(root: Path) -> str:
+def _embed_pictures(root: Path) -> str:
     names = [name for name in PICTURES if (root / "plots" / f"{name}.png").exists()]
     if not names:
         return ""
@@ -224,11 +224,11 @@ def _plots(root: Path) -> str:
     return "\n".join(["", "## The run in pictures", "", *images, ""])
 
 
-def _lora(lora: dict[str, Any]) -> str:
+def _write_lora(lora: dict[str, Any]) -> str:
     return f"LoraConfig({', '.join(f'{name}={value!r}' for name, value in lora.items())})"
 
 
-def _lineage(path: Path) -> str:
+def _write_lineage(path: Path) -> str:
     events = read_lines(path)
     if not events:
         return "Nobody has been replaced yet."
@@ -279,7 +279,7 @@ They seed another run: `PopuLoRATrainer(..., train_dataset=tasks)`, or `seed_tas
 """
 
 
-def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
+def format_archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
     """
     The card's text.
 
@@ -305,9 +305,9 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
         pretty_name=name,
         tags=["populora", "trl", "code", "self-play"],
         task_categories=["text-generation"],
-        size_categories=[_size(kinds.total())],
+        size_categories=[_name_size(kinds.total())],
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": path.name}], "default": True}],
-        dataset_info=_info(columns, kinds.total(), _whole_size(file), path.stat().st_size),
+        dataset_info=_describe_columns(columns, kinds.total(), _count_bytes(file), path.stat().st_size),
     )
     return ARCHIVE_CARD.format(
         metadata=metadata.to_yaml(),
@@ -326,7 +326,7 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
 _TYPES = {"string": "string", "int64": "int64", "double": "float64"}
 
 
-def _info(columns: pa.Schema, tasks: int, size: int, download: int) -> dict[str, Any]:
+def _describe_columns(columns: pa.Schema, tasks: int, size: int, download: int) -> dict[str, Any]:
     """Columns and size, which the viewer shows without reading the file: numbers, texts and lists of texts."""
     features = []
     for column in columns:
@@ -338,12 +338,12 @@ def _info(columns: pa.Schema, tasks: int, size: int, download: int) -> dict[str,
     return {"features": features, "splits": splits, "download_size": download, "dataset_size": size}
 
 
-def _whole_size(file: Any) -> int:
+def _count_bytes(file: Any) -> int:
     """Bytes of a parquet file before compression."""
     return sum(file.row_group(group).total_byte_size for group in range(file.num_row_groups))
 
 
-def _size(tasks: int) -> str:
+def _name_size(tasks: int) -> str:
     """The Hub's word for so many rows."""
     bounds = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
     return next((word for bound, word in bounds.items() if tasks < bound), "1M<n<10M")

@@ -70,11 +70,11 @@ def read_figures(root: Path, population: dict[str, Any], repo: str) -> list[Figu
         repo: Where it goes; commands name it.
     """
     best = next(member for member in population["members"] if member["name"] == population["best_student"])
-    figures = [_held_out(population, best)] if _is_measured(population, best) else []
+    figures = [_read_held_out(population, best)] if _is_measured(population, best) else []
     if (root / EVALUATION).exists():
         found = json.loads((root / EVALUATION).read_text())
         if found.get("step") == population["step"]:
-            figures += _published(found, best["name"], repo)
+            figures += _read_published(found, best["name"], repo)
     return figures
 
 
@@ -83,7 +83,7 @@ def _is_measured(population: dict[str, Any], best: dict[str, Any]) -> bool:
     return bool(known) and population["held_out_step"] == population["step"]
 
 
-def _held_out(population: dict[str, Any], best: dict[str, Any]) -> Figure:
+def _read_held_out(population: dict[str, Any], best: dict[str, Any]) -> Figure:
     tasks, base = population["held_out_tasks"], population["held_out_base"]
     settings = population.get("settings", {})
     how = f"`trainer.evaluate()` with `eval_attempts={tasks['attempts']}`, `seed={settings.get('seed')}`"
@@ -99,7 +99,7 @@ def _held_out(population: dict[str, Any], best: dict[str, Any]) -> Figure:
     )
 
 
-def _published(found: dict[str, Any], best: str, repo: str) -> list[Figure]:
+def _read_published(found: dict[str, Any], best: str, repo: str) -> list[Figure]:
     """Of `recipes/evaluate.py`: every benchmark on which the best student has a score."""
     figures = []
     for name, about in found["benchmarks"].items():
@@ -128,7 +128,7 @@ def _published(found: dict[str, Any], best: str, repo: str) -> list[Figure]:
     return figures
 
 
-def model_index(figures: Sequence[Figure]) -> list[EvalResult]:
+def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
     """For the card's metadata."""
     return [
         EvalResult(
@@ -166,7 +166,7 @@ def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -
             unfinished.write_text(yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False))
 
 
-def results_table(figures: Sequence[Figure], best: str, chosen_by: str) -> str:
+def format_results(figures: Sequence[Figure], best: str, chosen_by: str) -> str:
     """The card's section; empty where nothing was measured."""
     if not figures:
         return ""

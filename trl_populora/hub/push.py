@@ -25,15 +25,15 @@ from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_populora.files import write_json, write_whole
-from trl_populora.hub.card import PICTURES, archive_card, write_card
+from trl_populora.hub.card import PICTURES, format_archive_card, write_card
 from trl_populora.hub.download import is_connection_error
 from trl_populora.hub.eval_results import OURS
 from trl_populora.report.load import load_run, load_samples
-from trl_populora.report.page import page
+from trl_populora.report.page import build_page
 from trl_populora.report.plots import draw_plots
 from trl_populora.run.checkpoint import Staging
 from trl_populora.run.read import POPULATION_FILE, read_population
-from trl_populora.run.saved_population import best_adapter, check_one_moment
+from trl_populora.run.saved_population import check_one_moment, find_best_adapter
 
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ class Uploads:
         self.run = Path(args.output_dir)
         self.begun: list[Future] = []
 
-    def hub_errors(self, repo: str | None = None) -> AbstractContextManager:
-        """[`hub_errors`] for uploads of this run."""
-        return hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
+    def explain_hub_errors(self, repo: str | None = None) -> AbstractContextManager:
+        """[`explain_hub_errors`] for uploads of this run."""
+        return explain_hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
 
     @property
     def are_due(self) -> bool:
@@ -110,7 +110,7 @@ class Uploads:
             self.begun.remove(job)
             if (error := job.exception()) is not None:
                 try:
-                    with self.hub_errors(repo):
+                    with self.explain_hub_errors(repo):
                         raise error
                 except Exception as told:
                     logger.warning("%s", told)
@@ -118,7 +118,7 @@ class Uploads:
 
 def place_best_student(root: Path) -> None:
     """Copies the best student's adapter to the root of a saved population."""
-    best = best_adapter(root)
+    best = find_best_adapter(root)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         with write_whole(root / name) as unfinished:
             shutil.copyfile(best / name, unfinished)
@@ -192,7 +192,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
     place_best_student(root)
     draw_for_card(root)
     write_card(root, repo)
-    with hub_errors(repo, str(run)), warnings.catch_warnings():
+    with explain_hub_errors(repo, str(run)), warnings.catch_warnings():
         # The archive and the rollouts belong to the population; the client would doubt each of them.
         warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
         repo = HfApi().create_repo(repo, token=token, private=private, exist_ok=True).repo_id
@@ -227,9 +227,9 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
         `RuntimeError`: If the upload fails; the message says why and how to complete it.
     """
     path, population = Path(run, "archive.parquet"), read_population(run)
-    card = archive_card(path, population, repo)
+    card = format_archive_card(path, population, repo)
     check_one_moment(Path(run), population, adapters=())
-    with hub_errors(repo, str(run), "--archive_repo"):
+    with explain_hub_errors(repo, str(run), "--archive_repo"):
         repo = HfApi().create_repo(repo, token=token, private=private, repo_type="dataset", exist_ok=True).repo_id
         commit = HfApi().create_commit(
             repo_id=repo,
@@ -242,13 +242,13 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
 
 
 @contextmanager
-def hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
+def explain_hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
     """Turns what may go wrong between here and the Hub into one error that says why and what to do."""
     try:
         yield
     except LocalTokenNotFoundError as error:
         reason = "there is no token; run `hf auth login` or set `HF_TOKEN`"
-        raise RuntimeError(_advice(reason, repo, run, option)) from error
+        raise RuntimeError(_advise(reason, repo, run, option)) from error
     except HfHubHTTPError as error:
         reasons = {
             401: "the token is missing or not valid; run `hf auth login` or set `HF_TOKEN` or `hub_token`",
@@ -256,14 +256,14 @@ def hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
         }
         status = error.response.status_code
         reason = reasons.get(status, f"status {status}, {error!s:.300}")
-        raise RuntimeError(_advice(reason, repo, run, option)) from error
+        raise RuntimeError(_advise(reason, repo, run, option)) from error
     except Exception as error:
         if not is_connection_error(error):
             raise
-        raise RuntimeError(_advice(f"the connection failed ({error!r:.300})", repo, run, option)) from error
+        raise RuntimeError(_advise(f"the connection failed ({error!r:.300})", repo, run, option)) from error
 
 
-def _advice(reason: str, repo: str, run: str, option: str) -> str:
+def _advise(reason: str, repo: str, run: str, option: str) -> str:
     return (
         f"Pushing {run} to {repo} at {constants.ENDPOINT} failed: {reason}. The local files are intact; "
         f"`populora push {run} {option} {repo}` completes the upload."
@@ -295,7 +295,7 @@ def push_space(
     """
     with TemporaryDirectory() as place:
         make_space(run, place, repo, model)
-        with hub_errors(repo, str(run), "--space"):
+        with explain_hub_errors(repo, str(run), "--space"):
             repo = (
                 HfApi()
                 .create_repo(repo, token=token, private=private, repo_type="space", space_sdk="static", exist_ok=True)
@@ -313,7 +313,7 @@ def make_space(run: str | Path, directory: str | Path, repo: str, model: str | N
     name, root = repo.split("/")[-1], Path(directory)
     records = load_run(run, name)
     with TemporaryDirectory() as pictures:
-        text = page(records, draw_plots(records, Path(pictures)), load_samples(run), None)
+        text = build_page(records, draw_plots(records, Path(pictures)), load_samples(run), None)
     (root / "index.html").write_text(text, encoding="utf-8")
     card = SpaceCardData(
         title=name,
@@ -348,13 +348,13 @@ class HubTrainer(GRPOTrainer):
             write_card(root, self.hub_model_id or model_name or root.name, tags, details)
 
     def init_hf_repo(self, token=None, **kwargs):
-        with self.uploads.hub_errors():
+        with self.uploads.explain_hub_errors():
             super().init_hf_repo(token=token, **kwargs)
 
     def push_to_hub(self, commit_message="End of training", **kwargs):
         if self.is_world_process_zero():
             draw_for_card(Path(self.args.output_dir))
-        with self.uploads.hub_errors():
+        with self.uploads.explain_hub_errors():
             return super().push_to_hub(commit_message=commit_message, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder):

@@ -15,7 +15,7 @@ from trl_populora.hub.download import POPULATION, fetch
 from trl_populora.lora.checks import check_ordinary_adapter
 from trl_populora.lora.convert import fold_into
 from trl_populora.lora.members import peft_model, read_member, write_member
-from trl_populora.population.members import PRIOR_SIGMA, Population
+from trl_populora.population.members import PRIOR_SIGMA, ROLES, Population
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import POPULATION_FILE
 from trl_populora.run.saved_population import Shape, check_one_moment, check_same_shape
@@ -24,7 +24,6 @@ from trl_populora.run.saved_population import Shape, check_one_moment, check_sam
 logger = logging.getLogger(__name__)
 
 ADAPTER = ("adapter_config.json", "adapter_model.*")
-ROLES = ("teacher", "student")
 
 
 def warm_start(
@@ -44,11 +43,11 @@ def warm_start(
     Raises:
         `ValueError`: If a source cannot be read, was trained on another base, or cannot be written as a member.
     """
-    source = _read(source)
+    source = _parse_source(source)
     if isinstance(source, str):
         root = fetch(source, wanted=(*POPULATION, *ADAPTER))
         if (root / POPULATION_FILE).exists() or not (root / ADAPTER[0]).exists():
-            _from_population(root, model, population, shape)
+            _start_from_population(root, model, population, shape)
             return
         source = dict.fromkeys(ROLES, source)
     adapters = population.adapters
@@ -71,7 +70,7 @@ def warm_start(
             member.parents, member.operator = (plan[adapter],), "warm_start"
 
 
-def _read(source: str | Sequence[str] | Mapping[str, str]) -> str | Sequence[str] | Mapping[str, str]:
+def _parse_source(source: str | Sequence[str] | Mapping[str, str]) -> str | Sequence[str] | Mapping[str, str]:
     """What a config, a YAML file or a command line may hold."""
     if not (isinstance(source, str) and source.lstrip().startswith(("{", "["))):
         return source
@@ -85,7 +84,7 @@ def _write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) 
     try:
         config = PeftConfig.from_pretrained(root)
         check_ordinary_adapter(config)
-        factors = fold_into(read_member(model, name), peft_model(model).peft_config[name], _weights(root), config)
+        factors = fold_into(read_member(model, name), peft_model(model).peft_config[name], _load_weights(root), config)
     except (OSError, ValueError) as error:
         raise ValueError(f"The adapter {str(root)!r} cannot start member {name!r}: {error}") from error
     if config.base_model_name_or_path != shape.base_model:
@@ -95,13 +94,13 @@ def _write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) 
     write_member(model, name, factors)
 
 
-def _weights(root: Path) -> dict[str, torch.Tensor]:
+def _load_weights(root: Path) -> dict[str, torch.Tensor]:
     if not list(root.glob(ADAPTER[1])):  # PEFT would ask the Hub for it
         raise ValueError(f"it has no `{ADAPTER[1]}`.")
     return load_peft_weights(str(root), device="cpu")
 
 
-def _from_population(root: Path, model: torch.nn.Module, population: Population, shape: Shape) -> None:
+def _start_from_population(root: Path, model: torch.nn.Module, population: Population, shape: Shape) -> None:
     """
     The best members of each role take the first slots and keep their ratings. Where there are more slots than saved
     members, the best are cloned in turn; a clone keeps mu and starts with the prior's sigma, to be found out. A single

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from trl_populora.run.read import EVALUATION, LINEAGE, read_lines, sort_of
+from trl_populora.run.read import EVALUATION, LINEAGE, classify_log, read_lines
 
 
 TRACKERS = ("wandb", "trackio")  # those with tables; they have the same `Table` and `log`
@@ -22,7 +22,7 @@ INDIVIDUAL = ("member", "role", "born", "replaced", "generation", "parents", "op
 
 def alert(report_to: Sequence[str], title: str, text: str) -> None:
     """Warns in the trackers, which pass it on by mail, Slack or a webhook where their user has set that up."""
-    for name in _wanted(report_to):
+    for name in _choose_trackers(report_to):
         tracker = importlib.import_module(name)
         if name == "wandb":
             tracker.run.alert(title, text, level=tracker.AlertLevel.WARN)
@@ -30,7 +30,7 @@ def alert(report_to: Sequence[str], title: str, text: str) -> None:
             tracker.alert(title, text, level=tracker.AlertLevel.WARN)
 
 
-def _wanted(report_to: Sequence[str]) -> list[str]:
+def _choose_trackers(report_to: Sequence[str]) -> list[str]:
     return [name for name in TRACKERS if name in report_to]
 
 
@@ -48,21 +48,22 @@ class TrackerTables(TrainerCallback):
         self._sent = -1  # step of the last tables
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        logs, wanted = logs or {}, _wanted(args.report_to)
+        logs, wanted = logs or {}, _choose_trackers(args.report_to)
         if not wanted or not state.is_world_process_zero:
             return
         ended = "train_runtime" in logs and self._sent < state.global_step
-        if not (logs.get("evolve/replaced") or ended or sort_of(logs) == EVALUATION):
+        if not (logs.get("evolve/replaced") or ended or classify_log(logs) == EVALUATION):
             return
         self._sent = step = state.global_step
         members = self.describe()["members"]
-        tables: dict[str, tuple] = {"population": (MEMBER, [_row({"step": step, **each}, MEMBER) for each in members])}
+        now = [_make_row({"step": step, **member}, MEMBER) for member in members]
+        tables: dict[str, tuple] = {"population": (MEMBER, now)}
         # Before training the file, if there is one, is another run's.
         births = read_lines(Path(args.output_dir, LINEAGE)) if step else []
         if births:
-            tables["births"] = (BIRTH, [_row(event, BIRTH) for event in births])
+            tables["births"] = (BIRTH, [_make_row(event, BIRTH) for event in births])
             family = list_family(members, births)
-            tables["lineage"] = (INDIVIDUAL, [_row(each, INDIVIDUAL) for each in family])
+            tables["lineage"] = (INDIVIDUAL, [_make_row(each, INDIVIDUAL) for each in family])
         for tracker in map(importlib.import_module, wanted):
             shown = {name: tracker.Table(columns=[*columns], data=rows) for name, (columns, rows) in tables.items()}
             tracker.log(shown | {"train/global_step": step})
@@ -103,14 +104,14 @@ def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[s
     return list(found.values())
 
 
-def _row(entry: dict[str, Any], columns: tuple[str, ...]) -> list[Any]:
+def _make_row(entry: dict[str, Any], columns: tuple[str, ...]) -> list[Any]:
     """Plain cells: members by name, several of anything as text."""
-    return [_cell(entry.get(name)) for name in columns]
+    return [_format_cell(entry.get(name)) for name in columns]
 
 
-def _cell(value: Any) -> Any:
+def _format_cell(value: Any) -> Any:
     if isinstance(value, dict):
         return value["member"]
     if isinstance(value, list):
-        return ", ".join(f"{each:.3f}" if isinstance(each, float) else str(_cell(each)) for each in value)
+        return ", ".join(f"{each:.3f}" if isinstance(each, float) else str(_format_cell(each)) for each in value)
     return value

@@ -11,7 +11,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_populora.report.load import Run, table_name
+from trl_populora.report.load import Run, name_table
 from trl_populora.tasks.python.complexity import PROGRAM_MEASURES
 
 
@@ -45,7 +45,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def picture(
+def save_picture(
     path: Path, size: tuple[float, float], paint: Callable[..., None], *arguments: Any, dpi: int = DPI
 ) -> Path:
     """Lets `paint(figure, *arguments)` draw a figure of so many inches into a PNG file; same values, same bytes."""
@@ -72,7 +72,7 @@ def on_one_axis(paint: Callable[[Axes, Run], None]) -> Draw:
     return draw
 
 
-def line_style(index: int) -> dict[str, Any]:
+def choose_line_style(index: int) -> dict[str, Any]:
     """Colour and dashes of the n-th line: distinct for 32 of them, on paper too."""
     return {
         "color": SERIES_COLORS[index % len(SERIES_COLORS)],
@@ -88,10 +88,10 @@ def mark_births(axis: Axes, run: Run, label: bool = True) -> None:
 
 def name_steps(axis: Axes, ticks: int = 7) -> None:
     axis.set_xlabel("population step")
-    axis.xaxis.set_major_locator(whole_numbers(ticks))
+    axis.xaxis.set_major_locator(locate_whole_numbers(ticks))
 
 
-def whole_numbers(ticks: int) -> MaxNLocator:
+def locate_whole_numbers(ticks: int) -> MaxNLocator:
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True, nbins=ticks, min_n_ticks=1)
@@ -110,12 +110,12 @@ def finish(figure: Figure, lowest: Axes) -> None:
         figure.legend(loc="outside lower center", ncols=2)
 
 
-def window(run: Run) -> str:
-    width = _width(run)
+def describe_window(run: Run) -> str:
+    width = _count_window(run)
     return f"thick: running mean of {width} logged steps" if width > 1 else ""
 
 
-def _width(run: Run) -> int:
+def _count_window(run: Run) -> int:
     """
     Points that a running mean covers: steps of a few tasks each jump more than they change. A twelfth of a run is
     short enough to show what an evolution event did.
@@ -126,14 +126,14 @@ def _width(run: Run) -> int:
 def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
     """A metric's running mean, with what was measured as a faint line behind it."""
     steps, values = run.series(key)
-    if _width(run) > 1:
+    if _count_window(run) > 1:
         axis.plot(steps, values, color=style["color"], linewidth=0.7, alpha=0.35, zorder=1)
     axis.plot(steps, smooth(values, run), **style)
 
 
 def smooth(values: Sequence[float], run: Run) -> list[float]:
     """Running mean over the last points."""
-    width = _width(run)
+    width = _count_window(run)
     return [mean(values[max(0, index + 1 - width) : index + 1]) for index in range(len(values))]
 
 
@@ -177,12 +177,12 @@ def draw_held_out(axis: Axes, run: Run) -> None:
     tables = run.tables
     if len(tables) == 1:
         for index, name in enumerate(run.members("student")):
-            style = line_style(index) | {"linewidth": 1.2, "marker": ".", "label": name}
+            style = choose_line_style(index) | {"linewidth": 1.2, "marker": ".", "label": name}
             axis.plot(*run.series(f"{tables[0]}{name}/solve_rate"), **style)
     for index, table in enumerate(tables):
         one = len(tables) == 1
         color = COLORS["student"] if one else SERIES_COLORS[index % len(SERIES_COLORS)]
-        label = "mean of the students" if one else f"{table_name(table)}, mean"
+        label = "mean of the students" if one else f"{name_table(table)}, mean"
         axis.plot(*run.series(f"{table}solve_rate_mean"), color=color, linewidth=2.6, marker="o", label=label)
         _, base = run.series(f"{table}base/solve_rate")
         if base:
@@ -200,14 +200,14 @@ def draw_held_out_kinds(axis: Axes, run: Run) -> None:
         _, base = run.series(f"{table}base/{kind}/solve_rate")
         if base:
             axis.axhline(base[0], color=color, linestyle="--", linewidth=1.2)
-    axis.set(title=table_name(table), ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
+    axis.set(title=name_table(table), ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
 
 
 @on_one_axis
 def draw_thinking(axis: Axes, run: Run) -> None:
     plot_smoothed(axis, run, "solve/thinking_rate", color=COLORS["student"], linewidth=2, label="fresh tasks")
     axis.plot(*run.series("eval/thinking_rate"), color="0.3", linestyle="--", marker="o", label="held-out tasks")
-    axis.set(title=window(run), ylabel="attempts that think first (fraction)", ylim=(-0.02, 1.02))
+    axis.set(title=describe_window(run), ylabel="attempts that think first (fraction)", ylim=(-0.02, 1.02))
 
 
 def draw_ratings(role: str) -> Draw:
@@ -225,7 +225,7 @@ def draw_ratings(role: str) -> Draw:
             axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label="± 1 std over members")
         axis.plot(steps, means, color=color, linewidth=2.4, label=f"mean of the {role}s", zorder=3)
         for index, name in enumerate(members):
-            axis.plot(*run.series(f"member/{name}/mu"), **line_style(index), linewidth=1, label=name)
+            axis.plot(*run.series(f"member/{name}/mu"), **choose_line_style(index), linewidth=1, label=name)
 
     return draw
 
@@ -240,12 +240,12 @@ def draw_solve_rates(axis: Axes, run: Run) -> None:
     for index, teacher in enumerate(sorted(by_match) if len(by_match) > 1 else ()):
         steps = sorted(by_match[teacher])
         rates = [mean(by_match[teacher][step]) for step in steps]
-        axis.plot(steps, smooth(rates, run), **line_style(index), linewidth=1, label=f"against {teacher}")
+        axis.plot(steps, smooth(rates, run), **choose_line_style(index), linewidth=1, label=f"against {teacher}")
     plot_smoothed(axis, run, "solve/rate", color="black", linewidth=2.2, label="all fresh tasks")
     for key, style, label in (("frac_none", "--", "solved by nobody"), ("frac_all", "-.", "solved by all")):
         steps, rates = run.series(f"solve/{key}")
         axis.plot(steps, smooth(rates, run), color=GREY, linestyle=style, linewidth=1, label=label)
-    axis.set(title=window(run), ylabel="attempts solved (fraction)", ylim=(-0.03, 1.03))
+    axis.set(title=describe_window(run), ylabel="attempts solved (fraction)", ylim=(-0.03, 1.03))
 
 
 @on_one_axis
@@ -254,7 +254,7 @@ def draw_rewards(axis: Axes, run: Run) -> None:
         label = f"{role}s, mean of the step"
         plot_smoothed(axis, run, f"rewards/{role}_reward/mean", color=color, linewidth=2, label=label)
     axis.axhline(0, color=GREY, linewidth=0.8, zorder=0)
-    axis.set(title=window(run), ylabel="reward (points)")
+    axis.set(title=describe_window(run), ylabel="reward (points)")
 
 
 @on_one_axis
@@ -263,7 +263,7 @@ def draw_kinds(axis: Axes, run: Run) -> None:
         plot_smoothed(axis, run, f"solve/{kind}/rate", color=color, label=f"{kind}: solved")
         steps, rates = run.series(f"propose/{kind}/valid_rate")
         axis.plot(steps, smooth(rates, run), color=color, linestyle=":", label=f"{kind}: valid")
-    axis.set(title=window(run), ylabel="attempts solved, proposals valid\n(fraction)", ylim=(-0.03, 1.03))
+    axis.set(title=describe_window(run), ylabel="attempts solved, proposals valid\n(fraction)", ylim=(-0.03, 1.03))
 
 
 CURRICULUM = dict(
@@ -295,7 +295,7 @@ def draw_curriculum(figure: Figure, run: Run) -> None:
         axis.set_axis_off()
     for axis in axes[-1]:
         name_steps(axis, ticks=4)
-    label = ",\n".join(filter(None, ["mean over the step's valid tasks", window(run)]))
+    label = ",\n".join(filter(None, ["mean over the step's valid tasks", describe_window(run)]))
     drawn = axes.flat[0].lines  # births last
     named = {label: drawn[-1 - len(run.births)]} | ({"evolution": drawn[-1]} if run.births else {})
     figure.legend(named.values(), named, loc="outside lower center", ncols=2)
@@ -341,7 +341,7 @@ def draw_rejects(axis: Axes, run: Run) -> None:
         axis.bar(steps, counts, width=1, bottom=bottom, color=color, hatch=hatch, label=label, linewidth=0)
         bottom = [b + c for b, c in zip(bottom, counts, strict=True)]
     axis.set(ylabel="rejected proposals (number)")
-    axis.yaxis.set_major_locator(whole_numbers(6))
+    axis.yaxis.set_major_locator(locate_whole_numbers(6))
     if not reasons:
         axis.set_title("no proposal was rejected")
 
@@ -408,7 +408,7 @@ PHASE_COLORS = {"match": "#444444", "propose": "#D55E00", "verify": "#009E73", "
 PHASE_COLORS |= {"evolve": "#CC79A7"}
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     if value < 0.01:
         return "< 0.01"
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
@@ -419,7 +419,7 @@ def draw_times(axis: Axes, run: Run) -> None:
     steps = [entry["step"] for entry in run.history]
     values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in PHASE_COLORS]
     means = [sum(series) / len(series) for series in values]
-    labels = [f"{phase} ({seconds(mean)} s)" for phase, mean in zip(PHASE_COLORS, means, strict=True)]
+    labels = [f"{phase} ({format_seconds(mean)} s)" for phase, mean in zip(PHASE_COLORS, means, strict=True)]
     bottom = [0.0] * len(steps)
     for series, label, color in zip(values, labels, PHASE_COLORS.values(), strict=True):
         axis.bar(steps, series, width=1, bottom=bottom, color=color, label=label, linewidth=0)

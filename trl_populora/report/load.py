@@ -14,9 +14,9 @@ from trl_populora.run.read import (
     POPULATION_FILE,
     STEP,
     TIMES,
+    classify_log,
     read_lines,
     read_population,
-    sort_of,
 )
 from trl_populora.tasks.python.complexity import PROGRAM_MEASURES
 
@@ -143,7 +143,7 @@ class Run:
         return sorted({event["step"] for event in self.lineage})
 
 
-def table_name(table: str) -> str:
+def name_table(table: str) -> str:
     """What a held-out table is called, from the start of its keys; empty for the only one."""
     return table.removeprefix("eval/").rstrip("_")
 
@@ -159,25 +159,25 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
         `ValueError`: If it holds no metrics, or the file is broken.
     """
     root = Path(run)
-    entries = _read_lines(root / METRICS)
+    entries = _read_checked(root / METRICS)
     if not entries:
         raise ValueError(f"{root} holds no {METRICS}: it is not a run's directory.")
-    history = _by_step(entry for entry in entries if sort_of(entry) == STEP)
-    times = {e["step"]: e for e in _read_lines(root / TIMES) if sort_of(e) != EVALUATION}
+    history = _merge_by_step(entry for entry in entries if classify_log(entry) == STEP)
+    times = {e["step"]: e for e in _read_checked(root / TIMES) if classify_log(e) != EVALUATION}
     return [entry | times.get(entry["step"], {}) for entry in history]
 
 
 def load_evaluations(run: str | Path) -> list[dict[str, Any]]:
     """Figures and seconds of each evaluation on held-out tasks, oldest first; none if the run has not evaluated."""
     figures, seconds = (
-        _by_step(entry for entry in _read_lines(Path(run, name)) if sort_of(entry) == EVALUATION)
+        _merge_by_step(entry for entry in _read_checked(Path(run, name)) if classify_log(entry) == EVALUATION)
         for name in (METRICS, TIMES)
     )
     took = {entry["step"]: entry for entry in seconds}
     return [took.get(entry["step"], {}) | entry for entry in figures]
 
 
-def _by_step(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_by_step(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry per step, oldest first, with all keys of a step that was logged twice."""
     by_step: dict[int, dict[str, Any]] = {}
     for entry in entries:
@@ -185,7 +185,7 @@ def _by_step(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_checked(path: Path) -> list[dict[str, Any]]:
     try:
         return read_lines(path)
     except ValueError as error:
@@ -220,7 +220,7 @@ def load_run(run: str | Path, name: str | None = None) -> Run:
     last = history[-1]["step"]
     rows, lineage, evaluations = (
         [entry for entry in entries if entry["step"] <= last]
-        for entries in (_read_rollouts(root, ROW_COLUMNS), _read_lines(root / LINEAGE), load_evaluations(root))
+        for entries in (_read_rollouts(root, ROW_COLUMNS), _read_checked(root / LINEAGE), load_evaluations(root))
     )
     population = read_population(root) if (root / POPULATION_FILE).exists() else {}
     return Run(name or root.resolve().name, history, rows, lineage, population, evaluations)
@@ -251,29 +251,29 @@ def name_reject(proposal: Mapping[str, Any]) -> str:
 
 def load_samples(run: str | Path, number: int = 8) -> list[Sample]:
     """Proposals of the last steps with the attempts at them: valid ones from hard to easy, then rejected ones."""
-    proposals, attempts = _proposals(Path(run), last=4)
+    proposals, attempts = _collect_proposals(Path(run), last=4)
     valid = sorted((row for row in proposals if row["valid"]), key=lambda row: row["solve_rate"])
     step = max(1, len(valid) // max(1, number * 3 // 4))
     chosen = valid[::step][: number * 3 // 4]
     chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]
-    return [(row, attempts.get(_task(row), []) if row["valid"] else []) for row in chosen]
+    return [(row, attempts.get(_identify_task(row), []) if row["valid"] else []) for row in chosen]
 
 
-def _proposals(root: Path, last: int) -> tuple[list[dict[str, Any]], dict[tuple, list[dict[str, Any]]]]:
+def _collect_proposals(root: Path, last: int) -> tuple[list[dict[str, Any]], dict[tuple, list[dict[str, Any]]]]:
     """Proposals of the last files, newest first, and the attempts at each task that is not an archived one."""
     rows = _read_rollouts(root, SAMPLE_COLUMNS, last)
     attempts: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
         if row["role"] == "student" and not row["archived"]:
-            attempts.setdefault(_task(row), []).append(row)
+            attempts.setdefault(_identify_task(row), []).append(row)
     proposals = [row for row in reversed(rows) if row["role"] == "teacher"]
-    return proposals or [_given(tries[0]) for tries in reversed(attempts.values())], attempts
+    return proposals or [_make_given(tries[0]) for tries in reversed(attempts.values())], attempts
 
 
-def _given(attempt: dict[str, Any]) -> dict[str, Any]:
+def _make_given(attempt: dict[str, Any]) -> dict[str, Any]:
     """In the place of a proposal a given task, as a student was asked it."""
     return attempt | {"member": "given", "completion": attempt["prompt"]}
 
 
-def _task(row: dict[str, Any]) -> tuple:
+def _identify_task(row: dict[str, Any]) -> tuple:
     return row["step"], row["match"], row["task_id"]

@@ -26,9 +26,9 @@ from trl_populora.report.charts import (
     draw_solve_rates,
     draw_thinking,
     draw_times,
+    locate_whole_numbers,
     mean,
-    picture,
-    whole_numbers,
+    save_picture,
 )
 from trl_populora.report.load import Run, load_run
 
@@ -59,7 +59,7 @@ def draw_mastery(figure: Figure, run: Run) -> None:
     _draw_map(axes[1], map_mastery(attempts, features, width), features, width, "student", "attempts right")
     for axis in axes:
         axis.set_xlim(0.5, run.step + 0.5)
-        axis.xaxis.set_major_locator(whole_numbers(5))
+        axis.xaxis.set_major_locator(locate_whole_numbers(5))
     figure.supxlabel("population step (grey: too few)", fontsize=9)
 
 
@@ -241,7 +241,7 @@ def draw_plots(run: Run, directory: Path, names: Sequence[str] | None = None) ->
     for plot in PLOTS:
         if (names is None or plot.name in names) and plot.can_be_drawn(run):
             path, size = directory / f"{plot.name}.png", (WIDTH, plot.height + extra)
-            drawn.append((plot, picture(path, size, plot.draw, run)))
+            drawn.append((plot, save_picture(path, size, plot.draw, run)))
     return drawn
 
 
@@ -267,4 +267,4 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
             part.suptitle(plot.title)
             plot.draw(part, records)
 
-    return picture(Path(path or Path(run, "run.png")), (2.2 * WIDTH, 4.4 * rows), paint, dpi=110)
+    return save_picture(Path(path or Path(run, "run.png")), (2.2 * WIDTH, 4.4 * rows), paint, dpi=110)

@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from trl_populora.errors import printable
-from trl_populora.report.load import Run, table_name
+from trl_populora.population.members import ROLES
+from trl_populora.report.load import Run, name_table
 from trl_populora.run.read import POPULATION_FILE, read_population
 
 
@@ -61,22 +62,22 @@ class Change:
     @property
     def told(self) -> str:
         """As a sentence would say it."""
-        before, after, base = (write(value, self.form) for value in (self.first, self.last, self.base))
+        before, after, base = (format_value(value, self.form) for value in (self.first, self.last, self.base))
         verb = "went" if not self.clear else "rose" if (self.difference or 0) > 0 else "fell"
         return f"{self.name} {verb} from {before} to {after}" + (
             f" (the base: {base})" if self.base is not None else ""
         )
 
 
-def fifths(run: Run) -> tuple[list[dict], list[dict]]:
+def take_fifths(run: Run) -> tuple[list[dict], list[dict]]:
     """The first and the last fifth of a run's logged steps, at least one step each; empty for fewer than two steps."""
     size = max(1, len(run.history) // 5)
     return (run.history[:size], run.history[-size:]) if len(run.history) > 1 else ([], [])
 
 
-def changes(run: Run) -> list[Change]:
+def compare_fifths(run: Run) -> list[Change]:
     """Shares, rewards, what the kinds measure, and seconds, in the first fifth of the logged steps and in the last."""
-    first, last = fifths(run)
+    first, last = take_fifths(run)
     if not first:
         return []
     functions = sorted({key for entry in run.history for key in entry if key.startswith("rewards/")})
@@ -93,18 +94,18 @@ def changes(run: Run) -> list[Change]:
         ("completions/mean_length", "tokens of a completion", "count"),
         ("step_time", "time of a step", "seconds"),
     ]
-    found = [_change(name, form, _known(key, first), _known(key, last)) for key, name, form in rows]
+    found = [_make_change(name, form, _pick_known(key, first), _pick_known(key, last)) for key, name, form in rows]
     return [change for change in found if change.first is not None or change.last is not None]
 
 
-def held_out_changes(run: Run) -> tuple[tuple[int, int], list[Change]]:
+def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
     """The steps of the first and last evaluation, and the students' figures then; none with fewer than two of them."""
     if len(run.evaluations) < 2:
         return (0, 0), []
     first, last = run.evaluations[0], run.evaluations[-1]
     found = []
     for table in run.tables:
-        words = f"held-out tasks{f' ({name})' if (name := table_name(table)) else ''}"
+        words = f"held-out tasks{f' ({name})' if (name := name_table(table)) else ''}"
         rows = [("solve_rate_mean", "base/solve_rate", f"{words}: attempts right")]
         rows += [("solve_rate_best", "base/solve_rate", f"{words}: the best student")]
         rows += [
@@ -114,20 +115,20 @@ def held_out_changes(run: Run) -> tuple[tuple[int, int], list[Change]]:
         rows += [("thinking_rate", "base/thinking_rate", f"{words}: worked out first")]
         for key, base, name in rows:
             before, after = (entry.get(table + key) for entry in (first, last))
-            found.append(Change(name, "share", before, after, base=_latest(run, table + base)))
+            found.append(Change(name, "share", before, after, base=_find_latest(run, table + base)))
     return (first["step"], last["step"]), found
 
 
-def _latest(run: Run, key: str) -> float | None:
+def _find_latest(run: Run, key: str) -> float | None:
     _, values = run.series(key)
     return values[-1] if values else None
 
 
-def _known(key: str, entries: Sequence[dict]) -> list[float]:
+def _pick_known(key: str, entries: Sequence[dict]) -> list[float]:
     return [entry[key] for entry in entries if entry.get(key) is not None]
 
 
-def _change(name: str, form: Form, first: Sequence[float], last: Sequence[float]) -> Change:
+def _make_change(name: str, form: Form, first: Sequence[float], last: Sequence[float]) -> Change:
     before, after = (fmean(values) if values else None for values in (first, last))
     return Change(name, form, before, after, clear=_differ(first, last))
 
@@ -145,7 +146,7 @@ def _differ(first: Sequence[float], last: Sequence[float]) -> bool | None:
         return bool(ttest_ind(first, last, equal_var=False).pvalue < CHANCE)
 
 
-def write(value: float | None, form: Form, sign: bool = False) -> str:
+def format_value(value: float | None, form: Form, sign: bool = False) -> str:
     """A value as tables show it, `-` where there is none; `sign` for a difference, in points where it is of shares."""
     if value is None:
         return "-"
@@ -171,15 +172,15 @@ def list_members(members: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[s
             will do.
     """
     best_first = sorted(members, key=lambda member: (-(member["mu"] or 0.0), member["name"]))
-    return {role: [_cells(each) for each in best_first if each["role"] == role] for role in ("teacher", "student")}
+    return {role: [_format_member(each) for each in best_first if each["role"] == role] for role in ROLES}
 
 
-def _cells(member: Mapping[str, Any]) -> tuple[str, ...]:
+def _format_member(member: Mapping[str, Any]) -> tuple[str, ...]:
     mu, sigma, rate = member["mu"], member["sigma"], member.get("held_out")
     return (
         member["name"],
         "-" if mu is None or sigma is None else f"{mu:.1f} ± {sigma:.1f}",
-        "-" if rate is None else percent(rate),
+        "-" if rate is None else format_percent(rate),
         str(member.get("age", "-")),
         f"step {member['born']}" if "born" in member else "-",
         member.get("operator", "-"),
@@ -187,7 +188,7 @@ def _cells(member: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def percent(rate: float) -> str:
+def format_percent(rate: float) -> str:
     return f"{100 * rate:.0f} %" if rate == rate else "-"
 
 
@@ -207,7 +208,7 @@ def print_population(run: str | Path) -> None:
     population = read_population(run)
     title = f"Population after {population['step']} steps on {population['base_model']}"
     if (base := population.get("held_out_base")) is not None:
-        title += f", which solves {percent(base)} of the held-out tasks"
+        title += f", which solves {format_percent(base)} of the held-out tasks"
     title = printable(title)
     roles = {
         role: [tuple(map(printable, row)) for row in rows]
@@ -236,7 +237,7 @@ def print_population(run: str | Path) -> None:
     (console if console.is_terminal else Console(width=120)).print(table)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Two units that matter: `42 s`, `3 min 32 s`, `5 h 12 min`, `2 d 3 h`."""
     whole = round(seconds)
     for unit, next_unit, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
