@@ -1,4 +1,4 @@
-"""Keeps a run's page and pictures up to date while it goes on, and sends tables and alerts to W&B and trackio."""
+"""Sends tables and alerts of a run to W&B and trackio while it trains."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from transformers import TrainerCallback
 from trl_populora.run.read import EVALUATION, LINEAGE, classify_log, read_lines
 
 
-TRACKERS = ("wandb", "trackio")  # those with tables; they have the same `Table` and `log`
+# The trackers that show tables. Both name the functions alike: `Table(columns=..., data=...)` and `log({...})`.
+TRACKERS = ("wandb", "trackio")
 
+# Columns of the tables `population`, `births` and `lineage`.
 MEMBER = ("step", "name", "role", "mu", "sigma", "held_out", "age", "born", "version", "operator", "parents")
 BIRTH = ("step", "role", "child", "replaced", "parents", "operator", "strength", "mu", "cosine")
-
 INDIVIDUAL = ("member", "role", "born", "replaced", "generation", "parents", "operator", "mu")
 
 
 def alert(report_to: Sequence[str], title: str, text: str) -> None:
-    """Warns in the trackers, which pass it on by mail, Slack or a webhook where their user has set that up."""
+    """Sends a warning to the trackers, which may pass it on by mail, Slack or a webhook."""
     for name in _choose_trackers(report_to):
         tracker = importlib.import_module(name)
         if name == "wandb":
@@ -31,16 +32,19 @@ def alert(report_to: Sequence[str], title: str, text: str) -> None:
 
 
 def _choose_trackers(report_to: Sequence[str]) -> list[str]:
+    """Picks from the names in `report_to` those of trackers that show tables."""
     return [name for name in TRACKERS if name in report_to]
 
 
 class TrackerTables(TrainerCallback):
     """
-    Sends the tables `population`, `births` and `lineage` to W&B and trackio: when somebody was replaced, with
-    evaluations, and at the end. Curves are the trainer's own metrics, `completions` is TRL's table.
+    A callback that sends the tables `population`, `births` and `lineage` to W&B and trackio.
+
+    It sends them when a member was replaced, with every evaluation, and at the end. The trainer logs the curves, and
+    TRL the table `completions`.
 
     Args:
-        describe: Returns what `population.json` holds.
+        describe: Returns the contents of `population.json`.
     """
 
     def __init__(self, describe: Callable[[], dict[str, Any]]):
@@ -51,6 +55,7 @@ class TrackerTables(TrainerCallback):
         logs, wanted = logs or {}, _choose_trackers(args.report_to)
         if not wanted or not state.is_world_process_zero:
             return
+        # The summary at the end often comes right after an evaluation, which has just sent the same tables.
         ended = "train_runtime" in logs and self._sent < state.global_step
         if not (logs.get("evolve/replaced") or ended or classify_log(logs) == EVALUATION):
             return
@@ -58,7 +63,7 @@ class TrackerTables(TrainerCallback):
         members = self.describe()["members"]
         now = [_make_row({"step": step, **member}, MEMBER) for member in members]
         tables: dict[str, tuple] = {"population": (MEMBER, now)}
-        # Before training the file, if there is one, is another run's.
+        # At step 0 nobody has been born yet. A file that is there belongs to an earlier run.
         births = read_lines(Path(args.output_dir, LINEAGE)) if step else []
         if births:
             tables["births"] = (BIRTH, [_make_row(event, BIRTH) for event in births])
@@ -71,17 +76,23 @@ class TrackerTables(TrainerCallback):
 
 def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    Everybody who ever lived, in the order of birth: when who was replaced, with which rating, and who lives.
+    Lists every individual that ever lived, in the order of birth.
 
     Args:
-        members: The living, as `population.json` has them.
+        members: The members of now, as in `population.json`.
         births: Lines of `lineage.jsonl`, oldest first.
+
+    Returns:
+        A dictionary per individual with the keys `INDIVIDUAL`. Only individuals that were replaced have `replaced`,
+        the step at which that happened.
     """
+    # An individual is `name@version`: a child takes over the name of the member that it replaces.
     alive = {f"{member['name']}@{member['version']}": member for member in members}
     born = {birth["child"] for birth in births}
     first = [*(birth["replaced"]["member"] for birth in births), *alive]
     roles = {birth["replaced"]["member"]: birth["role"] for birth in births}
     roles |= {name: member["role"] for name, member in alive.items()}
+    # Founders appear in no birth as a child. They are known because they live or were replaced.
     found: dict[str, dict[str, Any]] = {
         name: {"parents": [], "operator": "init"} | dict(alive.get(name, {})) | {"member": name, "role": roles[name]}
         for name in sorted({*first} - born)
@@ -105,7 +116,7 @@ def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[s
 
 
 def _make_row(entry: dict[str, Any], columns: tuple[str, ...]) -> list[Any]:
-    """Plain cells: members by name, several of anything as text."""
+    """Makes the cells of one row. Trackers take only plain values, so members become names and lists become text."""
     return [_format_cell(entry.get(name)) for name in columns]
 
 

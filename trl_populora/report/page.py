@@ -1,6 +1,7 @@
-"""The page of a report: one self-contained `report.html` that reads on a laptop and on a phone, without network.
+"""Writes the page of a report: one self-contained `report.html` that works on a laptop and a phone, without network.
 
-Whatever a model wrote is escaped: a task must not become a script in somebody's browser.
+The page inserts text only after `escape`: models write part of it, and a task must not become a script in somebody's
+browser. The functions below return HTML, one section each, in the order of the page.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from trl_populora.report.table import (
 )
 
 
-# Characters of a completion that are shown, and rows of the table of births before it folds.
+# Most characters of a prompt or completion on the page, and most rows of the table of births before it is folded.
 _SHOWN, _ROWS = 1500, 16
 
 _STYLE = """
@@ -76,9 +77,9 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
     Writes `report.html`, one self-contained page, and its pictures as `plots/*.png`.
 
     Args:
-        run: The run's `output_dir`, also while it is going on, or a downloaded population.
-        directory: Where they go, the run itself by default.
-        name: The page's title, the name of the run's directory by default.
+        run: The run's `output_dir`, or the directory of a downloaded population. The run may still be training.
+        directory: Where the files go; by default the run's directory.
+        name: Title of the page; by default the name of the run's directory.
 
     Returns:
         `Path`: The page.
@@ -97,13 +98,13 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
 
 def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Sample], way: str | None = ".") -> str:
     """
-    Builds the page.
+    Builds the page as HTML text.
 
     Args:
-        run: The run's records.
-        plots: Pictures that were drawn.
+        run: Records of the run.
+        plots: Pictures and their files. The page holds the pictures themselves.
         samples: Proposals with the attempts at them.
-        way: From the page to the run's directory, for links to its rollouts; `None` where these are not beside it.
+        way: Relative path from the page to the run's directory, for links to rollouts; `None` for a page without them.
     """
     figures = "\n".join(_write_figure(plot, path) for plot, path in plots)
     return f"""<!DOCTYPE html>
@@ -138,8 +139,10 @@ def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[S
 
 
 def _write_facts(run: Run) -> str:
+    """Writes the list of facts at the top: steps, base, tokens, duration, versions."""
     last, population = run.latest, run.population
     done = f"{run.step} of {run.planned}" if run.planned else str(run.step)
+    # The files of a run that trains and of one that was killed look alike.
     state = " (in progress or stopped)" if run.planned and not run.finished else ""
     settings = population.get("settings", {})
     steps, evaluations = run.seconds
@@ -163,31 +166,32 @@ def _write_facts(run: Run) -> str:
 
 
 def _write_changes(run: Run) -> str:
+    """Writes the section "What changed": sentences for clear changes, then the tables."""
     early, late = take_fifths(run)
     if not early:
         return (
-            '<p class="note">There is one step so far; from the second on this compares early ones with late ones.</p>'
+            '<p class="note">There is one step so far. From the second step on, early steps are compared with late '
+            "ones.</p>"
         )
     played, ((start, end), measured) = compare_fifths(run), compare_evaluations(run)
     clear = [change for change in played if change.clear]
     told = [change.told for change in (*measured[:1], *clear) if change.difference]
-    what = "Everything else" if clear else "What the game shows"
-    rest = f"{what} stayed within what steps differ by among themselves."
+    what = "Everything else" if clear else "Everything that the game measures"
+    rest = f"{what} changed no more than steps differ by chance."
+    # Each fifth needs two steps for the test.
     if all(change.clear is None for change in played):
-        rest = (
-            "The run is too short to tell more from how steps differ by chance; from ten logged steps on it is told."
-        )
+        rest = "The run is too short to tell changes from chance. Ten logged steps are enough."
     items = "".join(f"<li>{escape(text[:1].upper() + text[1:])}.</li>" for text in told)
     parts = [_write_change_table(("", _name_span(early, run), _name_span(late, run), "change"), played)]
     if measured:
         parts.insert(0, _write_change_table(("", f"step {start}", f"step {end}", "change", "base"), measured))
-    note = "First and last fifth of the logged steps. Bold: more than chance between steps (Welch's test, 1 %)."
+    note = "First and last fifth of the logged steps. Bold: a clear change, by Welch's test at 1 %."
     tables = "".join(f"<div>{table}</div>" for table in parts)
     return f'<ul>{items}<li>{rest}</li></ul><div class="columns">{tables}</div><p class="note">{note}</p>'
 
 
 def _name_span(entries: list[dict[str, Any]], run: Run) -> str:
-    """The steps that logged entries are about; an entry is about all steps since the one before it."""
+    """Names the steps that some logged entries cover. An entry covers all steps since the entry before it."""
     position = run.history.index(entries[0])
     first = run.history[position - 1]["step"] + 1 if position else 1
     last = entries[-1]["step"]
@@ -206,6 +210,9 @@ def _write_change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
 
 
 def _write_members(run: Run) -> str:
+    """Writes the table of members."""
+    # A run that has not written `population.json` yet has names and ratings in its metrics. The newest ratings are
+    # there in any case.
     known = {member["name"]: member for member in run.population.get("members", [])}
     members = [
         {**known.get(name, {}), "name": name, "role": role}
@@ -246,21 +253,29 @@ def _write_births(run: Run) -> str:
 def _write_settings(run: Run) -> str:
     settings = run.population.get("settings", {})
     if not settings:
-        return '<p class="note">This run did not say what it was set to.</p>'
+        return '<p class="note">This run has not saved its settings.</p>'
     every = settings | {f"lora: {name}": value for name, value in run.population.get("lora", {}).items()}
     rows = [([f"<code>{escape(name)}</code>", escape(str(value))], "") for name, value in every.items()]
     return _fold("settings", f"all {len(rows)} settings", _write_table(("setting", "value"), rows, "settings"))
 
 
 def _write_table(header: Sequence[str], body: Sequence[tuple[Sequence[str], str]], style: str) -> str:
-    """A table of HTML cells; each row comes with its class."""
+    """
+    Writes a table.
+
+    Args:
+        header: Names of the columns.
+        body: Rows, each with its cells as HTML and its CSS class.
+        style: CSS class of the table. `"cards"` turns each row into a card on a phone.
+    """
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     rows = "".join(f'<tr class="{row}">{_write_cells(header, cells)}</tr>' for cells, row in body)
     return f'<table class="{style}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
 def _write_cells(header: Sequence[str], cells: Sequence[str]) -> str:
-    wide = {"parents", "operator", "made by", "in place of", "cosine to parents"}  # half a phone is too narrow
+    # On a phone a card has two cells per line. Half a phone is too narrow for these.
+    wide = {"parents", "operator", "made by", "in place of", "cosine to parents"}
     return "".join(
         f'<td data-name="{escape(name)}"{" class=wide" if name in wide else ""}>{cell}</td>'
         for name, cell in zip(header, cells, strict=True)
@@ -272,6 +287,7 @@ def _fold(name: str, title: str, inside: str) -> str:
 
 
 def _write_figure(plot: Plot, path: Path) -> str:
+    # The picture's bytes go into the page, so that one file is enough to send to somebody.
     data = base64.b64encode(path.read_bytes()).decode()
     title, caption = escape(plot.title), escape(plot.caption)
     image = f'<img alt="{title}" src="data:image/png;base64,{data}">'
@@ -282,7 +298,7 @@ def _write_samples(samples: Sequence[Sample], way: str | None) -> str:
     if not samples:
         return '<p class="note">This run kept no rollouts (<code>save_rollouts</code>).</p>'
     whole = "<code>pandas.read_parquet(file).iloc[row]</code>"
-    note = f'<p class="note">Each names its file and rows: {whole} has all of it.</p>'
+    note = f'<p class="note">Long texts are cut. Each sample names its file and rows: {whole} has everything.</p>'
     return note + "\n".join(_write_sample(proposal, attempts, way) for proposal, attempts in samples)
 
 
@@ -306,6 +322,7 @@ def _write_sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, A
 
 
 def _write_source(proposal: Mapping[str, Any], way: str | None) -> str:
+    """Names the file, row and task of a proposal. The file is a link if the page lies near the run."""
     name = proposal["file"]
     if way is not None:
         name = f'<a href="{quote(name if way == "." else f"{way}/{name}")}">{escape(name)}</a>'
@@ -314,6 +331,7 @@ def _write_source(proposal: Mapping[str, Any], way: str | None) -> str:
 
 
 def _write_text(text: str) -> str:
+    """Writes what a model wrote or was asked, escaped and cut to a length that reads well."""
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} [... {len(text) - _SHOWN} more characters]"
     return f"<pre>{escape(shown) or '(nothing)'}</pre>"
 
