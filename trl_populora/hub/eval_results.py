@@ -106,7 +106,7 @@ def _read_held_out(population: dict[str, Any], best: dict[str, Any]) -> Figure:
 
 
 def _read_published(found: dict[str, Any], best: str, repo: str) -> list[Figure]:
-    """Reads the best student's score on each benchmark from `evaluation.json`, if it has one there."""
+    """Reads the best student's scores from `evaluation.json`, and skips benchmarks on which it has none."""
     figures = []
     for name, about in found["benchmarks"].items():
         # The name becomes part of a path, and the file may come from a stranger on the Hub.

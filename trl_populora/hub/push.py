@@ -61,7 +61,7 @@ STAGES = "_push"
 
 class Uploads:
     """
-    The uploads of checkpoints during training. Each uploads a frozen copy, so that training can go on.
+    The uploads of checkpoints during training. Each upload reads a frozen copy of the run.
 
     Args:
         args: Names the run's directory, strategy (`hub_strategy`), token and revision.
@@ -97,7 +97,7 @@ class Uploads:
             commit_message=f"Training in progress, step {step}",
             token=self.args.hub_token,
             revision=self.args.hub_revision,
-            # The repository may have scores of earlier weights. The stage has those that still hold.
+            # The repository may have scores of earlier weights.
             delete_patterns=OURS,
             run_as_future=True,
         )
@@ -207,8 +207,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
     root = Path(run)
     population = read_population(root)
     check_one_moment(root, population)
-    # Early versions saved secrets in this file. `read_population` has left them out, so they are gone once it is
-    # written.
+    # Early versions saved secrets in this file. `read_population` leaves them out, so writing the file removes them.
     write_json(root / POPULATION_FILE, population)
     place_best_student(root)
     draw_for_card(root)

@@ -322,7 +322,7 @@ def draw_curriculum(figure: Figure, run: Run) -> None:
     names = run.measures
     columns = min(2, len(names))
     rows = -(-len(names) // columns)
-    # The number of measures decides the height, and only here it is known.
+    # The number of measures decides the height. The caller, who made the figure, does not know it.
     figure.set_figheight(1.0 + 1.8 * rows)
     axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):

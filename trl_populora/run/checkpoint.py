@@ -396,7 +396,7 @@ def load_game(
 
 
 def load_stateful(root: Path, stateful: Mapping[str, Any], archive: TaskArchive) -> None:
-    """Reads `game.json` into the given objects, and the archive's tasks and coverage into the archive."""
+    """Restores each object from its state in `game.json`, and the archive from its own file."""
     state = read_json(root / "game.json")
     for field, each in stateful.items():
         # A resumed run may evaluate although the saved one did not.

@@ -167,8 +167,8 @@ class RunDirectory:
             may_begin = self._trained_in == where or (found is None and wanted)
             return None if may_begin else find_earlier_run(where)
         newest = find_newest(where)
-        # Only a path given by name can be older than the newest here by choice. `True` takes the newest that is whole
-        # on all nodes, and this node may have a newer one.
+        # The two are equal only if the user named this checkpoint. `True` takes the newest that is whole on all nodes,
+        # although this node may have a newer one.
         if found != wanted or newest is None or _parse_step(Path(newest)) <= _parse_step(Path(found)):
             return None
         return (
