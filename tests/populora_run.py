@@ -116,14 +116,14 @@ def cut_run(base: str, output_dir: str, settings: dict, cut: int):
 def state_of(trainer) -> dict:
     """Everything that must be equal after equal runs: adapters, state, records; times left out."""
     from trl_populora.lora.members import read_member
-    from trl_populora.run.checkpoint import game_state
+    from trl_populora.run.checkpoint import collect_game_state
     from trl_populora.run.read import read_lines
 
     run = Path(trainer.args.output_dir)
     members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.adapters}
     return {
         "members": {f"{m}/{k}": v.numpy().tobytes() for m, factors in members.items() for k, v in factors.items()},
-        "game": json.dumps(game_state(trainer._stateful, trainer.archive)),
+        "game": json.dumps(collect_game_state(trainer._stateful, trainer.archive)),
         "archive": list(trainer.archive.entries()),
         "lineage": read_lines(run / "lineage.jsonl"),
         "history": [timeless(entry) for entry in trainer.state.log_history if "train_loss" not in entry],

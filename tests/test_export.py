@@ -102,5 +102,5 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run, tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="takes all students; leave `member='student_0'` out"):
         export_member(run.args.output_dir, tmp_path / "out", "student_0", merge_students=True)
-    with pytest.raises(ValueError, match="is there already. Name a directory that is not"):
+    with pytest.raises(ValueError, match="is there already. Name a directory that does not exist yet"):
         export_member(run.args.output_dir, tmp_path)

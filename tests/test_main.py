@@ -115,7 +115,9 @@ def test_a_checkout_that_is_not_installed_knows_its_version(tmp_path):
     others = [path for path in Path(sysconfig.get_path("purelib")).iterdir() if "trl_populora" not in path.name]
     for path in (*others, Path(trl_populora.__file__).parent):
         (tmp_path / path.name).symlink_to(path)
-    program = "from trl_populora.run.saved_population import versions; print(versions()['trl-populora'])"
+    program = (
+        "from trl_populora.run.saved_population import collect_versions; print(collect_versions()['trl-populora'])"
+    )
     for arguments in (["-m", "trl_populora", "--version"], ["-c", program]):
         command = [sys.executable, "-S", *arguments]  # -S: of the installed packages only those in `tmp_path`
         told = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)

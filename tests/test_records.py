@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trl_populora.population.members import Population
-from trl_populora.run.read import read_lines, sort_of
+from trl_populora.run.read import classify_log, read_lines
 from trl_populora.run.records import Records, write_rollouts
 from trl_populora.step.rows import Row
 
@@ -54,4 +54,4 @@ def test_rollouts_tell_a_member_from_its_successor_and_its_opponent(tmp_path):
     ],
 )
 def test_a_log_says_what_it_is_about(logs, sort):
-    assert sort_of(logs) == sort
+    assert classify_log(logs) == sort

@@ -37,9 +37,9 @@ from trl_populora.report.charts import (
     smooth,
 )
 from trl_populora.report.load import Run, load_history, load_run, load_samples
-from trl_populora.report.page import page, write_report
+from trl_populora.report.page import build_page, write_report
 from trl_populora.report.plots import PLOTS, plot_run
-from trl_populora.report.table import changes
+from trl_populora.report.table import compare_fifths
 from trl_populora.run.read import read_lines
 
 
@@ -51,7 +51,7 @@ def written(finished, tmp_path_factory):
 
 def page_of(run: Path) -> str:
     """Its page without pictures, which take seconds."""
-    return page(load_run(run), [], load_samples(run))
+    return build_page(load_run(run), [], load_samples(run))
 
 
 def visible_text(page: str) -> str:
@@ -228,7 +228,7 @@ def test_a_count_over_the_tasks_of_several_steps_is_no_measure_of_a_task():
     figure = Figure()
     draw_coverage(figure, run)
     assert [list(axis.lines[0].get_ydata()) for axis in figure.axes] == [[10.0, 11.0]]
-    assert [change.name for change in changes(run)] == ["tasks: words", "different features in recent tasks"]
+    assert [change.name for change in compare_fifths(run)] == ["tasks: words", "different features in recent tasks"]
 
 
 def test_a_run_whose_kinds_measure_nothing_has_no_picture_of_it():

@@ -76,7 +76,7 @@ READERS = {
 class TestReaders:
     def test_adapters_of_another_step_than_their_metadata_are_refused(self, extended, base, tmp_path, read, hub):
         assert read_population(extended)["step"] == 3
-        told = r"run is of two moments: population.json tells of step 3, .* was saved after step 2.*use a checkpoint"
+        told = r"run mixes two steps: population.json is from step 3, .* was saved after step 2.*use a checkpoint"
         with pytest.raises(ValueError, match=told):
             read(extended, tmp_path, base)
 

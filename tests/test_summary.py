@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trl_populora.report.load import Run
-from trl_populora.report.table import changes, duration, fifths, held_out_changes, write
+from trl_populora.report.table import compare_evaluations, compare_fifths, format_duration, format_value, take_fifths
 
 
 def run_of(**series: list) -> Run:
@@ -17,18 +17,18 @@ def run_of(**series: list) -> Run:
 
 @pytest.mark.parametrize(("steps", "fifth"), [(2, 1), (9, 1), (10, 2), (24, 4)])
 def test_a_fifth_is_at_least_a_step(steps, fifth):
-    first, last = fifths(run_of(solve__rate=[0.5] * steps))
+    first, last = take_fifths(run_of(solve__rate=[0.5] * steps))
     assert [entry["step"] for entry in first] == [*range(1, fifth + 1)]
     assert [entry["step"] for entry in last] == [*range(steps - fifth + 1, steps + 1)]
 
 
 def test_one_step_has_nothing_to_be_compared_with():
-    assert changes(run_of(solve__rate=[0.5])) == []
+    assert compare_fifths(run_of(solve__rate=[0.5])) == []
 
 
 class TestClear:
     def changed(self, values: list) -> bool | None:
-        (change,) = changes(run_of(solve__rate=values))
+        (change,) = compare_fifths(run_of(solve__rate=values))
         return change.clear
 
     def test_more_than_steps_differ_by(self):
@@ -48,19 +48,19 @@ class TestClear:
 
 def test_what_nobody_saw_is_left_out_of_means_and_table():
     run = run_of(solve__rate=[None, 0.2, *[0.5] * 6, 0.4, None], propose__novel_rate=[None] * 10)
-    (change,) = changes(run)
+    (change,) = compare_fifths(run)
     assert (change.first, change.last) == (0.2, 0.4)
 
 
 def test_every_reward_and_every_measure_has_a_line():
     run = run_of(rewards__mine__mean=[0.1, 0.2], curriculum__open_ends=[3.0, 4.0], curriculum__coverage=[1.0, 2.0])
-    assert [change.name for change in changes(run)] == ["reward: mine", "tasks: open ends"]
+    assert [change.name for change in compare_fifths(run)] == ["reward: mine", "tasks: open ends"]
 
 
 def test_held_out_tasks_are_compared_from_the_first_to_the_last_evaluation():
     base = {"eval/base/solve_rate": 0.4}
     rates = [{"step": step, "eval/solve_rate_mean": rate} | base for step, rate in ((0, 0.4), (5, 0.1), (10, 0.5))]
-    steps, (mean, *_) = held_out_changes(Run("r", [], evaluations=rates))
+    steps, (mean, *_) = compare_evaluations(Run("r", [], evaluations=rates))
     assert steps == (0, 10)
     assert (mean.first, mean.last, mean.base) == (0.4, 0.5, 0.4)
     assert mean.told == "held-out tasks: attempts right went from 40 % to 50 % (the base: 40 %)"
@@ -78,7 +78,7 @@ def test_held_out_tasks_are_compared_from_the_first_to_the_last_evaluation():
     ],
 )
 def test_values_read(value, form, sign, text):
-    assert write(value, form, sign) == text
+    assert format_value(value, form, sign) == text
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ def test_values_read(value, form, sign, text):
     [(0.4, "0 s"), (59.6, "1 min 0 s"), (212, "3 min 32 s"), (18720, "5 h 12 min"), (183600, "2 d 3 h")],
 )
 def test_durations_read(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

@@ -146,11 +146,11 @@ def run_training(recipe, args, model) -> None:
     from trl_populora.report.page import write_report
     from trl_populora.report.plots import plot_run
     from trl_populora.report.table import print_population
-    from trl_populora.run.directory import why_taken
+    from trl_populora.run.directory import find_earlier_run
 
     checkpoint = args.resume_from_checkpoint or recipe.resume
     # `train` refuses, too; here it is before a large model is loaded.
-    if not checkpoint and (taken := why_taken(args.output_dir)):
+    if not checkpoint and (taken := find_earlier_run(args.output_dir)):
         raise ValueError(taken)
     trainer = build_trainer(recipe, args, model)
     with trainer.directory:  # until all is written

@@ -35,11 +35,11 @@ from trl_populora.hub.download import fetch
 from trl_populora.lora.layers import Router, add_members
 from trl_populora.options import check_bounds
 from trl_populora.population.members import Population
-from trl_populora.report.charts import WIDTH, draw_payoff, picture
-from trl_populora.report.table import percent
+from trl_populora.report.charts import WIDTH, draw_payoff, save_picture
+from trl_populora.report.table import format_percent
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import read_population
-from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment, check_same_shape, saved_lora
+from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment, check_same_shape, read_lora
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import TASK_KINDS, choose_kinds, resolve_kind
@@ -239,7 +239,7 @@ def assemble(
         for role in ("teacher", "student")
     }
     population, router = Population(len(entries["teacher"]), len(entries["student"])), Router()
-    model = add_members(base, population.names, saved_lora(saved[0]), router, args.seed)
+    model = add_members(base, population.names, read_lora(saved[0]), router, args.seed)
     for root, theirs in zip(roots, saved, strict=True):
         check_same_shape(root, Shape.of(model, saved[0]["base_model"]))
         check_one_moment(root, theirs)
@@ -395,15 +395,15 @@ def write_payoff(payoff: Payoff, directory: str | Path) -> Path:
     from rich.table import Table
 
     size = payoff_size(payoff.teachers, payoff.students)
-    picture(path.with_suffix(".png"), size, draw_payoff, payoff.solved, payoff.teachers, payoff.students)
+    save_picture(path.with_suffix(".png"), size, draw_payoff, payoff.solved, payoff.teachers, payoff.students)
     table = Table(title="Attempts solved at fresh tasks", caption="rows: teachers, columns: students")
     for column in ("teacher", "valid", *payoff.students, "mean"):
         table.add_column(column, justify="left" if column == "teacher" else "right")
     for name, valid, row, mean in zip(payoff.teachers, payoff.valid, payoff.solved, payoff.by_teacher, strict=True):
-        table.add_row(name, *(percent(value) for value in (valid, *row, mean)))
+        table.add_row(name, *(format_percent(value) for value in (valid, *row, mean)))
     table.add_section()
-    table.add_row("mean", "", *map(percent, payoff.by_student), "")
+    table.add_row("mean", "", *map(format_percent, payoff.by_student), "")
     if payoff.given:
-        table.add_row("given tasks", "", *(percent(payoff.given[name]) for name in payoff.students), "")
+        table.add_row("given tasks", "", *(format_percent(payoff.given[name]) for name in payoff.students), "")
     Console(width=max(120, 24 + 14 * len(payoff.students))).print(table)
     return path

@@ -1,9 +1,9 @@
-"""Publishing a population, and starting from a published one.
+"""Publishes a population, and starts from a published one.
 
-push.py          uploads of a run, its archive and a Space
-card.py          model card and dataset card
-eval_results.py  measured figures as the Hub reads them
-download.py      a saved population from a directory or the Hub
-warm_start.py    starting from what was trained before
-export.py        one member as an ordinary adapter
+push.py          uploads a run, its archive, and a Space with its report
+card.py          writes the model card and the dataset card
+eval_results.py  writes measured scores in the Hub's two formats
+download.py      finds a saved population in a directory or on the Hub
+warm_start.py    starts members from adapters that were trained before
+export.py        writes one member as an ordinary adapter or a whole model
 """

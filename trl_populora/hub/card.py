@@ -1,4 +1,8 @@
-"""The cards that are pushed: a population's model card, and the dataset card of its archive."""
+"""Writes the two cards that are pushed: the model card of a population, and the dataset card of its archive.
+
+population.json, lineage.jsonl, evaluation.json, plots/*.png --write_card--> README.md, .eval_results/
+archive.parquet, population.json              --format_archive_card--> text of a dataset's README.md
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from huggingface_hub import DatasetCardData, ModelCardData
 
 from trl_populora.assets import TINY
 from trl_populora.files import write_whole
-from trl_populora.hub.eval_results import model_index, read_figures, results_table, write_results
+from trl_populora.hub.eval_results import format_results, make_model_index, read_figures, write_results
 from trl_populora.report.plots import PLOTS
 from trl_populora.report.table import HEADER, WORDS, list_members
 from trl_populora.run.read import read_lines, read_population
@@ -101,13 +105,14 @@ vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vll
 ```
 """
 
-# vLLM knows these ranks only; a smaller adapter runs under the next one.
+# vLLM takes only these values as `--max-lora-rank`. An adapter of another rank runs under the next higher one.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 FOLDING = (
-    ". It scales every module by `r` and `lora_alpha` alone, and these members have patterns of both: "
-    "`trl_populora.lora.convert.fold_patterns(directory)` first turns a member into an equal one without"
+    ". vLLM scales every module by `r` and `lora_alpha` and ignores the patterns that these members have: first call "
+    "`trl_populora.lora.convert.fold_patterns(directory)`, which turns a member into an equal one without patterns"
 )
 _LINEAGE_ROWS = 40
+# A card shows a choice of the report's pictures. They are drawn when pushing.
 PICTURES = (
     "held_out",
     "ratings_teachers",
@@ -115,35 +120,39 @@ PICTURES = (
     "solve_rate",
     "curriculum",
     "coverage",
-)  # drawn when pushing
+)
 
 
 def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, details: dict | None = None) -> None:
     """
-    Writes `README.md` into the directory of a saved population, and `.eval_results/` where benchmarks were measured.
+    Writes the model card into the directory of a saved population: `README.md`, and `.eval_results/` with scores.
 
     Args:
-        root: Holds `population.json`, and `lineage.jsonl`, `evaluation.json` and `plots/*.png` where there are any.
-        name: Name of the repository, best with its user; the title.
-        tags: Added to the package's own.
-        details: Further metadata, for example `license` and `language`.
+        root: The directory. It holds `population.json`, and may hold `lineage.jsonl`, `evaluation.json` and
+            `plots/*.png`.
+        name: Name of the repository, best as `user/name`. The part after the slash becomes the title.
+        tags: Added to the package's tags.
+        details: Further metadata. `license`, `language` and `datasets` are used.
     """
     population = read_population(root)
     base, members = population["base_model"], population["members"]
     patterns = [population["lora"].get(f"{name}_pattern") or {} for name in ("rank", "alpha")]
+    # `rank_pattern` may give some modules a higher rank than `r`, and vLLM needs the highest.
     largest = max([population["lora"]["r"], *patterns[0].values()])
+    # The Hub links a card to its base. A local directory or the embedded base has no page to link to.
     published = not os.path.isdir(base) and base != TINY
     repo = name if "/" in name else f"<user>/{name}"
     best, best_by = population["best_student"], population.get("best_student_by", "rating")
     figures = read_figures(root, population, repo)
     write_results(root, figures, best, repo)
+    # If the Hub's client refuses the scores, the card goes without them and the client warns.
     metadata = ModelCardData(
         library_name="peft",
         tags=sorted({*TAGS, *([tags] if isinstance(tags, str) else tags or ())}),
         **({"base_model": base, "base_model_relation": "adapter"} if published else {}),
         pipeline_tag="text-generation",
         model_name=name.split("/")[-1] if figures else None,
-        eval_results=model_index(figures) or None,
+        eval_results=make_model_index(figures) or None,
         ignore_metadata_errors=True,
         **{key: value for key, value in (details or {}).items() if key in ("license", "language", "datasets")},
     )
@@ -154,42 +163,44 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         students=sum(member["role"] == "student" for member in members),
         rank=population["lora"]["r"],
         base=base,
-        **_base_code(base, population.get("settings", {}).get("base_revision", "main")),
+        **_write_base_code(base, population.get("settings", {}).get("base_revision", "main")),
         step=population["step"],
         kinds=", ".join(population["task_kinds"]),
         best=best,
         best_by=best_by,
-        evaluation=results_table(figures, best, best_by),
-        ratings=_ratings(members),
-        held_out_base=_held_out_base(population),
-        plots=_plots(root),
+        evaluation=format_results(figures, best, best_by),
+        ratings=_write_ratings(members),
+        held_out_base=_describe_held_out_base(population),
+        plots=_embed_pictures(root),
         repo=repo,
-        lora=_lora(population["lora"]),
+        lora=_write_lora(population["lora"]),
         members=len(members),
         member=members[0]["adapter"],
-        quantization=_quantization(population.get("base_quantization")),
+        quantization=_describe_quantization(population.get("base_quantization")),
         folding=FOLDING if any(patterns) else "",
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= largest), VLLM_RANKS[-1]),
         modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
-        lineage=_lineage(root / "lineage.jsonl"),
+        lineage=_write_lineage(root / "lineage.jsonl"),
         settings=json.dumps(population.get("settings", {}), indent=2),
     )
     with write_whole(root / "README.md") as unfinished:
         unfinished.write_text(text)
 
 
-def _quantization(config: dict | None) -> str:
+def _describe_quantization(config: dict | None) -> str:
+    """Says how to load a base that was quantised; empty for one that was not."""
     if config is None:
         return ""
     bits = 4 if config.get("load_in_4bit") else 8
     return (
-        f"The base was held in {bits} bits while they were trained; load it with `quantization_config="
-        f"BitsAndBytesConfig(load_in_{bits}bit=True, ...)`, as `base_quantization` of `population.json` says.\n"
+        f"The members were trained on the base in {bits} bits. Load it with `quantization_config="
+        f"BitsAndBytesConfig(load_in_{bits}bit=True, ...)`; `base_quantization` in `population.json` has all values.\n"
     )
 
 
-def _base_code(base: str, revision: str) -> dict[str, str]:
-    """How Python and a shell name the base; the embedded one lies inside the installed package."""
+def _write_base_code(base: str, revision: str) -> dict[str, str]:
+    """Writes what names the base in the card's Python and shell code."""
+    # The embedded base lies inside the installed package, so code has to ask the package for its path.
     if base != TINY:
         if revision == "main":
             return {"base_import": "", "base_code": f'"{base}"', "base_shell": base}
@@ -203,19 +214,22 @@ def _base_code(base: str, revision: str) -> dict[str, str]:
     }
 
 
-def _ratings(members: list[dict[str, Any]]) -> str:
+def _write_ratings(members: list[dict[str, Any]]) -> str:
+    """Writes the table of members, the best first in each role."""
     rule = ("---" if column in WORDS else "---:" for column in HEADER)
     rows = [row for rows in list_members(members).values() for row in rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADER, tuple(rule), *rows))
 
 
-def _held_out_base(population: dict[str, Any]) -> str:
+def _describe_held_out_base(population: dict[str, Any]) -> str:
+    """Says what the base solves of the held-out tasks, and the step of the measurement if it was not the last one."""
     rate, step = population.get("held_out_base"), population.get("held_out_step")
     earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
     return earlier if rate is None else f" (the base without an adapter: {rate:.3f}){earlier}"
 
 
-def _plots(root: Path) -> str:
+def _embed_pictures(root: Path) -> str:
+    """Writes the card's section with the pictures that were drawn; empty without any."""
     names = [name for name in PICTURES if (root / "plots" / f"{name}.png").exists()]
     if not names:
         return ""
@@ -224,11 +238,12 @@ def _plots(root: Path) -> str:
     return "\n".join(["", "## The run in pictures", "", *images, ""])
 
 
-def _lora(lora: dict[str, Any]) -> str:
+def _write_lora(lora: dict[str, Any]) -> str:
     return f"LoraConfig({', '.join(f'{name}={value!r}' for name, value in lora.items())})"
 
 
-def _lineage(path: Path) -> str:
+def _write_lineage(path: Path) -> str:
+    """Writes the table of the last births."""
     events = read_lines(path)
     if not events:
         return "Nobody has been replaced yet."
@@ -241,7 +256,7 @@ def _lineage(path: Path) -> str:
     return "\n".join(rows)
 
 
-# The dataset card of a task archive that is pushed to the Hub.
+# The dataset card of a task archive.
 
 
 ARCHIVE_CARD = """---
@@ -279,17 +294,17 @@ They seed another run: `PopuLoRATrainer(..., train_dataset=tasks)`, or `seed_tas
 """
 
 
-def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
+def format_archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
     """
-    The card's text.
+    Writes the text of an archive's dataset card.
 
     Args:
         path: `archive.parquet` of a run.
-        population: `population.json` of the same run.
-        repo: Where it goes, `user/name`.
+        population: Contents of `population.json` of the same run.
+        repo: Dataset repository that the archive goes to, `user/name`.
 
     Raises:
-        `ValueError`: If the file is missing or broken.
+        `ValueError`: If the archive is missing or broken.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -297,6 +312,7 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
     try:
         kinds = Counter(pq.read_table(path, columns=["kind"])["kind"].to_pylist())
         columns, file = pq.read_schema(path), pq.read_metadata(path)
+        # A user's kinds may measure more of a task than the built-in ones. Each measure is a column.
         own = [name for name in columns.names if name not in make_schema().names]
     except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
@@ -305,9 +321,9 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
         pretty_name=name,
         tags=["populora", "trl", "code", "self-play"],
         task_categories=["text-generation"],
-        size_categories=[_size(kinds.total())],
+        size_categories=[_name_size(kinds.total())],
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": path.name}], "default": True}],
-        dataset_info=_info(columns, kinds.total(), _whole_size(file), path.stat().st_size),
+        dataset_info=_describe_columns(columns, kinds.total(), _count_bytes(file), path.stat().st_size),
     )
     return ARCHIVE_CARD.format(
         metadata=metadata.to_yaml(),
@@ -322,12 +338,19 @@ def archive_card(path: Path, population: Mapping[str, Any], repo: str) -> str:
     )
 
 
-# As the Hub's viewer names them.
+# Arrow's names of types, and the Hub viewer's names.
 _TYPES = {"string": "string", "int64": "int64", "double": "float64"}
 
 
-def _info(columns: pa.Schema, tasks: int, size: int, download: int) -> dict[str, Any]:
-    """Columns and size, which the viewer shows without reading the file: numbers, texts and lists of texts."""
+def _describe_columns(columns: pa.Schema, tasks: int, size: int, download: int) -> dict[str, Any]:
+    """
+    Describes the columns and sizes of an archive, so that the Hub's viewer shows them without reading the file.
+
+    Args:
+        columns: The archive's columns: numbers, texts and lists of texts.
+        tasks: Number of rows.
+        size, download: Bytes before and after compression.
+    """
     features = []
     for column in columns:
         if str(column.type).startswith("list"):
@@ -338,12 +361,12 @@ def _info(columns: pa.Schema, tasks: int, size: int, download: int) -> dict[str,
     return {"features": features, "splits": splits, "download_size": download, "dataset_size": size}
 
 
-def _whole_size(file: Any) -> int:
-    """Bytes of a parquet file before compression."""
+def _count_bytes(file: Any) -> int:
+    """Counts the bytes of a parquet file before compression."""
     return sum(file.row_group(group).total_byte_size for group in range(file.num_row_groups))
 
 
-def _size(tasks: int) -> str:
-    """The Hub's word for so many rows."""
+def _name_size(tasks: int) -> str:
+    """Names the Hub's size category for a number of rows."""
     bounds = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
     return next((word for bound, word in bounds.items() if tasks < bound), "1M<n<10M")

@@ -1,4 +1,4 @@
-"""Saved populations, from a directory or from the Hub."""
+"""Finds a saved population in a local directory or on the Hub."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from trl_populora.run.read import POPULATION_FILE
 
 
+# Members and tables. Rollouts, plots and pages stay on the Hub: a run's rollouts may be larger than its members.
 POPULATION = (POPULATION_FILE, "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
 
 
 def fetch(path_or_repo: str, wanted: Sequence[str] = POPULATION) -> Path:
     """
-    Directory of a saved population: a local one as it is, a repository after downloading the wanted files, by default
-    members and tables.
+    Returns the directory of a saved population, and downloads it first if it is a repository.
+
+    Args:
+        path_or_repo: A local directory, or `user/name` of a repository on the Hub.
+        wanted: Patterns of the files to download; by default members and tables.
 
     Raises:
-        `ValueError`: If it is neither.
+        `ValueError`: If there is no such directory and nothing could be downloaded.
     """
     if Path(path_or_repo).is_dir():
         return Path(path_or_repo)
     try:
         return Path(snapshot_download(path_or_repo, allow_patterns=list(wanted)))
     except Exception as error:
+        # No network, no such repository, or a path that is no valid repository name: for the user all of these mean
+        # that the name is wrong or out of reach. Other errors are bugs and pass through.
         if not (isinstance(error, (LocalEntryNotFoundError, ValueError)) or is_connection_error(error)):
             raise
         raise ValueError(
@@ -36,9 +42,9 @@ def fetch(path_or_repo: str, wanted: Sequence[str] = POPULATION) -> Path:
 
 
 def is_connection_error(error: Exception) -> bool:
-    """
-    Whether an error comes from the network; the client changes its HTTP library, whose errors share no base class.
-    """
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # a file that was not uploaded
+    """Says whether an error comes from the network."""
+    # The client wraps the error of a file that it could not upload.
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         return is_connection_error(error.__cause__)
+    # Versions of the client use `requests` or `httpx`, and errors of these share no base class.
     return isinstance(error, (ConnectionError, HfHubHTTPError)) or type(error).__module__.startswith("httpx")

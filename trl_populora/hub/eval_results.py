@@ -1,8 +1,12 @@
-"""
-What was measured of the adapter at a population's root, as the Hub reads it.
+"""Writes the scores of the best student in the two formats that the Hub reads.
 
-Twice: `model-index` in the card takes any task and with it the held-out ones; `.eval_results/*.yaml` takes benchmarks
-that are datasets on the Hub, whose leaderboards read it. Every figure has the revision of its task and its command.
+    population.json (held-out tasks), evaluation.json (benchmarks) --read_figures--> list of Figure
+    list of Figure --make_model_index--> metadata of the model card: any task
+                   --write_results-----> .eval_results/*.yaml: only benchmarks that are datasets on the Hub
+                   --format_results----> a table in the model card
+
+The Hub's leaderboards read `.eval_results/`. Every score names the revision of its questions and the command that
+measures it again.
 """
 
 from __future__ import annotations
@@ -20,26 +24,27 @@ from trl_populora.files import is_file_name, write_whole
 
 
 RESULTS = ".eval_results"
-OURS = f"{RESULTS}/populora_*.yaml"  # others may put files of their own beside these
+OURS = f"{RESULTS}/populora_*.yaml"  # other files in this folder belong to somebody else and stay
 EVALUATION = "evaluation.json"
-METRIC = "pass@1"  # the share of right answers, where a question has several samples their mean
+METRIC = "pass@1"  # share of right answers; a question with several samples counts with the mean of its samples
 
 
 @dataclass(frozen=True)
 class Figure:
     """
-    One score of the best student.
+    One score of the best student, with the base's score beside it.
 
     Args:
-        name: Key of the task; names the file.
-        title: For people.
-        value, base: In percent; `base` without an adapter, `None` where it is not known.
-        margin: Half of the 95 % interval.
-        questions: How many.
-        revision: Of the questions; empty where it is not known.
-        how: Command or settings that measure it again.
-        date: ISO 8601.
-        dataset, task: On the Hub.
+        name: Key of the benchmark, and part of a file name.
+        title: Name of the benchmark for people.
+        value: Score of the student, in percent.
+        base: Score of the base without an adapter, in percent; `None` if it is not known.
+        margin: Half of the 95 % interval of `value`, in percentage points; `None` if it is not known.
+        questions: Number of questions.
+        revision: Revision of the questions; empty if it is not known.
+        how: Command or settings that measure the score again.
+        date: Day of the measurement, ISO 8601.
+        dataset, task: Dataset and task on the Hub; `None` for other questions.
     """
 
     name: str
@@ -56,34 +61,35 @@ class Figure:
 
     @property
     def asked(self) -> str:
-        """Which questions: their revision, or from which day they are where the Hub's own were asked."""
+        """The revision of the questions; without one, the day on which they were taken from the Hub."""
         return self.revision or f"as of {self.date}"
 
 
 def read_figures(root: Path, population: dict[str, Any], repo: str) -> list[Figure]:
     """
-    What is known of the weights that are saved; figures of earlier ones are left out.
+    Reads the scores that belong to the saved weights, and leaves out scores of earlier weights.
 
     Args:
-        root: Directory of a saved population, with `evaluation.json` if `recipes/evaluate.py` has run there.
-        population: Its `population.json`.
-        repo: Where it goes; commands name it.
+        root: Directory of a saved population. `recipes/evaluate.py` may have left an `evaluation.json` there.
+        population: Contents of its `population.json`.
+        repo: Repository of the population, for the commands.
     """
     best = next(member for member in population["members"] if member["name"] == population["best_student"])
-    figures = [_held_out(population, best)] if _is_measured(population, best) else []
+    figures = [_read_held_out(population, best)] if _is_measured(population, best) else []
     if (root / EVALUATION).exists():
         found = json.loads((root / EVALUATION).read_text())
         if found.get("step") == population["step"]:
-            figures += _published(found, best["name"], repo)
+            figures += _read_published(found, best["name"], repo)
     return figures
 
 
 def _is_measured(population: dict[str, Any], best: dict[str, Any]) -> bool:
+    """Says whether the best student has a held-out score of the last step."""
     known = population.get("held_out_tasks") and best.get("held_out") is not None
     return bool(known) and population["held_out_step"] == population["step"]
 
 
-def _held_out(population: dict[str, Any], best: dict[str, Any]) -> Figure:
+def _read_held_out(population: dict[str, Any], best: dict[str, Any]) -> Figure:
     tasks, base = population["held_out_tasks"], population["held_out_base"]
     settings = population.get("settings", {})
     how = f"`trainer.evaluate()` with `eval_attempts={tasks['attempts']}`, `seed={settings.get('seed')}`"
@@ -99,13 +105,14 @@ def _held_out(population: dict[str, Any], best: dict[str, Any]) -> Figure:
     )
 
 
-def _published(found: dict[str, Any], best: str, repo: str) -> list[Figure]:
-    """Of `recipes/evaluate.py`: every benchmark on which the best student has a score."""
+def _read_published(found: dict[str, Any], best: str, repo: str) -> list[Figure]:
+    """Reads the best student's scores from `evaluation.json`, and skips benchmarks on which it has none."""
     figures = []
     for name, about in found["benchmarks"].items():
+        # The name becomes part of a path, and the file may come from a stranger on the Hub.
         if not is_file_name(name):
             raise ValueError(
-                f"{EVALUATION}: field `benchmarks` names {name!r}, of which a file's name cannot be made."
+                f"{EVALUATION}: field `benchmarks` names {name!r}; a name may hold only letters, digits, `_` and `-`."
             )
         scores, margins = found["scores"][name], found["margins"].get(name, {})
         if (value := scores.get(best)) is None:
@@ -128,8 +135,8 @@ def _published(found: dict[str, Any], best: str, repo: str) -> list[Figure]:
     return figures
 
 
-def model_index(figures: Sequence[Figure]) -> list[EvalResult]:
-    """For the card's metadata."""
+def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
+    """Makes the scores of the card's metadata, which the Hub shows beside the card."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -146,7 +153,8 @@ def model_index(figures: Sequence[Figure]) -> list[EvalResult]:
 
 
 def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -> None:
-    """Writes `.eval_results/` in the place of what an earlier call wrote: a file for each benchmark of the Hub."""
+    """Writes a file into `.eval_results/` for each benchmark that is a dataset on the Hub."""
+    # Files of an earlier call may hold scores of other weights.
     for path in root.glob(OURS):
         path.unlink()
     for figure in figures:
@@ -166,8 +174,8 @@ def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -
             unfinished.write_text(yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False))
 
 
-def results_table(figures: Sequence[Figure], best: str, chosen_by: str) -> str:
-    """The card's section; empty where nothing was measured."""
+def format_results(figures: Sequence[Figure], best: str, chosen_by: str) -> str:
+    """Writes the card's section with a table of the scores; empty without any."""
     if not figures:
         return ""
     rows = [f"| {METRIC} in percent | {best} | base | questions | their revision | how |"]
@@ -176,6 +184,7 @@ def results_table(figures: Sequence[Figure], best: str, chosen_by: str) -> str:
         value = f"{each.value:.1f}" + ("" if each.margin is None else f" ± {each.margin:.1f}")
         base = "" if each.base is None else f"{each.base:.1f}"
         rows.append(f"| {each.title} | {value} | {base} | {each.questions} | {each.asked} | {each.how} |")
+    # Choosing the best of several students by a score makes the chosen score look better than it is.
     picked = chosen_by != "rating" and any(each.name == "held_out" for each in figures)
-    note = f"{best} was chosen by its held-out tasks, which makes that figure a little high." if picked else ""
+    note = f"{best} was chosen by its score on held-out tasks, so that score is a little too high." if picked else ""
     return "\n".join(["", "## Evaluation", "", *rows, *(["", note] if note else []), ""])

@@ -1,4 +1,4 @@
-"""A member, or the mean of all students, leaves its population as an ordinary PEFT adapter or merged into the base."""
+"""Exports one member, or the mean of all students, as an ordinary PEFT adapter or as a whole model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from trl_populora.run.saved_population import check_one_moment
 
 logger = logging.getLogger(__name__)
 
-# The second are files of tokenizers, whatever their kind.
+# The population, its adapters, and the files that tokenizers of any kind consist of.
 _WANTED = (POPULATION_FILE, "members/*", "*token*", "chat_template*", "vocab*", "merges*")
 
 
 @dataclass
 class ExportArguments:
-    """What `populora export` needs."""
+    """Arguments of `populora export`."""
 
     run: str = field(metadata={"help": "Directory of a run or of its checkpoint, or the Hub name of a population."})
     out: str = field(metadata={"help": "Directory to write; it must not be there yet."})
-    member: str | None = field(default=None, metadata={"help": "Which one; the best student by default."})
+    member: str | None = field(default=None, metadata={"help": "Name of the member; the best student by default."})
     merge: bool = field(default=False, metadata={"help": "Write a whole model instead of an adapter."})
     merge_students: bool = field(default=False, metadata={"help": "Write the mean of all students instead."})
 
@@ -41,29 +41,30 @@ def export_member(
     run: str, out: str | Path, member: str | None = None, merge: bool = False, merge_students: bool = False
 ) -> str:
     """
-    Writes one member, or the mean of all students, with its tokenizer to a directory that transformers, PEFT and vLLM
-    load.
+    Writes one member, or the mean of all students, to a directory that transformers, PEFT and vLLM load.
+
+    The tokenizer goes with it.
 
     Args:
         run: Directory of a saved run or of a checkpoint, or the Hub name of a population.
-        out: A directory that is not there yet.
-        member: Its name; the best student by default.
-        merge: Whether to write a whole model, in the type that the base is saved in, instead of an adapter. Also the
-            members of a quantised base are merged into the base as it is saved.
-        merge_students: Whether to write the mean of all students' updates of the base: as an adapter it has all their
-            ranks together.
+        out: Directory to make. It must not exist yet.
+        member: Name of the member; the best student by default.
+        merge: Whether to write a whole model instead of an adapter. The model has the dtype in which the base is
+            saved. A member that was trained on a quantised base is merged into the base without quantization.
+        merge_students: Whether to write the mean of all students' updates. As an adapter, the mean has the sum of
+            their ranks.
 
     Returns:
-        `str`: The member's name.
+        `str`: The member's name, or "mean of the students".
 
     Raises:
-        `ValueError`: If there is no such population or member, the member is of another step than `population.json`
-            tells of, `out` is there already, or a member is named beside `merge_students`.
+        `ValueError`: If there is no such population or member, the adapter is from another step than
+            `population.json`, `out` exists already, or `member` is given together with `merge_students`.
     """
     if merge_students and member:
         raise ValueError(f"`merge_students` takes all students; leave `member={member!r}` out.")
     if Path(out).exists():
-        raise ValueError(f"{str(out)!r} is there already. Name a directory that is not.")
+        raise ValueError(f"{str(out)!r} is there already. Name a directory that does not exist yet.")
     root = fetch(run, wanted=_WANTED)
     saved = read_population(root)
     adapters = {each["name"]: each["adapter"] for each in saved["members"]}
@@ -73,6 +74,7 @@ def export_member(
         raise ValueError(f"{run} has no member {names[0]!r}; there are {', '.join(adapters)}.")
     chosen = [adapters[name] for name in names]
     check_one_moment(root, saved, chosen)
+    # Everything is written beside `out` first, so that `out` is complete or absent.
     unfinished = Path(f"{out}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -87,9 +89,9 @@ def export_member(
 
 
 def _write_on_base(saved: dict, adapters: Sequence[Path], directory: Path, merge: bool) -> None:
-    """Writes the mean of some adapters' updates, as one adapter or merged into the base."""
+    """Writes the mean of one or more adapters' updates, as an adapter or merged into the base."""
     if merge and saved.get("base_quantization"):
-        logger.warning("The member was trained beside a quantised base; it is merged into the base as it is saved.")
+        logger.warning("The member was trained on a quantised base. It is merged into the base without quantization.")
     revision = saved.get("settings", {}).get("base_revision", "main")
     base = AutoModelForCausalLM.from_pretrained(
         resolve_model_path(saved["base_model"]), revision=revision, dtype="auto"
@@ -100,7 +102,9 @@ def _write_on_base(saved: dict, adapters: Sequence[Path], directory: Path, merge
         model.load_adapter(adapter, adapter_name=name)
     mean = names[0]
     if len(names) > 1:
-        mean = "default"  # PEFT saves an adapter of this name into the directory itself
+        # PEFT saves an adapter of this name into the directory itself, and any other into a subdirectory.
+        mean = "default"
+        # "cat" puts the factors side by side, which is the exact mean. Averaging A and B apart would not be.
         model.add_weighted_adapter(names, [1 / len(names)] * len(names), mean, combination_type="cat")
     if merge:
         model.merge_and_unload(adapter_names=[mean]).save_pretrained(directory)

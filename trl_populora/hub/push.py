@@ -1,9 +1,13 @@
-"""Uploads to the Hub: a population while it trains and afterwards, its archive, and a Space with its report.
+"""Uploads to the Hub.
 
-A repository, like the run's directory, has at its root the best student as an ordinary adapter, so that
-`PeftModel.from_pretrained(base, repo)` works, and beside it `members/<name>/`, `population.json`, `lineage.jsonl`,
-`archive.parquet`, `metrics.jsonl`, `times.jsonl`, `plots/` and the model card. The archive may go to a dataset
-repository, too.
+    a checkpoint during training --Uploads, HubTrainer--> model repository
+    a finished run               --push_run-------------> model repository
+    archive.parquet              --push_archive---------> dataset repository
+    report of a run              --push_space-----------> static Space
+
+A model repository has the same files as the run's directory: `members/<name>/`, `population.json`, `lineage.jsonl`,
+`archive.parquet`, `metrics.jsonl`, `times.jsonl`, `plots/` and the model card. At its root lies the best student as an
+ordinary adapter, so that `PeftModel.from_pretrained(base, repo)` works.
 """
 
 from __future__ import annotations
@@ -25,20 +29,20 @@ from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_populora.files import write_json, write_whole
-from trl_populora.hub.card import PICTURES, archive_card, write_card
+from trl_populora.hub.card import PICTURES, format_archive_card, write_card
 from trl_populora.hub.download import is_connection_error
 from trl_populora.hub.eval_results import OURS
 from trl_populora.report.load import load_run, load_samples
-from trl_populora.report.page import page
+from trl_populora.report.page import build_page
 from trl_populora.report.plots import draw_plots
 from trl_populora.run.checkpoint import Staging
 from trl_populora.run.read import POPULATION_FILE, read_population
-from trl_populora.run.saved_population import best_adapter, check_one_moment
+from trl_populora.run.saved_population import check_one_moment, find_best_adapter
 
 
 logger = logging.getLogger(__name__)
 
-# What a checkpoint holds for resuming alone.
+# Files of a checkpoint that only a resume reads, by the beginning of their names.
 RESUME_ONLY = (
     "optimizer",
     "scheduler",
@@ -49,16 +53,18 @@ RESUME_ONLY = (
     "whole.json",
     "global_",
 )
+# Glob patterns that `push_run` leaves out. `trainer_state.json` goes up: at the root of a run it is the log of all
+# steps.
 NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp", *(f"{name}*" for name in RESUME_ONLY if name != "trainer_state")]
 STAGES = "_push"
 
 
 class Uploads:
     """
-    Uploads of checkpoints while training goes on, each of a frozen copy of what is uploaded.
+    The uploads of checkpoints during training. Each upload reads a frozen copy of the run.
 
     Args:
-        args: The run's directory, strategy, token and revision.
+        args: Names the run's directory, strategy (`hub_strategy`), token and revision.
     """
 
     def __init__(self, args: TrainingArguments):
@@ -66,19 +72,20 @@ class Uploads:
         self.run = Path(args.output_dir)
         self.begun: list[Future] = []
 
-    def hub_errors(self, repo: str | None = None) -> AbstractContextManager:
-        """[`hub_errors`] for uploads of this run."""
-        return hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
+    def explain_hub_errors(self, repo: str | None = None) -> AbstractContextManager:
+        """Calls [`explain_hub_errors`] with the names of this run."""
+        return explain_hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
 
     @property
     def are_due(self) -> bool:
-        """Whether a checkpoint goes up now: one at a time unless `hub_always_push`."""
+        """Whether a checkpoint is uploaded now: only if no upload is under way, or with `hub_always_push`."""
         idle = all(job.done() for job in self.begun)
         return self.args.hub_strategy != HubStrategy.END and (idle or self.args.hub_always_push)
 
     def start(self, checkpoint: Path, repo: str, step: int) -> None:
-        """Begins the upload of a whole checkpoint."""
+        """Starts to upload a whole checkpoint in the background."""
         self._drop_ended(repo)
+        # Copies may go once no upload reads them. A copy of a killed run may be among them.
         if not self.begun:
             shutil.rmtree(self.run / STAGES, ignore_errors=True)
         stage = make_stage(self.run, checkpoint, self.args.hub_strategy)
@@ -90,13 +97,14 @@ class Uploads:
             commit_message=f"Training in progress, step {step}",
             token=self.args.hub_token,
             revision=self.args.hub_revision,
-            delete_patterns=OURS,  # a figure of other weights
+            # The repository may have scores of earlier weights.
+            delete_patterns=OURS,
             run_as_future=True,
         )
         self.begun.append(job)
 
     def finish(self, repo: str | None) -> None:
-        """Waits for what is under way, and removes the copies."""
+        """Waits for uploads that are under way, and removes the copies."""
         if not all(job.done() for job in self.begun):
             logger.info("Waiting for the upload of a checkpoint, which may take a couple of minutes.")
         wait(self.begun)
@@ -105,50 +113,60 @@ class Uploads:
             shutil.rmtree(self.run / STAGES, ignore_errors=True)
 
     def _drop_ended(self, repo: str | None) -> None:
-        """Uploads in the background fail silently; training goes on, but somebody has to be told."""
+        """Forgets uploads that have ended, and warns of each that failed."""
+        # A failed upload in the background says nothing by itself, and training goes on.
         for job in [job for job in self.begun if job.done()]:
             self.begun.remove(job)
             if (error := job.exception()) is not None:
                 try:
-                    with self.hub_errors(repo):
+                    with self.explain_hub_errors(repo):
                         raise error
-                except Exception as told:
-                    logger.warning("%s", told)
+                except Exception as explained:
+                    logger.warning("%s", explained)
 
 
 def place_best_student(root: Path) -> None:
     """Copies the best student's adapter to the root of a saved population."""
-    best = best_adapter(root)
+    best = find_best_adapter(root)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         with write_whole(root / name) as unfinished:
             shutil.copyfile(best / name, unfinished)
 
 
 def draw_for_card(root: Path) -> None:
-    """Draws the pictures of the model card into `plots/`; a card without them is no reason to stop."""
+    """Draws the pictures of the model card into `plots/`. If that fails, it warns and the card has no pictures."""
     try:
         draw_plots(load_run(root), root / "plots", PICTURES)
-    except (ImportError, ValueError) as reason:  # the `report` extra is not installed, or no step was logged
+    # The `report` extra is not installed, or no step was logged.
+    except (ImportError, ValueError) as reason:
         logger.warning("The model card of %s goes without pictures: %s", root, reason)
 
 
 def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
     """
-    A frozen copy of what is uploaded at a checkpoint, made of hard links: training may go on and rotate checkpoints.
+    Makes a frozen copy of what is uploaded with a checkpoint: training goes on and may delete the checkpoint
+    meanwhile.
 
     Args:
         run: The run's directory.
-        checkpoint: A whole checkpoint of it.
-        strategy: `hub_strategy`; `"checkpoint"` and `"all_checkpoints"` add the checkpoint itself.
+        checkpoint: A whole checkpoint of the run.
+        strategy: `hub_strategy`. `"checkpoint"` and `"all_checkpoints"` add the checkpoint with its files for a
+            resume.
+
+    Returns:
+        Directory of the copy.
     """
     stage = run / STAGES / checkpoint.name
     shutil.rmtree(stage, ignore_errors=True)
+    # Hard links take no time and no space. They work because nobody changes these files: a checkpoint's are never
+    # written again, and `write_whole` replaces a file by a new one.
     shutil.copytree(
         checkpoint, stage, copy_function=_link, ignore=lambda _, names: [n for n in names if n.startswith(RESUME_ONLY)]
     )
     for name in ("metrics.jsonl", "times.jsonl"):
+        # These two grow while the upload reads them, and a hard link would grow, too.
         if (run / name).exists():
-            shutil.copyfile(run / name, stage / name)  # still growing: a link would grow with it
+            shutil.copyfile(run / name, stage / name)
     if (run / "rollouts").is_dir():
         shutil.copytree(
             run / "rollouts", stage / "rollouts", copy_function=_link, ignore=shutil.ignore_patterns("*.tmp")
@@ -161,39 +179,41 @@ def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
 
 
 def _link(source: str, target: str) -> str:
+    """Makes a hard link, or a copy on a file system without hard links."""
     try:
         os.link(source, target)
-    except OSError:  # a file system without hard links
+    except OSError:
         shutil.copyfile(source, target)
     return target
 
 
 def push_run(run: str | Path, repo: str, token: str | None = None, private: bool | None = None) -> str:
     """
-    Uploads the directory of a run, and makes the repository if there is none. Needs no trainer.
+    Uploads the directory of a run. It makes the repository if there is none, and needs no trainer.
 
     Args:
         run: The run's `output_dir`, saved with `save_model()`.
-        repo: `user/name`.
-        token: Write token; the one of `hf auth login` by default.
-        private: For a new repository.
+        repo: Model repository, `user/name`.
+        token: Write token; by default the one of `hf auth login`.
+        private: Whether a new repository is private; by default what the user's account says.
 
     Returns:
-        `str`: Address of the commit.
+        `str`: URL of the commit.
 
     Raises:
-        `ValueError`: If the directory holds no saved population, not all of it, or parts of different steps.
-        `RuntimeError`: If the upload fails; the message says why and how to complete it.
+        `ValueError`: If the directory holds no saved population, lacks an adapter, or mixes different steps.
+        `RuntimeError`: If the upload fails. The message says why, and how to complete it.
     """
     root = Path(run)
     population = read_population(root)
     check_one_moment(root, population)
-    write_json(root / POPULATION_FILE, population)  # without secrets, which early versions saved
+    # Early versions saved secrets in this file. `read_population` leaves them out, so writing the file removes them.
+    write_json(root / POPULATION_FILE, population)
     place_best_student(root)
     draw_for_card(root)
     write_card(root, repo)
-    with hub_errors(repo, str(run)), warnings.catch_warnings():
-        # The archive and the rollouts belong to the population; the client would doubt each of them.
+    with explain_hub_errors(repo, str(run)), warnings.catch_warnings():
+        # The client warns of each data file in a model repository. The archive and the rollouts belong there.
         warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
         repo = HfApi().create_repo(repo, token=token, private=private, exist_ok=True).repo_id
         commit = HfApi().upload_folder(
@@ -202,34 +222,37 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
             commit_message="Upload population",
             token=token,
             ignore_patterns=NOT_UPLOADED,
-            delete_patterns=OURS,  # a figure of other weights
+            # The repository may have scores of earlier weights.
+            delete_patterns=OURS,
         )
     return commit.commit_url
 
 
 def push_archive(run: str | Path, repo: str, token: str | None = None, private: bool | None = None) -> str:
     """
-    Uploads the task archive of a run as a dataset, with a card, and makes the repository if there is none.
+    Uploads the task archive of a run as a dataset, with a card. It makes the repository if there is none.
 
-    `load_dataset(repo)` opens it, and the table seeds another run as `train_dataset`.
+    `load_dataset(repo)` opens the archive. Passed as `train_dataset`, it seeds another run.
 
     Args:
         run: The run's `output_dir`, saved with `save_model()`, or a checkpoint.
-        repo: `user/name`, of a dataset.
-        token: Write token; the one of `hf auth login` by default.
-        private: For a new repository.
+        repo: Dataset repository, `user/name`.
+        token: Write token; by default the one of `hf auth login`.
+        private: Whether a new repository is private; by default what the user's account says.
 
     Returns:
-        `str`: Address of the commit.
+        `str`: URL of the commit.
 
     Raises:
-        `ValueError`: If the directory holds no saved archive, or one of another step than its population.
-        `RuntimeError`: If the upload fails; the message says why and how to complete it.
+        `ValueError`: If the directory holds no saved archive, or if the archive is from another step than
+            `population.json`.
+        `RuntimeError`: If the upload fails. The message says why, and how to complete it.
     """
     path, population = Path(run, "archive.parquet"), read_population(run)
-    card = archive_card(path, population, repo)
+    card = format_archive_card(path, population, repo)
+    # No adapter is uploaded here, so only the archive's step is compared.
     check_one_moment(Path(run), population, adapters=())
-    with hub_errors(repo, str(run), "--archive_repo"):
+    with explain_hub_errors(repo, str(run), "--archive_repo"):
         repo = HfApi().create_repo(repo, token=token, private=private, repo_type="dataset", exist_ok=True).repo_id
         commit = HfApi().create_commit(
             repo_id=repo,
@@ -242,13 +265,20 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
 
 
 @contextmanager
-def hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
-    """Turns what may go wrong between here and the Hub into one error that says why and what to do."""
+def explain_hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
+    """
+    Turns errors of the Hub and the network into a `RuntimeError` that says why, and how to complete the upload.
+
+    Args:
+        repo: Repository of the upload.
+        run: Directory of the run.
+        option: Option of `populora push` that names the repository.
+    """
     try:
         yield
     except LocalTokenNotFoundError as error:
         reason = "there is no token; run `hf auth login` or set `HF_TOKEN`"
-        raise RuntimeError(_advice(reason, repo, run, option)) from error
+        raise RuntimeError(_advise(reason, repo, run, option)) from error
     except HfHubHTTPError as error:
         reasons = {
             401: "the token is missing or not valid; run `hf auth login` or set `HF_TOKEN` or `hub_token`",
@@ -256,46 +286,47 @@ def hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[None]:
         }
         status = error.response.status_code
         reason = reasons.get(status, f"status {status}, {error!s:.300}")
-        raise RuntimeError(_advice(reason, repo, run, option)) from error
+        raise RuntimeError(_advise(reason, repo, run, option)) from error
     except Exception as error:
         if not is_connection_error(error):
             raise
-        raise RuntimeError(_advice(f"the connection failed ({error!r:.300})", repo, run, option)) from error
+        raise RuntimeError(_advise(f"the connection failed ({error!r:.300})", repo, run, option)) from error
 
 
-def _advice(reason: str, repo: str, run: str, option: str) -> str:
+def _advise(reason: str, repo: str, run: str, option: str) -> str:
+    """Writes the message of a failed upload."""
     return (
         f"Pushing {run} to {repo} at {constants.ENDPOINT} failed: {reason}. The local files are intact; "
         f"`populora push {run} {option} {repo}` completes the upload."
     )
 
 
-# A static Space that shows a run's report: the same page, without a server.
+# A static Space shows the page of a run's report. It needs no server.
 
 
 def push_space(
     run: str | Path, repo: str, token: str | None = None, private: bool | None = None, model: str | None = None
 ) -> str:
     """
-    Uploads the report of a run, also of one that goes on, as a static Space.
+    Uploads the report of a run as a static Space. The run may still be training.
 
     Args:
         run: The run's `output_dir`.
-        repo: `user/name`, of a Space; made if absent.
-        token: Write token; the one of `hf auth login` by default.
-        private: For a new Space.
-        model: Repository of the population, to which the Space then links.
+        repo: Space, `user/name`. It is made if there is none.
+        token: Write token; by default the one of `hf auth login`.
+        private: Whether a new Space is private; by default what the user's account says.
+        model: Repository of the population. The Space links to it.
 
     Returns:
-        `str`: Address of the commit.
+        `str`: URL of the commit.
 
     Raises:
         `ValueError`: If the run has not logged a step yet.
-        `RuntimeError`: If the upload fails; the message says why and how to complete it.
+        `RuntimeError`: If the upload fails. The message says why, and how to complete it.
     """
     with TemporaryDirectory() as place:
         make_space(run, place, repo, model)
-        with hub_errors(repo, str(run), "--space"):
+        with explain_hub_errors(repo, str(run), "--space"):
             repo = (
                 HfApi()
                 .create_repo(repo, token=token, private=private, repo_type="space", space_sdk="static", exist_ok=True)
@@ -309,11 +340,12 @@ def push_space(
 
 
 def make_space(run: str | Path, directory: str | Path, repo: str, model: str | None = None) -> None:
-    """Writes the Space's two files, `index.html` and the card, into an empty directory."""
+    """Writes the two files of a Space, `index.html` and the card, into an empty directory."""
     name, root = repo.split("/")[-1], Path(directory)
     records = load_run(run, name)
+    # The page holds its pictures, so their files are not needed afterwards. It links to no rollouts: a Space has none.
     with TemporaryDirectory() as pictures:
-        text = page(records, draw_plots(records, Path(pictures)), load_samples(run), None)
+        text = build_page(records, draw_plots(records, Path(pictures)), load_samples(run), None)
     (root / "index.html").write_text(text, encoding="utf-8")
     card = SpaceCardData(
         title=name,
@@ -326,16 +358,18 @@ def make_space(run: str | Path, directory: str | Path, repo: str, model: str | N
     (root / "README.md").write_text(f"---\n{card.to_yaml()}\n---\n", encoding="utf-8")
 
 
-# What a trainer does with the Hub: TRL's and transformers' hooks, for a population.
+# The hooks by which TRL and transformers upload during training.
 
 
 class HubTrainer(GRPOTrainer):
     """
-    A [`~trl.GRPOTrainer`] whose card is a population's, and which uploads frozen copies of a run while training goes
-    on. An upload that fails says why, and how to complete it.
+    A [`~trl.GRPOTrainer`] that writes a population's card and uploads frozen copies of the run during training.
+
+    transformers' own upload copies only a model's files at the root of a checkpoint, and so leaves the members out. If
+    an upload fails, the error says why, and how to complete it.
     """
 
-    # `PopuLoRATrainer` makes the last two.
+    # `PopuLoRATrainer.__init__` sets `staging` and `uploads`.
     args: GRPOConfig
     control: TrainerControl
     hub_model_id: str
@@ -344,20 +378,23 @@ class HubTrainer(GRPOTrainer):
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None, **details):
         root = Path(self.args.output_dir)
+        # TRL calls this at every checkpoint. Before the first log there is no `population.json` to write a card from.
         if self.is_world_process_zero() and (root / POPULATION_FILE).exists():
             write_card(root, self.hub_model_id or model_name or root.name, tags, details)
 
     def init_hf_repo(self, token=None, **kwargs):
-        with self.uploads.hub_errors():
+        with self.uploads.explain_hub_errors():
             super().init_hf_repo(token=token, **kwargs)
 
     def push_to_hub(self, commit_message="End of training", **kwargs):
         if self.is_world_process_zero():
             draw_for_card(Path(self.args.output_dir))
-        with self.uploads.hub_errors():
+        with self.uploads.explain_hub_errors():
             return super().push_to_hub(commit_message=commit_message, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder):
+        # transformers calls this while the checkpoint is still being written (`staging.directory` is set), and
+        # `PopuLoRATrainer._save_checkpoint` calls it once more when the checkpoint is in its place.
         if self.staging.directory is None and self.is_world_process_zero() and self.uploads.are_due:
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
             self.uploads.start(Path(checkpoint_folder), self.hub_model_id, self.state.global_step)

@@ -1,4 +1,4 @@
-"""Starting from what was trained before: the members of a saved population, or ordinary PEFT adapters."""
+"""Starts members from what was trained before: members of a saved population, or ordinary PEFT adapters."""
 
 from __future__ import annotations
 
@@ -30,24 +30,30 @@ def warm_start(
     source: str | Sequence[str] | Mapping[str, str], model: torch.nn.Module, population: Population, shape: Shape
 ) -> None:
     """
-    Starts from the members of a saved population, or from ordinary PEFT adapters. Collective.
+    Starts the members from a saved population, or from ordinary PEFT adapters. Call it on every rank.
 
     Args:
-        source: Directory or Hub name of a saved population, or of one adapter for all members; or of an adapter for
-            each member, teachers first; or of one for a role, `{"student": "runs/sft"}`; the other role starts afresh.
-            List and dictionary may be JSON text.
+        source: One of four, each by directory or Hub name. Lists and dictionaries may be JSON text.
+
+            - a saved population
+            - one adapter for all members
+            - a list with an adapter for each member, teachers first
+            - a dictionary with an adapter for a role, such as `{"student": "runs/sft"}`; the other role starts afresh
         model: The members' model.
         population: The members.
-        shape: What saved populations have to fit.
+        shape: The shape that a saved population has to fit.
 
     Raises:
-        `ValueError`: If a source cannot be read, was trained on another base, or cannot be written as a member.
+        `ValueError`: If a source cannot be read, a saved population has another base or shape, or an adapter cannot be
+            written as a member.
     """
-    source = _read(source)
+    source = _parse_source(source)
     if isinstance(source, str):
         root = fetch(source, wanted=(*POPULATION, *ADAPTER))
+        # A saved population has its best student at its root, so it looks like an adapter as well. A directory that is
+        # neither goes the first way, because that error names `population.json`.
         if (root / POPULATION_FILE).exists() or not (root / ADAPTER[0]).exists():
-            _from_population(root, model, population, shape)
+            _start_from_population(root, model, population, shape)
             return
         source = dict.fromkeys(ROLES, source)
     adapters = population.adapters
@@ -62,6 +68,7 @@ def warm_start(
         )
     else:
         plan = dict(zip(adapters, source, strict=True))
+    # All sources are found before the first member changes. Each is downloaded once.
     roots = {each: fetch(each, wanted=ADAPTER) for each in dict.fromkeys(plan.values())}
     for name, each in plan.items():
         _write_adapter(model, name, roots[each], shape)
@@ -70,8 +77,8 @@ def warm_start(
             member.parents, member.operator = (plan[adapter],), "warm_start"
 
 
-def _read(source: str | Sequence[str] | Mapping[str, str]) -> str | Sequence[str] | Mapping[str, str]:
-    """What a config, a YAML file or a command line may hold."""
+def _parse_source(source: str | Sequence[str] | Mapping[str, str]) -> str | Sequence[str] | Mapping[str, str]:
+    """Parses `warm_start`, which may be JSON text if it comes from a command line or a YAML file."""
     if not (isinstance(source, str) and source.lstrip().startswith(("{", "["))):
         return source
     try:
@@ -81,11 +88,12 @@ def _read(source: str | Sequence[str] | Mapping[str, str]) -> str | Sequence[str
 
 
 def _write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) -> None:
+    """Writes an ordinary PEFT adapter into a member, whose rank may be higher than the adapter's."""
     try:
         config = PeftConfig.from_pretrained(root)
         check_ordinary_adapter(config)
         factors = fold_into(
-            read_member(model, name), unwrap_peft_model(model).peft_config[name], _weights(root), config
+            read_member(model, name), unwrap_peft_model(model).peft_config[name], _load_weights(root), config
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"The adapter {str(root)!r} cannot start member {name!r}: {error}") from error
@@ -96,29 +104,34 @@ def _write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) 
     write_member(model, name, factors)
 
 
-def _weights(root: Path) -> dict[str, torch.Tensor]:
-    if not list(root.glob(ADAPTER[1])):  # PEFT would ask the Hub for it
+def _load_weights(root: Path) -> dict[str, torch.Tensor]:
+    """Loads the weights of an adapter in a local directory."""
+    # If the file is missing, PEFT would take the directory's path for a Hub name and ask the Hub.
+    if not list(root.glob(ADAPTER[1])):
         raise ValueError(f"it has no `{ADAPTER[1]}`.")
     return load_peft_weights(str(root), device="cpu")
 
 
-def _from_population(root: Path, model: torch.nn.Module, population: Population, shape: Shape) -> None:
+def _start_from_population(root: Path, model: torch.nn.Module, population: Population, shape: Shape) -> None:
     """
-    The best members of each role take the first slots and keep their ratings. Where there are more slots than saved
-    members, the best are cloned in turn; a clone keeps mu and starts with the prior's sigma, to be found out. A single
-    agent starts from the best student.
+    Starts the members from those of a saved population, the best of each role first.
+
+    If a role needs more members than were saved, the saved ones are cloned in turn, again the best first. A member
+    takes over the rating of its source. A clone gets the prior's sigma, because its own matches have yet to show how
+    good it is.
     """
     saved = check_same_shape(root, shape)
     check_one_moment(root, saved)
+    # Students come last: a single agent has one adapter for both roles, and it keeps the best student's weights.
     for role in ROLES:
         ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
         if not ranked and population.role(role):
             raise ValueError(f"{root / POPULATION_FILE}: field `members` holds no {role}.")
-        for slot, member in enumerate(population.role(role)):
-            source: dict[str, Any] = ranked[slot % len(ranked)]
+        for place, member in enumerate(population.role(role)):
+            source: dict[str, Any] = ranked[place % len(ranked)]
             adapter = population.adapter(member.name)
             write_member_file(model, adapter, root / source["adapter"] / "adapter_model.safetensors")
             member.mu = source["mu"]
-            member.sigma = source["sigma"] if slot < len(ranked) else PRIOR_SIGMA
+            member.sigma = source["sigma"] if place < len(ranked) else PRIOR_SIGMA
             member.parents = (f"{source['name']}@{source['version']}",)
             member.operator = "warm_start"

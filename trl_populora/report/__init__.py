@@ -1,9 +1,9 @@
-"""Pictures, tables and a page of a run, from the files that it leaves.
+"""Makes pictures, tables and a page from the files that a run leaves.
 
-load.py       what a run has left so far
-charts.py     how pictures are drawn, and each of them
-plots.py      their order, and the files that they become
-table.py      what changed, and the members
-page.py       report.html
-callbacks.py  page and pictures of a run in progress; W&B and trackio
+load.py       reads what a run has left so far
+charts.py     draws each picture
+plots.py      lists the pictures in their order, and writes them to files
+table.py      compares the first fifth of a run with the last, and lists the members
+page.py       writes report.html
+callbacks.py  sends tables and alerts to W&B and trackio
 """

@@ -1,4 +1,4 @@
-"""Keeps a run's page and pictures up to date while it goes on, and sends tables and alerts to W&B and trackio."""
+"""Sends tables and alerts of a run to W&B and trackio while it trains."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from trl_populora.run.read import EVALUATION, LINEAGE, read_lines, sort_of
+from trl_populora.run.read import EVALUATION, LINEAGE, classify_log, read_lines
 
 
-TRACKERS = ("wandb", "trackio")  # those with tables; they have the same `Table` and `log`
+# The trackers that show tables. Both name the functions alike: `Table(columns=..., data=...)` and `log({...})`.
+TRACKERS = ("wandb", "trackio")
 
+# Columns of the tables `population`, `births` and `lineage`.
 MEMBER = ("step", "name", "role", "mu", "sigma", "held_out", "age", "born", "version", "operator", "parents")
 BIRTH = ("step", "role", "child", "replaced", "parents", "operator", "strength", "mu", "cosine")
-
 INDIVIDUAL = ("member", "role", "born", "replaced", "generation", "parents", "operator", "mu")
 
 
 def alert(report_to: Sequence[str], title: str, text: str) -> None:
-    """Warns in the trackers, which pass it on by mail, Slack or a webhook where their user has set that up."""
-    for name in _wanted(report_to):
+    """Sends a warning to the trackers, which may pass it on by mail, Slack or a webhook."""
+    for name in _choose_trackers(report_to):
         tracker = importlib.import_module(name)
         if name == "wandb":
             tracker.run.alert(title, text, level=tracker.AlertLevel.WARN)
@@ -30,17 +31,20 @@ def alert(report_to: Sequence[str], title: str, text: str) -> None:
             tracker.alert(title, text, level=tracker.AlertLevel.WARN)
 
 
-def _wanted(report_to: Sequence[str]) -> list[str]:
+def _choose_trackers(report_to: Sequence[str]) -> list[str]:
+    """Picks from the names in `report_to` those of trackers that show tables."""
     return [name for name in TRACKERS if name in report_to]
 
 
 class TrackerTables(TrainerCallback):
     """
-    Sends the tables `population`, `births` and `lineage` to W&B and trackio: when somebody was replaced, with
-    evaluations, and at the end. Curves are the trainer's own metrics, `completions` is TRL's table.
+    A callback that sends the tables `population`, `births` and `lineage` to W&B and trackio.
+
+    It sends them when a member was replaced, with every evaluation, and at the end. The trainer logs the curves, and
+    TRL the table `completions`.
 
     Args:
-        describe: Returns what `population.json` holds.
+        describe: Returns the contents of `population.json`.
     """
 
     def __init__(self, describe: Callable[[], dict[str, Any]]):
@@ -48,21 +52,23 @@ class TrackerTables(TrainerCallback):
         self._sent = -1  # step of the last tables
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        logs, wanted = logs or {}, _wanted(args.report_to)
+        logs, wanted = logs or {}, _choose_trackers(args.report_to)
         if not wanted or not state.is_world_process_zero:
             return
+        # The summary at the end often comes right after an evaluation, which has just sent the same tables.
         ended = "train_runtime" in logs and self._sent < state.global_step
-        if not (logs.get("evolve/replaced") or ended or sort_of(logs) == EVALUATION):
+        if not (logs.get("evolve/replaced") or ended or classify_log(logs) == EVALUATION):
             return
         self._sent = step = state.global_step
         members = self.describe()["members"]
-        tables: dict[str, tuple] = {"population": (MEMBER, [_row({"step": step, **each}, MEMBER) for each in members])}
-        # Before training the file, if there is one, is another run's.
+        now = [_make_row({"step": step, **member}, MEMBER) for member in members]
+        tables: dict[str, tuple] = {"population": (MEMBER, now)}
+        # At step 0 nobody has been born yet. A file that is there belongs to an earlier run.
         births = read_lines(Path(args.output_dir, LINEAGE)) if step else []
         if births:
-            tables["births"] = (BIRTH, [_row(event, BIRTH) for event in births])
+            tables["births"] = (BIRTH, [_make_row(event, BIRTH) for event in births])
             family = list_family(members, births)
-            tables["lineage"] = (INDIVIDUAL, [_row(each, INDIVIDUAL) for each in family])
+            tables["lineage"] = (INDIVIDUAL, [_make_row(each, INDIVIDUAL) for each in family])
         for tracker in map(importlib.import_module, wanted):
             shown = {name: tracker.Table(columns=[*columns], data=rows) for name, (columns, rows) in tables.items()}
             tracker.log(shown | {"train/global_step": step})
@@ -70,17 +76,23 @@ class TrackerTables(TrainerCallback):
 
 def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    Everybody who ever lived, in the order of birth: when who was replaced, with which rating, and who lives.
+    Lists every individual that ever lived, in the order of birth.
 
     Args:
-        members: The living, as `population.json` has them.
+        members: The members of now, as in `population.json`.
         births: Lines of `lineage.jsonl`, oldest first.
+
+    Returns:
+        A dictionary per individual with the keys `INDIVIDUAL`. Only individuals that were replaced have `replaced`,
+        the step at which that happened.
     """
+    # An individual is `name@version`: a child takes over the name of the member that it replaces.
     alive = {f"{member['name']}@{member['version']}": member for member in members}
     born = {birth["child"] for birth in births}
     first = [*(birth["replaced"]["member"] for birth in births), *alive]
     roles = {birth["replaced"]["member"]: birth["role"] for birth in births}
     roles |= {name: member["role"] for name, member in alive.items()}
+    # Founders appear in no birth as a child. They are known because they live or were replaced.
     found: dict[str, dict[str, Any]] = {
         name: {"parents": [], "operator": "init"} | dict(alive.get(name, {})) | {"member": name, "role": roles[name]}
         for name in sorted({*first} - born)
@@ -103,14 +115,14 @@ def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[s
     return list(found.values())
 
 
-def _row(entry: dict[str, Any], columns: tuple[str, ...]) -> list[Any]:
-    """Plain cells: members by name, several of anything as text."""
-    return [_cell(entry.get(name)) for name in columns]
+def _make_row(entry: dict[str, Any], columns: tuple[str, ...]) -> list[Any]:
+    """Makes the cells of one row. Trackers take only plain values, so members become names and lists become text."""
+    return [_format_cell(entry.get(name)) for name in columns]
 
 
-def _cell(value: Any) -> Any:
+def _format_cell(value: Any) -> Any:
     if isinstance(value, dict):
         return value["member"]
     if isinstance(value, list):
-        return ", ".join(f"{each:.3f}" if isinstance(each, float) else str(_cell(each)) for each in value)
+        return ", ".join(f"{each:.3f}" if isinstance(each, float) else str(_format_cell(each)) for each in value)
     return value

@@ -1,6 +1,8 @@
-"""How pictures are drawn, and the pictures: curves by step, then what a run did as a whole.
+"""Draws the pictures of a run. Needs the `report` extra (matplotlib).
 
-Needs the `report` extra (matplotlib).
+The first part has what all pictures share: size, colours, legend, running means. The second part draws what changes
+from step to step, the third what a run did as a whole. Every `draw_*` function gets a figure, or a part of one, and
+the run. `plots.py` says in which order pictures appear, and under which titles.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_populora.report.load import Run, table_name
+from trl_populora.report.load import Run, name_table
 from trl_populora.tasks.python.complexity import PROGRAM_MEASURES
 
 
@@ -21,15 +23,16 @@ if TYPE_CHECKING:
     from matplotlib.ticker import MaxNLocator
 
 
+# matplotlib is imported inside functions: `import trl_populora.report.charts` works without it, and is quick.
 Draw = Callable[["Figure", Run], None]  # paints into a figure or a part of one
 
-# Colour-blind safe (Okabe and Ito); a role keeps its colour in every picture.
+# The palette of Okabe and Ito, which colour-blind people can tell apart. A role has the same colour in every picture.
 COLORS = {"teacher": "#D55E00", "student": "#0072B2"}
 SERIES_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#8C6D00", "#444444")
 LINE_STYLES = ("-", "--", "-.", ":")
 GREY = "0.45"
 
-# 4.4 inches shrink to a phone's 340 pixels with letters of 10 pixels and more.
+# On a phone 4.4 inches shrink to 340 pixels. Letters then still have 10 pixels.
 WIDTH, DPI = 4.4, 220
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
@@ -45,22 +48,31 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def picture(
+def save_picture(
     path: Path, size: tuple[float, float], paint: Callable[..., None], *arguments: Any, dpi: int = DPI
 ) -> Path:
-    """Lets `paint(figure, *arguments)` draw a figure of so many inches into a PNG file; same values, same bytes."""
+    """
+    Draws a picture and saves it as a PNG file. Equal values give equal bytes.
+
+    Args:
+        path: The file.
+        size: Width and height, inches.
+        paint: Called as `paint(figure, *arguments)`.
+        dpi: Pixels per inch.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         paint(figure, *arguments)
-        figure.savefig(path, dpi=dpi, metadata={"Software": None})  # no version stamp
+        # matplotlib would stamp its version into the file, and so change the bytes.
+        figure.savefig(path, dpi=dpi, metadata={"Software": None})
     return path
 
 
 def on_one_axis(paint: Callable[[Axes, Run], None]) -> Draw:
-    """A picture with one pair of axes, with its births marked, its steps named and its legend below."""
+    """Turns a function that paints on axes into one that draws a figure: with births, step axis and legend."""
 
     @wraps(paint)
     def draw(figure: Figure, run: Run) -> None:
@@ -72,8 +84,8 @@ def on_one_axis(paint: Callable[[Axes, Run], None]) -> Draw:
     return draw
 
 
-def line_style(index: int) -> dict[str, Any]:
-    """Colour and dashes of the n-th line: distinct for 32 of them, on paper too."""
+def choose_line_style(index: int) -> dict[str, Any]:
+    """Chooses colour and dashes of the n-th line. The first 32 lines all differ."""
     return {
         "color": SERIES_COLORS[index % len(SERIES_COLORS)],
         "linestyle": LINE_STYLES[index // len(SERIES_COLORS) % len(LINE_STYLES)],
@@ -81,63 +93,70 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def mark_births(axis: Axes, run: Run, label: bool = True) -> None:
+    """Draws a dotted vertical line at each step with births."""
     for index, step in enumerate(run.births):
+        # Only the first line has a label: the legend names each label once.
         text = "evolution" if label and not index else None
         axis.axvline(step, color=GREY, linestyle=":", linewidth=0.9, zorder=0, label=text)
 
 
 def name_steps(axis: Axes, ticks: int = 7) -> None:
+    """Labels the step axis."""
     axis.set_xlabel("population step")
-    axis.xaxis.set_major_locator(whole_numbers(ticks))
+    axis.xaxis.set_major_locator(locate_whole_numbers(ticks))
 
 
-def whole_numbers(ticks: int) -> MaxNLocator:
+def locate_whole_numbers(ticks: int) -> MaxNLocator:
+    """Makes a locator that puts at most so many ticks, all at whole numbers: there is no step 2.5."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True, nbins=ticks, min_n_ticks=1)
 
 
 def finish(figure: Figure, lowest: Axes) -> None:
-    """Names the steps, and puts one legend for the whole figure below it, where it covers nothing."""
+    """Labels the step axis of the lowest axes, and puts one legend below the figure, where it covers nothing."""
     name_steps(lowest)
     lines: list[Any] = [line for axis in figure.axes for line in axis.lines]
     for line in lines:
-        if len(line.get_xdata()) == 1:  # a run's first step: through one point there is no line
+        # A line through one point is invisible, and a run has one point after its first step.
+        if len(line.get_xdata()) == 1:
             line.set(marker="o", markersize=4)
-        if len(line.get_xdata()) == 0:  # not measured in this run: nothing that a legend could name
+        # The run has not measured this metric, so the legend leaves it out.
+        if len(line.get_xdata()) == 0:
             line.set_label(None)
     if any(axis.get_legend_handles_labels()[0] for axis in figure.axes):
         figure.legend(loc="outside lower center", ncols=2)
 
 
-def window(run: Run) -> str:
-    width = _width(run)
+def describe_window(run: Run) -> str:
+    """Says what a thick line is the mean of; empty for a run that is too short to smooth."""
+    width = _count_window(run)
     return f"thick: running mean of {width} logged steps" if width > 1 else ""
 
 
-def _width(run: Run) -> int:
-    """
-    Points that a running mean covers: steps of a few tasks each jump more than they change. A twelfth of a run is
-    short enough to show what an evolution event did.
-    """
+def _count_window(run: Run) -> int:
+    """Counts the logged steps that a running mean covers."""
+    # A step has few tasks, so rates jump from step to step more than they change in between. A twelfth of a run
+    # smooths that and is short enough to show what an evolution event did.
     return 1 + len(run.history) // 12
 
 
 def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
-    """A metric's running mean, with what was measured as a faint line behind it."""
+    """Draws the running mean of a metric, and behind it a faint line through the measured values."""
     steps, values = run.series(key)
-    if _width(run) > 1:
+    if _count_window(run) > 1:
         axis.plot(steps, values, color=style["color"], linewidth=0.7, alpha=0.35, zorder=1)
     axis.plot(steps, smooth(values, run), **style)
 
 
 def smooth(values: Sequence[float], run: Run) -> list[float]:
-    """Running mean over the last points."""
-    width = _width(run)
+    """Computes the running mean of a series. Each point is the mean of itself and the points before it."""
+    width = _count_window(run)
     return [mean(values[max(0, index + 1 - width) : index + 1]) for index in range(len(values))]
 
 
 def mean(values: Sequence[float]) -> float:
+    """Computes the mean; NaN without values."""
     return sum(values) / len(values) if values else float("nan")
 
 
@@ -148,7 +167,15 @@ def draw_payoff(
     students: Sequence[str],
     notes: Sequence[Sequence[str]] | None = None,
 ) -> None:
-    """Solve rates as a heat map, a row per teacher and a column per student; `notes` follow the number in a cell."""
+    """
+    Draws solve rates as a heat map.
+
+    Args:
+        figure: Where to draw.
+        rates: A row per teacher and a column per student, `[teachers, students]`. NaN where they have not met.
+        teachers, students: Names of rows and columns.
+        notes: Texts that follow the rate in each cell, shaped as `rates`.
+    """
     from matplotlib.colors import LinearSegmentedColormap
 
     axis = figure.subplots()
@@ -157,6 +184,7 @@ def draw_payoff(
     size = 9 if max(len(teachers), len(students)) <= 4 else 7
     for y, row in enumerate(rates):
         for x, rate in enumerate(row):
+            # NaN is the one number that differs from itself.
             text = (f"{100 * rate:.0f} %" if rate == rate else "-") + (notes[y][x] if notes else "")
             axis.text(x, y, text, ha="center", va="center", fontsize=size)
     axis.set_xticks(range(len(students)), students, rotation=0 if max(map(len, students)) < 10 else 90)
@@ -166,26 +194,26 @@ def draw_payoff(
     figure.colorbar(image, ax=axis, label="solved (fraction)", shrink=0.9)
 
 
-# Pictures of what changes from step to step: held-out tasks, ratings, rewards, shares, how demanding tasks are.
-#
-# Every function draws into the figure, or part of one, that it is given; thin lines are what was measured.
+# Pictures of what changes from step to step. Thin lines are measured values, thick lines running means.
 
 
 @on_one_axis
 def draw_held_out(axis: Axes, run: Run) -> None:
-    """Held-out solve rate of each student, their mean, and the base's as a line; of several tables the means alone."""
+    """Draws held-out solve rates: of each student, their mean, and the base's as a dashed line."""
     tables = run.tables
+    # With several tables there would be too many lines, so each table has only its mean.
     if len(tables) == 1:
         for index, name in enumerate(run.members("student")):
-            style = line_style(index) | {"linewidth": 1.2, "marker": ".", "label": name}
+            style = choose_line_style(index) | {"linewidth": 1.2, "marker": ".", "label": name}
             axis.plot(*run.series(f"{tables[0]}{name}/solve_rate"), **style)
     for index, table in enumerate(tables):
         one = len(tables) == 1
         color = COLORS["student"] if one else SERIES_COLORS[index % len(SERIES_COLORS)]
-        label = "mean of the students" if one else f"{table_name(table)}, mean"
+        label = "mean of the students" if one else f"{name_table(table)}, mean"
         axis.plot(*run.series(f"{table}solve_rate_mean"), color=color, linewidth=2.6, marker="o", label=label)
         _, base = run.series(f"{table}base/solve_rate")
         if base:
+            # matplotlib leaves labels with a leading underscore out of the legend.
             label = "the base, untrained" if one else "_"
             axis.axhline(base[0], color=GREY if one else color, label=label, linestyle="--", linewidth=1.4)
     axis.set(ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
@@ -193,24 +221,27 @@ def draw_held_out(axis: Axes, run: Run) -> None:
 
 @on_one_axis
 def draw_held_out_kinds(axis: Axes, run: Run) -> None:
-    """The students' held-out solve rate by kind of task, dashed the base's; of several tables the first."""
+    """Draws the students' held-out solve rate on each kind of task of the first table, and the base's dashed."""
     table = run.tables[0]
     for kind, color in zip(run.held_out_kinds, SERIES_COLORS, strict=False):
         axis.plot(*run.series(f"{table}{kind}/solve_rate"), color=color, linewidth=2, marker="o", label=kind)
         _, base = run.series(f"{table}base/{kind}/solve_rate")
         if base:
             axis.axhline(base[0], color=color, linestyle="--", linewidth=1.2)
-    axis.set(title=table_name(table), ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
+    axis.set(title=name_table(table), ylabel="attempts solved (fraction)", ylim=(-0.02, 1.02))
 
 
 @on_one_axis
 def draw_thinking(axis: Axes, run: Run) -> None:
+    """Draws the share of attempts that think before they answer."""
     plot_smoothed(axis, run, "solve/thinking_rate", color=COLORS["student"], linewidth=2, label="fresh tasks")
     axis.plot(*run.series("eval/thinking_rate"), color="0.3", linestyle="--", marker="o", label="held-out tasks")
-    axis.set(title=window(run), ylabel="attempts that think first (fraction)", ylim=(-0.02, 1.02))
+    axis.set(title=describe_window(run), ylabel="attempts that think first (fraction)", ylim=(-0.02, 1.02))
 
 
 def draw_ratings(role: str) -> Draw:
+    """Makes the function that draws the ratings of a role's members."""
+
     @on_one_axis
     def draw(axis: Axes, run: Run) -> None:
         color, members = COLORS[role], run.members(role)
@@ -219,53 +250,59 @@ def draw_ratings(role: str) -> Draw:
             axis.plot(*run.series(f"member/{members[0]}/mu"), color=color, linewidth=2.4, label=members[0])
             return
         steps, means = run.series(f"population/{role}/mu_mean")
-        if len(members) > 3:  # a spread of fewer is the lines themselves
+        # With up to three members their own lines show how far they are apart.
+        if len(members) > 3:
             _, spreads = run.series(f"population/{role}/mu_std")
             low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
             axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label="± 1 std over members")
         axis.plot(steps, means, color=color, linewidth=2.4, label=f"mean of the {role}s", zorder=3)
         for index, name in enumerate(members):
-            axis.plot(*run.series(f"member/{name}/mu"), **line_style(index), linewidth=1, label=name)
+            axis.plot(*run.series(f"member/{name}/mu"), **choose_line_style(index), linewidth=1, label=name)
 
     return draw
 
 
 @on_one_axis
 def draw_solve_rates(axis: Axes, run: Run) -> None:
-    by_match: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Draws the share of right attempts at fresh tasks: of all teachers, and of each."""
+    by_teacher: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    # An attempt's row has no name of a teacher. The proposals of the same match have.
     teacher_of = {(r["step"], r["match"]): r["member"] for r in run.rows if r["role"] == "teacher"}
     for row in run.rows:
         if row["role"] == "student" and not row["archived"] and teacher_of:
-            by_match[teacher_of[row["step"], row["match"]]][row["step"]].append(row["correct"])
-    for index, teacher in enumerate(sorted(by_match) if len(by_match) > 1 else ()):
-        steps = sorted(by_match[teacher])
-        rates = [mean(by_match[teacher][step]) for step in steps]
-        axis.plot(steps, smooth(rates, run), **line_style(index), linewidth=1, label=f"against {teacher}")
+            by_teacher[teacher_of[row["step"], row["match"]]][row["step"]].append(row["correct"])
+    for index, teacher in enumerate(sorted(by_teacher) if len(by_teacher) > 1 else ()):
+        steps = sorted(by_teacher[teacher])
+        rates = [mean(by_teacher[teacher][step]) for step in steps]
+        axis.plot(steps, smooth(rates, run), **choose_line_style(index), linewidth=1, label=f"against {teacher}")
     plot_smoothed(axis, run, "solve/rate", color="black", linewidth=2.2, label="all fresh tasks")
     for key, style, label in (("frac_none", "--", "solved by nobody"), ("frac_all", "-.", "solved by all")):
         steps, rates = run.series(f"solve/{key}")
         axis.plot(steps, smooth(rates, run), color=GREY, linestyle=style, linewidth=1, label=label)
-    axis.set(title=window(run), ylabel="attempts solved (fraction)", ylim=(-0.03, 1.03))
+    axis.set(title=describe_window(run), ylabel="attempts solved (fraction)", ylim=(-0.03, 1.03))
 
 
 @on_one_axis
 def draw_rewards(axis: Axes, run: Run) -> None:
+    """Draws the mean reward of teachers and of students."""
     for role, color in COLORS.items():
         label = f"{role}s, mean of the step"
         plot_smoothed(axis, run, f"rewards/{role}_reward/mean", color=color, linewidth=2, label=label)
     axis.axhline(0, color=GREY, linewidth=0.8, zorder=0)
-    axis.set(title=window(run), ylabel="reward (points)")
+    axis.set(title=describe_window(run), ylabel="reward (points)")
 
 
 @on_one_axis
 def draw_kinds(axis: Axes, run: Run) -> None:
+    """Draws for each kind of task how many attempts were right, and how many proposals were valid."""
     for kind, color in zip(run.kinds, SERIES_COLORS, strict=False):
         plot_smoothed(axis, run, f"solve/{kind}/rate", color=color, label=f"{kind}: solved")
         steps, rates = run.series(f"propose/{kind}/valid_rate")
         axis.plot(steps, smooth(rates, run), color=color, linestyle=":", label=f"{kind}: valid")
-    axis.set(title=window(run), ylabel="attempts solved, proposals valid\n(fraction)", ylim=(-0.03, 1.03))
+    axis.set(title=describe_window(run), ylabel="attempts solved, proposals valid\n(fraction)", ylim=(-0.03, 1.03))
 
 
+# Title and unit of each measure of programs. Measures of a user's kinds are titled by their own names.
 CURRICULUM = dict(
     zip(
         PROGRAM_MEASURES,
@@ -281,9 +318,11 @@ CURRICULUM = dict(
 
 
 def draw_curriculum(figure: Figure, run: Run) -> None:
+    """Draws what the kinds measure of valid tasks, one small picture per measure."""
     names = run.measures
     columns = min(2, len(names))
     rows = -(-len(names) // columns)
+    # The number of measures decides the height. The caller, who made the figure, does not know it.
     figure.set_figheight(1.0 + 1.8 * rows)
     axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
@@ -295,12 +334,15 @@ def draw_curriculum(figure: Figure, run: Run) -> None:
         axis.set_axis_off()
     for axis in axes[-1]:
         name_steps(axis, ticks=4)
-    label = ",\n".join(filter(None, ["mean over the step's valid tasks", window(run)]))
-    drawn = axes.flat[0].lines  # births last
+    label = ",\n".join(filter(None, ["mean over the step's valid tasks", describe_window(run)]))
+    # All small pictures have the same lines, so the legend names those of the first. Its last lines are the births,
+    # and the one before them is the running mean.
+    drawn = axes.flat[0].lines
     named = {label: drawn[-1 - len(run.births)]} | ({"evolution": drawn[-1]} if run.births else {})
     figure.legend(named.values(), named, loc="outside lower center", ncols=2)
 
 
+# Legend and unit of each metric of `Run.breadth`.
 BREADTH = {
     "curriculum/coverage": ("program structures so far", "distinct structures\n(number)"),
     "curriculum/entropy": ("how evenly they are used", "entropy\n(bits)"),
@@ -309,6 +351,7 @@ BREADTH = {
 
 
 def draw_coverage(figure: Figure, run: Run) -> None:
+    """Draws how wide the tasks range, one small picture per metric of `Run.breadth`."""
     names = run.breadth
     figure.set_figheight(1.4 + 1.4 * len(names))
     axes = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
@@ -319,13 +362,15 @@ def draw_coverage(figure: Figure, run: Run) -> None:
     finish(figure, axes[-1])
 
 
-# Pictures of what a run did as a whole: rejects, matches, lineage, and where the time went.
+# Pictures of what a run did as a whole.
 
 
 @on_one_axis
 def draw_rejects(axis: Axes, run: Run) -> None:
+    """Draws the number of rejected proposals per step as bars, a colour per reason, the most frequent one lowest."""
     prefix = "verify/reject/"
     totals: Counter[str] = Counter()
+    # Steps that played no game have no such keys (`num_iterations`).
     history = [entry for entry in run.history if any(key.startswith(prefix) for key in entry)]
     for entry in history:
         totals.update({key[len(prefix) :]: entry[key] or 0 for key in entry if key.startswith(prefix)})
@@ -341,12 +386,13 @@ def draw_rejects(axis: Axes, run: Run) -> None:
         axis.bar(steps, counts, width=1, bottom=bottom, color=color, hatch=hatch, label=label, linewidth=0)
         bottom = [b + c for b, c in zip(bottom, counts, strict=True)]
     axis.set(ylabel="rejected proposals (number)")
-    axis.yaxis.set_major_locator(whole_numbers(6))
+    axis.yaxis.set_major_locator(locate_whole_numbers(6))
     if not reasons:
         axis.set_title("no proposal was rejected")
 
 
 def draw_matches(figure: Figure, run: Run) -> None:
+    """Draws for each pair of teacher and student how many attempts were right, and how often they met."""
     teachers, students = run.members("teacher"), run.members("student")
     teacher_of = {(r["step"], r["match"]): r["member"] for r in run.rows if r["role"] == "teacher"}
     solved: dict[tuple[str, str], list[bool]] = defaultdict(list)
@@ -355,6 +401,7 @@ def draw_matches(figure: Figure, run: Run) -> None:
         if row["role"] == "student":
             pair = teacher_of[row["step"], row["match"]], row["member"]
             met[pair].add((row["step"], row["match"]))
+            # The teacher of the match did not write an archived task, so an attempt at it says nothing of this pair.
             if not row["archived"]:
                 solved[pair].append(row["correct"])
     rates = [[mean(solved[t, s]) for s in students] for t in teachers]
@@ -365,16 +412,19 @@ def draw_matches(figure: Figure, run: Run) -> None:
 
 
 def draw_lineage(figure: Figure, run: Run) -> None:
+    """Draws a bar per name of a member, cut where a child took over the name, with arrows from parents to children."""
     axis = figure.subplots()
-    slots = run.members("teacher") + run.members("student")
-    height = {name: -index for index, name in enumerate(slots)}
+    names = run.members("teacher") + run.members("student")
+    height = {name: -index for index, name in enumerate(names)}
     end = max(entry["step"] for entry in run.history)
-    starts = {name: [0] for name in slots}
+    # Steps at which each name began a new life. `child` and `parent` are `name@version`.
+    starts = {name: [0] for name in names}
     for event in run.lineage:
         starts[event["child"].partition("@")[0]].append(event["step"])
-    for name in slots:
+    for name in names:
         color = COLORS[name.rpartition("_")[0]]
         for version, (start, stop) in enumerate(zip(starts[name], [*starts[name][1:], end], strict=True)):
+            # Neighbouring lives differ in shade.
             axis.plot([start, stop], [height[name]] * 2, color=color, linewidth=5, alpha=0.9 if version % 2 else 0.45)
     for event in run.lineage:
         child = event["child"].partition("@")[0]
@@ -392,10 +442,11 @@ def draw_lineage(figure: Figure, run: Run) -> None:
             }
             axis.annotate("", (event["step"], height[child]), (event["step"], y), arrowprops=arrow)
     axis.set_yticks(list(height.values()), list(height))
-    axis.set_ylim(-len(slots) + 0.4, 0.6)
+    axis.set_ylim(-len(names) + 0.4, 0.6)
     axis.grid(False)
     name_steps(axis)
     axis.set_xlim(0, max(end, 1) * 1.02)
+    # Lines without points give the legend its entries: every drawn line would be an entry of its own.
     handles = [axis.plot([], [], color=color, linewidth=5, alpha=0.45)[0] for color in COLORS.values()]
     labels = ["teacher's life", "student's life"]
     if run.lineage:
@@ -408,7 +459,8 @@ PHASE_COLORS = {"match": "#444444", "propose": "#D55E00", "verify": "#009E73", "
 PHASE_COLORS |= {"evolve": "#CC79A7"}
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
+    """Formats seconds for a legend, with two digits."""
     if value < 0.01:
         return "< 0.01"
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
@@ -416,10 +468,11 @@ def seconds(value: float) -> str:
 
 @on_one_axis
 def draw_times(axis: Axes, run: Run) -> None:
+    """Draws the seconds of each step as bars, a colour per phase."""
     steps = [entry["step"] for entry in run.history]
     values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in PHASE_COLORS]
     means = [sum(series) / len(series) for series in values]
-    labels = [f"{phase} ({seconds(mean)} s)" for phase, mean in zip(PHASE_COLORS, means, strict=True)]
+    labels = [f"{phase} ({format_seconds(mean)} s)" for phase, mean in zip(PHASE_COLORS, means, strict=True)]
     bottom = [0.0] * len(steps)
     for series, label, color in zip(values, labels, PHASE_COLORS.values(), strict=True):
         axis.bar(steps, series, width=1, bottom=bottom, color=color, label=label, linewidth=0)

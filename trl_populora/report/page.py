@@ -1,6 +1,7 @@
-"""The page of a report: one self-contained `report.html` that reads on a laptop and on a phone, without network.
+"""Writes the page of a report: one self-contained `report.html` that works on a laptop and a phone, without network.
 
-Whatever a model wrote is escaped: a task must not become a script in somebody's browser.
+The page inserts text only after `escape`: models write part of it, and a task must not become a script in somebody's
+browser. The functions below return HTML, one section each, in the order of the page.
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ from urllib.parse import quote
 from trl_populora.files import write_whole
 from trl_populora.report.load import Run, Sample, load_run, load_samples, name_reject
 from trl_populora.report.plots import Plot, draw_plots
-from trl_populora.report.table import HEADER, Change, changes, duration, fifths, held_out_changes, list_members, write
+from trl_populora.report.table import (
+    HEADER,
+    Change,
+    compare_evaluations,
+    compare_fifths,
+    format_duration,
+    format_value,
+    list_members,
+    take_fifths,
+)
 
 
-# Characters of a completion that are shown, and rows of the table of births before it folds.
+# Most characters of a prompt or completion on the page, and most rows of the table of births before it is folded.
 _SHOWN, _ROWS = 1500, 16
 
 _STYLE = """
@@ -67,9 +77,9 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
     Writes `report.html`, one self-contained page, and its pictures as `plots/*.png`.
 
     Args:
-        run: The run's `output_dir`, also while it is going on, or a downloaded population.
-        directory: Where they go, the run itself by default.
-        name: The page's title, the name of the run's directory by default.
+        run: The run's `output_dir`, or the directory of a downloaded population. The run may still be training.
+        directory: Where the files go; by default the run's directory.
+        name: Title of the page; by default the name of the run's directory.
 
     Returns:
         `Path`: The page.
@@ -82,21 +92,21 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
     drawn = draw_plots(records, target / "plots")
     way = os.path.relpath(run, target)
     with write_whole(target / "report.html") as unfinished:
-        unfinished.write_text(page(records, drawn, samples, way), encoding="utf-8")
+        unfinished.write_text(build_page(records, drawn, samples, way), encoding="utf-8")
     return target / "report.html"
 
 
-def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Sample], way: str | None = ".") -> str:
+def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Sample], way: str | None = ".") -> str:
     """
-    Builds the page.
+    Builds the page as HTML text.
 
     Args:
-        run: The run's records.
-        plots: Pictures that were drawn.
+        run: Records of the run.
+        plots: Pictures and their files. The page holds the pictures themselves.
         samples: Proposals with the attempts at them.
-        way: From the page to the run's directory, for links to its rollouts; `None` where these are not beside it.
+        way: Relative path from the page to the run's directory, for links to rollouts; `None` for a page without them.
     """
-    figures = "\n".join(_figure(plot, path) for plot, path in plots)
+    figures = "\n".join(_write_figure(plot, path) for plot, path in plots)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -107,30 +117,32 @@ def page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Sample]
 </head>
 <body>
 <h1>{escape(run.name)}</h1>
-{_facts(run)}
+{_write_facts(run)}
 <h2>What changed</h2>
-{_changes(run)}
+{_write_changes(run)}
 <h2>Members</h2>
-{_members(run)}
+{_write_members(run)}
 <h2>The run in pictures</h2>
 <p class="note">Dotted vertical lines mark evolution events. One population step is one optimizer step.</p>
 <div class="columns">
 {figures}
 </div>
 <h2>Births</h2>
-{_births(run)}
+{_write_births(run)}
 <h2>Sample tasks with attempts</h2>
-{_samples(samples, way)}
+{_write_samples(samples, way)}
 <h2>Settings</h2>
-{_settings(run)}
+{_write_settings(run)}
 </body>
 </html>
 """
 
 
-def _facts(run: Run) -> str:
+def _write_facts(run: Run) -> str:
+    """Writes the list of facts at the top: steps, base, tokens, duration, versions."""
     last, population = run.latest, run.population
     done = f"{run.step} of {run.planned}" if run.planned else str(run.step)
+    # The files of a run that trains and of one that was killed look alike.
     state = " (in progress or stopped)" if run.planned and not run.finished else ""
     settings = population.get("settings", {})
     steps, evaluations = run.seconds
@@ -141,10 +153,10 @@ def _facts(run: Run) -> str:
         "teachers": len(run.members("teacher")),
         "students": len(run.members("student")),
         "births": len(run.lineage),
-        "tasks in the archive": _number(last.get("archive/size"), ".0f"),
-        "tokens": _number(last.get("num_tokens"), ",.0f"),
+        "tasks in the archive": _format_number(last.get("archive/size"), ".0f"),
+        "tokens": _format_number(last.get("num_tokens"), ",.0f"),
         "seed": settings.get("seed", "-"),
-        "duration": duration(steps) + (f", evaluations {duration(evaluations)}" if evaluations else ""),
+        "duration": format_duration(steps) + (f", evaluations {format_duration(evaluations)}" if evaluations else ""),
         "versions": ", ".join(f"{name} {number}" for name, number in population.get("versions", {}).items()) or "-",
     }
     if settings.get("single_agent"):
@@ -153,50 +165,54 @@ def _facts(run: Run) -> str:
     return f'<ul class="facts">{items}</ul>'
 
 
-def _changes(run: Run) -> str:
-    early, late = fifths(run)
+def _write_changes(run: Run) -> str:
+    """Writes the section "What changed": sentences for clear changes, then the tables."""
+    early, late = take_fifths(run)
     if not early:
         return (
-            '<p class="note">There is one step so far; from the second on this compares early ones with late ones.</p>'
+            '<p class="note">There is one step so far. From the second step on, early steps are compared with late '
+            "ones.</p>"
         )
-    played, ((start, end), measured) = changes(run), held_out_changes(run)
+    played, ((start, end), measured) = compare_fifths(run), compare_evaluations(run)
     clear = [change for change in played if change.clear]
     told = [change.told for change in (*measured[:1], *clear) if change.difference]
-    what = "Everything else" if clear else "What the game shows"
-    rest = f"{what} stayed within what steps differ by among themselves."
+    what = "Everything else" if clear else "Everything that the game measures"
+    rest = f"{what} changed no more than steps differ by chance."
+    # Each fifth needs two steps for the test.
     if all(change.clear is None for change in played):
-        rest = (
-            "The run is too short to tell more from how steps differ by chance; from ten logged steps on it is told."
-        )
+        rest = "The run is too short to tell changes from chance. Ten logged steps are enough."
     items = "".join(f"<li>{escape(text[:1].upper() + text[1:])}.</li>" for text in told)
-    parts = [_change_table(("", _span(early, run), _span(late, run), "change"), played)]
+    parts = [_write_change_table(("", _name_span(early, run), _name_span(late, run), "change"), played)]
     if measured:
-        parts.insert(0, _change_table(("", f"step {start}", f"step {end}", "change", "base"), measured))
-    note = "First and last fifth of the logged steps. Bold: more than chance between steps (Welch's test, 1 %)."
+        parts.insert(0, _write_change_table(("", f"step {start}", f"step {end}", "change", "base"), measured))
+    note = "First and last fifth of the logged steps. Bold: a clear change, by Welch's test at 1 %."
     tables = "".join(f"<div>{table}</div>" for table in parts)
     return f'<ul>{items}<li>{rest}</li></ul><div class="columns">{tables}</div><p class="note">{note}</p>'
 
 
-def _span(entries: list[dict[str, Any]], run: Run) -> str:
-    """The steps that logged entries are about; an entry is about all steps since the one before it."""
+def _name_span(entries: list[dict[str, Any]], run: Run) -> str:
+    """Names the steps that some logged entries cover. An entry covers all steps since the entry before it."""
     position = run.history.index(entries[0])
     first = run.history[position - 1]["step"] + 1 if position else 1
     last = entries[-1]["step"]
     return f"step {last}" if first == last else f"steps {first}-{last}"
 
 
-def _change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
+def _write_change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
     body = []
     for row in rows:
-        cells = [escape(row.name), write(row.first, row.form), write(row.last, row.form)]
-        cells.append(write(row.difference, row.form, sign=True))
+        cells = [escape(row.name), format_value(row.first, row.form), format_value(row.last, row.form)]
+        cells.append(format_value(row.difference, row.form, sign=True))
         if "base" in header:
-            cells.append(write(row.base, row.form))
+            cells.append(format_value(row.base, row.form))
         body.append((cells, "clear" if row.clear else ""))
-    return _table(header, body, "")
+    return _write_table(header, body, "")
 
 
-def _members(run: Run) -> str:
+def _write_members(run: Run) -> str:
+    """Writes the table of members."""
+    # A run that has not written `population.json` yet has names and ratings in its metrics. The newest ratings are
+    # there in any case.
     known = {member["name"]: member for member in run.population.get("members", [])}
     members = [
         {**known.get(name, {}), "name": name, "role": role}
@@ -209,10 +225,10 @@ def _members(run: Run) -> str:
         for role, rows in list_members(members).items()
         for name, *cells in rows
     ]
-    return _table(HEADER, body, "cards")
+    return _write_table(HEADER, body, "cards")
 
 
-def _births(run: Run) -> str:
+def _write_births(run: Run) -> str:
     if not run.lineage:
         return '<p class="note">Nobody has been replaced yet.</p>'
     header = ("child", "step", "its mu", "in place of", "whose mu", "parents", "operator", "cosine to parents")
@@ -222,36 +238,44 @@ def _births(run: Run) -> str:
         cells = [
             escape(event["child"]),
             str(event["step"]),
-            _number(event["mu"], ".2f"),
+            _format_number(event["mu"], ".2f"),
             escape(replaced["member"]),
-            _number(replaced["mu"], ".2f"),
+            _format_number(replaced["mu"], ".2f"),
             escape(", ".join(parent["member"] for parent in event["parents"])),
             escape(event["operator"]),
-            ", ".join(_number(value, ".2f") for value in event.get("cosine", [])),
+            ", ".join(_format_number(value, ".2f") for value in event.get("cosine", [])),
         ]
         body.append((cells, ""))
-    table = _table(header, body, "cards")
+    table = _write_table(header, body, "cards")
     return table if len(body) <= _ROWS else _fold("births", f"all {len(body)} births", table)
 
 
-def _settings(run: Run) -> str:
+def _write_settings(run: Run) -> str:
     settings = run.population.get("settings", {})
     if not settings:
-        return '<p class="note">This run did not say what it was set to.</p>'
+        return '<p class="note">This run has not saved its settings.</p>'
     every = settings | {f"lora: {name}": value for name, value in run.population.get("lora", {}).items()}
     rows = [([f"<code>{escape(name)}</code>", escape(str(value))], "") for name, value in every.items()]
-    return _fold("settings", f"all {len(rows)} settings", _table(("setting", "value"), rows, "settings"))
+    return _fold("settings", f"all {len(rows)} settings", _write_table(("setting", "value"), rows, "settings"))
 
 
-def _table(header: Sequence[str], body: Sequence[tuple[Sequence[str], str]], style: str) -> str:
-    """A table of HTML cells; each row comes with its class."""
+def _write_table(header: Sequence[str], body: Sequence[tuple[Sequence[str], str]], style: str) -> str:
+    """
+    Writes a table.
+
+    Args:
+        header: Names of the columns.
+        body: Rows, each with its cells as HTML and its CSS class.
+        style: CSS class of the table. `"cards"` turns each row into a card on a phone.
+    """
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    rows = "".join(f'<tr class="{row}">{_cells(header, cells)}</tr>' for cells, row in body)
+    rows = "".join(f'<tr class="{row}">{_write_cells(header, cells)}</tr>' for cells, row in body)
     return f'<table class="{style}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _cells(header: Sequence[str], cells: Sequence[str]) -> str:
-    wide = {"parents", "operator", "made by", "in place of", "cosine to parents"}  # half a phone is too narrow
+def _write_cells(header: Sequence[str], cells: Sequence[str]) -> str:
+    # On a phone a card has two cells per line. Half a phone is too narrow for these.
+    wide = {"parents", "operator", "made by", "in place of", "cosine to parents"}
     return "".join(
         f'<td data-name="{escape(name)}"{" class=wide" if name in wide else ""}>{cell}</td>'
         for name, cell in zip(header, cells, strict=True)
@@ -262,41 +286,43 @@ def _fold(name: str, title: str, inside: str) -> str:
     return f'<details id="{escape(name)}"><summary>{escape(title)}</summary>{inside}</details>'
 
 
-def _figure(plot: Plot, path: Path) -> str:
+def _write_figure(plot: Plot, path: Path) -> str:
+    # The picture's bytes go into the page, so that one file is enough to send to somebody.
     data = base64.b64encode(path.read_bytes()).decode()
     title, caption = escape(plot.title), escape(plot.caption)
     image = f'<img alt="{title}" src="data:image/png;base64,{data}">'
     return f"<figure><h3>{title}</h3>{image}<figcaption>{caption}</figcaption></figure>"
 
 
-def _samples(samples: Sequence[Sample], way: str | None) -> str:
+def _write_samples(samples: Sequence[Sample], way: str | None) -> str:
     if not samples:
         return '<p class="note">This run kept no rollouts (<code>save_rollouts</code>).</p>'
     whole = "<code>pandas.read_parquet(file).iloc[row]</code>"
-    note = f'<p class="note">Each names its file and rows: {whole} has all of it.</p>'
-    return note + "\n".join(_sample(proposal, attempts, way) for proposal, attempts in samples)
+    note = f'<p class="note">Long texts are cut. Each sample names its file and rows: {whole} has everything.</p>'
+    return note + "\n".join(_write_sample(proposal, attempts, way) for proposal, attempts in samples)
 
 
-def _sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]], way: str | None) -> str:
+def _write_sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]], way: str | None) -> str:
     if proposal["valid"]:
         verdict = f"solved by {sum(a['correct'] for a in attempts)} of {len(attempts)} attempts"
     else:
         verdict = name_reject(proposal)
     title = f"step {proposal['step']} · {proposal['member']} · {proposal['kind']} · {verdict}"
     parts = [
-        _source(proposal, way),
-        f"<p>Proposal, reward {proposal['reward']:+.2f}:</p>{_text(proposal['completion'])}",
+        _write_source(proposal, way),
+        f"<p>Proposal, reward {proposal['reward']:+.2f}:</p>{_write_text(proposal['completion'])}",
     ]
     if attempts:
-        parts.append(f"<p>What {escape(attempts[0]['member'])} was asked:</p>{_text(attempts[0]['prompt'])}")
+        parts.append(f"<p>What {escape(attempts[0]['member'])} was asked:</p>{_write_text(attempts[0]['prompt'])}")
     for attempt in attempts:
         mark = "right" if attempt["correct"] else "wrong" if attempt["well_formed"] else "malformed"
         tag = f'<span class="tag">{mark}, reward {attempt["reward"]:+.2f}, row {attempt["row"]}</span>'
-        parts.append(f"<p>{tag}</p>" + _text(attempt["completion"]))
+        parts.append(f"<p>{tag}</p>" + _write_text(attempt["completion"]))
     return _fold(f"{Path(proposal['file']).stem}-{proposal['row']}", title, "".join(parts))
 
 
-def _source(proposal: Mapping[str, Any], way: str | None) -> str:
+def _write_source(proposal: Mapping[str, Any], way: str | None) -> str:
+    """Names the file, row and task of a proposal. The file is a link if the page lies near the run."""
     name = proposal["file"]
     if way is not None:
         name = f'<a href="{quote(name if way == "." else f"{way}/{name}")}">{escape(name)}</a>'
@@ -304,10 +330,11 @@ def _source(proposal: Mapping[str, Any], way: str | None) -> str:
     return f'<p class="note">{name}, row {proposal["row"]}{task}</p>'
 
 
-def _text(text: str) -> str:
+def _write_text(text: str) -> str:
+    """Writes what a model wrote or was asked, escaped and cut to a length that reads well."""
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} [... {len(text) - _SHOWN} more characters]"
     return f"<pre>{escape(shown) or '(nothing)'}</pre>"
 
 
-def _number(value: float | None, form: str) -> str:
+def _format_number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)

@@ -1,4 +1,7 @@
-"""The pictures of a report in their order, the map of mastery among them, and the files that they become."""
+"""Lists the pictures of a report in their order, and writes them to files. Draws the map of features.
+
+`PLOTS` has a title, a caption and a function for each picture. Most functions are in `charts.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ from trl_populora.report.charts import (
     draw_solve_rates,
     draw_thinking,
     draw_times,
+    locate_whole_numbers,
     mean,
-    picture,
-    whole_numbers,
+    save_picture,
 )
 from trl_populora.report.load import Run, load_run
 
@@ -38,15 +41,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-FEATURES = 20  # rows of the map; rarer ones are left out
-BLOCKS = 12  # columns
-FEW = 4  # attempts; a share of fewer is not shown
+# The map of features has a row for each of the most frequent features, and a column for each block of steps.
+FEATURES = 20
+BLOCKS = 12
+FEW = 4  # a share of fewer attempts says little, so its cell stays grey
 
-Map = list[list[float]]  # by feature and block of steps; NaN where nothing was seen
+Map = list[list[float]]  # `[features, blocks]`; NaN where too little was seen
 
 
 def draw_mastery(figure: Figure, run: Run) -> None:
-    """Left the share of valid proposals that use a feature, right the share of right attempts at these."""
+    """Draws two maps: how many valid proposals use a feature, and how many attempts at such tasks are right."""
     axes: Any = figure.subplots(1, 2, sharey=True)
     if not run.names_features:
         axes[0].set_title("the kinds of task name no features")
@@ -54,17 +58,18 @@ def draw_mastery(figure: Figure, run: Run) -> None:
     proposals = [row for row in run.rows if row["role"] == "teacher" and row["valid"]]
     attempts = [row for row in run.rows if row["role"] == "student" and row["features"]]
     features = order_features(proposals)
-    width = -(-run.step // BLOCKS)
+    width = -(-run.step // BLOCKS)  # steps per block, rounded up
     _draw_map(axes[0], map_use(proposals, features, width), features, width, "teacher", "used by proposals")
     _draw_map(axes[1], map_mastery(attempts, features, width), features, width, "student", "attempts right")
     for axis in axes:
         axis.set_xlim(0.5, run.step + 0.5)
-        axis.xaxis.set_major_locator(whole_numbers(5))
+        axis.xaxis.set_major_locator(locate_whole_numbers(5))
     figure.supxlabel("population step (grey: too few)", fontsize=9)
 
 
 def order_features(proposals: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The features that most proposals have; those come first whose proposals come first, on the average."""
+    """Lists the features that most proposals use, in the order of the mean step of these proposals."""
+    # Features that teachers used early stand at the top, so that a curriculum shows as a diagonal.
     steps: dict[str, list[int]] = defaultdict(list)
     for row in proposals:
         for word in row["features"]:
@@ -74,7 +79,7 @@ def order_features(proposals: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def map_use(proposals: Sequence[Mapping[str, Any]], features: Sequence[str], width: int) -> Map:
-    """Share of the proposals of each `width` steps that use each feature."""
+    """Computes for each feature and each block of `width` steps the share of the block's proposals that use it."""
     made = Counter((row["step"] - 1) // width for row in proposals)
     used = Counter(((row["step"] - 1) // width, word) for row in proposals for word in row["features"])
     blocks = range(max(made) + 1)
@@ -82,12 +87,12 @@ def map_use(proposals: Sequence[Mapping[str, Any]], features: Sequence[str], wid
 
 
 def map_mastery(attempts: Sequence[Mapping[str, Any]], features: Sequence[str], width: int) -> Map:
-    """Share of right ones among the attempts of each `width` steps at tasks that use each feature."""
+    """Computes for each feature and each block of `width` steps the share of right attempts at tasks that use it."""
     right: dict[tuple[int, str], list[bool]] = defaultdict(list)
     for row in attempts:
         for word in row["features"]:
             right[(row["step"] - 1) // width, word].append(row["correct"])
-    cells = {place: mean(own) for place, own in right.items() if len(own) >= FEW}
+    cells = {place: mean(marks) for place, marks in right.items() if len(marks) >= FEW}
     blocks = range(max((block for block, _ in right), default=0) + 1)
     return [[cells.get((block, word), float("nan")) for block in blocks] for word in features]
 
@@ -98,6 +103,8 @@ def _draw_map(axis: Axes, values: Map, features: Sequence[str], width: int, role
     scale = LinearSegmentedColormap.from_list(role, ["#FFFFFF", COLORS[role]]).with_extremes(bad="0.88")
     end = 0.5 + width * len(values[0])
     image = axis.imshow(values, cmap=scale, vmin=0, aspect="auto", extent=(0.5, end, len(features), 0))
+    # Shares of right attempts use the whole scale. A feature is in few of the proposals, so that map has a scale of
+    # its own.
     if role == "student":
         image.set_clim(0, 1)
     axis.set_yticks([place + 0.5 for place in range(len(features))], features, fontsize=7)
@@ -106,22 +113,32 @@ def _draw_map(axis: Axes, values: Map, features: Sequence[str], width: int, role
     axis.figure.colorbar(image, ax=axis, location="bottom", shrink=0.9)
 
 
-# The pictures of a report in their order: what each shows, and the files that they become.
+# The pictures of a report in their order.
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture: file name, title, how to read it, and who draws it. `height` is in inches."""
+    """
+    One picture of a report.
+
+    Args:
+        name: Name of its file, without `.png`.
+        title: Title on the page.
+        caption: Says how to read the picture.
+        draw: Draws it.
+        height: Inches.
+        needs: Attribute of [`~trl_populora.report.load.Run`] without which the picture would be empty.
+    """
 
     name: str
     title: str
     caption: str
     draw: Draw
     height: float = 3.7
-    needs: str = ""  # which of a run's records it cannot do without
+    needs: str = ""
 
     def can_be_drawn(self, run: Run) -> bool:
-        """Whether the run has left what this picture shows."""
+        """Says whether the run has left the records that this picture shows."""
         return not self.needs or bool(getattr(run, self.needs))
 
 
@@ -129,7 +146,7 @@ PLOTS = (
     Plot(
         "held_out",
         "Held-out tasks",
-        "Share of attempts that each student solves at tasks nobody trains on; dashed the base without any adapter.",
+        "Share of right attempts of each student at tasks that nobody trains on. Dashed: the base without an adapter.",
         draw_held_out,
         4.1,
         needs="evaluations",
@@ -137,7 +154,7 @@ PLOTS = (
     Plot(
         "held_out_kinds",
         "Held-out tasks by kind",
-        "Mean of the students; dashed the base without any adapter.",
+        "Solid: mean of the students. Dashed: the base without an adapter.",
         draw_held_out_kinds,
         needs="held_out_kinds",
     ),
@@ -158,14 +175,14 @@ PLOTS = (
     Plot(
         "ratings_students",
         "TrueSkill ratings of the students",
-        "Ratings move only in matches between teachers and students: a student above its teachers solves most tasks.",
+        "Ratings move only in matches between teachers and students. A student above its teachers solves most tasks.",
         draw_ratings("student"),
         3.9,
     ),
     Plot(
         "solve_rate",
         "Solve rate per match",
-        "Share of the attempts at each teacher's fresh tasks that its student of the step solved. Near 1 the tasks "
+        "Share of right attempts at each teacher's fresh tasks, made by the student that it met. Near 1 the tasks "
         "have become too easy, near 0 too hard.",
         draw_solve_rates,
     ),
@@ -185,7 +202,8 @@ PLOTS = (
     Plot(
         "curriculum",
         "How demanding the tasks are",
-        "What the kinds measure of valid tasks; programs have four. Single-agent self-play is known to let them fall.",
+        "What the kinds measure of valid tasks. Programs have four measures, which are known to fall in single-agent "
+        "self-play.",
         draw_curriculum,
         4.6,
         needs="measures",
@@ -193,8 +211,8 @@ PLOTS = (
     Plot(
         "coverage",
         "How wide the tasks range",
-        "Distinct structures of programs over the whole run, seed tasks included, and how evenly they are used; below "
-        "them the different features (operators, methods, builtins) of the last twelve steps' tasks.",
+        "Distinct structures of programs over the whole run, with the seed tasks, and how evenly they are used. "
+        "Below: the number of different features (operators, methods, builtins) in tasks of the last twelve steps.",
         draw_coverage,
         5.6,
         needs="breadth",
@@ -202,17 +220,24 @@ PLOTS = (
     Plot(
         "mastery",
         "What is proposed, and what is mastered",
-        "What tasks use, by steps: the share of valid proposals, and of the attempts at these that are right. What "
-        "fades on the left is no longer taught, what stays pale on the right is not learned.",
+        "Features of tasks, by steps. Left: share of valid proposals that use the feature. Right: share of right "
+        "attempts at these tasks. A row that fades on the left is no longer taught; one that stays pale on the right "
+        "is not learned.",
         draw_mastery,
         4.6,
         needs="names_features",
     ),
-    Plot("rejects", "Why proposals were rejected", "Per step; in brackets the mean over the run.", draw_rejects, 4.2),
+    Plot(
+        "rejects",
+        "Why proposals were rejected",
+        "Rejected proposals per step. In brackets: the mean over the run.",
+        draw_rejects,
+        4.2,
+    ),
     Plot(
         "matches",
         "Who met whom",
-        "Share of the attempts that each student solved against each teacher, and the number of matches.",
+        "Share of right attempts of each student at each teacher's tasks, and the number of their matches.",
         draw_matches,
         4.2,
         needs="pairs",
@@ -220,38 +245,53 @@ PLOTS = (
     Plot(
         "lineage",
         "Lineage",
-        "One bar per slot; the shade changes when a child takes it over, the arrow comes from its parent's slot.",
+        "One bar per name of a member. The shade changes when a child takes the name over; an arrow comes from each "
+        "parent.",
         draw_lineage,
         4.2,
         needs="lineage",
     ),
-    Plot("times", "Time per phase", "In brackets the mean over the run.", draw_times, 3.9),
+    Plot("times", "Time per phase", "Seconds per step. In brackets: the mean over the run.", draw_times, 3.9),
 )
 
-# What `run.png` shows of what the run has left, two beside each other.
+# `run.png` shows two pictures side by side in each row, and leaves these out.
 _DETAILS = ("held_out_kinds", "curriculum", "coverage", "rejects", "matches", "lineage", "times")
 OVERVIEW = [plot for plot in PLOTS if plot.name not in _DETAILS]
 
 
 def draw_plots(run: Run, directory: Path, names: Sequence[str] | None = None) -> list[tuple[Plot, Path]]:
-    """Draws a run's pictures, or those named, into `directory/<name>.png`; without rollouts some cannot be."""
+    """
+    Draws the pictures of a run into `directory/<name>.png`, except those that need records which the run has not left.
+
+    Args:
+        run: Records of the run.
+        directory: Where the files go.
+        names: Names of the pictures to draw; `None` for all.
+
+    Returns:
+        The pictures that were drawn, with their files.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    # Legends list members in two columns, so more than eight of them need more height.
     extra = 0.22 * max(0, len(run.members("teacher") + run.members("student")) - 8)
     drawn = []
     for plot in PLOTS:
         if (names is None or plot.name in names) and plot.can_be_drawn(run):
             path, size = directory / f"{plot.name}.png", (WIDTH, plot.height + extra)
-            drawn.append((plot, picture(path, size, plot.draw, run)))
+            drawn.append((plot, save_picture(path, size, plot.draw, run)))
     return drawn
 
 
 def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
     """
-    Draws the pictures that tell most into one PNG, of those that the run has left something for.
+    Draws the most important pictures of a run into one PNG file.
 
     Args:
         run: The run's `output_dir`.
-        path: Where the picture goes, `run.png` in the run by default.
+        path: The file; by default `run.png` in the run's directory.
+
+    Returns:
+        The file.
 
     Raises:
         `ValueError`: If the run has not logged a step yet.
@@ -267,4 +307,4 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
             part.suptitle(plot.title)
             plot.draw(part, records)
 
-    return picture(Path(path or Path(run, "run.png")), (2.2 * WIDTH, 4.4 * rows), paint, dpi=110)
+    return save_picture(Path(path or Path(run, "run.png")), (2.2 * WIDTH, 4.4 * rows), paint, dpi=110)

@@ -1,4 +1,7 @@
-"""Tables of a run: what changed from its first fifth to its last, and its members, on the terminal too."""
+"""Tables of a run: what changed from its first fifth to its last, and its members.
+
+The page shows both tables, the terminal and the card on the Hub show the members.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,17 @@ from statistics import fmean
 from typing import Any, Literal
 
 from trl_populora.errors import printable
-from trl_populora.report.load import Run, table_name
+from trl_populora.population.members import ROLES
+from trl_populora.report.load import Run, name_table
 from trl_populora.run.read import POPULATION_FILE, read_population
 
 
-# A difference is called one if steps as unlike as these would show it by chance in one of a hundred cases.
+# A change counts as clear if chance alone would make steps differ as much in at most 1 % of all cases.
 CHANCE = 0.01
 
 Form = Literal["share", "number", "count", "seconds"]
 
+# Metrics that are shares in [0, 1], and what the table calls them.
 SHARES: tuple[tuple[str, str], ...] = (
     ("solve/rate", "fresh tasks: attempts right"),
     ("solve/archive_rate", "archived tasks: attempts right"),
@@ -36,15 +41,14 @@ SHARES: tuple[tuple[str, str], ...] = (
 @dataclass(frozen=True)
 class Change:
     """
-    One line of the table.
+    One line of the table of changes.
 
     Args:
-        name: What it is, in words.
-        form: How it reads.
-        first, last: Before and after; `None` where nothing was seen.
-        clear: Whether it changed by more than steps differ among themselves; `None` where too few steps were logged to
-            say.
-        base: The same of the base without any adapter.
+        name: Name of the metric, in words.
+        form: How its values are written.
+        first, last: Mean value before and after; `None` without a value.
+        clear: Whether it changed by more than steps differ by chance; `None` if too few steps were logged to say.
+        base: Value of the base without an adapter; `None` without a value.
     """
 
     name: str
@@ -56,32 +60,35 @@ class Change:
 
     @property
     def difference(self) -> float | None:
+        """`last` minus `first`."""
         return None if self.first is None or self.last is None else self.last - self.first
 
     @property
     def told(self) -> str:
-        """As a sentence would say it."""
-        before, after, base = (write(value, self.form) for value in (self.first, self.last, self.base))
+        """The change as a sentence without a full stop."""
+        before, after, base = (format_value(value, self.form) for value in (self.first, self.last, self.base))
+        # "rose" and "fell" claim a change, so they are kept for clear ones.
         verb = "went" if not self.clear else "rose" if (self.difference or 0) > 0 else "fell"
         return f"{self.name} {verb} from {before} to {after}" + (
             f" (the base: {base})" if self.base is not None else ""
         )
 
 
-def fifths(run: Run) -> tuple[list[dict], list[dict]]:
-    """The first and the last fifth of a run's logged steps, at least one step each; empty for fewer than two steps."""
+def take_fifths(run: Run) -> tuple[list[dict], list[dict]]:
+    """Takes the first and the last fifth of a run's logged steps, at least one step each; empty below two steps."""
     size = max(1, len(run.history) // 5)
     return (run.history[:size], run.history[-size:]) if len(run.history) > 1 else ([], [])
 
 
-def changes(run: Run) -> list[Change]:
-    """Shares, rewards, what the kinds measure, and seconds, in the first fifth of the logged steps and in the last."""
-    first, last = fifths(run)
+def compare_fifths(run: Run) -> list[Change]:
+    """Compares shares, rewards, measures of tasks and seconds of the first fifth of the logged steps with the last."""
+    first, last = take_fifths(run)
     if not first:
         return []
     functions = sorted({key for entry in run.history for key in entry if key.startswith("rewards/")})
     rewards = [key for key in functions if key.endswith("/mean")]
     rows: list[tuple[str, str, Form]] = [(key, name, "share") for key, name in SHARES]
+    # Rates by kind follow the rate over all kinds.
     if len(run.kinds) > 1:
         rows[1:1] = [(f"solve/{kind}/rate", f"{kind}: attempts right", "share") for kind in run.kinds]
     rows += [(key, f"reward: {key.split('/')[1]}", "number") for key in rewards]
@@ -93,18 +100,19 @@ def changes(run: Run) -> list[Change]:
         ("completions/mean_length", "tokens of a completion", "count"),
         ("step_time", "time of a step", "seconds"),
     ]
-    found = [_change(name, form, _known(key, first), _known(key, last)) for key, name, form in rows]
+    found = [_make_change(name, form, _pick_known(key, first), _pick_known(key, last)) for key, name, form in rows]
     return [change for change in found if change.first is not None or change.last is not None]
 
 
-def held_out_changes(run: Run) -> tuple[tuple[int, int], list[Change]]:
-    """The steps of the first and last evaluation, and the students' figures then; none with fewer than two of them."""
+def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
+    """Compares the students on held-out tasks in the first evaluation and the last. Returns the two steps as well."""
     if len(run.evaluations) < 2:
         return (0, 0), []
     first, last = run.evaluations[0], run.evaluations[-1]
     found = []
+    # Each table has a mean, the best student and thinking. Only the first is shown by kind, to keep the list short.
     for table in run.tables:
-        words = f"held-out tasks{f' ({name})' if (name := table_name(table)) else ''}"
+        words = f"held-out tasks{f' ({name})' if (name := name_table(table)) else ''}"
         rows = [("solve_rate_mean", "base/solve_rate", f"{words}: attempts right")]
         rows += [("solve_rate_best", "base/solve_rate", f"{words}: the best student")]
         rows += [
@@ -114,72 +122,89 @@ def held_out_changes(run: Run) -> tuple[tuple[int, int], list[Change]]:
         rows += [("thinking_rate", "base/thinking_rate", f"{words}: worked out first")]
         for key, base, name in rows:
             before, after = (entry.get(table + key) for entry in (first, last))
-            found.append(Change(name, "share", before, after, base=_latest(run, table + base)))
+            found.append(Change(name, "share", before, after, base=_find_latest(run, table + base)))
     return (first["step"], last["step"]), found
 
 
-def _latest(run: Run, key: str) -> float | None:
+def _find_latest(run: Run, key: str) -> float | None:
+    """Finds the last known value of a metric; `None` if it never had one."""
     _, values = run.series(key)
     return values[-1] if values else None
 
 
-def _known(key: str, entries: Sequence[dict]) -> list[float]:
+def _pick_known(key: str, entries: Sequence[dict]) -> list[float]:
     return [entry[key] for entry in entries if entry.get(key) is not None]
 
 
-def _change(name: str, form: Form, first: Sequence[float], last: Sequence[float]) -> Change:
+def _make_change(name: str, form: Form, first: Sequence[float], last: Sequence[float]) -> Change:
     before, after = (fmean(values) if values else None for values in (first, last))
     return Change(name, form, before, after, clear=_differ(first, last))
 
 
 def _differ(first: Sequence[float], last: Sequence[float]) -> bool | None:
-    """Welch's test; as if steps were independent, which they nearly are but for slow drifts."""
+    """Says whether two samples have different means, by Welch's test; `None` below two values each."""
     if min(len(first), len(last)) < 2:
         return None
     if len(set(first)) == len(set(last)) == 1:
         return first[0] != last[0]
     from scipy.stats import ttest_ind
 
-    with warnings.catch_warnings():  # of values that hardly differ, whose answer is "no"
+    # The test takes steps as independent of each other. Apart from slow drifts they are.
+    with warnings.catch_warnings():
+        # scipy warns of values that hardly differ. The answer is right even so: no clear change.
         warnings.simplefilter("ignore", RuntimeWarning)
         return bool(ttest_ind(first, last, equal_var=False).pvalue < CHANCE)
 
 
-def write(value: float | None, form: Form, sign: bool = False) -> str:
-    """A value as tables show it, `-` where there is none; `sign` for a difference, in points where it is of shares."""
+def format_value(value: float | None, form: Form, sign: bool = False) -> str:
+    """
+    Formats a value for a table; `-` without a value.
+
+    Args:
+        value: The value, or a difference of two.
+        form: What the value is. A share is written in percent.
+        sign: Whether it is a difference, which gets a sign. A difference of shares is in percentage points.
+    """
     if value is None:
         return "-"
     digits = {"share": 0, "number": 2, "count": 0, "seconds": 0 if abs(value) >= 10 else 1}[form]
-    shown = round(100 * value if form == "share" else value, digits) + 0.0  # no "-0"
+    # Adding 0.0 turns "-0" into "0".
+    shown = round(100 * value if form == "share" else value, digits) + 0.0
     text = format(shown, ("+" if sign and shown else "") + f".{digits}f")
     return text + {"share": "" if sign else " %", "seconds": " s"}.get(form, "")
 
 
-# The members of a population as one table, which the terminal, the page and the card on the Hub show.
+# The table of members.
 
 
 HEADER = ("member", "rating", "held out", "matches", "born", "made by", "parents")
-WORDS = ("member", "made by", "parents")  # the other columns are numbers
+WORDS = (
+    "member",
+    "made by",
+    "parents",
+)  # these columns hold words and are aligned to the left, the others to the right
 
 
 def list_members(members: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[str, ...]]]:
     """
-    Cells of every member under `HEADER`, the best first, by role, teachers' first.
+    Makes the cells of each member under `HEADER`.
 
     Args:
-        members: As `population.json` has them; of a run that has written none yet, `name`, `role`, `mu` and `sigma`
-            will do.
+        members: Members as in `population.json`. `name`, `role`, `mu` and `sigma` are enough.
+
+    Returns:
+        Rows by role, the member with the highest rating first.
     """
     best_first = sorted(members, key=lambda member: (-(member["mu"] or 0.0), member["name"]))
-    return {role: [_cells(each) for each in best_first if each["role"] == role] for role in ("teacher", "student")}
+    return {role: [_format_member(each) for each in best_first if each["role"] == role] for role in ROLES}
 
 
-def _cells(member: Mapping[str, Any]) -> tuple[str, ...]:
+def _format_member(member: Mapping[str, Any]) -> tuple[str, ...]:
     mu, sigma, rate = member["mu"], member["sigma"], member.get("held_out")
     return (
         member["name"],
         "-" if mu is None or sigma is None else f"{mu:.1f} ± {sigma:.1f}",
-        "-" if rate is None else percent(rate),
+        "-" if rate is None else format_percent(rate),
         str(member.get("age", "-")),
         f"step {member['born']}" if "born" in member else "-",
         member.get("operator", "-"),
@@ -187,17 +212,19 @@ def _cells(member: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def percent(rate: float) -> str:
+def format_percent(rate: float) -> str:
+    """Formats a share in percent; `-` for NaN."""
     return f"{100 * rate:.0f} %" if rate == rate else "-"
 
 
-# The members of a run as a table on the terminal.
+# The same table on the terminal.
 
 
 def print_population(run: str | Path) -> None:
     """
-    Prints the members of a run with their ratings and their solve rates on held-out tasks, best first in each role; as
-    plain text without rich.
+    Prints the members of a run with ratings and held-out solve rates, the best first in each role.
+
+    The table is plain text if rich is not installed.
 
     Raises:
         `ValueError`: If `population.json` is missing or broken.
@@ -207,7 +234,8 @@ def print_population(run: str | Path) -> None:
     population = read_population(run)
     title = f"Population after {population['step']} steps on {population['base_model']}"
     if (base := population.get("held_out_base")) is not None:
-        title += f", which solves {percent(base)} of the held-out tasks"
+        title += f", which solves {format_percent(base)} of the held-out tasks"
+    # The file may come from a stranger, and its texts must not command the terminal.
     title = printable(title)
     roles = {
         role: [tuple(map(printable, row)) for row in rows]
@@ -229,15 +257,16 @@ def print_population(run: str | Path) -> None:
         table.add_column(column, justify="left" if column in WORDS else "right", no_wrap=True)
     for rows in roles.values():
         for row in rows:
-            table.add_row(*map(Text, row))  # a text is shown as it is, a `str` would be read as markup
+            # rich would read `[...]` in a `str` as markup. A `Text` is shown unchanged.
+            table.add_row(*map(Text, row))
         table.add_section()
     console = Console()
-    # Into a file or a log, where rich assumes 80 columns, two parents' names would be cut.
+    # For a file or a log rich assumes 80 columns and would cut the names of two parents.
     (console if console.is_terminal else Console(width=120)).print(table)
 
 
-def duration(seconds: float) -> str:
-    """Two units that matter: `42 s`, `3 min 32 s`, `5 h 12 min`, `2 d 3 h`."""
+def format_duration(seconds: float) -> str:
+    """Formats a duration with its two largest units: `42 s`, `3 min 32 s`, `5 h 12 min`, `2 d 3 h`."""
     whole = round(seconds)
     for unit, next_unit, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
         if whole >= size:

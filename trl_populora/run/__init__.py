@@ -1,10 +1,10 @@
-"""A run's directory: what is written while it goes on, and how it is picked up again.
+"""A run's directory: what a run writes while it trains, and how it resumes.
 
-directory.py         whose an output_dir is; moving an earlier run's records aside
-records.py           rollouts, metrics.jsonl, times.jsonl
-read.py              reading them without torch, and population.json
-saved_population.py  population.json is written, and fits a trainer or not
-checkpoint.py        whole checkpoints or none
-nodes.py             several nodes and their directories
-callbacks.py         the line per step, alarms, Ctrl-C and SIGTERM
+directory.py         locks an output_dir for one run, refuses a second run, moves or copies records
+records.py           writes rollouts, metrics.jsonl and times.jsonl
+read.py              reads these files and population.json, without torch
+saved_population.py  describes a population in population.json, checks whether a saved one fits a trainer
+checkpoint.py        writes whole checkpoints or none, and reads them back
+nodes.py             checks that several nodes are there and can make a whole checkpoint
+callbacks.py         prints a line per step, warns of runs that learn nothing, ends a run at Ctrl-C or SIGTERM
 """

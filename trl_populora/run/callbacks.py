@@ -1,4 +1,9 @@
-"""What a run says while it goes on: a line per step, alarms; and how it ends at Ctrl-C or SIGTERM."""
+"""What a run says while it trains, and how it ends early.
+
+metrics of a step --StepLine, BareStepLine--> one line on the terminal
+                  --Alarms--> a warning in the log, W&B and trackio, once per reason
+Ctrl-C, SIGTERM   --StopAtSignals--> the step ends, a checkpoint is saved, the process ends
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 from trl_populora.run.checkpoint import find_newest
-from trl_populora.run.read import EVALUATION, PLAYED, STEP, sort_of
+from trl_populora.run.read import EVALUATION, PLAYED, STEP, classify_log
 from trl_populora.step.rows import Played
 
 
@@ -27,64 +32,66 @@ REJECT = "verify/reject/"
 
 
 class PhaseClock:
-    """Seconds that a population step has spent so far in each phase."""
+    """A clock that adds up the seconds of each phase until the step is logged."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def add(self, seconds: Mapping[str, float]) -> None:
+        """Adds seconds to the phases that they are named after."""
         for phase, spent in seconds.items():
             self._seconds[phase] += spent
 
     @contextmanager
     def time_update(self) -> Iterator[None]:
-        """The time of the block is the update's, but for what is added to other phases inside it."""
+        """Counts the time of the block as update, without the seconds that the block adds to other phases."""
+        # The first micro-batch of a step also plays the step: those seconds arrive through `add` during the block.
         start, before = time.perf_counter(), sum(self._seconds.values())
         yield
         self._seconds["update"] += time.perf_counter() - start - (sum(self._seconds.values()) - before)
 
     def take(self) -> dict[str, float]:
-        """The step's metrics; the next step begins."""
+        """Returns the step's metrics, and starts again at 0."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return {f"time/{phase}": seconds for phase, seconds in taken.items()}
 
 
 class StepLine(ProgressCallback):
     """
-    TRL's progress bar with one readable line per log instead of the whole dict of metrics.
+    TRL's progress bar, which prints one readable line per log instead of the whole dict of metrics.
 
-    The dict goes to the loggers of `report_to` and to `trainer_state.json` as ever.
+    The trackers in `report_to` and `trainer_state.json` still get the whole dict.
     """
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        if sort_of(logs) == STEP:
-            tqdm.write(step_line(state.global_step, state.max_steps, logs))
-        elif sort_of(logs) == EVALUATION:
-            tqdm.write("\n".join(evaluation_lines(state.global_step, state.max_steps, logs)))
+        if classify_log(logs) == STEP:
+            tqdm.write(format_step(state.global_step, state.max_steps, logs))
+        elif classify_log(logs) == EVALUATION:
+            tqdm.write("\n".join(format_evaluation(state.global_step, state.max_steps, logs)))
 
 
 class BareStepLine(PrinterCallback):
-    """The line without the bar, for `disable_tqdm`."""
+    """The printer that replaces [`StepLine`] under `disable_tqdm`: the same line, without the progress bar."""
 
     on_log = StepLine.on_log
 
 
-def step_line(step: int, max_steps: int, logs: dict[str, Any]) -> str:
+def format_step(step: int, max_steps: int, logs: dict[str, Any]) -> str:
     """
     Formats the metrics of one step.
 
     Args:
-        step, max_steps: Position in the run.
-        logs: Metrics as logged; a missing or NaN value prints as `-`.
+        step, max_steps: Steps so far, and steps of the whole run.
+        logs: Metrics of the step. A missing or NaN value prints as `-`.
     """
     parts = [
         f"step {step:>{len(str(max_steps))}}/{max_steps}",
-        f"valid {_percent(logs.get('propose/valid_rate'))}{_rejects(logs)}",
-        f"solved {_percent(logs.get('solve/rate'))}",
-        f"reward teacher {_number(logs.get('rewards/teacher_reward/mean'))}"
-        f" student {_number(logs.get('rewards/student_reward/mean'))}",
+        f"valid {_format_percent(logs.get('propose/valid_rate'))}{_format_rejects(logs)}",
+        f"solved {_format_percent(logs.get('solve/rate'))}",
+        f"reward teacher {_format_number(logs.get('rewards/teacher_reward/mean'))}"
+        f" student {_format_number(logs.get('rewards/student_reward/mean'))}",
     ]
     if logs.get("evolve/replaced"):
         parts.append(f"replaced {logs['evolve/replaced']:.0f}")
@@ -92,54 +99,56 @@ def step_line(step: int, max_steps: int, logs: dict[str, Any]) -> str:
     return " | ".join(parts)
 
 
-def _rejects(logs: dict[str, Any]) -> str:
-    """The two most frequent reasons for rejects with their counts, if there was any."""
+def _format_rejects(logs: dict[str, Any]) -> str:
+    """Names the two most frequent reasons for rejects with their counts; empty if no proposal was rejected."""
     counts = {key.removeprefix(REJECT): logs[key] for key in logs if key.startswith(REJECT) and logs[key]}
     most = sorted(counts, key=lambda reason: -counts[reason])[:2]
     return f" ({', '.join(f'{reason} {counts[reason]:.0f}' for reason in most)})" if most else ""
 
 
-def evaluation_lines(step: int, max_steps: int, logs: dict[str, Any]) -> list[str]:
-    """Formats the metrics of one evaluation, a line per table of held-out tasks."""
+def format_evaluation(step: int, max_steps: int, logs: dict[str, Any]) -> list[str]:
+    """Formats the metrics of one evaluation, one line per table of held-out tasks."""
     lines = []
+    # A run may evaluate on several named tables. Only keys without a prefix of a member, kind or base end in
+    # `solve_rate_mean`, so each such key stands for one table.
     seconds = next(value for key, value in logs.items() if key.endswith("_runtime"))
     for key in logs:
         prefix, found, rest = key.partition("solve_rate_mean")
         if not found or rest:
             continue
-        values = {
-            name: logs.get(f"{prefix}{name}") for name in ("solve_rate_mean", "solve_rate_best", "solve_rate_worst")
-        }
+        mean, best, worst, base = (
+            _format_percent(logs.get(f"{prefix}{name}"))
+            for name in ("solve_rate_mean", "solve_rate_best", "solve_rate_worst", "base/solve_rate")
+        )
         table = prefix.removeprefix("eval_").rstrip("_")
         lines.append(
             f"step {step:>{len(str(max_steps))}}/{max_steps} | held-out{f' {table}' if table else ''}: solved "
-            f"{_percent(values['solve_rate_mean'])} (best {_percent(values['solve_rate_best'])}, worst "
-            f"{_percent(values['solve_rate_worst'])}, base {_percent(logs.get(f'{prefix}base/solve_rate'))}) | "
-            f"thinking {_percent(logs.get(f'{prefix}thinking_rate'))} | s: {seconds:.1f}"
+            f"{mean} (best {best}, worst {worst}, base {base}) | "
+            f"thinking {_format_percent(logs.get(f'{prefix}thinking_rate'))} | s: {seconds:.1f}"
         )
     return lines
 
 
 def use_step_line(callbacks: CallbackHandler) -> None:
-    """Puts the line in the place of the trainer's own printer of metrics, unless there is none."""
+    """Replaces the trainer's printer of metrics by ours. A trainer without a printer stays without one."""
     for printer, line in ((ProgressCallback, StepLine), (PrinterCallback, BareStepLine)):
         if callbacks.pop_callback(printer) is not None:
             callbacks.add_callback(line)
 
 
-def _known(value: float | None) -> bool:
+def _is_known(value: float | None) -> bool:
     return value is not None and not math.isnan(value)
 
 
-def _percent(value: float | None) -> str:
-    return f"{100 * value:3.0f} %" if value is not None and _known(value) else "  - %"
+def _format_percent(value: float | None) -> str:
+    return f"{100 * value:3.0f} %" if value is not None and _is_known(value) else "  - %"
 
 
-def _number(value: float | None) -> str:
-    return f"{value:+.2f}" if value is not None and _known(value) else "-"
+def _format_number(value: float | None) -> str:
+    return f"{value:+.2f}" if value is not None and _is_known(value) else "-"
 
 
-# Says once when a run goes on but nothing can be learned in it: in the log, and as alerts of W&B and trackio.
+# Alarms: warnings that a run goes on although nobody can learn in it.
 
 
 logger = logging.getLogger(__name__)
@@ -150,24 +159,28 @@ FLAT = "frac_reward_zero_std"
 
 class Alarms(TrainerCallback):
     """
-    Warns of a run in which nobody can learn, each reason once per run.
+    Warnings about a run in which nobody can learn. Each of the two comes at most once per run.
 
-    - No proposal of a step was valid; the most frequent reason is named.
-    - All attempts at each task were worth the same for ten steps, while students are compared within groups.
+    - "No valid proposal": no proposal of a step was valid. The text names the most frequent reason.
+    - "Students do not learn": in ten steps in a row, all attempts at each task had the same reward. This is looked at
+      only if students are compared within their group (`student_baseline="group"`).
 
     Args:
         played: Returns the step as it was played.
-        alert: Takes the names in `report_to`, a title of less than 64 characters and a text.
+        alert: Sends a warning to trackers. Called with the names in `report_to`, a title of less than 64 characters
+            and a text.
     """
 
     def __init__(self, played: Callable[[], Played], alert: Callable[[Sequence[str], str, str], None]) -> None:
         self.played, self.alert = played, alert
-        self._well: dict[str, int] = {}  # last step at which all was well; absent once warned
+        # For each warning, the last step at which all was well. An entry is removed once its warning is given.
+        self._well: dict[str, int] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._well = {"valid": state.global_step, "flat": state.global_step}
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        # With `num_iterations` above 1 some optimizer steps play no game, and their logs say nothing of proposals.
         if not state.is_world_process_zero or PLAYED not in (logs or {}):
             return
         step = state.global_step
@@ -180,6 +193,7 @@ class Alarms(TrainerCallback):
                 step,
                 _name_reason(self.played()),
             )
+        # Other baselines compare students with others than their group, so equal rewards in a group still teach.
         compared, rate = args.student_baseline == "group", logs.get("solve/rate", math.nan)
         if self._lasts("flat", step, compared and logs.get(FLAT) == 1, STEPS):
             self._warn(
@@ -196,7 +210,7 @@ class Alarms(TrainerCallback):
         self.alert(args.report_to, title, text % values)
 
     def _lasts(self, what: str, step: int, bad: bool, steps: int) -> bool:
-        """Whether it has been bad for long enough, and nobody was told."""
+        """Says whether all of the last `steps` steps were bad, and the warning has not been given yet."""
         if what not in self._well:
             return False
         if not bad:
@@ -208,31 +222,33 @@ class Alarms(TrainerCallback):
 
 
 def _name_reason(played: Played) -> str:
-    """The most frequent reason for rejects in a sentence, with the first of its details."""
+    """Writes a sentence with the most frequent reason for rejects, its count and the detail of its first reject."""
     rejects = [record for record in played.records if record["role"] == "teacher" and not record["valid"]]
     ((reason, count),) = Counter(record["reject_reason"] for record in rejects).most_common(1)
     detail = next((r["reject_detail"] for r in rejects if r["reject_reason"] == reason), "")
     return f"{count} of {len(rejects)} were rejected for `{reason}`{f': {detail:.200}' if detail else ''}."
 
 
-# Ctrl-C and SIGTERM: a run ends with its step, saves, and says how it goes on.
+# Ctrl-C and SIGTERM: a run finishes its step, saves, and says how to go on.
 
 
+# A handler is replaced only if it is Python's default.
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class StopAtSignals(TrainerCallback):
     """
-    Context of `train()`: the first Ctrl-C or SIGTERM ends the run on all ranks, after the step in which it came.
+    The context in which `train()` runs. A signal ends the run on all ranks after the step in which the signal came.
 
-    The run then leaves a checkpoint; with `save_strategy="no"`, the members. A second Ctrl-C ends it at once.
+    The first Ctrl-C or SIGTERM lets the step finish. The run then saves a checkpoint, or only the members with
+    `save_strategy="no"`. A second Ctrl-C ends the run at once.
 
     Args:
-        trainer: Whose training it is; this is one of its callbacks while it lasts.
+        trainer: The trainer that trains. Inside the context this object is one of its callbacks.
 
     Raises:
-        `KeyboardInterrupt`: At the exit, after Ctrl-C.
-        `SystemExit`: At the exit, after SIGTERM, with the status that the signal would have given.
+        `KeyboardInterrupt`: At the exit of the context, after Ctrl-C.
+        `SystemExit`: At the exit of the context, after SIGTERM, with status 143 as the signal itself would give.
     """
 
     def __init__(self, trainer: Trainer):
@@ -241,9 +257,11 @@ class StopAtSignals(TrainerCallback):
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopAtSignals:
+        # Python lets only the main thread set handlers. In another thread signals act as usual.
         if threading.current_thread() is threading.main_thread():
             for number, default in DEFAULTS.items():
-                if signal.getsignal(number) == default:  # a handler that a user or a scheduler's library has set stays
+                # A handler that a user or a scheduler's library has set stays.
+                if signal.getsignal(number) == default:
                     self._before[number] = signal.signal(number, self._receive)
         self.trainer.add_callback(self)
         return self
@@ -253,6 +271,7 @@ class StopAtSignals(TrainerCallback):
             signal.signal(number, handler)
         self.trainer.remove_callback(self)
         args, state = self.trainer.args, self.trainer.state
+        # A signal during the very last step changes nothing: that run has finished.
         stopped = self.received is not None and error is None and state.global_step < state.max_steps
         if only_members := stopped and args.save_strategy == "no":
             self.trainer._save()
@@ -274,14 +293,18 @@ class StopAtSignals(TrainerCallback):
         if self.received == number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.received is None and self.trainer.args.process_index == 0:
-            logger.warning("This step is the last, then the run saves; Ctrl-C (once more) ends it at once.")
+            logger.warning("The run ends after this step and saves. Ctrl-C (once more) ends it at once.")
         self.received = number
 
     def on_step_end(self, args, state, control, **kwargs):
-        received = gather_object([self.received])  # a signal may reach one rank, or two of them in different steps
+        # A signal may reach only one rank, or two ranks in different steps. All ranks have to stop after the same
+        # step.
+        received = gather_object([self.received])
         self.received = next((number for number in received if number is not None), None)
         if self.received is not None:
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy != "no"
-            if args.save_strategy == "best":  # `Trainer` would save this step only if its evaluation is the best
+            # Under "best", `Trainer` saves an evaluated step only if its score is the best. Without an evaluation it
+            # saves.
+            if args.save_strategy == "best":
                 control.should_evaluate = False

@@ -1,23 +1,24 @@
-"""Saving a run and picking it up again: whole checkpoints or none, and everything that decides the next step.
+"""Writes checkpoints, whole or not at all, and resumes from them. A checkpoint holds all that decides the next step.
 
-A checkpoint holds what the HF `Trainer` writes (optimizer, scheduler, generators, `trainer_state.json`) and
+The HF `Trainer` writes optimizer, scheduler, generators and `trainer_state.json`. This file adds:
 
-    members/<name>/       one ordinary PEFT adapter directory per member
-    population.json       base model, adapter shape, settings, members, step; a resume checks shape and settings by it
+    members/<name>/       an ordinary PEFT adapter directory per member
+    population.json       base model, adapter shape, settings, members, step; a resume compares shape and settings
     lineage.jsonl         every replacement so far
     archive.parquet       the task archive
-    game.json             state of population, matchmaker and features, the archive's coverage; if the run has them,
-                          held-out scores
-    rank_state_<n>.pt     of one rank: the count of micro-batches, buffered rows and their step, what is not logged yet
-                          (metrics, loss)
-    whole.json            names and sizes of all these files, number of processes; written last
+    game.json             state of the population, the matchmaker and the features, and coverage of the archive;
+                          held-out scores, if the run measures any
+    rank_state_<n>.pt     state of rank n: count of micro-batches, rows still to train on and the step they belong to,
+                          metrics and loss that are not logged yet
+    whole.json            names and sizes of all these files, and the number of processes; written last
 
-They are read back in this order: members, `trainer_state.json` (FSDP and DeepSpeed: the members after it), optimizer,
-scheduler, then [`load_game`], and at the first update the generators and the loss that is not logged yet.
+A resume reads in this order: members, `trainer_state.json` (FSDP and DeepSpeed read the members after it), optimizer,
+scheduler, then [`load_game`]. The generators and the loss that is not logged yet are restored at the first update.
 
-It is written into `<output_dir>/_unfinished/` and moved into place once every rank is done, so that a run killed at
-any moment leaves whole checkpoints and, at most, an unfinished one that nothing picks up. Nodes with an `output_dir`
-of their own (`save_on_each_node`) have a checkpoint each, and go on from the newest that is whole on all of them.
+A checkpoint is written into `<output_dir>/_unfinished/` and moved into place once every rank is done. So a run that is
+killed at any moment leaves whole checkpoints, and at most an unfinished one that no resume looks at. With
+`save_on_each_node` every node writes a checkpoint into its own `output_dir`. A resume then takes the newest checkpoint
+that is whole on all nodes.
 """
 
 from __future__ import annotations
@@ -54,25 +55,25 @@ from trl_populora.tasks.archive import TaskArchive, load_archive, save_archive
 logger = logging.getLogger(__name__)
 
 PREFIX = "checkpoint-"
-UNFINISHED = "_unfinished"  # a leading underscore keeps it out of uploads to the Hub
+UNFINISHED = "_unfinished"  # uploads to the Hub leave out names with a leading underscore
 MANIFEST = "whole.json"
 NEWEST = "newest"
 
 
-def to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
+def choose_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     """
-    The checkpoint that `resume_from_checkpoint` means. Collective.
+    Finds the checkpoint that `resume_from_checkpoint` asks for. Call it on every rank.
 
     Args:
-        wanted: A checkpoint, `True` for the newest whole one in `output_dir`, or `"newest"` for that one or, where
-            there is none, a start from the first step.
+        wanted: Path of a checkpoint, `True` or `"newest"`. Both of these take the newest whole checkpoint in
+            `output_dir`. Where there is none, `"newest"` starts from the first step and `True` is an error.
         output_dir: The run's directory.
 
     Returns:
-        `str` or `None`: Its path; `None` to start from the first step.
+        `str` or `None`: Path of the checkpoint; `None` to start from the first step.
 
     Raises:
-        `ValueError`: If it cannot be resumed, or `True` finds none.
+        `ValueError`: If the checkpoint is damaged or missing, or if `True` finds none.
     """
     if wanted is True or wanted == NEWEST:
         found = find_newest_of_all(output_dir)
@@ -89,14 +90,14 @@ def to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
 
 class Staging:
     """
-    Where a checkpoint is written until it is whole.
+    The folder in which a checkpoint is written until it is whole.
 
     Args:
-        args: Who saves, and how many checkpoints stay.
-        accelerator: Brings the processes together.
+        args: Says which ranks save, and how many checkpoints stay (`save_total_limit`).
+        accelerator: Lets ranks wait for each other.
 
     Attributes:
-        directory (`str` or `None`): While a checkpoint is written, the folder to use in place of `output_dir`.
+        directory (`str` or `None`): While a checkpoint is written, the folder that replaces `output_dir`.
     """
 
     def __init__(self, args: TrainingArguments, accelerator: Accelerator):
@@ -106,33 +107,36 @@ class Staging:
     @contextmanager
     def checkpoint(self, root: Path, state: TrainerState) -> Iterator[Path]:
         """
-        Gives the directory to write into, and moves it into place at the end. Collective.
+        Yields the directory to write into, and moves it into place at the end of the block. Call it on every rank.
 
         Args:
             root: The run's directory.
-            state: Gives the step. Its `best_model_checkpoint`, which `Trainer` looks for in the folder of the
-                unfinished checkpoint, is corrected.
+            state: The trainer's state. Its step names the checkpoint. Its `best_model_checkpoint` is corrected.
 
         Raises:
-            `RuntimeError`: If it could not be written whole; says why and what to resume from.
+            `RuntimeError`: If the checkpoint could not be written whole. The message says why, and what to resume
+                from.
         """
         target = root / f"{PREFIX}{state.global_step}"
         unfinished = root / UNFINISHED / target.name
+        # Removes what a killed run left. No rank may write before that is done.
         if self.args.should_save:
             shutil.rmtree(unfinished.parent, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self.directory = str(unfinished.parent)
         try:
             yield unfinished
-            best = root / f"{PREFIX}{state.best_global_step}"  # Trainer looked for it where this one is written
+            # `Trainer` looked for the best checkpoint beside the one that it writes, which is in `_unfinished/`.
+            best = root / f"{PREFIX}{state.best_global_step}"
             state.best_model_checkpoint = str(best) if best == target or best.is_dir() else None
             if self.args.should_save:
                 state.save_to_json(str(unfinished / "trainer_state.json"))
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 _move_into_place(unfinished, target, self.accelerator.num_processes)
-        # A full disk shows as any of these, by what was being written. Other ranks are not told: they may wait in a
-        # collective of the engine's own save, until the launcher sees this process end and ends them, too.
+        # A full disk raises any of these, depending on the library that was writing. This rank does not tell the
+        # others: they may be waiting inside a collective of FSDP or DeepSpeed. The launcher ends them once it sees
+        # this process end.
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = f"disk full: {error!s:.300}" if is_disk_full(error, root) else f"{error!s:.300}"
             if self.args.should_save:
@@ -153,7 +157,7 @@ class Staging:
 
 def find_newest(output_dir: str) -> str | None:
     """
-    The newest whole checkpoint of a run, or `None`; everything unfinished or damaged is passed over with a warning.
+    Finds the newest whole checkpoint of a run; `None` without one. Warns of unfinished and damaged ones.
 
     Args:
         output_dir: The run's directory.
@@ -163,8 +167,9 @@ def find_newest(output_dir: str) -> str | None:
 
 def find_newest_of_all(output_dir: str) -> str | None:
     """
-    The newest checkpoint that is whole on every node, or `None`. Collective: a run that was killed while the nodes
-    moved theirs into place leaves one that only some of them have.
+    Finds the newest checkpoint that is whole on every node; `None` without one. Call it on every rank.
+
+    If a run is killed while the nodes move their parts into place, only some nodes have the last checkpoint.
     """
     mine = {Path(path).name: path for path in _find_whole(Path(output_dir))}
     everywhere = set.intersection(*map(set, gather_object([list(mine)])))
@@ -172,7 +177,7 @@ def find_newest_of_all(output_dir: str) -> str | None:
 
 
 def _find_whole(root: Path) -> Iterator[str]:
-    """Whole checkpoints, newest first."""
+    """Yields whole checkpoints, the newest first, and warns of each that it skips."""
     for leftover in sorted(root.glob(f"{UNFINISHED}/{PREFIX}*")):
         logger.warning("Ignoring %s: the run ended while it was being written.", leftover)
     found = [path for path in root.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdecimal()]
@@ -185,7 +190,7 @@ def _find_whole(root: Path) -> Iterator[str]:
 
 
 def find_flaw(checkpoint: str | Path) -> str | None:
-    """What makes a checkpoint unusable, as the end of a sentence; `None` if every file is there in its full size."""
+    """Says what makes a checkpoint unusable, as the end of a sentence; `None` if every file has its full size."""
     root = Path(checkpoint)
     if not root.is_dir():
         return "there is no such directory"
@@ -205,16 +210,19 @@ def find_flaw(checkpoint: str | Path) -> str | None:
 
 
 def is_disk_full(error: BaseException, directory: Path) -> bool:
-    """Whether an error means a full disk: torch and safetensors report a failed write without its reason."""
+    """Says whether an error means a full disk."""
+    # torch and safetensors report a failed write without its reason, so the space that is left decides: below 64 KiB
+    # the disk counts as full.
     told = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
     return told or shutil.disk_usage(directory).free < 2**16
 
 
 def _move_into_place(unfinished: Path, target: Path, world: int) -> None:
-    """Lists and flushes the files of a complete checkpoint, then renames it; an older one of the same step goes."""
+    """Lists and flushes the files of a complete checkpoint, then moves it into place of an older one of this step."""
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     write_json(unfinished / MANIFEST, {"format": FORMAT, "processes": world, "files": sizes})
+    # Files first, then the rename: after a power cut a checkpoint under its final name has all its bytes.
     for path in (*files, unfinished / MANIFEST, unfinished):
         _flush(path)
     replaced = unfinished.with_name("replaced")
@@ -226,7 +234,7 @@ def _move_into_place(unfinished: Path, target: Path, world: int) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Makes a file or directory survive a power cut."""
+    """Waits until a file or directory is on the disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -243,17 +251,18 @@ def save(
     write: bool,
 ) -> None:
     """
-    Writes the members, their table and the archive. Collective.
+    Saves the population: adapters, tokenizer, `population.json` and the archive. Call it on every rank.
 
     Args:
-        directory: Where to.
+        directory: Where the files go.
         model: The members' model, wrapped or not.
-        game: Its population and archive.
-        tokenizer: Saved beside them.
+        game: Has the population and the archive.
+        tokenizer: Is saved beside the adapters.
         about: The contents of `population.json`.
         write: Whether this rank writes.
     """
     root = Path(directory)
+    # Every rank takes part, because sharded weights are gathered from all of them.
     for name in game.population.adapters:
         lora_members.save_member(model, name, root / "members" / name, write, about["step"])
     if not write:
@@ -266,14 +275,15 @@ def save(
 @dataclass
 class RankState:
     """
-    What one rank holds between two optimizer steps.
+    The state that one rank holds between two optimizer steps.
 
     Args:
         step: TRL's count of micro-batches.
-        buffered: Micro-batches that are still to be trained on.
-        played: The step that they are of.
+        buffered: Micro-batches that are still to train on.
+        played: The step to which the buffered micro-batches belong, as `Played.state_dict` returns it.
         metrics: Metrics that are not logged yet.
-        loss, logged: The loss since the last log, and the step of that log.
+        loss: Sum of the loss since the last log.
+        logged: Optimizer step of the last log.
     """
 
     step: int
@@ -291,33 +301,33 @@ def save_game(
     Writes `game.json`, this rank's `rank_state_<n>.pt` and a copy of `lineage.jsonl`.
 
     Args:
-        directory: Where to.
-        stateful: Objects with a `state_dict` that is the same on every rank, by their names in `game.json`.
-        archive: Its coverage is written here; its tasks have a file of their own.
-        rank_state: This rank's.
-        args: Who saves, and where the run is.
+        directory: The checkpoint that is being written.
+        stateful: Objects by their names in `game.json`. Their `state_dict` is the same on every rank.
+        archive: Its coverage goes into `game.json`. Its tasks have a file of their own.
+        rank_state: State of this rank.
+        args: Says which ranks save, and where `lineage.jsonl` is.
     """
     torch.save(vars(rank_state), directory / f"rank_state_{args.process_index}.pt")
     if not args.should_save:
         return
-    write_json(directory / "game.json", game_state(stateful, archive), indent=None)
+    write_json(directory / "game.json", collect_game_state(stateful, archive), indent=None)
     lineage = Path(args.output_dir, "lineage.jsonl")
     if lineage.exists():
         shutil.copyfile(lineage, directory / lineage.name)
 
 
-def game_state(stateful: Mapping[str, Any], archive: TaskArchive) -> dict[str, Any]:
-    """The contents of `game.json`."""
+def collect_game_state(stateful: Mapping[str, Any], archive: TaskArchive) -> dict[str, Any]:
+    """Collects the contents of `game.json`."""
     states = {name: each.state_dict() for name, each in stateful.items()}
     return {"format": FORMAT, "coverage": archive.coverage.state_dict()} | states
 
 
 def load_members(directory: str, model: torch.nn.Module, population: Population, shape: Shape) -> None:
     """
-    Reads the members of a checkpoint back into a population of the same shape. Collective.
+    Reads the members of a checkpoint into a population of the same shape. Call it on every rank.
 
     Raises:
-        `ValueError`: If a file is missing, broken or of another population; the message names file and field.
+        `ValueError`: If a file is missing, broken or from another population. The message names file and field.
     """
     root = Path(directory)
     check_same_shape(root, shape, population.names)
@@ -327,10 +337,10 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
 
 def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
     """
-    Puts a saved adapter into a live member. A trainer with vLLM then has to set `_last_loaded_step` to -1.
+    Puts a saved adapter into a live member. With vLLM, set the trainer's `_last_loaded_step` to -1 afterwards.
 
     Raises:
-        `ValueError`: If the file is missing, cut off, or holds other matrices than the member; the message names it.
+        `ValueError`: If the file is missing, cut off, or has other matrices than the member. The message names it.
     """
     try:
         lora_members.write_member(model, name, load_file(path))
@@ -342,13 +352,14 @@ def load_game(
     directory: str, game: Game, stateful: Mapping[str, Any], shape: Shape, args: GRPOConfig, device: torch.device
 ) -> RankState:
     """
-    Reads the state of the game back. Called on every rank.
+    Reads the state of the game, and the archive. Call it on every rank.
 
     Returns:
-        [`RankState`]: This rank's; if another number of processes saved it, with no rows and nothing to log.
+        [`RankState`]: State of this rank. If another number of processes saved the checkpoint, it has no buffered
+            rows and nothing to log.
 
     Raises:
-        `ValueError`: If a file is missing, broken or of another population; the message names file and field.
+        `ValueError`: If a file is missing, broken or from another population. The message names file and field.
     """
     root = Path(directory)
     saved = check_same_shape(root, shape, game.population.names)
@@ -356,11 +367,13 @@ def load_game(
     same_processes = processes == args.world_size
     check_settings(args, root, saved, same_processes)
     load_stateful(root, stateful, game.archive)
+    # A longer completion leaves fewer tokens of the context for the prompt, so some archived tasks may no longer fit.
     if (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0):
         game.referee.leave_out_long(game.archive)
     if same_processes:
         path = root / f"rank_state_{args.process_index}.pt"
-        place = "cpu" if device.type == "cpu" else device  # torch.load knows no `cpu:0`, which several ranks are on
+        # With several ranks on one CPU the device is `cpu:0`, a name that `torch.load` does not know.
+        place = "cpu" if device.type == "cpu" else device
         try:
             return RankState(**torch.load(path, map_location=place, weights_only=True))
         except TypeError as error:
@@ -369,23 +382,25 @@ def load_game(
                 "run with `warm_start`."
             ) from error
     logger.warning(
-        "%s was saved by %d processes and is resumed by %d: every rank samples anew, so this run will not repeat an "
-        "unbroken one. Rows that were still to be trained on are dropped.",
+        "%s was saved by %d processes and is resumed by %d. Every rank samples anew, so this run differs from one "
+        "that was never interrupted. Rows that were still to be trained on are dropped.",
         root,
         processes,
         args.world_size,
     )
-    # The count of micro-batches goes on from this step and not from 0: games then begin where `step` is a multiple of
-    # `num_iterations`, as evolution events do, and a game has to follow every event.
+    # The count of micro-batches goes on from this step and not from 0. A game is played where the count reaches a
+    # multiple of `num_iterations` steps. Evolution happens at such multiples as well, and a game must follow each
+    # event.
     done = saved["step"]
     return RankState(done * args.steps_per_generation, buffered=None, played=None, metrics={}, loss=0.0, logged=done)
 
 
 def load_stateful(root: Path, stateful: Mapping[str, Any], archive: TaskArchive) -> None:
-    """Reads `game.json` into the objects that it has states of, and the archive."""
+    """Restores each object from its state in `game.json`, and the archive from its own file."""
     state = read_json(root / "game.json")
     for field, each in stateful.items():
-        if field == "held_out" and field not in state:  # a resume may switch it on
+        # A resumed run may evaluate although the saved one did not.
+        if field == "held_out" and field not in state:
             continue
         try:
             each.load_state_dict(state[field])

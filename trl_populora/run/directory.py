@@ -1,8 +1,12 @@
-"""Whose an `output_dir` is: one run's, which locks it while it trains.
+"""Keeps an `output_dir` for one run: locks it while the run trains, and decides what happens to files of earlier runs.
 
-A training that begins where a run lies is refused. One that resumes in its own directory cuts the records back to its
-checkpoint. One that resumes in another directory takes a copy of the records, and of the checkpoint, along. A trainer
-that trains again moves its earlier records to `_previous-<n>/`.
+    a new run, and the directory holds a run    the start is refused
+    a resume in the run's own directory         records are cut back to the checkpoint
+    a resume in another directory               records up to the checkpoint, and the checkpoint, are copied
+    a second `train()` of the same trainer      records of the first one move to `_previous-<n>/`
+    `"newest"`, and there is no checkpoint      records of the earlier run move there as well
+
+Records are rollouts, `metrics.jsonl`, `times.jsonl` and `lineage.jsonl`.
 """
 
 from __future__ import annotations
@@ -25,22 +29,24 @@ from transformers import TrainingArguments
 
 from trl_populora.files import write_whole
 from trl_populora.run import nodes
-from trl_populora.run.checkpoint import PREFIX, UNFINISHED, find_newest, to_resume
+from trl_populora.run.checkpoint import PREFIX, UNFINISHED, choose_checkpoint, find_newest
 from trl_populora.run.read import LINEAGE, METRICS, POPULATION_FILE, TIMES, read_lines
 
 
 logger = logging.getLogger(__name__)
 
-LOCK = "_lock"  # leading underscores keep files out of uploads to the Hub
+LOCK = "_lock"  # uploads to the Hub leave out names with a leading underscore
 ASIDE = "_previous-{}"
 
-# What a training leaves; checkpoints come first, so that a move that is cut short leaves none to resume from.
+# What a training leaves. A move goes through these in order. Checkpoints come first, so that a move that is cut short
+# leaves no checkpoint whose records are gone.
 LEFT_BY_TRAINING = [f"{PREFIX}*", UNFINISHED, "rollouts", LINEAGE, "members", "archive.parquet"]
 LEFT_BY_TRAINING += ["adapter_model.safetensors", "adapter_config.json", "trainer_state.json"]
-# One file per step. TRL makes the folder of its own before a run has begun, so the folder itself is no sign of a run.
+# TRL's tables of completions, one file per step. TRL makes their folder before a run has begun, so the folder itself
+# is no sign of a run.
 COMPLETIONS = "completions/completions_*.parquet"
 TABLES = ["rollouts/step_*.parquet", COMPLETIONS]
-# The tokenizer is the base's; without it members could not be loaded where they are moved to.
+# The tokenizer moves with the members, because they are loaded with the one beside them.
 LEFT_BY_A_RUN = [*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, COMPLETIONS, "tokenizer*", "chat_template*"]
 LEFT_BY_A_RUN += ["special_tokens_map.json", "added_tokens.json", "vocab*", "merges*"]
 LEFT_BY_A_RUN += ["README.md", "run.png", "report.html", "plots", "evaluation.*", "_evaluation"]
@@ -48,17 +54,18 @@ LEFT_BY_A_RUN += ["README.md", "run.png", "report.html", "plots", "evaluation.*"
 
 class RunDirectory:
     """
-    The `output_dir` of one trainer, and the context in which it is locked. The context may be entered again inside.
+    The `output_dir` of one trainer. As a context it locks the directory; the context may be entered again inside
+    itself.
 
-    Rank 0 holds the lock, with `save_on_each_node` the first rank of each node; the other ranks are told. Reading,
-    evaluating and saving elsewhere need no lock.
+    Rank 0 holds the lock; with `save_on_each_node`, the first rank of each node does. Only training needs the lock:
+    reading, evaluating and saving to another directory work without it.
 
     Args:
         args: Names the directory and says which ranks save.
-        accelerator: Brings the ranks together.
+        accelerator: Lets ranks wait for each other.
 
     Raises:
-        `ValueError`: On every rank, if another process trains here.
+        `ValueError`: On every rank, if another process trains in this directory.
     """
 
     def __init__(self, args: TrainingArguments, accelerator: Accelerator):
@@ -73,7 +80,8 @@ class RunDirectory:
             nodes.check_nodes(self.args, self.accelerator)
             try:
                 _refuse(self._take() if self.args.should_save else None)
-            except ValueError:  # another node's directory is in use
+            except ValueError:
+                # This node may have its lock although the directory of another node is in use.
                 self._release()
                 raise
         self._entered += 1
@@ -91,14 +99,15 @@ class RunDirectory:
             self._lock = None
 
     def _take(self) -> str | None:
-        """Locks the directory; returns the reason if another process has."""
+        """Locks the directory. Returns a reason if another process has locked it."""
         root = Path(self.args.output_dir)
         root.mkdir(parents=True, exist_ok=True)
-        # The kernel holds the lock, on NFS and Lustre for all hosts, and frees it when the process ends, however it
-        # ends. A file with host, process number and heartbeat would have to guess: numbers mean nothing in another
-        # container, and a heart that is late may belong to a busy host. `flock` rather than `lockf`, whose lock is
-        # gone as soon as anything in this process has read the file, such as a copy of the directory. The file stays:
-        # were it deleted, two processes could lock two files of this name.
+        # The kernel holds the lock, on NFS and Lustre for all hosts. It frees the lock when the process ends, even
+        # after kill -9. A file with process number and heartbeat would have to guess: the number means nothing in
+        # another container, and a late heartbeat may come from a busy host.
+        # `flock` and not `lockf`: a `lockf` lock is lost as soon as this process reads the file and closes it, for
+        # example to copy the directory. The file is never deleted. Otherwise one process could lock the deleted file
+        # and another a new file of the same name.
         lock = (root / LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,17 +125,23 @@ class RunDirectory:
 
     def claim(self, wanted: str | bool | None) -> str | None:
         """
-        Makes the directory this training's, and returns the checkpoint to go on from. Collective.
+        Takes the directory for this training. Call it on every rank.
 
         Args:
-            wanted: As [`~trl_populora.run.checkpoint.to_resume`] takes it.
+            wanted: The value of `resume_from_checkpoint`, as [`~trl_populora.run.checkpoint.choose_checkpoint`] takes
+                it.
+
+        Returns:
+            The checkpoint to resume from; `None` to start from the first step.
 
         Raises:
-            `ValueError`: On every rank, if a run lies here that would not go on, or had gone on after the checkpoint.
+            `ValueError`: On every rank, if a new run would start where a run lies, or if the run in this directory has
+                later checkpoints than the one that is wanted.
         """
         where = self.args.output_dir
-        found = to_resume(wanted, where)
+        found = choose_checkpoint(wanted, where)
         _refuse(self._find_obstacle(wanted, found) if self.args.should_save else None)
+        # A resume changes the records only in `go_on_from`, after its checkpoint has been loaded.
         if found is None:
             if self.args.should_save:
                 set_aside(where)
@@ -136,31 +151,34 @@ class RunDirectory:
 
     def go_on_from(self, checkpoint: Path, step: int) -> None:
         """
-        Makes the records those of the checkpoint's run up to its `step`. Called on every rank, once the checkpoint is
-        loaded: one that is refused leaves the records as they are.
+        Cuts or copies the records so that they end with the checkpoint's `step`. Call it on every rank.
+
+        Call it once the checkpoint is loaded, so that a checkpoint that cannot be loaded changes no records.
         """
         if self.args.should_save:
             _bring_records_to(checkpoint, step, Path(self.args.output_dir))
         self._trained_in = self.args.output_dir
 
     def _find_obstacle(self, wanted: str | bool | None, found: str | None) -> str | None:
+        """Says why this training must not begin in the directory; `None` if it may."""
         where = self.args.output_dir
         if found is None or not _lies_in(found, where):
-            # A wish for the newest that finds none moves the records aside.
+            # Two starts move an earlier run aside instead: a second `train()`, and `"newest"` without a checkpoint.
             may_begin = self._trained_in == where or (found is None and wanted)
-            return None if may_begin else why_taken(where)
+            return None if may_begin else find_earlier_run(where)
         newest = find_newest(where)
-        # The newest that is whole on all nodes may be older than the newest here.
-        if found != wanted or newest is None or _step_of(Path(newest)) <= _step_of(Path(found)):
+        # The two are equal only if the user named this checkpoint. `True` takes the newest that is whole on all nodes,
+        # although this node may have a newer one.
+        if found != wanted or newest is None or _parse_step(Path(newest)) <= _parse_step(Path(found)):
             return None
         return (
-            f"{where} went on after {found}, to {newest}. `--resume` goes on from there; to branch off at the earlier "
-            "one choose another `output_dir`, which gets a copy of the records up to it."
+            f"{where} went on after {found}, to {newest}. `--resume` goes on from the newest. To branch off at the "
+            "earlier one, choose another `output_dir`; it gets a copy of the records up to that checkpoint."
         )
 
 
-def why_taken(output_dir: str) -> str | None:
-    """Why a training cannot begin in a directory; `None` if no run lies there."""
+def find_earlier_run(output_dir: str) -> str | None:
+    """Looks for an earlier run in a directory. Returns the message that refuses a new run; `None` without a run."""
     if not holds_a_run(output_dir):
         return None
     return (
@@ -170,7 +188,7 @@ def why_taken(output_dir: str) -> str | None:
 
 
 def _refuse(reason: str | None) -> None:
-    """Raises on every rank what one of them has found. Collective."""
+    """Raises an error on every rank if one rank has a reason to refuse. Call it on every rank."""
     if told := next(filter(None, gather_object([reason])), None):
         raise ValueError(told)
 
@@ -180,7 +198,7 @@ def _lies_in(checkpoint: str | Path, output_dir: str | Path) -> bool:
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
-    """Whether a run was trained here; the evaluation of members that have not trained yet is none."""
+    """Says whether a run was trained here. Files of an evaluation before any training do not count."""
     root = Path(output_dir)
     trained = any(entry["step"] for entry in read_lines(root / METRICS))
     return trained or any(True for name in LEFT_BY_TRAINING for _ in root.glob(name))
@@ -188,10 +206,10 @@ def holds_a_run(output_dir: str | Path) -> bool:
 
 def set_aside(output_dir: str | Path) -> Path | None:
     """
-    Moves what an earlier run has left to `_previous-<n>/`, checkpoints included; files of other origin stay.
+    Moves the files of an earlier run, with its checkpoints, to `_previous-<n>/`. All other files stay.
 
     Returns:
-        `Path` or `None`: Where it is now; `None` if no run was trained here.
+        `Path` or `None`: The new directory; `None` if no run was trained here.
     """
     root = Path(output_dir)
     if not holds_a_run(root):
@@ -202,43 +220,46 @@ def set_aside(output_dir: str | Path) -> Path | None:
 
 
 def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:
-    """Cuts the records beside the checkpoint back to it, or copies them with it; the checkpoint's copy comes last."""
+    """Cuts the records beside the checkpoint back to its step, or copies the records and the checkpoint elsewhere."""
     root = checkpoint.parent
     tables = [path for name in TABLES for path in sorted(root.glob(name))]
-    if own := _lies_in(checkpoint, output_dir):
+    if in_place := _lies_in(checkpoint, output_dir):
         for path in tables:
-            if _step_of(path) > step:
+            if _parse_step(path) > step:
                 path.unlink()
-        # None of these can be resumed: a file is missing, or some node lacks the whole checkpoint.
-        if later := [path for path in root.glob(f"{PREFIX}*") if _step_of(path) > step]:
+        # Later checkpoints are left only if they are damaged here or on another node: `claim` refuses all others.
+        if later := [path for path in root.glob(f"{PREFIX}*") if _parse_step(path) > step]:
             _move(later, root)
     else:
         set_aside(output_dir)
         for path in tables:
-            if _step_of(path) <= step:
+            if _parse_step(path) <= step:
                 copy = output_dir / path.relative_to(root)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
     for name in (METRICS, TIMES):
         _write_lines(output_dir / name, [entry for entry in read_lines(root / name) if entry["step"] <= step])
     restore_lineage(output_dir, checkpoint / LINEAGE)
-    if not own:
+    # The checkpoint is copied last. If the copying is cut short, `--resume` finds no checkpoint with half of its
+    # records.
+    if not in_place:
         with write_whole(output_dir / f"{PREFIX}{step}") as unfinished:
             shutil.copytree(checkpoint, unfinished, dirs_exist_ok=True)
 
 
 def restore_lineage(output_dir: Path, lineage: Path) -> None:
-    """Puts a checkpoint's copy of `lineage.jsonl` in the place of the run's; absent if nobody had been replaced."""
+    """Replaces the run's `lineage.jsonl` by the checkpoint's copy, or empties it if the checkpoint has none."""
     _write_lines(output_dir / LINEAGE, read_lines(lineage))
 
 
-def _step_of(path: Path) -> int:
+def _parse_step(path: Path) -> int:
+    """Reads the step from the name of a checkpoint or a table; 0 for other names."""
     found = re.match(rf"({PREFIX}|step_|completions_)(\d+)", path.name)
     return int(found[2]) if found else 0
 
 
 def _move(paths: Iterable[Path], root: Path) -> Path:
-    """Moves what lies below `root` to a new `_previous-<n>/` in it."""
+    """Moves paths below `root` to a new `_previous-<n>/` in `root`, where they keep their relative paths."""
     number = 1
     while (root / ASIDE.format(number)).exists():
         number += 1

@@ -1,5 +1,8 @@
-"""Several nodes: whether all came to the start, and whether they see one `output_dir`, which decides how a checkpoint
-can be whole."""
+"""Checks before training on several nodes: all processes are there, and a checkpoint can be whole.
+
+Nodes that see one `output_dir` write one checkpoint together. Nodes that do not see one need `save_on_each_node`, and
+each writes its own.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,18 @@ from transformers import TrainingArguments
 
 def check_nodes(args: TrainingArguments, accelerator: Accelerator) -> None:
     """
-    Checks that several nodes have either one `output_dir` or each its own checkpoints. Collective.
+    Checks that several nodes either share one `output_dir` or write a checkpoint each. Call it on every rank.
 
     Raises:
-        `ValueError`: If a checkpoint would be split over directories of which none can be resumed, or written by all
-            nodes into one place.
+        `ValueError`: If every node would get only a part of a checkpoint, or if all nodes would write a checkpoint
+            into the same place.
     """
+    # A node is known by the global rank of its first process.
     nodes = set(gather_object([args.process_index - args.local_process_index]))
     if len(nodes) == 1 or args.save_strategy == "no":
         return
+    # Rank 0 makes a file with a random name, and every rank looks for it. Equal paths prove nothing: each node may
+    # have a disk of its own there.
     mark = Path(args.output_dir, gather_object([f".{uuid.uuid4().hex}"])[0])
     if args.process_index == 0:
         mark.touch()
@@ -52,18 +58,23 @@ def check_nodes(args: TrainingArguments, accelerator: Accelerator) -> None:
 
 def wait_for_all(args: TrainingArguments, accelerator: Accelerator) -> None:
     """
-    Waits until every process starts to train. A collective would wait as long and then say that it waited. Collective.
+    Waits until every process starts to train. Call it on every rank.
+
+    It uses the store, so that a time-out can name the missing ranks.
 
     Raises:
-        `RuntimeError`: If some do not within `ddp_timeout` seconds; names them and their nodes.
+        `RuntimeError`: If a process does not start within `ddp_timeout` seconds. The message names rank and node of
+            each that is missing.
     """
     if accelerator.num_processes == 1:
         return
     store = torch.distributed.distributed_c10d._get_default_store()
-    turn = store.add(f"populora trainings of rank {args.process_index}", 1)  # a process may train several times
+    # A process may train several times, and keys stay in the store. So each training has keys with its own number.
+    turn = store.add(f"populora trainings of rank {args.process_index}", 1)
     store.set(f"populora training {turn} of rank {args.process_index}", "")
     end, absent = time.monotonic() + args.ddp_timeout, []
     for rank in range(accelerator.num_processes):
+        # All ranks share one deadline. After it, .1 s is enough to find the key of a rank that has started.
         try:
             store.wait(
                 [f"populora training {turn} of rank {rank}"], timedelta(seconds=max(0.1, end - time.monotonic()))

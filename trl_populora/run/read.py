@@ -1,4 +1,4 @@
-"""Reads a run's directory without torch: JSON lines, and what a saved population says of itself."""
+"""Reads a run's directory without torch: JSON lines, and `population.json` of a saved population."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from typing import Any
 from trl_populora.files import is_file_name, read_json, without_secrets
 
 
-PLAYED = "propose/valid_rate"  # in the log of a step that was played; `num_iterations` trains on its rows again
+# Only the log of a step that played a game has this key. With `num_iterations` above 1, other steps train again on
+# rows of the last game.
+PLAYED = "propose/valid_rate"
 STEP, EVALUATION = "step", "evaluation"
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
 
 
-def sort_of(logs: Mapping[str, Any] | None) -> str | None:
+def classify_log(logs: Mapping[str, Any] | None) -> str | None:
     """
-    What a log, or a line of `metrics.jsonl`, is about: `"step"`, `"evaluation"` (which alone has keys that begin with
-    `eval`), or `None`: the summary that ends a run and repeats what was not logged yet, or something of the user's
-    own.
+    Says what a log, or a line of `metrics.jsonl`, is about.
+
+    Returns:
+        `"step"`, `"evaluation"`, or `None` for anything else: the summary at the end of a run, or a log that the
+        user's code wrote.
     """
+    # The summary repeats metrics that are not logged yet, so it looks like a step. Only it has `train_runtime`.
     keys = set(logs or ())
     if any(key.startswith(("eval/", "eval_")) for key in keys):
         return EVALUATION
@@ -28,7 +33,7 @@ def sort_of(logs: Mapping[str, Any] | None) -> str | None:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line that was cut off by a kill is left out. Empty without a file."""
+    """Reads the objects of a JSON-lines file, except a last line that a kill cut off. Empty if there is no file."""
     path = Path(path)
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -39,14 +44,15 @@ POPULATION_FILE = "population.json"
 
 def read_population(directory: str | Path) -> dict[str, Any]:
     """
-    What a saved population says of itself; [`~trl_populora.run.saved_population.describe`] names the fields.
+    Reads `population.json`, which [`~trl_populora.run.saved_population.describe`] has made.
 
-    Somebody else may have made it. Its members have names that are no paths, and adapters inside `members/`, so
-    readers may join both to a directory. Secrets, which early versions saved among the settings, are left out.
+    The file may come from a stranger on the Hub. After this check callers can join a member's name and adapter to a
+    directory: names are no paths, and adapters lie inside `members/`. Secrets are left out, because early versions
+    saved them among the settings.
 
     Raises:
-        `ValueError`: If its `population.json` is missing, broken or of another version, or a member's name or adapter
-            leads elsewhere.
+        `ValueError`: If the file is missing, broken or of another version, or if a member's name or adapter leads out
+            of the directory.
     """
     path = Path(directory, POPULATION_FILE)
     saved = read_json(path)

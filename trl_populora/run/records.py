@@ -1,4 +1,9 @@
-"""What a run writes beside its adapters: every row of every step as parquet, every step's metrics as JSON lines."""
+"""Writes what a run leaves beside its adapters.
+
+rows of a step [R]   --write_rollouts--> rollouts/step_00012.parquet, one file per step and rank
+metrics of a step    --append_metrics--> a line of metrics.jsonl, and its seconds as a line of times.jsonl
+state of the members --Records---------> population.json
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from transformers import TrainerCallback
 
 from trl_populora.files import write_json, write_whole
 from trl_populora.run.directory import holds_a_run
-from trl_populora.run.read import METRICS, POPULATION_FILE, TIMES, sort_of
+from trl_populora.run.read import METRICS, POPULATION_FILE, TIMES, classify_log
 from trl_populora.step.play import Game
 from trl_populora.step.player import Messages
 from trl_populora.step.rows import Row
@@ -27,23 +32,23 @@ def write_rollouts(
     output_dir: str, step: int, game: Game, rows: Sequence[Row], rewards: Sequence[float], advantages: Sequence[float]
 ) -> Path:
     """
-    Writes the rows of one step: every proposal with its verdict and every attempt, with reward and advantage.
+    Writes the rows of one step: every proposal and every attempt, with reward and advantage.
 
-    `version` counts the replacements of the row's member, `opponent` is the other side of its match, empty where that
-    is given tasks.
+    Each rank writes its own file: `rollouts/step_00012.parquet` with one process, `rollouts/step_00012-rank1.parquet`
+    with several. `load_dataset("parquet", data_files="rollouts/*.parquet")` opens all of them together.
 
-    Each rank writes its own file, `rollouts/step_00012.parquet` or `rollouts/step_00012-rank1.parquet`; together they
-    open with `load_dataset("parquet", data_files="rollouts/*.parquet")`.
+    Two columns need a word. `version` counts how often the row's member has been replaced. `opponent` is the other
+    member of the row's match; it is empty where tasks are given and no teacher plays.
 
     Args:
         output_dir: The run's directory.
-        step: Population step, from 1: the `step` of its line in `metrics.jsonl`.
-        game: Tells this rank from the others.
+        step: Population step, from 1, as in `metrics.jsonl`.
+        game: Has the population and the number of this rank.
         rows: Rows of this rank, shape `[R]`.
-        rewards, advantages: Of the same rows.
+        rewards, advantages: Reward and advantage of each row, shape `[R]`.
 
     Returns:
-        `Path`: The file written. It appears whole or not at all.
+        `Path`: The file. It appears whole or not at all.
     """
     columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived", "reject_detail")}
     players = {(row.match, row.role): row.member for row in rows}
@@ -52,12 +57,13 @@ def write_rollouts(
         {
             "step": [step] * len(rows),
             **columns,
+            # With the type given, a step whose tasks all lack features has the same schema as other steps.
             "features": pa.array([list(row.features) for row in rows], pa.list_(pa.string())),
             "version": [game.population[row.member].version for row in rows],
             "opponent": [players.get((row.match, other[row.role]), "") for row in rows],
             "reward": list(rewards),
             "advantage": list(advantages),
-            "prompt": [_text_of(row.prompt) for row in rows],
+            "prompt": [_join_turns(row.prompt) for row in rows],
             "completion": [row.completion.text for row in rows],
             "completion_tokens": [len(row.completion.completion_ids) for row in rows],
         }
@@ -70,8 +76,8 @@ def write_rollouts(
     return path
 
 
-def _text_of(prompt: Messages) -> str:
-    """A prompt of one turn as it is, a longer conversation with the role before each turn."""
+def _join_turns(prompt: Messages) -> str:
+    """Makes one text of a prompt. A conversation of several turns gets the role before each turn."""
     if len(prompt) == 1:
         return prompt[0]["content"]
     return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt)
@@ -79,11 +85,11 @@ def _text_of(prompt: Messages) -> str:
 
 def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
     """
-    Adds one line to `metrics.jsonl`, from which a run in progress can be looked at, and one to `times.jsonl`.
+    Adds one line to `metrics.jsonl` and one to `times.jsonl`. Each evaluation has lines of its own.
 
-    Seconds stand apart because they alone differ between two runs with the same seed. Evaluations are lines of their
-    own, with the keys that trackers show.
+    Seconds have a file of their own, because only they differ between two runs with the same seed.
     """
+    # Trackers show `eval_loss` as `eval/loss`. The files use the same keys as the trackers.
     entry = {f"eval/{key[5:]}" if key.startswith("eval_") else key: value for key, value in entry.items()}
     seconds = {k: v for k, v in entry.items() if k == "step_time" or k.startswith("time/") or k.endswith("runtime")}
     metrics = {key: value for key, value in entry.items() if key not in seconds}
@@ -94,13 +100,13 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
 
 class Records(TrainerCallback):
     """
-    Keeps the run's files up to date while it goes on, for `populora info` and `populora report`.
+    A callback that updates the run's files at every log, for `populora info` and `populora report`.
 
-    `metrics.jsonl` and `times.jsonl` get one line per log, with every key even where nothing is known;
-    `population.json` tells the ratings.
+    Each log adds a line to `metrics.jsonl` and to `times.jsonl`, with every key, also those without a value. Then
+    `population.json` is written again with the latest ratings.
 
     Args:
-        describe: Returns what `population.json` is to hold now.
+        describe: Returns the contents of `population.json`.
     """
 
     def __init__(self, describe: Callable[[], dict[str, Any]]):
@@ -111,20 +117,22 @@ class Records(TrainerCallback):
         self.begun = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        # This is `evaluate()` before any training, and the files in the directory belong to an earlier run.
         if not self.begun and holds_a_run(args.output_dir):
-            return  # an evaluation, and the directory is another run's
-        if state.is_world_process_zero and sort_of(logs):
+            return
+        if state.is_world_process_zero and classify_log(logs):
             append_metrics(args.output_dir, state.log_history[-1])
             write_json(Path(args.output_dir, POPULATION_FILE), self.describe())
 
 
 class OnlyKnown(TrainerCallback):
     """
-    Takes keys without a value (None, NaN) out of a log before anybody else sees it: trackers would warn of each.
+    A callback that removes keys without a value (None, NaN) from a log, because trackers warn of each.
 
-    `log_history`, and with it `metrics.jsonl`, keeps them.
+    It has to be the first callback. `log_history` and `metrics.jsonl` keep these keys.
     """
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         for key in [key for key, value in (logs or {}).items() if value is None or value != value]:
+            # `log_history` holds a copy, so only the callbacks that follow miss the key.
             del logs[key]

@@ -1,4 +1,10 @@
-"""`population.json`: what a saved population says about itself, and whether it fits a trainer."""
+"""`population.json`: describes a population in it, and checks whether a saved population fits a trainer.
+
+Game, Shape, settings         --describe---------> population.json
+population.json, Shape        --check_same_shape-> the saved population, or an error that names the field
+population.json, settings     --check_settings---> a warning or an error for each setting that a resume changes
+population.json, files beside --check_one_moment-> an error if they were saved after different steps
+"""
 
 from __future__ import annotations
 
@@ -27,11 +33,11 @@ from trl_populora.tasks.archive import read_archive_step
 
 logger = logging.getLogger(__name__)
 
-_PATTERNS = ("rank_pattern", "alpha_pattern")  # a file without them is from before they were written
+_PATTERNS = ("rank_pattern", "alpha_pattern")  # early versions did not write them: a file without them has none
 
 # Numbers of the base's configuration that decide whether an adapter fits.
 _BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-# TRL's settings that decide what members say; cross-play samples with them, too.
+# TRL's settings that decide how members sample. Cross-play samples with the same.
 SAMPLING = (
     "temperature",
     "top_p",
@@ -41,7 +47,7 @@ SAMPLING = (
     "generation_kwargs",
     "chat_template_kwargs",
 )
-# Those that decide an update. A checkpoint's optimizer brings its own along.
+# TRL's settings that decide an update. A resume takes those in `OPTIMIZER` from the checkpoint's optimizer state.
 OPTIMIZER = ("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 UPDATE = (
     *OPTIMIZER,
@@ -62,7 +68,8 @@ UPDATE = (
 )
 _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
-# Optimizer, schedule, generators and archive come from the checkpoint, and count of what is buffered, too.
+# A resume restores optimizer, schedule, generators and archive from the checkpoint. Other values of these settings
+# would have no effect, or only half of one.
 _DECIDED_BY_CHECKPOINT = (
     "learning_rate",
     "teacher_learning_rate",
@@ -73,19 +80,20 @@ _DECIDED_BY_CHECKPOINT = (
     "base_revision",
     *OPTIMIZER,
 )
+# The checkpoint may hold micro-batches that are still to train on. These settings decide how many there are.
 _DECIDED_BY_BUFFER = ("proposals_per_teacher", "attempts_per_task", "num_iterations", "per_device_train_batch_size")
 
 
 @dataclass(frozen=True)
 class Shape:
     """
-    What adapters have to fit.
+    The base and the LoRA settings that an adapter has to fit.
 
     Args:
         base_model: Name or path of the base.
-        base_config: The numbers of its configuration that decide whether an adapter fits.
-        lora: The members' LoRA settings.
-        quantization: How the base's weights are held in few bits, if they are.
+        base_config: The numbers of the base's configuration that decide whether an adapter fits.
+        lora: LoRA settings of the members.
+        quantization: Quantization config of the base; `None` without quantization.
     """
 
     base_model: str
@@ -95,30 +103,34 @@ class Shape:
 
     @classmethod
     def of(cls, model: PeftModel, base_model: str) -> Shape:
-        """The shape of a live population."""
+        """Reads the shape from a live model."""
         base, lora = model.get_base_model().config, next(iter(model.peft_config.values()))
         values = {name: getattr(lora, name) for name in _LORA_FIELDS}
         if not isinstance(values["target_modules"], str):
             values["target_modules"] = sorted(values["target_modules"])
         quantization = getattr(base, "quantization_config", None)
-        if quantization is not None:  # as JSON has it, which is how it is compared with a saved one
+        # It is compared with one that was read from JSON, so it takes the same way: tuples become lists.
+        if quantization is not None:
             quantization = json.loads(json.dumps(quantization.to_dict()))
         return cls(base_model, {name: getattr(base, name, None) for name in _BASE_FIELDS}, values, quantization)
 
 
 def describe(game: Game, shape: Shape, args: GRPOConfig, step: int, held_out: HeldOut | None) -> dict[str, Any]:
     """
-    The population for people and other programs: the contents of `population.json`.
+    Describes the population for people and other programs.
 
     Args:
-        game: Its population, kinds and prompt style.
-        shape: Base and adapters.
-        args: Settings.
+        game: Has the population, the kinds and the prompt style.
+        shape: Base and LoRA settings.
+        args: Settings of the run.
         step: Optimizer steps so far.
-        held_out: Last solve rates on held-out tasks.
+        held_out: Last solve rates on held-out tasks; `None` if the run has none.
+
+    Returns:
+        The contents of `population.json`.
     """
     population, rates = game.population, held_out.rates if held_out else {}
-    # What was measured before the last update tells nothing of the weights that are there now.
+    # Solve rates of an earlier step belong to other weights. Without rates of this step the rating decides.
     best, why = population.best_student(rates if held_out and held_out.step == step else {})
     members = [
         {
@@ -152,45 +164,51 @@ def describe(game: Game, shape: Shape, args: GRPOConfig, step: int, held_out: He
         "held_out_step": held_out.step if held_out else None,
         "held_out_tasks": held_out.describe_tasks() if held_out else None,
         "members": members,
-        "settings": _settings(args),
-        "versions": versions(),
+        "settings": _collect_settings(args),
+        "versions": collect_versions(),
     }
 
 
 @cache
-def versions() -> dict[str, str]:
-    """Of Python and the packages on which the figures of a run depend."""
-    own = {"python": platform.python_version(), "trl-populora": __version__}  # known of a checkout, too
-    return own | {name: version(name) for name in ("trl", "transformers", "peft", "torch")}
+def collect_versions() -> dict[str, str]:
+    """Collects the versions of Python and of the packages on which the figures of a run depend."""
+    # A checkout that is not installed has no metadata, so this package's version comes from the code.
+    ours = {"python": platform.python_version(), "trl-populora": __version__}
+    return ours | {name: version(name) for name in ("trl", "transformers", "peft", "torch")}
 
 
-def _settings(args: GRPOConfig) -> dict[str, Any]:
-    """What this package's own fields are set to, and the few of TRL's that a reader asks for first."""
+def _collect_settings(args: GRPOConfig) -> dict[str, Any]:
+    """Collects the settings that this package adds to TRL's, and those of TRL that decide a run."""
     inherited = {field.name for field in fields(GRPOConfig)}
-    own = [field.name for field in fields(args) if field.name not in inherited]
+    added = [field.name for field in fields(args) if field.name not in inherited]
     shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "seed", "max_completion_length"]
     shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING, *UPDATE]
-    # "main" is what a Hub id means by itself, and without meaning for a directory.
+    # A Hub id without a revision means "main". For a directory the revision means nothing.
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
-    return without_secrets({name: getattr(args, name) for name in (*own, *shared)} | {"base_revision": revision})
+    return without_secrets({name: getattr(args, name) for name in (*added, *shared)} | {"base_revision": revision})
 
 
-def saved_lora(saved: Mapping[str, Any]) -> LoraConfig:
-    """The LoRA settings of a saved population: those that a run saves, because others may name modules to import."""
+def read_lora(saved: Mapping[str, Any]) -> LoraConfig:
+    """Reads the LoRA settings of a saved population."""
+    # Only names that a run saves: a stranger's file could have others, and some of PEFT's settings import modules.
     return LoraConfig(**{name: value for name, value in saved["lora"].items() if name in _LORA_FIELDS})
 
 
 def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = None) -> dict[str, Any]:
     """
-    Reads a saved population and refuses it if its adapters do not fit.
+    Reads `population.json` of a saved population, and refuses the population if its adapters do not fit.
 
     Args:
-        root: Its directory.
-        shape: What they have to fit.
-        members: Whom the file must list, as a resumed run needs it.
+        root: Directory of the saved population.
+        shape: The shape that its adapters have to fit.
+        members: Names that the file must list in this order, for a resume; `None` if any members will do.
+
+    Returns:
+        The contents of the file.
 
     Raises:
-        `ValueError`: If the file is broken, or its base, adapter shape or members differ; names file and field.
+        `ValueError`: If the file is broken, or if base, adapter shape or members differ. The message names file and
+            field.
     """
     path, saved = root / POPULATION_FILE, read_population(root)
     for field in ("base_model", "base_config", "lora", "members"):
@@ -208,7 +226,7 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
                 )
     ours = shape.base_model
     if saved["base_model"] != ours:
-        # A directory may have moved; a Hub id is a name for certain weights.
+        # A directory may have moved, so another path is only a warning. Two Hub ids are two sets of weights.
         if not (os.path.isdir(ours) or os.path.isabs(saved["base_model"])):
             raise ValueError(
                 f"{path}: field `base_model` is {saved['base_model']!r}, this trainer trains on {ours!r}. Adapters "
@@ -227,7 +245,7 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
 
 
 def _check_quantization(path: Path, saved: dict | None, ours: dict | None, resumes: bool) -> None:
-    """Adapters are of use beside other roundings of their base, too, but no run goes on with them as it was."""
+    """Refuses to resume on a base that is quantised in another way. Other uses of the adapters get a warning."""
     if saved == ours:
         return
     differs = f"{path}: field `base_quantization` is {saved!r}, this trainer has {ours!r}."
@@ -238,18 +256,19 @@ def _check_quantization(path: Path, saved: dict | None, ours: dict | None, resum
 
 def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
     """
-    Says which settings a resumed run changes, and refuses those that a checkpoint decides.
+    Warns of settings that a resumed run changes, and refuses changes of settings that the checkpoint decides.
 
     Args:
         args: Settings of the run that resumes.
         root: The checkpoint, for messages.
-        saved: Its `population.json`; settings that an older file lacks are not compared.
-        same_processes: Whether as many processes resume as have saved.
+        saved: Contents of its `population.json`. Settings that this file lacks are not compared.
+        same_processes: Whether the number of processes is the same as when the checkpoint was saved.
 
     Raises:
-        `ValueError`: If a setting differs that would be taken by halves; names all of them, with both values.
+        `ValueError`: If a setting differs that the checkpoint decides. The message names all of them with both values.
     """
-    ours, theirs = json.loads(json.dumps(_settings(args))), saved.get("settings", {})
+    # Our values go through JSON, too, so that tuples and lists compare as equal.
+    ours, theirs = json.loads(json.dumps(_collect_settings(args))), saved.get("settings", {})
     changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
     fixed = (*_DECIDED_BY_CHECKPOINT, *(_DECIDED_BY_BUFFER if same_processes else ()))
     refused = [f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed if name in fixed]
@@ -260,7 +279,9 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
         )
     if gone := sorted(theirs.keys() - ours.keys()):
         logger.warning(
-            "%s has settings that this version does not know, and goes on without: %s.", root, ", ".join(gone)
+            "%s has settings that this version does not know. The run goes on without them: %s.",
+            root,
+            ", ".join(gone),
         )
     if changed:
         told = "; ".join(f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed)
@@ -269,16 +290,18 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
 
 def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[str] | None = None) -> None:
     """
-    Refuses adapters, or an archive, that were saved at another step than `population.json` tells of, which is kept up
-    to date while a run goes on. Files of early runs do not say when they were saved, and are taken.
+    Refuses adapters and an archive that were saved after another step than `population.json`.
+
+    A run rewrites `population.json` at every log, and saves adapters only at its end. So a run that was killed leaves
+    a file about one step beside adapters of another.
 
     Args:
         root: Directory of a saved population.
-        saved: Its `population.json`.
-        adapters: Directories of those that are wanted; all members' by default.
+        saved: Contents of its `population.json`.
+        adapters: Directories of the adapters to check, below `root`; by default those of all members.
 
     Raises:
-        `ValueError`: If one is missing or of another step; names both steps and the way out.
+        `ValueError`: If an adapter is missing or a file is from another step. The message names both steps.
     """
     wanted = [member["adapter"] for member in saved["members"]] if adapters is None else adapters
     if not all((root / each / "adapter_model.safetensors").exists() for each in wanted):
@@ -287,19 +310,20 @@ def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[st
     if (archive := root / "archive.parquet").exists():
         steps[archive.name] = read_archive_step(archive)
     for name, step in steps.items():
+        # Files of early versions do not say their step. They are accepted.
         if step not in (None, saved.get("step")):
             raise ValueError(
-                f"{root} is of two moments: {POPULATION_FILE} tells of step {saved.get('step')}, {name} was saved "
-                f"after step {step}. The run went on and did not save its end; use a checkpoint of it, or resume it."
+                f"{root} mixes two steps: {POPULATION_FILE} is from step {saved.get('step')}, {name} was saved after "
+                f"step {step}. The run went on and did not save its end; use a checkpoint of it, or resume it."
             )
 
 
-def best_adapter(root: Path) -> Path:
+def find_best_adapter(root: Path) -> Path:
     """
-    Directory of the best student's adapter in a saved population.
+    Finds the directory of the best student's adapter in a saved population.
 
     Raises:
-        `ValueError`: If `population.json` is missing or broken, or the adapter of another step.
+        `ValueError`: If `population.json` is missing or broken, or if the adapter is from another step.
     """
     saved = read_population(root)
     best = next(member["adapter"] for member in saved["members"] if member["name"] == saved["best_student"])
