@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from trl_populora import __version__
-from trl_populora.errors import end_with, sentence_of, way_to_install
+from trl_populora.errors import describe_error, end_with, say_how_to_install
 
 
 @dataclass
@@ -163,7 +163,7 @@ def run_training(recipe, args, model) -> None:
             try:
                 _say(f"Its story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
             except ModuleNotFoundError as error:
-                if not (way_out := way_to_install(error)):
+                if not (way_out := say_how_to_install(error)):
                     raise
                 _say(f"There is no picture: {way_out}")
     if args.use_vllm:
@@ -188,11 +188,11 @@ def try_model(arguments: Sequence[str]) -> None:
 
 def recipes(arguments: Sequence[str]) -> None:
     """Lists the recipes of the package, or copies them and the accelerate configs."""
-    from trl_populora.assets import copy_recipes, recipe_titles
+    from trl_populora.assets import copy_recipes, list_recipes
 
     (options,) = _parse(RecipesArguments, "recipes", arguments)
     if options.out is None:
-        for name, title in recipe_titles().items():
+        for name, title in list_recipes().items():
             _say(f"{name:<46} {title}")
         _say("`populora recipes DIRECTORY` copies them; there it is `populora train --config recipes/<name>`.")
     else:
@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt as stop:  # how a run goes on was said where it stopped
         raise SystemExit(128 + signal.SIGINT) from stop
     except Exception as error:
-        sentence = sentence_of(error)
+        sentence = describe_error(error)
         if sentence is None:
             raise
         end_with(f"populora {command}: {sentence}")

@@ -19,7 +19,7 @@ import torch
 from peft import LoraConfig
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
-from trl_populora.files import without_secrets
+from trl_populora.files import drop_secrets
 from trl_populora.options import check_bounds, check_choices, check_numbers, find_function
 from trl_populora.population.evolution import Breeding, learning_roles
 from trl_populora.population.ratings import STRATEGIES
@@ -294,7 +294,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     def to_dict(self):
         # Trackers get this. transformers hides tokens among the settings themselves, and none inside of one.
-        return {name: without_secrets(value) for name, value in super().to_dict().items()}
+        return {name: drop_secrets(value) for name, value in super().to_dict().items()}
 
     def build(self, room: type[Settings], **further: Any) -> Settings:
         """The settings of a room, a dataclass whose fields have the names of options; raises what it checks."""

@@ -57,7 +57,7 @@ from trl_populora.tasks.python.kinds import CodeF, CodeKind
 logger = logging.getLogger(__name__)
 
 
-def default_lora() -> LoraConfig:
+def make_default_lora() -> LoraConfig:
     """Rank 32 is the paper's; alpha = 2r and all linear layers are PEFT's and TRL's usual advice for LoRA with RL."""
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
 
@@ -287,13 +287,13 @@ def _fsdp_version(args: PopuLoRAConfig) -> int | None:
     return None
 
 
-def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
+def make_placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
     """Rows that only drive TRL's loop: one generation batch long, so an epoch is a population step."""
     prompt = [{"role": "user", "content": "The rollout writes the prompts."}]
     return Dataset.from_dict({"prompt": [prompt] * (args.rows_per_step // args.attempts_per_task)})
 
 
-def learning_rates(args: PopuLoRAConfig, population: Population) -> dict[str, float]:
+def choose_learning_rates(args: PopuLoRAConfig, population: Population) -> dict[str, float]:
     """Of each adapter."""
     rates = dict.fromkeys(population.adapters, args.learning_rate)
     if args.teacher_learning_rate is not None:
@@ -301,7 +301,7 @@ def learning_rates(args: PopuLoRAConfig, population: Population) -> dict[str, fl
     return rates
 
 
-def reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
+def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     """The two built in, which have weight 1 each, then the user's with their weights."""
     extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
     for function in extra:
@@ -333,7 +333,7 @@ def make_rules(args: PopuLoRAConfig, kinds: Mapping[str, TaskKind]) -> Rules:
     )
 
 
-def reward_processors(given: Any) -> list | None:
+def list_reward_processors(given: Any) -> list | None:
     """Tokenizers of the user's reward models; the two rewards built in are none."""
     if given is None:
         return None
@@ -497,7 +497,7 @@ def check_prompts(
                 )
 
 
-def to_measure(eval_dataset: Any, own: HeldOut | None, referee: Referee, player: Player, args: GRPOConfig) -> HeldOut:
+def choose_held_out(eval_dataset: Any, own: HeldOut | None, referee: Referee, player: Player, args: GRPOConfig) -> HeldOut:
     """
     What an evaluation goes by: tasks given to it, which are checked, or the trainer's own. Collective.
 

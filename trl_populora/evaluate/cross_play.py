@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from trl_populora import start
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.errors import printable
+from trl_populora.errors import make_printable
 from trl_populora.evaluate.held_out import attempt
 from trl_populora.files import write_json
 from trl_populora.generate.player import plain_player, plain_room
@@ -226,9 +226,9 @@ def assemble(
     others = {run: theirs["settings"]["task_kinds"] for run, theirs in zip(runs, saved, strict=True)}
     if any(set(kinds) != set(args.task_kinds) for kinds in others.values()):
         trained = "; ".join(f"{run} was trained on {', '.join(kinds)}" for run, kinds in others.items())
-        logger.warning(printable(f"The kinds of task differ: {trained}. All play {', '.join(args.task_kinds)}."))
+        logger.warning(make_printable(f"The kinds of task differ: {trained}. All play {', '.join(args.task_kinds)}."))
     kinds = start.make_kinds(args)
-    given = references_of(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
+    given = gather_references(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
     archive = load_archive(given, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
 
     set_seed(args.seed)
@@ -243,7 +243,7 @@ def assemble(
     for root, theirs in zip(roots, saved, strict=True):
         check_same_shape(root, Shape.of(model, saved[0]["base_model"]))
         check_one_moment(root, theirs)
-    prefixes, names = run_prefixes(runs), {}
+    prefixes, names = choose_prefixes(runs), {}
     for role, contestants in entries.items():
         for slot, (index, member) in zip(population.role(role), contestants, strict=True):
             write_member_file(model, slot.name, roots[index] / member["adapter"] / "adapter_model.safetensors")
@@ -286,7 +286,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     )
 
 
-def references_of(kinds: Sequence[str], roots: Sequence[Path], style: str) -> Dataset | None:
+def gather_references(kinds: Sequence[str], roots: Sequence[Path], style: str) -> Dataset | None:
     """
     Tasks that teachers of these kinds can be shown: the package's, and what the runs' archives hold of a user's own
     kinds.
@@ -316,7 +316,7 @@ def references_of(kinds: Sequence[str], roots: Sequence[Path], style: str) -> Da
     return Dataset.from_list([task.to_record() for task in tasks])
 
 
-def run_prefixes(runs: Sequence[str]) -> list[str]:
+def choose_prefixes(runs: Sequence[str]) -> list[str]:
     """What to put before a member's name so that members of different runs differ; nothing for a single run."""
     if len(runs) == 1:
         return [""]
@@ -372,7 +372,7 @@ class Payoff:
         )
 
 
-def payoff_size(teachers: Sequence[str], students: Sequence[str]) -> tuple[float, float]:
+def choose_payoff_size(teachers: Sequence[str], students: Sequence[str]) -> tuple[float, float]:
     """Inches of a cross-play's picture: room for every cell, and for names, which stand upright when they are long."""
     letters = 0.08 * max(map(len, (*teachers, *students)))
     return max(WIDTH, 1.8 + letters + 0.55 * len(students)), max(3.7, 0.9 + letters + 0.5 * len(teachers))
@@ -394,7 +394,7 @@ def write_payoff(payoff: Payoff, directory: str | Path) -> Path:
     from rich.console import Console
     from rich.table import Table
 
-    size = payoff_size(payoff.teachers, payoff.students)
+    size = choose_payoff_size(payoff.teachers, payoff.students)
     picture(path.with_suffix(".png"), size, draw_payoff, payoff.solved, payoff.teachers, payoff.students)
     table = Table(title="Attempts solved at fresh tasks", caption="rows: teachers, columns: students")
     for column in ("teacher", "valid", *payoff.students, "mean"):

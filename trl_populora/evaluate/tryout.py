@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from trl_populora import start as build
 from trl_populora.assets import TINY, resolve_model_path
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.errors import printable
+from trl_populora.errors import make_printable
 from trl_populora.generate.player import as_completions, plain_player, plain_room, sampling_config, tokenize
 from trl_populora.lora.layers import BASE_NAME, Router
 from trl_populora.options import check_bounds, check_numbers
@@ -386,7 +386,7 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
             if cells:
                 yield f"{str(each):<{width}}  {kind:<8}  {'  '.join(cells)}"
     for each, why in found.left_out.items():
-        yield f"{str(each):<{width}}  not tried: {printable(why[:LINE])}"
+        yield f"{str(each):<{width}}  not tried: {make_printable(why[:LINE])}"
     if any(each.shots for each in forms):
         yield "Teachers are asked without shots (solved tasks), which are for students alone."
     yield ""
@@ -428,10 +428,10 @@ def _failures(found: Tryout, form: Form) -> Iterator[str]:
             continue
         seen.add((question.role, outcome.reason))
         count = sum(o.reason == outcome.reason for o in found.of(question.role, form))
-        why = f": {printable(outcome.detail[:LINE])}" if outcome.detail else ""
+        why = f": {make_printable(outcome.detail[:LINE])}" if outcome.detail else ""
         yield f"--- {question.role}, {question.kind}, {outcome.reason} ({count} times){why}"
         lines = completion.text.splitlines()
-        yield from (printable(line[:LINE], keep="\t", instead="?") for line in lines[:EXCERPT])
+        yield from (make_printable(line[:LINE], keep="\t", instead="?") for line in lines[:EXCERPT])
         if len(lines) > EXCERPT:
             yield f"(and {len(lines) - EXCERPT} more lines)"
         yield ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from trl_populora.errors import printable
+from trl_populora.errors import make_printable
 from trl_populora.report.load import Run, table_name
 from trl_populora.run.read import POPULATION_FILE, read_population
 
@@ -208,9 +208,9 @@ def print_population(run: str | Path) -> None:
     title = f"Population after {population['step']} steps on {population['base_model']}"
     if (base := population.get("held_out_base")) is not None:
         title += f", which solves {percent(base)} of the held-out tasks"
-    title = printable(title)
+    title = make_printable(title)
     roles = {
-        role: [tuple(map(printable, row)) for row in rows]
+        role: [tuple(map(make_printable, row)) for row in rows]
         for role, rows in list_members(population["members"]).items()
     }
     try:

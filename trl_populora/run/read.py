@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trl_populora.files import read_json, without_secrets
+from trl_populora.files import drop_secrets, read_json
 from trl_populora.population.members import _check_places
 
 
@@ -56,4 +56,4 @@ def read_population(directory: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: field `best_student` is {saved['best_student']!r}, and `members` lists {', '.join(names)}."
         )
-    return without_secrets(saved)
+    return drop_secrets(saved)

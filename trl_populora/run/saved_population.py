@@ -18,7 +18,7 @@ from trl import GRPOConfig
 
 from trl_populora import __version__
 from trl_populora.evaluate.held_out import HeldOut
-from trl_populora.files import FORMAT, without_secrets
+from trl_populora.files import FORMAT, drop_secrets
 from trl_populora.lora.members import saved_step
 from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.step.play import Game
@@ -172,7 +172,7 @@ def _settings(args: GRPOConfig) -> dict[str, Any]:
     shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING, *UPDATE]
     # "main" is what a Hub id means by itself, and without meaning for a directory.
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
-    return without_secrets({name: getattr(args, name) for name in (*own, *shared)} | {"base_revision": revision})
+    return drop_secrets({name: getattr(args, name) for name in (*own, *shared)} | {"base_revision": revision})
 
 
 def saved_lora(saved: Mapping[str, Any]) -> LoraConfig:
