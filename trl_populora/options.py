@@ -97,7 +97,7 @@ def check_numbers(settings: DataclassInstance) -> None:
     """
     Checks that every numeric field of a dataclass holds a number of the annotated type.
 
-    A value from YAML or a script is not converted, so a text like `"1e-5"` would pass unseen. A truth value is no
+    Nothing converts what a script passes, so a text such as `"1e-5"` would reach the training. A truth value is no
     number, although Python counts `True` as an `int`.
 
     Raises:
