@@ -427,6 +427,7 @@ def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     for function in extra:
         if not isinstance(function, (str, PreTrainedModel)):
             check_arguments(function)
+    # TRL refuses any other number of weights itself.
     if args.reward_weights is not None and len(args.reward_weights) == len(extra):
         args.reward_weights = [1.0, 1.0, *args.reward_weights]
     return [teacher_reward, student_reward, *extra]
