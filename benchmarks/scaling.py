@@ -40,7 +40,6 @@ from step_overhead import PHASES, CpuClock, FixedLengthTrainer, Recorder, make_t
 
 from trl_populora import trainer as populora_trainer  # noqa: E402
 from trl_populora.population import evolution  # noqa: E402
-from trl_populora.step import play  # noqa: E402
 
 
 PAIRS = 2  # teachers, and students, where members do not grow

@@ -44,7 +44,6 @@ from transformers import TrainerCallback  # noqa: E402
 from trl_populora import trainer as populora_trainer  # noqa: E402
 from trl_populora.config import PopuLoRAConfig  # noqa: E402
 from trl_populora.population import evolution  # noqa: E402
-from trl_populora.step import play  # noqa: E402
 from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
 
 

@@ -67,7 +67,6 @@ from trl.generation import vllm_generation  # noqa: E402
 from trl_populora import trainer as populora_trainer  # noqa: E402
 from trl_populora.assets import resolve_model_path  # noqa: E402
 from trl_populora.config import PopuLoRAConfig  # noqa: E402
-from trl_populora.step import play  # noqa: E402
 from trl_populora.step.pay import Answer, Outcome, Rules  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
 from trl_populora.step.rows import Played, Row  # noqa: E402

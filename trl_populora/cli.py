@@ -194,7 +194,7 @@ def try_model(arguments: Sequence[str]) -> None:
     found = run_tryout(options)
     for line in show(found, options):
         _say(line)
-    if found.obstacles():
+    if found.find_obstacles():
         raise SystemExit(1)
 
 
