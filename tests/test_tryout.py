@@ -137,8 +137,8 @@ def test_the_tiny_base_is_asked_in_its_own_words(capsys):
     found = try_model(options)
     form = found.choose()
     assert form == Form("compact")
-    assert sum(outcome.good for outcome in found.of("teacher", form)) >= 12
-    assert sum(outcome.readable for outcome in found.of("student", form)) >= 12
+    assert sum(outcome.good for outcome in found.select("teacher", form)) >= 12
+    assert sum(outcome.readable for outcome in found.select("student", form)) >= 12
     assert found.find_obstacles() == []
 
 

@@ -156,7 +156,7 @@ class Tryout:
     seconds: float
     left_out: dict[Form, str]
 
-    def of(self, role: str, form: Form, kind: str = "") -> list[Finding]:
+    def select(self, role: str, form: Form, kind: str = "") -> list[Finding]:
         """Selects the findings of one role in one form, of one kind of task or of all."""
         # Solved tasks are shown to students only, so forms that differ in their number have the same teachers' rows.
         form = form if role == "student" else Form(form.style)
@@ -165,7 +165,7 @@ class Tryout:
 
     def measure_mixed(self, form: Form) -> float:
         """Computes the share of groups in which some attempts are right and some wrong. Only these teach students."""
-        right = [finding.good for finding in self.of("student", form)]
+        right = [finding.good for finding in self.select("student", form)]
         groups = [right[start : start + ATTEMPTS] for start in range(0, len(right), ATTEMPTS)]
         return fmean(0 < sum(group) < len(group) for group in groups)
 
@@ -178,7 +178,7 @@ class Tryout:
         """
 
         def weigh(form: Form) -> tuple[float, float, int]:
-            roles = self.of("teacher", form), self.of("student", form)
+            roles = self.select("teacher", form), self.select("student", form)
             proposing, solving = (fmean(f.readable + f.good for f in findings) for findings in roles)
             # The product is 0 if one role cannot use the form; the sum then still tells such forms apart.
             return proposing * solving, proposing + solving, -form.shots
@@ -188,10 +188,10 @@ class Tryout:
     def find_obstacles(self) -> list[str]:
         """Finds the reasons why nothing can be learned in the chosen form; empty if something can be learned."""
         form = self.choose()
-        solving = self.of("student", form)
+        solving = self.select("student", form)
         right = fmean(finding.good for finding in solving)
         found = {
-            "no proposal is a valid task": not any(finding.good for finding in self.of("teacher", form)),
+            "no proposal is a valid task": not any(finding.good for finding in self.select("teacher", form)),
             "no answer can be read": not any(finding.readable for finding in solving),
             "no answer is right": right == 0,
             "every answer is right": right == 1,
@@ -416,12 +416,12 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     yield f"{'':<{width}}            {'readable':<16} {'valid':<16}  {'readable':<16} right"
     for each in forms:
         for kind in dict.fromkeys(question.kind for question in found.questions):
-            sides = [] if each.shots else [found.of("teacher", each, kind)]
+            sides = [] if each.shots else [found.select("teacher", each, kind)]
             cells = [
                 f"{_format_share(o.readable for o in side):<16} {_format_share(o.good for o in side):<16}"
                 for side in sides
             ]
-            answers = found.of("student", each, kind)
+            answers = found.select("student", each, kind)
             if answers:
                 cells = cells or [" " * 33]
                 cells.append(
@@ -473,7 +473,7 @@ def _quote_failures(found: Tryout, form: Form) -> Iterator[str]:
         if not mine or finding.good or (question.role, finding.reason) in seen:
             continue
         seen.add((question.role, finding.reason))
-        count = sum(each.reason == finding.reason for each in found.of(question.role, form))
+        count = sum(each.reason == finding.reason for each in found.select(question.role, form))
         why = f": {make_printable(finding.detail[:LINE])}" if finding.detail else ""
         yield f"--- {question.role}, {question.kind}, {finding.reason} ({count} times){why}"
         lines = completion.text.splitlines()
