@@ -281,7 +281,8 @@ class Supervisor:
             self.ready.set()
 
     def _populate(self, index: int) -> None:
-        """Starts the zygotes of one hash seed: one per two workers for seeds 0 and 1, which run most programs; else 1."""
+        """Starts the zygotes of one hash seed."""
+        # Seeds 0 and 1 run most programs and get one zygote per two workers. Further seeds get one.
         copies = (self.workers + 1) // 2 if index < 2 else 1
         pool = self.pools.setdefault(index, [])
         while len(pool) < copies:
@@ -368,8 +369,7 @@ class Supervisor:
                 worker.jobs.discard(number)
                 pending.event = Observation(kind == protocol.EXPIRED, status, cpu, wall, peak)
                 pending.receive()
-                # The answer of a dead child has usually arrived. A process that it leaked its socket to would keep
-                # the end of file back.
+                # The child is dead, so its answer has nearly always arrived whole. If not, the rest is read later.
                 if not pending.end_of_file:
                     self._listen(number, pending)
                 self._settle(number, pending)
