@@ -24,7 +24,8 @@ MAX_SIGNS = 4  # signs in a row
 _NAMES = {"None": None, "True": True, "False": False, "nan": float("nan"), "inf": float("inf")}
 _CALLS = ("set", "frozenset", "complex", "float")
 _FLOAT_WORDS = ("nan", "inf", "-inf", "+inf", "infinity", "-infinity")
-# Strings are matched whole, so that a bracket or a name inside a string is no token. Prefixes with `f` have no match.
+# A string is matched whole, so that a bracket or a name inside it is no token. `f` is no prefix here; what Python
+# makes of an f-string is refused by `_convert`.
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\r\n\f]+)

@@ -334,7 +334,7 @@ def to_literal(value: Any) -> str:
     """
     kind = type(value)
     if kind is int:
-        # Python refuses to write more than 4,300 decimal digits, which is more than 14,000 bits.
+        # Python refuses to write more than 4,300 decimal digits. Hexadecimal has no limit.
         return str(value) if value.bit_length() < 14000 else hex(value)
     if kind is complex:
         return _complex_literal(value)
