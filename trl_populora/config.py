@@ -364,7 +364,7 @@ class PopuLoRAConfig(GRPOConfig):
         )
 
     def _check_population(self):
-        """Refuses counts with which no step can be played."""
+        """Refuses numbers of members, proposals and attempts with which no step can be played."""
         if self.evolve_every % self.num_iterations:
             raise ValueError(
                 f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, "

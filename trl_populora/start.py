@@ -37,7 +37,7 @@ from trl.trainer.utils import create_model_from_path
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.evaluate.held_out import HeldOut, given_tables, load_held_out
+from trl_populora.evaluate.held_out import HeldOut, list_given_tables, load_held_out
 from trl_populora.generate.checks import check_vllm
 from trl_populora.lora.checks import check_is_base, is_quantised
 from trl_populora.population.members import Population
@@ -196,7 +196,7 @@ def choose_style(
 
 
 def _read_config(model: str | PreTrainedModel, revision: str) -> dict[str, Any]:
-    """Reads a model's config without loading the model."""
+    """Reads the config of a model; loads no weights."""
     if not isinstance(model, str):
         return model.config.to_dict()
     path = resolve_model_path(model)
@@ -622,7 +622,7 @@ def choose_held_out(
     if found is None:
         raise ValueError("`evaluate` needs tasks: give `eval_dataset` to it or to the trainer.")
     if found is not own:
-        check_outputs(given_tables(None, found), referee, player)
+        check_outputs(list_given_tables(None, found), referee, player)
     return found
 
 

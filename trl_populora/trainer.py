@@ -21,7 +21,7 @@ from trl.models import unwrap_model_for_generation
 
 from trl_populora import start
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.evaluate.held_out import given_tables, load_held_out
+from trl_populora.evaluate.held_out import list_given_tables, load_held_out
 from trl_populora.files import remove_empty_directories
 from trl_populora.generate import transformers as decoding
 from trl_populora.generate.player import as_completions, end_tokens, pause_training, seed_samples, warn_of_unknown
@@ -174,7 +174,7 @@ class PopuLoRATrainer(HubTrainer):
             world=self.accelerator.num_processes,
         )
         self.game = start.make_game(args, self.population, archive, referee, player, rules)
-        start.check_outputs(given_tables(train_dataset, held_out), referee, player)
+        start.check_outputs(list_given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
         if args.warm_start:
             warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)

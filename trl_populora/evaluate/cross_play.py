@@ -105,7 +105,7 @@ def score_members(
         attempts: Attempts of each member at each task.
 
     Raises:
-        `ValueError`: If the referee knows no task's kind.
+        `ValueError`: If the referee knows the kind of none of the tasks.
     """
     known = [task for task in tasks if task.kind in referee.kinds]
     if not known:

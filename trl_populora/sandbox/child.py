@@ -90,7 +90,7 @@ def _describe(error: BaseException) -> str:
 
 
 class _BadOutput(Exception):
-    """An output that is not plain data, or too large."""
+    """Raised for an output that is not plain data, or too large."""
 
 
 def _run(payload: Payload, guard: Guard) -> tuple[str, list[str]]:

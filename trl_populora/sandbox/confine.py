@@ -208,7 +208,7 @@ def _drop_user() -> None:
 
 
 def _limit_resources() -> None:
-    # Forked children inherit all of these.
+    # Every child inherits these limits.
     for name, limit in (("CORE", 0), ("FSIZE", 0), ("NOFILE", 16), ("MEMLOCK", 0), ("MSGQUEUE", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
 

@@ -259,7 +259,7 @@ class Limits:
         self.recursion, self.digits = sys.getrecursionlimit(), _DIGITS
 
     def start(self, run: int) -> None:
-        """Sets the limits of run number `run`. In the first run, number 0, they are Python's own."""
+        """Sets the limits for a run. Run 0, the first, has Python's own limits; every later run has others."""
         self.run = run
         sys.setrecursionlimit(self.recursion + _DEEPER * run)
         if hasattr(sys, "set_int_max_str_digits"):

@@ -125,7 +125,7 @@ def _nest(brackets: list[str], token: str) -> None:
 
 
 def _check_order(kinds: list[str]) -> None:
-    """Refuses rows of signs, and a number that runs into a word, which Python reads with a warning."""
+    """Refuses many signs one after the other, and a number that runs into a word: Python reads that with a warning."""
     signs, previous = 0, "mark"
     for kind in kinds:
         signs = signs + 1 if kind == "sign" else signs if kind == "space" else 0

@@ -150,13 +150,13 @@ class SandboxSettings:
 
 def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather: Callable[[list], list]) -> Sandbox:
     """
-    Starts this process's sandbox with its share of the node's cores. Call it on every rank.
+    Starts this process's sandbox, with its share of the node's workers. Call it on every rank.
 
     Args:
         settings: The same on all ranks.
         rank: Number of this process in the run.
         local_rank: Number of this process on its node.
-        gather: Joins the lists of all ranks.
+        gather: Takes a list and returns the lists of all ranks, joined.
 
     Raises:
         `RuntimeError`: On every rank, if one of them cannot confine programs.
