@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from trl_populora.evaluate.tryout import Form, Outcome, Question, TryArguments, Tryout, try_model
+from trl_populora.evaluate.tryout import Finding, Form, Question, TryArguments, Tryout, try_model
 
 
 OPENING = """\
@@ -33,7 +33,7 @@ TITLES = {"teacher": "a teacher proposes", "student": "a student solves"}
 LINES = 24  # of an answer
 
 
-def section(question: Question, text: str, outcome: Outcome) -> Iterator[str]:
+def section(question: Question, text: str, finding: Finding) -> Iterator[str]:
     """One prompt, the answer, and what came of it."""
     yield f"\n### {question.kind}: {TITLES[question.role]}\n"
     yield "````text"
@@ -44,23 +44,23 @@ def section(question: Question, text: str, outcome: Outcome) -> Iterator[str]:
     yield "The answer:\n"
     yield "\n".join(["````text", *lines[:LINES], *(["..."] if len(lines) > LINES else []), "````"])
     good = "a valid task" if question.role == "teacher" else "right"
-    refused = f"{outcome.reason} ({outcome.detail})" if outcome.detail else outcome.reason
-    yield f"\nWhat came of it: {good if outcome.good else refused}."
+    refused = f"{finding.reason} ({finding.detail})" if finding.detail else finding.reason
+    yield f"\nWhat came of it: {good if finding.good else refused}."
 
 
 def page(found: Tryout, model: str) -> str:
     """The page in Markdown: of each style, role and kind the first question with its answer."""
     parts = [OPENING.format(model=model)]
-    rows = list(zip(found.questions, found.completions, found.outcomes, strict=True))
+    rows = list(zip(found.questions, found.completions, found.findings, strict=True))
     shots = max(question.form.shots for question in found.questions)
     for style, shown in {"turns": shots, "chat": 0}.items():
         parts.append(f"\n## `prompt_style: {style}`" + (f", `shots: {shown}`" if shown else ""))
         for role, form in {"teacher": Form(style), "student": Form(style, shown)}.items():
             for kind in dict.fromkeys(question.kind for question in found.questions):
-                question, completion, outcome = next(
+                question, completion, finding = next(
                     row for row in rows if (row[0].role, row[0].kind, row[0].form) == (role, kind, form)
                 )
-                parts += section(question, completion.text, outcome)
+                parts += section(question, completion.text, finding)
     return "\n".join([*parts, "", CLOSING])
 
 

@@ -18,7 +18,7 @@ from tests.games import PROPOSALS, Ranks, make_game, proposal, solve_by_plan
 from tests.populora_run import SETTINGS, make_trainer
 from trl_populora import cli
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.evaluate.cross_play import Payoff, assemble, cross_play, run_prefixes, score_members, solve_rates
+from trl_populora.evaluate.cross_play import Payoff, assemble, choose_prefixes, cross_play, score_members, solve_rates
 from trl_populora.generate.player import make_sampling_config
 from trl_populora.lora.members import read_member, write_member
 from trl_populora.sandbox import Limits, Sandbox
@@ -282,7 +282,7 @@ class TestSavedPopulations:
     )
     def test_members_of_different_runs_are_told_apart(self, tmp_path, given, wanted):
         places = {"pair": str(tmp_path / "pair"), "agent": str(tmp_path / "agent")}
-        assert run_prefixes([run.format(**places) for run in given]) == [name.format(**places) for name in wanted]
+        assert choose_prefixes([run.format(**places) for run in given]) == [name.format(**places) for name in wanted]
 
     def test_a_population_given_twice_is_refused(self, runs, tmp_path):
         given = [str(runs / "pair"), str(runs / "agent" / ".." / "pair")]

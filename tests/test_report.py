@@ -19,7 +19,7 @@ from matplotlib.text import Text
 
 from tests.unfinished import as_it_was
 from trl_populora import cli
-from trl_populora.evaluate.cross_play import payoff_size
+from trl_populora.evaluate.cross_play import choose_payoff_size
 from trl_populora.report import plots
 from trl_populora.report.charts import (
     COLORS,
@@ -191,7 +191,7 @@ def test_nothing_of_a_cross_play_is_clipped(name):
     """As `write_payoff` sizes it for two runs; longer names stand upright and leave less height to the colour bar."""
     teachers, students = ([f"{name}{role}_{n}" for n in range(2)] for role in ("teacher", "student"))
     with rc_context(STYLE):
-        figure = Figure(figsize=payoff_size(teachers, students), layout="constrained")
+        figure = Figure(figsize=choose_payoff_size(teachers, students), layout="constrained")
         draw_payoff(figure, [[0.5, 0.25]] * 2, teachers, students)
         canvas = FigureCanvasAgg(figure)
         canvas.draw()

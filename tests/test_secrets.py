@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.populora_run import make_trainer
-from trl_populora.files import without_secrets
+from trl_populora.files import drop_secrets
 from trl_populora.hub.card import write_card
 from trl_populora.hub.push import push_run
 from trl_populora.run.read import read_population
@@ -30,13 +30,13 @@ NESTED = {
     ],
 )
 def test_known_names_of_secrets_are_left_out_at_any_depth(name):
-    assert without_secrets({"a": [{"b": {name: TOKEN, "c": 1}}], name: TOKEN}) == {"a": [{"b": {"c": 1}}]}
+    assert drop_secrets({"a": [{"b": {name: TOKEN, "c": 1}}], name: TOKEN}) == {"a": [{"b": {"c": 1}}]}
 
 
 def test_settings_that_are_no_secrets_stay():
     kept = dict.fromkeys(("eos_token", "pad_token", "max_new_tokens", "eos_token_id", "generation_tokens"), 1)
     kept |= {"stop_token_ids": [1, 2], "top_k": 5, "keys": {"key": "value"}, "tokenizer": None}
-    assert without_secrets(kept) == kept
+    assert drop_secrets(kept) == kept
 
 
 def test_no_file_of_a_run_holds_a_token(base, tmp_path):

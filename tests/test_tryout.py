@@ -8,17 +8,17 @@ from transformers import AutoTokenizer
 
 from trl_populora import cli as program
 from trl_populora.assets import tiny_base_path
-from trl_populora.evaluate.tryout import Form, Outcome, Question, TryArguments, Tryout, show, try_model
+from trl_populora.evaluate.tryout import Finding, Form, Question, TryArguments, Tryout, show, try_model
 from trl_populora.generate.player import tokenize
 from trl_populora.step.player import Completion
 
 
 TURNS, SHOTS, CHAT = Form("turns"), Form("turns", 3), Form("chat")
-GOOD, READ, NOTHING = Outcome(True, True), Outcome(True, False, "wrong"), Outcome(False, False, "format", "no block")
+GOOD, READ, NOTHING = Finding(True, True), Finding(True, False, "wrong"), Finding(False, False, "format", "no block")
 END = 7
 
 
-def tryout(outcomes: dict[tuple[str, Form], list[Outcome]], tokens: int = 40, end: int = END) -> Tryout:
+def tryout(outcomes: dict[tuple[str, Form], list[Finding]], tokens: int = 40, end: int = END) -> Tryout:
     """With these outcomes of code_o; every completion has as many tokens and ends so."""
     rows = [(Question(form, role, "code_o", [], []), o) for (role, form), each in outcomes.items() for o in each]
     completion = Completion([1], [1] * (tokens - 1) + [end], "```\nx\x1b[2J\n```")
@@ -37,7 +37,7 @@ def test_the_form_with_most_that_counts_is_chosen():
     )
     assert found.choose() == SHOTS
     assert found.measure_mixed(SHOTS) == 1
-    assert found.obstacles() == []
+    assert found.find_obstacles() == []
     assert found.advise_length() == 64, "half as many again as 40, up to the next 32"
     assert found.tokens_per_second == 20 * 40 / 10
 
@@ -59,7 +59,7 @@ def test_shorter_prompts_are_chosen_where_nothing_tells_forms_apart():
 )
 def test_what_stands_in_the_way_is_named(proposals, answers, obstacles):
     found = tryout({("teacher", TURNS): proposals, ("student", TURNS): answers})
-    assert found.obstacles() == obstacles
+    assert found.find_obstacles() == obstacles
     said = "\n".join(show(found, TryArguments("a/base")))
     assert ("Nothing can be learned yet" in said) == bool(obstacles)
     assert ("prompt_style: turns" in said) != bool(obstacles)
@@ -137,9 +137,9 @@ def test_the_tiny_base_is_asked_in_its_own_words(capsys):
     found = try_model(options)
     form = found.choose()
     assert form == Form("compact")
-    assert sum(outcome.good for outcome in found.of("teacher", form)) >= 12
-    assert sum(outcome.readable for outcome in found.of("student", form)) >= 12
-    assert found.obstacles() == []
+    assert sum(outcome.good for outcome in found.select("teacher", form)) >= 12
+    assert sum(outcome.readable for outcome in found.select("student", form)) >= 12
+    assert found.find_obstacles() == []
 
 
 def test_a_base_that_says_nothing_ends_with_one(random_base, capsys):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["EvolutionCallback", "Member", "PopuLoRAConfig", "PopuLoRATrainer", "Population", "TaskKind"]
 
+# Public name: the module that defines it.
 _HOMES = {
     "EvolutionCallback": "population.evolution",
     "Member": "population.members",

@@ -1,4 +1,7 @@
-"""Earlier module names that scripts import: they stay for one release and say where their content is."""
+"""Keeps earlier module names importable for one release, because users' scripts import them.
+
+An import of an old name warns and names the modules that hold its content. The table `MOVED` is the only list.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 
 PACKAGE = __name__.rpartition(".")[0]
 
-# Old name: the modules that hold its content.
+# Old name: the modules that hold its content, in the order in which they are searched.
 MOVED = {
     "adapters": ["lora"],
     "adapters.checks": ["lora.checks"],
@@ -63,7 +66,7 @@ MOVED = {
 
 
 class _Moved(MetaPathFinder, Loader):
-    """Makes a module of an old name, which looks its attributes up in the new modules."""
+    """An import hook that makes an empty module for an old name. The module looks attributes up in the new modules."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.removeprefix(f"{PACKAGE}.") not in MOVED:
@@ -72,6 +75,7 @@ class _Moved(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         homes = [f"{PACKAGE}.{home}" for home in MOVED[module.__name__.removeprefix(f"{PACKAGE}.")]]
+        # Python skips the frames of its import machinery, so level 2 is the line of the user's import.
         message = f"`{module.__name__}` is `{'`, `'.join(homes)}` now; the old name goes with release 0.2."
         warnings.warn(message, DeprecationWarning, stacklevel=2)
 
@@ -86,5 +90,5 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def keep_old_names() -> None:
-    """Lets old names be imported."""
+    """Installs the hook; Python asks it before it looks for files."""
     sys.meta_path.insert(0, _Moved())

@@ -1,9 +1,11 @@
-"""
-The command line, also as `python -m trl_populora`: quickstart, train, recipes, report, push, export, info, crossplay,
-check-kind and sandbox-check; `populora try` tells whether a base can be trained.
+"""The command `populora`, also as `python -m trl_populora`: one function for each of the `COMMANDS`.
 
-`populora train` takes what `recipes/train_populora.py` takes; for several processes launch that script with
-`accelerate launch`.
+    arguments --main--> one command --_parse--> its dataclass of options --> what it does, in lines on stdout
+
+`populora train` trains in one process. For several, start `recipes/train_populora.py` with `accelerate launch`; it
+takes the same options.
+
+The functions import what they need themselves, because torch takes longer to import than most commands take to run.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from functools import partial
 from pathlib import Path
 
 from trl_populora import __version__
-from trl_populora.errors import end_with, sentence_of, way_to_install
+from trl_populora.errors import describe_error, end_with, say_how_to_install
 
 
 @dataclass
 class TrainArguments:
-    """What a training command needs beside the settings of trainer and model."""
+    """Options of a training command beside those of trainer and model."""
 
     _argument_group_name = "This command"
     seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
@@ -42,13 +44,14 @@ class TrainArguments:
         },
     )
 
-    def __post_init__(self) -> None:  # a recipe says `resume: true`
+    def __post_init__(self) -> None:
+        # A recipe in YAML says `resume: true`, which arrives as a text.
         self.resume = {"true": "newest", "false": None}.get(str(self.resume).lower(), self.resume)
 
 
 @dataclass
 class RecipesArguments:
-    """What `populora recipes` needs."""
+    """Options of `populora recipes`."""
 
     out: str | None = field(
         default=None, metadata={"help": "Directory that gets recipes/ and accelerate_configs/; else they are listed."}
@@ -57,7 +60,7 @@ class RecipesArguments:
 
 @dataclass
 class PushArguments:
-    """What `populora push` needs."""
+    """Options of `populora push`."""
 
     run: str = field(metadata={"help": "Directory of a finished run."})
     repo: str | None = field(default=None, metadata={"help": "Repository on the Hub, user/name; made if absent."})
@@ -69,14 +72,14 @@ class PushArguments:
 
 @dataclass
 class InfoArguments:
-    """What `populora info` needs."""
+    """Options of `populora info`."""
 
     run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
 
 
 @dataclass
 class ReportArguments:
-    """What `populora report` needs."""
+    """Options of `populora report`."""
 
     run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
     out: str | None = field(default=None, metadata={"help": "Where report.html and plots/ go; the run by default."})
@@ -84,7 +87,7 @@ class ReportArguments:
 
 @dataclass
 class CheckKindArguments:
-    """What `populora check-kind` needs."""
+    """Options of `populora check-kind`."""
 
     kind: str = field(metadata={"help": "A class as package.module:Class, or the name of one of the package's kinds."})
     tasks: str | None = field(default=None, metadata={"help": "Tasks to show and to run, as seed_tasks."})
@@ -95,6 +98,7 @@ def quickstart(arguments: Sequence[str]) -> None:
     from trl_populora.assets import find_shipped
 
     given = ["--config", str(find_shipped("recipes") / "tiny" / "quickstart.yaml")]
+    # A directory belongs to one run, so each quick start takes the next free name: quickstart, quickstart-2, ...
     if not any(option.startswith("--resume") for option in arguments):
         names = itertools.chain(["quickstart"], map("quickstart-{}".format, itertools.count(2)))
         given += ["--output_dir", next(f"runs/{name}" for name in names if not Path("runs", name).exists())]
@@ -110,19 +114,26 @@ def train(arguments: Sequence[str]) -> None:
     # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
-    if arguments[-1:] == ["--config"]:  # TRL's parser would take the next from an empty list
+    if arguments[-1:] == ["--config"]:  # TRL's parser would pop the missing value from an empty list: an IndexError
         parser.error("argument --config: expected one argument")
     if not arguments:
         parser.error("what to train? Give a recipe, `--config recipes/tiny/quickstart.yaml`, or options; see --help.")
     run_training(*_parse_known(parser, "train", arguments))
 
 
-# argparse would list 250 options twice.
+# Without this line argparse's own usage would list all 250 options a second time.
 USAGE = "populora train --config FILE.yaml [--option value ...]"
 
 
 def build_trainer(recipe, args, model):
-    """The trainer that the arguments of a training command describe."""
+    """
+    Builds the trainer that the options of a training command describe.
+
+    Args:
+        recipe: [`TrainArguments`].
+        args: [`~trl_populora.config.PopuLoRAConfig`].
+        model: [`~trl_populora.config.MemberConfig`].
+    """
     from trl import get_quantization_config
 
     from trl_populora.assets import TINY
@@ -149,11 +160,12 @@ def run_training(recipe, args, model) -> None:
     from trl_populora.run.directory import find_earlier_run
 
     checkpoint = args.resume_from_checkpoint or recipe.resume
-    # `train` refuses, too; here it is before a large model is loaded.
+    # `trainer.train` refuses a directory with another run, too, but only after a large model is loaded.
     if not checkpoint and (taken := find_earlier_run(args.output_dir)):
         raise ValueError(taken)
     trainer = build_trainer(recipe, args, model)
-    with trainer.directory:  # until all is written
+    # Holds the lock on the directory until all files are written; `train` alone would release it when it returns.
+    with trainer.directory:
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_state()
         trainer.save_model()
@@ -163,18 +175,18 @@ def run_training(recipe, args, model) -> None:
             try:
                 _say(f"Its story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
             except ModuleNotFoundError as error:
-                if not (way_out := way_to_install(error)):
+                if not (way_out := say_how_to_install(error)):
                     raise
                 _say(f"There is no picture: {way_out}")
     if args.use_vllm:
         trainer.vllm_generation.end()
-    # A process that ends connected may be aborted by its threads for collectives, and the launcher then calls a
-    # finished run failed (pytorch#190489).
+    # A process that ends without leaving its process group may be aborted by the threads for collectives. The launcher
+    # then calls a finished run failed (pytorch#190489).
     trainer.accelerator.end_training()
 
 
 def try_model(arguments: Sequence[str]) -> None:
-    """Shows what a base makes of each prompt style, before a run does."""
+    """Shows how well a base proposes and solves in each prompt style, before you train it."""
     from trl_populora.evaluate.tryout import TryArguments, show
     from trl_populora.evaluate.tryout import try_model as run_tryout
 
@@ -182,17 +194,17 @@ def try_model(arguments: Sequence[str]) -> None:
     found = run_tryout(options)
     for line in show(found, options):
         _say(line)
-    if found.obstacles():
+    if found.find_obstacles():
         raise SystemExit(1)
 
 
 def recipes(arguments: Sequence[str]) -> None:
     """Lists the recipes of the package, or copies them and the accelerate configs."""
-    from trl_populora.assets import copy_recipes, recipe_titles
+    from trl_populora.assets import copy_recipes, list_recipes
 
     (options,) = _parse(RecipesArguments, "recipes", arguments)
     if options.out is None:
-        for name, title in recipe_titles().items():
+        for name, title in list_recipes().items():
             _say(f"{name:<46} {title}")
         _say("`populora recipes DIRECTORY` copies them; there it is `populora train --config recipes/<name>`.")
     else:
@@ -205,12 +217,13 @@ def report(arguments: Sequence[str]) -> None:
     from trl_populora.report.page import write_report
 
     (options,) = _parse(ReportArguments, "report", arguments)
-    own = _own_directory(options.run)
-    _say(f"Report written to {write_report(_local(options.run), options.out or own, own and options.run)}.")
+    # The report of a downloaded population has the population's name as title, not that of a folder in a cache.
+    beside = _choose_report_directory(options.run)
+    _say(f"Report written to {write_report(_find_run(options.run), options.out or beside, beside and options.run)}.")
 
 
 def push(arguments: Sequence[str]) -> None:
-    """Uploads a run to the Hub, its archive as a dataset, its report as a Space."""
+    """Uploads a run to the Hub: the members, the archive as a dataset, the report as a Space."""
     from trl_populora.hub.push import push_archive, push_run, push_space
 
     (options,) = _parse(PushArguments, "push", arguments)
@@ -239,7 +252,7 @@ def info(arguments: Sequence[str]) -> None:
     from trl_populora.report.table import print_population
 
     (options,) = _parse(InfoArguments, "info", arguments)
-    print_population(_local(options.run))
+    print_population(_find_run(options.run))
 
 
 def crossplay(arguments: Sequence[str]) -> None:
@@ -255,13 +268,14 @@ def crossplay(arguments: Sequence[str]) -> None:
         check_outputs({"tasks": rows}, contest.referee, contest.player)
         payoff = contest.play(options.proposals, options.attempts, options.seed)
         if options.tasks is not None:
-            given = list(TaskArchive.from_dataset(task.to_record() for task in rows))  # without duplicates
+            # The archive drops duplicates.
+            given = list(TaskArchive.from_dataset(task.to_record() for task in rows))
             payoff.given = contest.score([*contest.teachers, *contest.students], given, options.attempts)
     _say(f"Cross-play written to {write_payoff(payoff.rename(contest.names), options.out)}.")
 
 
 def check_kind(arguments: Sequence[str]) -> None:
-    """Tries a task kind of your own before a run does."""
+    """Tests a task kind of your own before you train with it."""
     from trl_populora.config import PopuLoRAConfig
     from trl_populora.evaluate.check_kind import check_kind as check
     from trl_populora.start import make_kinds
@@ -303,7 +317,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command; errors that the user can mend are one line, without a traceback."""
+    """Runs one command. An error that the user can mend ends it with one line, any other with a traceback."""
     parser = argparse.ArgumentParser(
         prog="populora",
         description="Trains populations of LoRA adapters that teach and solve each other's verifiable tasks.",
@@ -312,19 +326,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=f"populora {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each has --help")
-    # On some CPUs bitsandbytes says at every import that a faster kernel is a package away.
+    # On some CPUs bitsandbytes logs at every import that another package has a faster kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
     try:
-        # A user's own `module:function` lies where the command runs; last, so that no file there hides a library.
+        # The module of a user's own `module:function` lies in the current directory. That directory comes last on the
+        # path, so that no file in it hides a library.
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)
         COMMANDS[command](given[1:])
-    except KeyboardInterrupt as stop:  # how a run goes on was said where it stopped
+    except KeyboardInterrupt as stop:  # the run has said how it can be resumed
         raise SystemExit(128 + signal.SIGINT) from stop
     except Exception as error:
-        sentence = sentence_of(error)
+        sentence = describe_error(error)
         if sentence is None:
             raise
         end_with(f"populora {command}: {sentence}")
@@ -332,16 +347,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
     """
-    Options by name, as TRL's parser takes them (YAML with `--config`), and the first of them also by position.
+    Parses the options of a command: by name, from a YAML file with `--config`, and the first one also by position.
 
-    Where all are texts, without that parser: it imports torch, which takes longer than looking at a run.
+    TRL's parser does it, and its import loads torch. A command that has only texts as options, such as `info`, gets a
+    plain parser instead and starts at once.
+
+    Args:
+        options: Dataclass of the options.
+        command: Name of the command.
+        arguments: The command line after the name.
+
+    Returns:
+        One filled dataclass, in a tuple.
     """
     first, default = fields(options)[0].name, fields(options)[0].default
     many = typing.get_origin(typing.get_type_hints(options)[first]) is list
+    # What the usage shows for the option by position: `RUN`, `[OUT]` where it can be left out, `RUN ...` for a list.
     place = first.upper().removesuffix("S") + (" ..." if many else "")
     place = f"[{place}]" if default is None else place
     given = list(arguments)
-    if given and not given[0].startswith("-"):
+    if given and not given[0].startswith("-"):  # by position
         given[:0] = ["--" + first]
     usage = f"populora {command} {place} [--option value ...]"
     about: dict[str, typing.Any] = {
@@ -363,13 +388,15 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
 
 
 def _parse_known(parser: typing.Any, command: str, arguments: Sequence[str]) -> tuple:
+    """Parses with TRL's parser and refuses unknown options, which that parser would ignore."""
     *options, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
     if unknown:
         raise ValueError(f"there is no option `{' '.join(unknown)}`. `populora {command} --help` lists all.")
     return tuple(options)
 
 
-def _local(run: str) -> str:
+def _find_run(run: str) -> str:
+    """Returns the directory of a run; downloads it if `run` is a name on the Hub."""
     if Path(run).is_dir():
         return run
     from trl_populora.hub.download import fetch
@@ -377,8 +404,8 @@ def _local(run: str) -> str:
     return str(fetch(run))
 
 
-def _own_directory(run: str) -> str | None:
-    """A downloaded population lies in a shared cache, so its report goes to the current directory."""
+def _choose_report_directory(run: str) -> str | None:
+    """Names a directory for the report of a downloaded population, which lies in a shared cache; `None` for a run."""
     return None if Path(run).is_dir() else run.rpartition("/")[2]
 
 

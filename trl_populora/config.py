@@ -1,5 +1,10 @@
-"""
-`PopuLoRAConfig`: every setting of a run. Behind it the sizes of a step, and the model's options of a command line.
+"""Every setting of a run.
+
+In the order of reading:
+
+1. `PopuLoRAConfig`: the options, and the checks of each option and of options together.
+2. `StepSize`: how many rows a step has, and whether groups, processes and micro-batches divide them.
+3. `MemberConfig`: what a command line says about base and adapters.
 
 "paper" is PopuLoRA (arXiv 2605.16727), "AZR" is Absolute Zero Reasoner (arXiv 2505.03335).
 """
@@ -19,7 +24,7 @@ import torch
 from peft import LoraConfig
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
-from trl_populora.files import without_secrets
+from trl_populora.files import drop_secrets
 from trl_populora.options import check_bounds, check_choices, check_numbers, find_function
 from trl_populora.population.evolution import Breeding, find_learning_roles
 from trl_populora.population.ratings import STRATEGIES
@@ -33,7 +38,8 @@ from trl_populora.tasks.python.prompts import check_texts
 
 Settings = TypeVar("Settings")
 
-# What the numbers may be that no room below checks. TRL and transformers would train, or load a model first, with any.
+# Bounds of the numbers that no room below checks. TRL and transformers would train with any number, or refuse it only
+# after they have loaded a model.
 BOUNDS = {
     ">= 0": "teachers references_per_proposal shots replay pfsp_kappa teacher_beta beta top_k min_p "
     "teacher_learning_rate learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon epsilon epsilon_high "
@@ -42,19 +48,20 @@ BOUNDS = {
     "vllm_importance_sampling_cap vllm_gpu_memory_utilization",
     ">= 1": "students archive_size eval_attempts generation_tokens num_iterations max_completion_length "
     "per_device_train_batch_size per_device_eval_batch_size vllm_max_model_length vllm_tensor_parallel_size",
-    ">= 2": "proposals_per_teacher attempts_per_task",  # one alone is compared with nothing
+    ">= 2": "proposals_per_teacher attempts_per_task",  # a baseline needs a second row to compare with
     "< 1": "replay adam_beta1 adam_beta2",
     "<= 1": "top_p min_p vllm_gpu_memory_utilization",
 }
 
 
 def _option(default: Any, text: str) -> Any:
-    """An inherited field with another default, and the reason as its line of `--help`."""
+    """Makes an inherited field with another default. The text is its line of `--help`."""
     return field(default=default, metadata={"help": text})
 
 
 def _describe(config: type[Settings]) -> type[Settings]:
-    """Makes each option's entry in the docstring its line of `--help` and of `docs/reference/settings.md`."""
+    """Copies each option's entry in the docstring to `--help` and to `docs/reference/settings.md`."""
+    # An entry starts after four blanks with one name or several; deeper lines continue it.
     entries = re.findall(r"^ {4}(\w+(?:, \w+)*): (.+\n(?: {8}.+\n)*)", f"{inspect.getdoc(config)}\n", re.MULTILINE)
     texts = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
     for option in fields(config):  # type: ignore[arg-type]
@@ -69,101 +76,104 @@ class PopuLoRAConfig(GRPOConfig):
     r"""
     Configuration of [`PopuLoRATrainer`].
 
-    Everything of [`~trl.GRPOConfig`] is inherited. The batch follows from the population: one population step has
-    `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows, so `generation_batch_size`,
-    `steps_per_generation`, `gradient_accumulation_steps` and `num_generations` are derived here and need not be set.
-    Only `per_device_train_batch_size` is yours: times the number of processes it must divide those rows.
+    It has all options of [`~trl.GRPOConfig`]. The batch follows from the population: without `replay` one population
+    step has `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows. So the config derives
+    `generation_batch_size`, `steps_per_generation`, `gradient_accumulation_steps` and `num_generations`; leave them
+    unset. Choose only `per_device_train_batch_size`: times the number of processes it must divide those rows.
 
     Args:
         teachers, students: Number of adapters of each role (paper: 4). With `teachers=0` all students attempt the same
             `proposals_per_teacher` given tasks in a step, and no others (`docs/guides/curriculum.md`).
-        single_agent: One adapter plays the only teacher and the only student (AZR): `teachers` and `students` become
-            1. It sees as many rows a step as one pair of a population does, so compute per adapter is matched.
-        warm_start: Directory or Hub name of a saved population on the same base, with the same adapter shape and any
-            number of members. Or of ordinary LoRA adapters of a rank not above the members': one for all, a list of
-            one for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
+        single_agent: One adapter plays both roles (AZR); `teachers` and `students` become 1. A step then has the rows
+            of one match.
+        warm_start: Directory or Hub name of a saved population to start from, with the same base and adapter shape and
+            any number of members. Or ordinary LoRA adapters of at most the members' rank: one for all, a list with one
+            for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
 
-        task_kinds: Kinds of task the teachers propose, in rotation (AZR's three). A kind of your own is named as
+        task_kinds: Kinds of task that teachers propose, in rotation (AZR's three). Name a kind of your own as
             `"package.module:Class"`.
-        proposals_per_teacher: Tasks proposed per teacher and step, spread over the kinds: 4 teachers make 48 per step.
-            AZR proposes 64 per kind with one agent.
-        attempts_per_task: Attempts of the matched student at each task, the group of the GRPO baseline (AZR: 8).
-        references_per_proposal: Archived tasks shown to a teacher when it proposes code_i or code_o (AZR: 6). code_f
-            shows one program, in `turns` solved examples, too.
-        inputs_per_function: Inputs a code_f proposal must give; half are shown to the student (AZR: 10).
-        prompt_style: `"turns"`: short instructions, references as turns before. `"chat"`: all in one turn, for large
-            models. `"compact"`: what the embedded base knows. When `None`, that for the embedded base, else `"turns"`.
-        shots: Solved tasks shown to students, as turns before. When `None`, 3 for bases below a billion parameters.
-        reading: How answers may be fenced: `"tolerant"`, but for `"compact"`, or `"strict"`.
+        proposals_per_teacher: Tasks that each teacher proposes in a step, spread over the kinds. AZR proposes 64 per
+            kind with one agent.
+        attempts_per_task: Attempts of the matched student at each task: the group of the GRPO baseline (AZR: 8).
+        references_per_proposal: Archived tasks that a teacher is shown when it proposes code_i or code_o (AZR: 6). For
+            code_f it is shown one program and, in the style `turns`, solved examples.
+        inputs_per_function: Inputs that a code_f proposal must give (AZR: 10). The student is shown half of the pairs.
+        prompt_style: `"turns"`: short instructions, with references as earlier chat turns. `"chat"`: everything in one
+            turn, for large models. `"compact"`: the language of the embedded base. When `None`, `"compact"` for the
+            embedded base, else `"turns"`.
+        shots: Solved tasks that a student is shown, as earlier chat turns. When `None`, 3 for bases below a billion
+            parameters, else 0. In the style `"compact"` always 0.
+        reading: How strictly the fences around answers are read, `"tolerant"` or `"strict"`. When `None`, `"strict"`
+            for the style `"compact"`, else `"tolerant"`.
         prompt_texts: Instructions of your own for the built-in kinds, by `"code_o/propose"`, `"code_o/solve"` and so
             on.
-        archive_size: Tasks kept per kind, newest first (AZR's buffer size; AZR keeps the oldest).
-        replay: Share of archived tasks among those a student attempts, beside the proposals; neither paid for nor
-            rated.
+        archive_size: Tasks kept of each kind. The newest stay (AZR's buffer size; AZR keeps the oldest).
+        replay: Share of replayed archived tasks among the tasks that a student attempts. No teacher is paid for a
+            replayed task, and ratings ignore it.
 
-        matchmaking: `"pfsp"` prefers near-balanced pairs by TrueSkill win probability p; `"uniform"` pairs at random;
-            or a function of your own, the weight of a student and a teacher, `"module:function"`.
+        matchmaking: `"pfsp"` prefers pairs whose TrueSkill win probability p is near one half. `"uniform"` pairs at
+            random. Or a function of your own, `"module:function"`, that gives a student and a teacher their weight.
         pfsp_kappa: Exponent of the weight (p(1-p))^kappa (paper, second hand: 1; 2 by `benchmarks/ratings.py`).
 
         teacher_reward: Pay for a solved task (`docs/guides/reward.md`): `"paper"` (1 - solve rate), `"learnability"`,
             `"rarity"`, or a function of your own, `"module:function"`.
-        teacher_reward_invalid: Of a proposal that is no task (paper).
-        teacher_reward_unsolved: Of a task that no attempt solves (paper).
-        student_reward: `"azr"`, or a function of your own for all attempts.
-        student_reward_correct: Of a right answer (AZR; paper, second hand).
-        student_reward_wrong: Of a well-formed wrong answer (AZR).
-        student_reward_malformed: Of an answer that cannot be read (AZR).
-        teacher_baseline: `"member"`: mean over the teacher's proposals of the same kind, each of which has its own
-            references (AZR's task-relative REINFORCE++). `"group"`: the whole match. Or a function of your own,
-            `"module:function"`: the advantages from the role's rewards, members, kinds and groups, row by row.
-        student_baseline: `"group"`: mean over the attempts at one task (GRPO). `"member"`: the student's attempts of
-            the same kind. Or a function of your own, likewise.
-        teacher_beta: `beta` for teachers alone, whose pull to the base keeps them readable.
-        teacher_learning_rate: The teachers' own, which TRL then logs as `learning_rate`; as the students' when `None`.
-            Where it is given, a role whose rate is `0` is frozen: neither updates nor evolution change its members.
+        teacher_reward_invalid: Pay for a proposal that is no task (paper).
+        teacher_reward_unsolved: Pay for a task that no attempt solves (paper), or none but by guessing.
+        student_reward: Pay for attempts: `"azr"`, or a function of your own, `"module:function"`.
+        student_reward_correct: Pay for a right answer (AZR; paper, second hand).
+        student_reward_wrong: Pay for a well-formed wrong answer (AZR).
+        student_reward_malformed: Pay for an answer that cannot be read (AZR).
+        teacher_baseline: What a proposal's reward is compared with. `"member"`: the mean of the teacher's proposals of
+            the same kind (AZR's task-relative REINFORCE++). `"group"`: the mean of the match. Or a function of your
+            own, `"module:function"`, from the role's rewards, members, kinds and groups, row by row, to advantages.
+        student_baseline: What an attempt's reward is compared with. `"group"`: the mean of the attempts at one task
+            (GRPO). `"member"`: the mean of the student's attempts of the same kind. Or a function of your own, as for
+            `teacher_baseline`.
+        teacher_beta: `beta` for teachers alone. The KL term pulls them to the base and keeps their texts readable.
+        teacher_learning_rate: Learning rate of the teachers; the students' when `None`. TRL logs it as
+            `learning_rate`. Where it is set, a role with rate `0` is frozen: neither updates nor evolution change it.
 
         sandbox_workers: Programs that a node runs at a time, shared out among its processes; its usable cores when
             `None`.
-        sandbox_seconds: CPU time that one program run may use, in seconds. A proposal may use half of it, because the
-            same program may need more in the attempts, which run beside other work. Programs are small; AZR waits 10
-            by the clock.
-        sandbox_memory_mb: Memory limit of one program run, in MiB.
+        sandbox_seconds: CPU seconds that one run of a program may use. A proposal may use half of them, because the
+            program runs again in the attempts and may need more beside other work. AZR waits 10 by the clock.
+        sandbox_memory_mb: Memory limit of one run of a program, in MiB.
         determinism_runs: Runs of a proposal under different hash seeds that must agree (AZR: 2).
         sandbox_allow_weak: Train although this host offers no kernel confinement. Only for hosts that hold nothing of
             value.
 
         evolve_every: Optimizer steps between two evolution events (paper, second hand: 10). `0` switches evolution
             off.
-        evolve_burn_in: Matches a member must have played to be replaced.
-        cull_fraction: Share of each role replaced per event, at least one member (paper, second hand).
-        crossover_rate: Probability of two parents (paper, second hand).
-        tournament_size: Survivors drawn per parent; the highest mu wins.
-        mutations, crossovers: Weights of the operators by name, your own as `"module:function"`. The paper's four,
-            evenly, when `None`.
-        mutation_strength: Factor on the mutation operators' own strengths: 1 is each as published, 0.5 half as far
-            from the parent.
+        evolve_burn_in: Matches that a member must have played before it may be replaced.
+        cull_fraction: Share of each role that an event replaces, at least one member (paper, second hand).
+        crossover_rate: Probability that a child has two parents (paper, second hand).
+        tournament_size: Survivors drawn for each parent; the one with the highest mu becomes the parent.
+        mutations, crossovers: Weights of the operators by name; name your own as `"module:function"`. When `None`, the
+            paper's four with equal weights.
+        mutation_strength: Factor on the strength of every mutation operator: 1 as published, 0.5 half as far from the
+            parent.
 
         eval_attempts: Attempts of every student at every task of `eval_dataset`, sampled as in training.
             `eval_strategy` and `eval_on_start` say when; `per_device_eval_batch_size` rows are generated at once.
 
-        generation_tokens: Tokens, prompts included, that the cache of a process holds at once where transformers
+        generation_tokens: Most tokens, prompts included, that the cache of a process holds at once where transformers
             generates.
         vllm_engine_kwargs: Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`.
-            TRL's own `vllm_*` settings hold too; the engine computes in the trainer's precision unless `dtype` is
+            TRL's own `vllm_*` settings hold too. The engine computes in the trainer's precision unless `dtype` is
             given.
-        vllm_adapter_dir: Directory that the trainer and every vLLM server see, for published adapters. Shared memory,
-            or `output_dir` when a server sits on another host or memory is short, when `None`. Not for colocated
+        vllm_adapter_dir: Directory for published adapters that the trainer and every vLLM server see. When `None`,
+            shared memory, or `output_dir` if a server sits on another host or memory is short. Not for colocated
             engines.
 
         save_rollouts: Write every row to `rollouts/step_*.parquet`.
-        own_metrics: Functions of your own, `"module:function"`, from a step's rows, a `dict` each, to further metrics
-            by name.
+        own_metrics: Functions of your own, `"module:function"`, that compute further metrics. Each gets a step's rows,
+            a `dict` each, and returns numbers by name.
 
     Raises:
-        `ValueError`: A value is out of range, names nothing known, or the population does not fit the batch.
+        `ValueError`: If a value is out of range or names nothing known, or the population does not fit the batch.
     """
 
-    if TYPE_CHECKING:  # fields of GRPOConfig that are set here, too
+    if TYPE_CHECKING:  # fields of GRPOConfig that `__post_init__` assigns
         generation_batch_size: int | None
         num_generations: int | None
         num_generations_eval: int | None
@@ -248,6 +258,7 @@ class PopuLoRAConfig(GRPOConfig):
     own_metrics: list[str] | None = None
 
     def __post_init__(self):
+        # Types and bounds come first: everything below computes with the numbers.
         self._check_numbers()
         if self.single_agent:
             for name in ("teacher_learning_rate", "teacher_beta"):
@@ -258,6 +269,7 @@ class PopuLoRAConfig(GRPOConfig):
         self._check_population()
         self._check_choices()
         self._check_rewards()
+        # What follows from the population is derived. A value that the user gave is refused if it says something else.
         rows = self.rows_per_step
         if self.generation_batch_size not in (None, rows) or self.steps_per_generation is not None:
             raise ValueError(
@@ -276,50 +288,60 @@ class PopuLoRAConfig(GRPOConfig):
                 )
         self.num_generations = self.attempts_per_task
         if self.ddp_find_unused_parameters is None:
-            self.ddp_find_unused_parameters = False  # every member takes part in every backward
+            self.ddp_find_unused_parameters = False  # no parameter is unused: every member is in every backward
         self.generation_batch_size = rows
         wanted_accumulation = self.gradient_accumulation_steps
-        self.gradient_accumulation_steps = self.micro_batches(_launched_processes())
+        self.gradient_accumulation_steps = self.micro_batches(_count_processes())
         if wanted_accumulation not in (1, self.gradient_accumulation_steps):
             raise ValueError(
                 f"`gradient_accumulation_steps={wanted_accumulation}`: one population step is one optimizer step, so "
                 f"it must be {self.gradient_accumulation_steps} here. Leave it unset; it is derived."
             )
         if self.bf16 is None and not torch.accelerator.is_available():  # type: ignore[has-type]
-            self.bf16 = False  # TRL's default, which a machine without accelerator refuses
-        self.num_generations_eval = 1  # TRL would want it to divide the evaluation batch, which holds single rows here
+            self.bf16 = False  # TRL's default is True, which transformers refuses on a machine without accelerator
+        # TRL checks that it divides the evaluation batch. Here that batch holds single rows, so 1 passes the check.
+        self.num_generations_eval = 1
         super().__post_init__()
         check_texts(self.prompt_texts or {})
         self.num_generations_eval = self.eval_attempts
 
     def to_dict(self):
-        # Trackers get this. transformers hides tokens among the settings themselves, and none inside of one.
-        return {name: without_secrets(value) for name, value in super().to_dict().items()}
+        # Trackers get this. transformers hides a token that is a setting, but none inside a setting that is a dict.
+        return {name: drop_secrets(value) for name, value in super().to_dict().items()}
 
     def build(self, room: type[Settings], **further: Any) -> Settings:
-        """The settings of a room, a dataclass whose fields have the names of options; raises what it checks."""
+        """
+        Builds the settings of a room from the options of the same names.
+
+        Args:
+            room: Dataclass of the room's settings, which checks them.
+            further: Fields that are no options.
+
+        Raises:
+            `ValueError`: If the dataclass refuses a value.
+        """
         names = {each.name for each in fields(room)} - set(further)  # type: ignore[arg-type]
         return room(**{name: getattr(self, name) for name in names}, **further)
 
     def _check_numbers(self):
-        """Refuse what is no number where one belongs, and numbers that make no sense."""
+        """Refuses values that are no numbers where numbers belong, and numbers out of bounds."""
         if self.max_grad_norm is None:
-            self.max_grad_norm = 0.0  # off as well, and transformers compares it with 0
+            self.max_grad_norm = 0.0  # also means "do not clip", and transformers compares the value with 0
         check_numbers(self)
         check_bounds(self, BOUNDS)
 
     def _check_rooms(self) -> list[object]:
-        """Builds the settings of all rooms, which check themselves."""
+        """Builds the settings of all rooms, only because each checks itself when it is built."""
         return [*map(self.build, (KindSettings, Scoring, SandboxSettings)), self.breeding]
 
     @property
     def breeding(self) -> Breeding:
-        """When and how members are replaced."""
+        """The settings of evolution: when and how members are replaced."""
         return self.build(Breeding, roles=find_learning_roles(self.learning_rate, self.teacher_learning_rate))
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of one population step over all processes: the proposals, and every attempt at them and at replays."""
+        """Rows of one population step over all processes: the proposals, and all attempts at proposals and replays."""
         return self._size.rows
 
     @property
@@ -329,6 +351,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     @property
     def _size(self) -> StepSize:
+        # With the baseline "member" a proposal needs a second one of its kind to be compared with.
         least = 2 * len(self.task_kinds) if self.teacher_baseline == "member" else 0
         return StepSize(
             teachers=self.teachers,
@@ -341,7 +364,7 @@ class PopuLoRAConfig(GRPOConfig):
         )
 
     def _check_population(self):
-        """Refuse counts with which no step can be played."""
+        """Refuses numbers of members, proposals and attempts with which no step can be played."""
         if self.evolve_every % self.num_iterations:
             raise ValueError(
                 f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, "
@@ -349,10 +372,10 @@ class PopuLoRAConfig(GRPOConfig):
             )
         if not self.teachers:
             check_no_teachers(vars(self), self.__dataclass_fields__)
-        self._size.check_groups(_launched_processes())
+        self._size.check_groups(_count_processes())
 
     def _check_choices(self):
-        """Refuse names that nothing in the package answers to, and loss options that couple members."""
+        """Refuses names that nothing in the package has, and loss options that couple members."""
         choices = {
             "loss_type": LOSS_NORMALISERS,
             "scale_rewards": ("group", "none", True, False),
@@ -374,6 +397,8 @@ class PopuLoRAConfig(GRPOConfig):
             )
 
     def _check_rewards(self):
+        """Refuses rules that do not exist, and numbers that only a rule of the package would read."""
+        # Each rule reads the options that start with the third text; baselines read none ("-" starts no name).
         for option, named, numbers in (
             ("teacher_reward", PAY, "teacher_reward_"),
             ("student_reward", STUDENT_PAY, "student_reward_"),
@@ -388,26 +413,31 @@ class PopuLoRAConfig(GRPOConfig):
                 find_function(path, option, named)
 
     def micro_batches(self, world: int) -> int:
-        """Micro-batches of one step per process, with `world` processes; refuses a size that does not fit."""
+        """
+        Counts the micro-batches of one step on each of `world` processes.
+
+        Raises:
+            `ValueError`: If the rows of a step do not divide evenly; the message names sizes that do.
+        """
         return self._size.count_micro_batches(world)
 
 
-def _launched_processes() -> int:
-    """`TrainingArguments.world_size` exists only once the devices are set up; every launcher sets WORLD_SIZE."""
+def _count_processes() -> int:
+    """Reads the number of processes from WORLD_SIZE, which every launcher sets."""
+    # `TrainingArguments.world_size` sets up the devices, for which it is too early here.
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-# How many rows a step has, and whether they part evenly into groups, ranks and micro-batches.
 
 
 def check_no_teachers(given: Mapping[str, Any], known: Mapping[str, Field]) -> None:
     """
+    Refuses options about teachers in a run without teachers.
+
     Args:
-        given: Settings by name.
-        known: Their fields, which have the defaults.
+        given: Values of all options, by name.
+        known: Fields of all options, by name; they have the defaults.
 
     Raises:
-        `ValueError`: If a run without teachers is asked for what only they could do.
+        `ValueError`: If an option about teachers differs from its default.
     """
     for name in (
         *("replay", "teacher_reward", "teacher_reward_invalid", "teacher_reward_unsolved"),
@@ -421,6 +451,9 @@ def check_no_teachers(given: Mapping[str, Any], known: Mapping[str, Field]) -> N
             )
 
 
+# Whether the rows of a step divide evenly into groups, processes and micro-batches.
+
+
 @dataclass(frozen=True)
 class StepSize:
     """
@@ -428,13 +461,13 @@ class StepSize:
 
     Args:
         teachers: Number of teachers, each with one match.
-        students: Number of students, each with one match where there are no teachers.
+        students: Number of students. Without teachers each student has one match.
         proposals: Proposals per teacher.
         attempts: Attempts per task.
-        per_device: Rows of a micro-batch, for a process.
-        replay: Share of archived tasks among those that students attempt, in [0, 1), beside the ones that fill in for
-            invalid proposals.
-        least: Fewest proposals that a way out may suggest.
+        per_device: Rows of a micro-batch on one process.
+        replay: Share of replayed archived tasks among the tasks that students attempt, in [0, 1). Archived tasks that
+            take the place of refused proposals do not count.
+        least: Fewest proposals per teacher that an error may suggest.
     """
 
     teachers: int
@@ -447,20 +480,23 @@ class StepSize:
 
     @property
     def replays(self) -> int:
-        """Archived tasks that a match's student attempts beside the proposals; at least one if there is a share."""
+        """Archived tasks that a match's student attempts beside the proposals; at least 1 if `replay` is above 0."""
+        # With P proposals and r replays the share is r / (P + r).
         return max(round(self.proposals * self.replay / (1 - self.replay)), math.ceil(self.replay))
 
     @property
     def rows(self) -> int:
-        """The proposals, and every attempt at them and at archived tasks."""
+        """The proposals, and all attempts at proposals and replays."""
         if not self.teachers:
             return self.students * self.proposals * self.attempts
         return self.teachers * (self.proposals + (self.proposals + self.replays) * self.attempts)
 
     def check_groups(self, world: int) -> None:
         """
+        Checks that TRL's generation batch holds whole groups.
+
         Raises:
-            `ValueError`: If TRL's generation batch would not hold whole groups; names sizes for `world` processes.
+            `ValueError`: If it does not; the message names sizes that work with `world` processes.
         """
         proposals = self.teachers * self.proposals
         if proposals % self.attempts:
@@ -472,10 +508,10 @@ class StepSize:
 
     def count_micro_batches(self, world: int) -> int:
         """
-        Micro-batches of one step per process, with `world` processes.
+        Counts the micro-batches of one step on each of `world` processes.
 
         Raises:
-            `ValueError`: If the population does not fit; the message names a size that does.
+            `ValueError`: If processes or micro-batches do not divide the rows; the message names sizes that do.
         """
         if self.proposals % world or self.replays % world:
             replays = f" and the {self.replays} tasks of `replay={self.replay}`" if self.replays else ""
@@ -495,11 +531,11 @@ class StepSize:
         return self.rows // (self.per_device * world)
 
     def find_way_out(self, world: int) -> str:
-        """The sizes nearest to the wanted ones that satisfy everything that is asked of them."""
+        """Finds the sizes nearest to the given ones that satisfy every check, as a sentence for an error."""
+        # Proposals must be a multiple of `world`; `teachers * proposals` must be a multiple of `attempts`.
         multiple = math.lcm(world, self.attempts // math.gcd(self.teachers, self.attempts))
         size, changed = self, []
         if self.proposals % multiple:
-            # Two of each kind, where a proposal is compared with its teacher's others of the same kind.
             proposals = -(-max(self.proposals, self.least) // multiple) * multiple
             size = replace(size, proposals=proposals)
             changed.append(f"`proposals_per_teacher={proposals}`")
@@ -507,6 +543,7 @@ class StepSize:
             replays = -(-size.replays // world) * world
             size = replace(size, replay=round(replays / (size.proposals + replays), 6))
             changed.append(f"`replay={size.replay}`")
+        # The largest micro-batch up to the wanted one that divides the rows of a process.
         local = size.rows // world
         per_device = next(rows for rows in range(min(size.per_device, local), 0, -1) if local % rows == 0)
         if per_device != self.per_device:
@@ -514,16 +551,16 @@ class StepSize:
         return f"{' with '.join(changed)} works."
 
 
-# What a command line says about base and members: TRL's `ModelConfig`, honoured or refused.
+# What a command line says about base and adapters. Every option of TRL's `ModelConfig` is honoured or refused.
 
 
 @dataclass
 class MemberConfig(ModelConfig):
     """
-    TRL's [`~trl.ModelConfig`], whose `lora_*` options describe the adapter of every member.
+    TRL's [`~trl.ModelConfig`]. Its options `lora_*` describe the adapter of every member.
 
-    Two defaults differ: members are always LoRA adapters, and they have no dropout. What members cannot be is refused
-    when the trainer is built; `docs/options.md` lists all options.
+    Two defaults differ, because members are always LoRA adapters and have no dropout. The trainer refuses adapters of
+    other sorts when it is built. `docs/options.md` lists all options.
     """
 
     _argument_group_name = "Base and adapters"
@@ -533,11 +570,12 @@ class MemberConfig(ModelConfig):
 
 def member_lora(model: ModelConfig) -> LoraConfig:
     """
-    The adapter of every member, as TRL builds it; all linear layers where no target is named.
+    Builds the adapter config of every member as TRL does. Where no target is named it covers all linear layers.
+
+    [`~trl_populora.lora.checks.check_lora_config`] refuses other sorts of adapter later.
 
     Raises:
-        `ValueError`: If an option asks for training without adapters. What else members cannot be is refused by
-            [`~trl_populora.lora.checks.check_lora_config`].
+        `ValueError`: If `use_peft` is false, which would train without adapters.
     """
     lora = get_peft_config(model)
     if lora is None:
@@ -548,7 +586,13 @@ def member_lora(model: ModelConfig) -> LoraConfig:
 
 
 def base_options(model: ModelConfig, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What `from_pretrained` is told about the base; options `given` as `model_init_kwargs` go first."""
+    """
+    Collects the arguments with which `from_pretrained` loads the base.
+
+    Args:
+        model: Options of the command line.
+        given: `model_init_kwargs`, which go before the options.
+    """
     told = {
         "dtype": model.dtype,
         "revision": model.model_revision,

@@ -1,4 +1,4 @@
-"""How a command ends that fails: in one line where its user can mend what is wrong, else with a traceback."""
+"""How a command ends that fails: with one line where its user can mend the fault, else with a traceback."""
 
 from __future__ import annotations
 
@@ -13,61 +13,76 @@ from typing import NoReturn
 import yaml
 
 
-# What checks raise: ours, and those of TRL, transformers and others that the settings pass through.
+# The types of error that checks raise: this package's checks, and those of TRL, transformers and other libraries.
 REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, yaml.YAMLError)
-TRAINING = {"training_step", "_maybe_log_save_evaluate"}  # the two halves of a turn of transformers' loop
+# The two functions of transformers' training loop that do the work of a step. An error below them broke a running
+# training.
+TRAINING = {"training_step", "_maybe_log_save_evaluate"}
 
 
-def sentence_of(error: Exception) -> str | None:
+def describe_error(error: Exception) -> str | None:
     """
-    What a command says of an error in one line; `None` where a traceback is due.
+    Puts an error into one line for the user, or returns `None` where a traceback is due.
 
-    The line is for what the user can mend: what the system refuses (`OSError`), and what some check does. An error
-    that no `raise` made, as the `TypeError` of a wrong call, is a bug, and one in the midst of training may have cost
-    days: both keep the whole story. The variable `POPULORA_TRACEBACK` shows it of every error.
+    The user can mend an `OSError`, a missing package, and an error that a check raised on purpose. These get one line.
+    Two sorts of error keep their traceback:
+
+    - A bug: no `raise` statement made the error. A wrong call, for example, makes a `TypeError` by itself.
+    - An error in the midst of training, because days of computing may hang on its cause.
+
+    With `POPULORA_TRACEBACK` in the environment every error keeps its traceback.
     """
     if os.environ.get("POPULORA_TRACEBACK"):
         return None
     told = " ".join(str(error).split())
     full = errno.ENOSPC, errno.EDQUOT
-    # safetensors tells in its own words what the system said.
+    # safetensors raises an error of its own without `errno`, so its text is searched for the system's words.
     if getattr(error, "errno", None) in full or any(os.strerror(number) in told for number in full):
         return f"disk full ({told}). Make room; training can go on with `--resume`."
     if isinstance(error, ModuleNotFoundError):
-        return way_to_install(error)
+        return say_how_to_install(error)
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.name in TRAINING for frame in frames):
         return None
+    # The last frame is the line that failed. Only a check has a `raise` there.
     refused = isinstance(error, REFUSALS) and (frames[-1].line or "").startswith("raise ")
     return told if refused or isinstance(error, OSError) else None
 
 
-def way_to_install(error: ModuleNotFoundError) -> str | None:
-    """How to get a module of the `report` extra; others are for a traceback."""
+def say_how_to_install(error: ModuleNotFoundError) -> str | None:
+    """Tells how to install a missing package of the extra `report`; returns `None` for any other package."""
     if (error.name or "").partition(".")[0] not in ("matplotlib", "rich"):
         return None
     return f'{error.name} is not installed; run `pip install "trl-populora[report]"`.'
 
 
-def printable(text: str, keep: str = "", instead: str = " ") -> str:
-    """A text of somebody else's that commands no terminal: `instead` stands for what cannot be printed, but `keep`."""
+def make_printable(text: str, keep: str = "", instead: str = " ") -> str:
+    """
+    Replaces the characters that a terminal would obey, such as escape sequences, in text of unknown origin.
+
+    Args:
+        text: The text.
+        keep: Characters that stay although they are not printable.
+        instead: Takes the place of each other character that is not printable.
+    """
     return "".join(each if each.isprintable() or each in keep else instead for each in text)
 
 
 def end_with(sentence: str) -> NoReturn:
     """
-    Ends this process with a line on stderr, which may quote files of others, and exit code 1.
+    Writes a sentence to stderr and ends this process with exit code 1.
 
-    Of the processes that torchrun or Accelerate started on a node, the first that fails says it; the launcher's page
-    quotes each.
+    torchrun and Accelerate start several processes on a node, which often fail for the same reason. The first one that
+    fails writes the sentence to stderr. Each writes it to its error file, which the launcher quotes.
     """
-    sentence = printable(sentence)
+    sentence = make_printable(sentence)  # it may quote files of others
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         try:
             Path(error_file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
+            # `touch` succeeds in one process only, so one process of the node prints.
             Path(error_file).parent.with_name("told").touch(exist_ok=False)
         except FileExistsError:
             raise SystemExit(1) from None
-        except OSError:  # a full disk: rather too often than not at all
+        except OSError:  # on a full disk every process prints, which is better than none
             pass
     raise SystemExit(sentence)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whatever ends the process that writes them: their names and contents."""
+"""Writes files that appear whole or not at all, whatever ends the writing process, and keeps secrets out of them."""
 
 from __future__ import annotations
 
@@ -10,50 +10,53 @@ from pathlib import Path
 from typing import Any
 
 
-FORMAT = 1  # of what this package writes as JSON and reads again
+FORMAT = 1  # version of the JSON files that this package writes and reads again
 
+# Searched in names in lower case, without `_` and `-`.
 _SECRET = re.compile(
     r".*(token|secret|passw(or)?d|passphrase|credentials?|authorization|(api|access|secret|private)key)"
 )
-_OF_A_TEXT = re.compile(r"(bos|eos|pad|unk|sep|cls|mask)token")
+# A tokenizer's `eos_token` and its relatives are text, and no secret.
+_SPECIAL_TOKEN = re.compile(r"(bos|eos|pad|unk|sep|cls|mask)token")
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether what a file gives as a name is one, and no way out of a directory."""
+    """Says whether a name that was read from a file is a plain file name: it cannot lead out of a directory."""
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
 
 
-def without_secrets(value: Any) -> Any:
-    """The same settings, at any depth, without those whose names are known as names of tokens, passwords and keys."""
+def drop_secrets(value: Any) -> Any:
+    """Copies settings, at any depth, without the entries that are named like a token, a password or a key."""
     if isinstance(value, Mapping):
-        return {name: without_secrets(each) for name, each in value.items() if not _is_secret(name)}
+        return {name: drop_secrets(each) for name, each in value.items() if not _is_secret(name)}
     if isinstance(value, (list, tuple)):
-        return type(value)(map(without_secrets, value))
+        return type(value)(map(drop_secrets, value))
     return value
 
 
 def _is_secret(name: object) -> bool:
     plain = str(name).lower().replace("_", "").replace("-", "")
-    return bool(_SECRET.fullmatch(plain)) and not _OF_A_TEXT.fullmatch(plain)
+    return bool(_SECRET.fullmatch(plain)) and not _SPECIAL_TOKEN.fullmatch(plain)
 
 
 @contextmanager
 def write_whole(path: str | Path) -> Iterator[Path]:
-    """Gives a place to write to; what is there takes the place of `path` when the block ends without an error."""
+    """Gives the block a path to write to. If the block ends without an error, that file or folder becomes `path`."""
     path = Path(path)
-    unfinished = path.with_name(f"{path.name}.tmp")  # a name that uploads and readers pass over
+    unfinished = path.with_name(f"{path.name}.tmp")  # readers and uploads pass over names that end in `.tmp`
     yield unfinished
     unfinished.replace(path)
 
 
 @contextmanager
-def without_empty_directories(path: str | Path) -> Iterator[None]:
-    """Takes `path` and directories above it away again that were made inside the block and hold nothing."""
+def remove_empty_directories(path: str | Path) -> Iterator[None]:
+    """At the end of the block removes the directories on the way to `path` that the block has made and left empty."""
     whole = Path(path).absolute()
     absent = [part for part in (whole, *whole.parents) if not part.exists()]
     try:
         yield
     finally:
+        # `rmdir` refuses a directory that holds something. The deepest directory comes first.
         for part in absent:
             with suppress(OSError):
                 part.rmdir()
@@ -67,10 +70,10 @@ def write_json(path: str | Path, value: Any, indent: int | None = 2) -> None:
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """
-    An object of this package's own format.
+    Reads a JSON object that this package has written.
 
     Raises:
-        `ValueError`: If the file is missing, no JSON, or of another format.
+        `ValueError`: If the file is missing, is no JSON, or has another format.
     """
     try:
         state = json.loads(Path(path).read_text())

@@ -1,5 +1,9 @@
-"""
-What an option may be: something that a user wrote (`module:function`), a number in bounds, one of several choices.
+"""Checks what an option may be. Errors name the option and the value received.
+
+In the order of reading:
+
+1. An option that names a function of the user's own, `"module:function"`: it is imported, and watched when called.
+2. An option that is a number, a number in bounds, or one of several choices.
 """
 
 from __future__ import annotations
@@ -20,12 +24,12 @@ if TYPE_CHECKING:
 
 def find_own(path: str, what: str, choices: str) -> Any:
     """
-    Imports what `package.module:attribute` names.
+    Imports what a user has written, and named as `"package.module:attribute"`.
 
     Args:
         path: The name.
-        what: What is looked for, for the error: `"task kind"`.
-        choices: What may be named, likewise.
+        what: The sort of thing that is wanted, such as `"task kind"`; for the error.
+        choices: What may be named instead; for the error.
 
     Raises:
         `ValueError`: If there is no such module or attribute.
@@ -40,24 +44,24 @@ def find_own(path: str, what: str, choices: str) -> Any:
 
 
 def list_choices(named: Iterable[str]) -> str:
-    """What a setting that names a function may be."""
+    """Words for an error: the functions of the package that a setting may name, or a function of the user's own."""
     own = "`module:function` for a function of your own"
     return f"one of {', '.join(named)}, or {own}" if named else own
 
 
 def is_own(name: object) -> bool:
-    """Whether a setting names a user's own function and none of the package's."""
+    """Says whether a setting names a user's own function, and none of the package's."""
     return isinstance(name, str) and ":" in name
 
 
 def find_function(path: str, option: str, named: Iterable[str] = ()) -> Callable[..., Any]:
     """
-    A user's own function, which says in one line what it was given where it raises.
+    Imports a user's own function. Where the function raises, the error tells in one line what the function was given.
 
     Args:
-        path: Its name, `module:function`.
-        option: The setting, for errors.
-        named: What the setting may be beside, likewise.
+        path: Name of the function, `module:function`.
+        option: The setting that names it; for errors.
+        named: The package's functions that the setting may name instead; for errors.
 
     Raises:
         `ValueError`: If there is no such function.
@@ -71,13 +75,14 @@ def find_function(path: str, option: str, named: Iterable[str] = ()) -> Callable
         try:
             return function(*arguments, **settings)
         except Exception as error:
+            # A tensor's `repr` has many lines.
             given = " ".join(", ".join(map(repr, arguments)).split())
             raise RuntimeError(f"`{option}={path}` raises {error!r:.200} for {given:.300}.") from error
 
     return ask
 
 
-# What a setting may be: the checks that the settings of all rooms share. Errors name setting and value.
+# Checks of numbers and choices, which the settings of all rooms share.
 
 
 _RELATIONS = {
@@ -90,16 +95,19 @@ _RELATIONS = {
 
 def check_numbers(settings: DataclassInstance) -> None:
     """
-    Holds every field of a dataclass whose type is a number to that type.
+    Checks that every numeric field of a dataclass holds a number of the annotated type.
+
+    Nothing converts what a script passes, so a text such as `"1e-5"` would reach the training. A truth value is no
+    number, although Python counts `True` as an `int`.
 
     Raises:
-        `ValueError`: If an `int` field holds no whole number, a `float` field no finite number, or a field with a list
-            of floats anything else than finite numbers. A truth value is no number.
+        `ValueError`: If an `int` field holds no whole number, a `float` field no finite number, or a `list[float]`
+            field anything but a list of finite numbers.
     """
     hints = get_type_hints(type(settings))
     for each in fields(settings):
         value, hint = getattr(settings, each.name), hints[each.name]
-        kinds = {hint, *get_args(hint)}
+        kinds = {hint, *get_args(hint)}  # of `int | None`: the union itself, `int` and `NoneType`
         if str in kinds or (value is None and NoneType in kinds):
             continue
         if list[float] in kinds:
@@ -120,26 +128,35 @@ def _is_finite(value: object) -> bool:
 
 def check_bounds(settings: object, bounds: Mapping[str, str]) -> None:
     """
+    Checks numbers against their bounds. A setting that is `None` is not checked.
+
     Args:
-        settings: What has the settings as attributes.
-        bounds: The names of settings by what they must be: `{">= 1": "students archive_size"}`.
+        settings: An object with the settings as attributes.
+        bounds: For each bound the names of the settings that it holds for: `{">= 1": "students archive_size"}`.
 
     Raises:
-        `ValueError`: If a setting that is given is out of bounds, or is NaN.
+        `ValueError`: If a setting is out of bounds, or NaN.
     """
     for bound, names in bounds.items():
         relation, limit = bound.split()
         holds, words = _RELATIONS[relation]
         for name in names.split():
             value = getattr(settings, name)
+            # NaN compares false with everything, so the bound must hold; that it is not broken would not do.
             if value is not None and not holds(value, float(limit)):
                 raise ValueError(f"`{name}` must be {words} {limit}, got {value}.")
 
 
 def check_choices(settings: object, choices: Mapping[str, Collection[object]]) -> None:
     """
+    Checks that each setting has one of its allowed values.
+
+    Args:
+        settings: An object with the settings as attributes.
+        choices: The allowed values of each setting, by the name of the setting.
+
     Raises:
-        `ValueError`: If a setting is none of those that it may be.
+        `ValueError`: If a setting has another value.
     """
     for name, allowed in choices.items():
         if getattr(settings, name) not in allowed:

@@ -1,6 +1,13 @@
-"""Starting a run: builds and checks its parts, chooses how tasks are put to the base, and reads the user's tasks.
+"""Starts a run: checks what the user gave, builds the parts, and reads the given tasks.
 
-Everything is checked here, before training starts, and each refusal names the value and the way out.
+All checks come before training starts, and each refusal names the value and the way out. In the order in which the
+trainer calls them:
+
+1. Checks before anything is loaded, and what follows from the settings alone: prompt style, kinds, rules.
+2. The base: model, tokenizer, default adapter, and what depends on the size or the class of the model.
+3. What TRL's trainer is given: its dataset, reward functions, learning rates.
+4. The game: sandbox, referee, game, callbacks.
+5. Checks that need these parts: the outputs of given tasks, and whether prompts fit into the context.
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ from trl.trainer.utils import create_model_from_path
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.evaluate.held_out import HeldOut, given_tables, load_held_out
+from trl_populora.evaluate.held_out import HeldOut, list_given_tables, load_held_out
 from trl_populora.generate.checks import check_vllm
 from trl_populora.lora.checks import check_is_base, is_quantised
 from trl_populora.population.members import Population
@@ -56,9 +63,210 @@ from trl_populora.tasks.python.kinds import CodeF, CodeKind
 
 logger = logging.getLogger(__name__)
 
+FEW_PARAMETERS = 10**9  # a base below this size learns a format better from solved examples than from a description
+SHOTS = 3  # solved examples for such a base
 
-def default_lora() -> LoraConfig:
-    """Rank 32 is the paper's; alpha = 2r and all linear layers are PEFT's and TRL's usual advice for LoRA with RL."""
+
+def check_setup(
+    args: Any, unsupported: Mapping[str, Any], model: str | PreTrainedModel, lora_config: LoraConfig
+) -> None:
+    """
+    Refuses what cannot be used, before anything is loaded.
+
+    Args:
+        args: Settings of the run.
+        unsupported: Arguments of `GRPOTrainer` that a population has no use for, by name.
+        model: The base, or the name or directory of one.
+        lora_config: Adapter of every member.
+
+    Raises:
+        `TypeError`, `ValueError`, `RuntimeError`: As the checks below raise them.
+    """
+    refuse_unsupported(args, unsupported)
+    check_output_dir(args.output_dir)
+    source = resolve_model_path(model) if isinstance(model, str) else model
+    if isinstance(source, str):
+        refuse_gguf(source)
+    check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
+    if args.use_vllm:
+        check_vllm(source, args, lora_config)
+
+
+def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
+    """
+    Refuses arguments of `GRPOTrainer` that a population cannot use, and backends that cannot train one.
+
+    Raises:
+        `TypeError`: If `args` has another class, or an argument is unknown.
+        `ValueError`: If an argument or a backend is not supported.
+    """
+    if not isinstance(args, PopuLoRAConfig):
+        raise TypeError(f"`args` must be a `PopuLoRAConfig` (it extends `GRPOConfig`), got `{type(args).__name__}`.")
+    ways_out = {
+        "rollout_func": "the trainer plays its own rollouts; write a `TaskKind` to change what is played",
+        "tools": "tasks are answered in one turn; write a `TaskKind` to change what is played",
+        "environment_factory": "tasks are answered in one turn; write a `TaskKind` to change what is played",
+    }
+    for name, value in unsupported.items():
+        if name not in ways_out:
+            raise TypeError(f"`PopuLoRATrainer` has no argument `{name}`.")
+        if value is not None:
+            raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
+    if _fsdp_version(args) == 1:
+        raise ValueError(
+            "`fsdp_version=1` is not supported: FSDP1 flattens members and base into common pieces, of which no "
+            "member's weights or gradient norm can be told. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
+            "`fsdp_config={'version': 2}`)."
+        )
+    # DeepSpeed steps all parameters together. A member without a gradient would still be moved by its momentum.
+    plays_all = not args.teachers or no_student_idles(args.teachers, args.students)
+    if args.deepspeed_plugin is not None and not plays_all:
+        fits = max(s for s in range(1, args.students) if no_student_idles(args.teachers, s))
+        raise ValueError(
+            f"`teachers={args.teachers}` and `students={args.students}`: a step has one match per teacher, so some "
+            "steps would leave a student idle, and DeepSpeed cannot leave it out of the optimizer step: its momentum "
+            f"would move it. `students={fits}` or `teachers={args.students}` works; so does DDP with these numbers."
+        )
+
+
+def _fsdp_version(args: PopuLoRAConfig) -> int | None:
+    """Reads the version of FSDP, 1 or 2, from the arguments or else from the launcher; `None` without FSDP."""
+    if args.fsdp_plugin_args:
+        return int(args.fsdp_plugin_args["fsdp_version"])
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1", "yes"):
+        return int(os.environ.get("FSDP_VERSION", "1"))  # accelerate's default
+    return None
+
+
+def check_output_dir(path: str) -> None:
+    """
+    Checks that the output directory can be written to, without making it.
+
+    Raises:
+        `ValueError`: If it cannot be made or written to.
+    """
+    whole = Path(path).absolute()
+    # The nearest directory that exists takes a file of a moment, because permission bits do not tell everything: a
+    # file system may be read-only or full.
+    try:
+        with tempfile.NamedTemporaryFile(dir=next(part for part in (whole, *whole.parents) if part.exists())):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"`output_dir={path!r}` is not writable ({error.strerror or error}). Choose a directory that you may "
+            f"write to, for example {str(Path.home() / 'runs')!r}."
+        ) from error
+
+
+def refuse_gguf(model: str) -> None:
+    """
+    Refuses a GGUF file as base.
+
+    Raises:
+        `ValueError`: If the base is a GGUF file, or a directory with GGUF files and no `config.json`; the message says
+            how to convert one.
+    """
+    files = [Path(model)] if model.endswith(".gguf") else sorted(Path(model).glob("*.gguf"))
+    if files and not Path(model, "config.json").is_file():
+        raise ValueError(
+            f"`model={model!r}` is a GGUF file, which serves and does not train. Make an ordinary directory of it: "
+            f"`AutoModelForCausalLM.from_pretrained({str(files[0].parent)!r}, gguf_file={files[0].name!r})` reads it, "
+            "`recipes/get_smollm2.py` does the rest for one."
+        )
+
+
+def choose_style(
+    wanted: str | None, model: str | PreTrainedModel, init_kwargs: Mapping[str, Any] | None = None
+) -> str:
+    """
+    Chooses the prompt style: the wanted one, else the one that the base's config names, else `"turns"`.
+
+    The embedded base, which `studies/make_tiny_base.py` has made, names `"compact"` in its config.
+
+    Args:
+        wanted: The option `prompt_style`.
+        model: The base, or the name or directory of one.
+        init_kwargs: Arguments with which the base will be loaded; only `revision` is read.
+
+    Raises:
+        `ValueError`: If there is no such model; the message says what is there instead.
+    """
+    config = _read_config(model, (init_kwargs or {}).get("revision") or "main")
+    return wanted or str(config.get("populora_prompt_style", "turns"))
+
+
+def _read_config(model: str | PreTrainedModel, revision: str) -> dict[str, Any]:
+    """Reads the config of a model; loads no weights."""
+    if not isinstance(model, str):
+        return model.config.to_dict()
+    path = resolve_model_path(model)
+    here = Path(path).is_dir()
+    try:
+        if here and not Path(path, "config.json").is_file():
+            raise OSError("it has no config.json")
+        return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
+    except OSError as error:
+        found = "a directory, but no model" if here else "no directory here, and the Hub has no such model in reach"
+        raise ValueError(
+            f"`model={model!r}` is {found} ({str(error).splitlines()[0]:.200}). Give a directory that "
+            "`save_pretrained` wrote, or a Hub id."
+        ) from error
+
+
+def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
+    """
+    Makes the run's kinds of task, by name, in the order in which they rotate.
+
+    Raises:
+        `ValueError`: If a kind does not exist, or two kinds share a name.
+    """
+    kinds = [resolve_kind(name) for name in args.task_kinds]
+    for kind in kinds:
+        kind.configure(args.build(KindSettings))
+    if len({kind.name for kind in kinds}) < len(kinds):
+        raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice. All take equal turns: list each once.")
+    if args.teachers and args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
+        logger.warning(
+            "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "
+            "with its others of the same kind, and the mean of so few is noisy. `teacher_baseline='group'` compares "
+            "all proposals of a match.",
+            args.proposals_per_teacher,
+            len(kinds),
+        )
+    return {kind.name: kind for kind in kinds}
+
+
+def make_rules(args: PopuLoRAConfig, kinds: Mapping[str, TaskKind]) -> Rules:
+    """
+    Makes the rules that say what proposals and attempts are worth.
+
+    Raises:
+        `ValueError`: If a user's own function cannot be found, or if `replay` or the pay needs features and a kind
+            names none.
+    """
+    if args.teacher_reward in NEED_FEATURES or args.replay:
+        needs = "replay" if args.replay else "teacher_reward"
+        check_features(kinds, f"{needs}={getattr(args, needs)}")
+    return Rules(
+        choose_teacher_reward(args.teacher_reward, args.teacher_reward_invalid, args.teacher_reward_unsolved),
+        choose_student_reward(
+            args.student_reward,
+            right=args.student_reward_correct,
+            wrong=args.student_reward_wrong,
+            malformed=args.student_reward_malformed,
+        ),
+    )
+
+
+# The base: model, tokenizer and adapter.
+
+
+def make_default_lora() -> LoraConfig:
+    """
+    Makes the adapter config of members whose user gives none.
+
+    Rank 32 is the paper's. Alpha = 2r and all linear layers are what PEFT and TRL advise for LoRA with RL.
+    """
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
 
 
@@ -66,11 +274,16 @@ def load_base(
     model: str | PreTrainedModel, args: PopuLoRAConfig, quantization_config: BitsAndBytesConfig | None = None
 ) -> PreTrainedModel:
     """
-    Loads a base model as TRL does, in 4 or 8 bits if so configured; a model that is loaded already is passed through.
+    Loads a base model as TRL does; returns a model that is loaded already.
+
+    Args:
+        model: Name or directory of a model, or the model.
+        args: Settings of the run; `model_init_kwargs` are the arguments of `from_pretrained`.
+        quantization_config: Loads the model in 4 or 8 bits.
 
     Raises:
-        `ValueError`: If the model is no text-only causal language model; if `quantization_config` is given twice, or
-            beside a loaded model; or if [`check_quantised`] refuses the quantisation.
+        `ValueError`: If the model is a vision-language model; if `quantization_config` is given twice, or beside a
+            loaded model; or if [`check_quantised`] refuses.
     """
     if quantization_config is not None and not isinstance(model, str):
         raise ValueError("`quantization_config` comes too late for a loaded model. Give it to `from_pretrained`.")
@@ -81,9 +294,9 @@ def load_base(
                 raise ValueError("`quantization_config` is given twice: to the trainer and in `model_init_kwargs`.")
             kwargs["quantization_config"] = quantization_config
         if kwargs.get("quantization_config") is not None:
-            check_quantised(args)
+            check_quantised(args)  # refused here, before a large model is loaded
         if args.distributed_state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED):
-            kwargs["device_map"] = None  # one whole model per process; "auto" would spread it over the GPUs
+            kwargs["device_map"] = None  # each process holds a whole model; "auto" would spread one over the GPUs
         kwargs.setdefault("trust_remote_code", args.trust_remote_code)
         model = create_model_from_path(resolve_model_path(model), **kwargs)
     if is_quantised(model):
@@ -98,9 +311,11 @@ def load_base(
 
 def check_quantised(args: PopuLoRAConfig) -> None:
     """
+    Checks that a quantised base can be used with these settings.
+
     Raises:
-        `ValueError`: Where a quantised base cannot be used: under DeepSpeed or FSDP; and with vLLM unless importance
-            sampling corrects its samples, because vLLM rounds the base differently.
+        `ValueError`: If DeepSpeed or FSDP is on; or if vLLM generates and importance sampling is off, because vLLM
+            rounds the base differently.
     """
     plugin = args.deepspeed_plugin
     how = f"ZeRO-{plugin.zero_stage}" if plugin is not None else "FSDP" if _fsdp_version(args) else ""
@@ -117,10 +332,10 @@ def load_tokenizer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, args: PopuLoRAConfig
 ) -> PreTrainedTokenizerBase:
     """
-    Loads the base's tokenizer unless one is given.
+    Loads the base's tokenizer, unless one is given.
 
     Raises:
-        `ValueError`: If it has no chat template, because prompts are conversations.
+        `ValueError`: If the tokenizer has no chat template: prompts are conversations.
     """
     name = model.config.name_or_path
     if tokenizer is None:
@@ -140,8 +355,23 @@ def load_tokenizer(
     return tokenizer
 
 
+def choose_shots(wanted: int | None, style: str, base: PreTrainedModel) -> int:
+    """Chooses how many solved tasks a student is shown: the wanted number, else by the size of the base."""
+    if style == "compact":
+        return 0  # the embedded base was not trained on them
+    if wanted is not None:
+        return wanted
+    # ZeRO-3 leaves an empty tensor on each rank; `ds_numel` is the number of elements before.
+    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in base.parameters())
+    return SHOTS if size < FEW_PARAMETERS else 0
+
+
 def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig) -> Sharing | None:
-    """How rows share prompts (`None`: not). Warns of why prompts, or rows without advantage, are computed in full."""
+    """
+    Finds out how the model can share a prompt among rows; `None` if it cannot.
+
+    Warns if prompts cannot be shared, and if rows without advantage must be computed, because both make updates slow.
+    """
     reasons = {"Attempts at a task do not share its prompt's computation": why_not_shared(base)}
     if args.beta or args.teacher_beta:
         reasons["Rows without advantage are computed, too"] = "the KL term (`beta` or `teacher_beta`) reaches them"
@@ -152,34 +382,17 @@ def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig) -> Sharing | None:
 
 
 def is_zero3(args: PopuLoRAConfig) -> bool:
-    """Whether DeepSpeed shards parameters; adapters then keep the base's dtype."""
+    """Says whether DeepSpeed shards the parameters. Adapters then keep the dtype of the base."""
     return args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
 
 
-def fit_into_context(
-    referee: Referee,
-    archive: TaskArchive,
-    held_out: HeldOut | None,
-    room: Callable[[Messages], int],
-    proposing: bool = True,
-) -> None:
-    """
-    Tells the referee how much room there is; drops given tasks that do not fit.
-
-    Raises:
-        `ValueError`: If a held-out task does not fit, or no task is left to start from.
-    """
-    referee.free_tokens = room
-    referee.leave_out_long(archive)
-    check_archive(archive, referee.kinds, proposing)
-    for tasks in held_out.tables.values() if held_out else ():
-        for task in tasks:
-            referee.solving_prompt(task)
+# What TRL's trainer is given.
 
 
 @contextmanager
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Gives some attributes other values inside the block."""
+    """Gives attributes of an object other values inside the block."""
+    # A value may hide a method of the class. To delete it afterwards makes the method visible again.
     given = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
     try:
@@ -190,154 +403,62 @@ def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
         vars(owner).update(given)
 
 
-def check_setup(
-    args: Any, unsupported: Mapping[str, Any], model: str | PreTrainedModel, lora_config: LoraConfig
-) -> None:
-    """Refuses what cannot be used, before anything is loaded; raises whatever the checks raise that it calls."""
-    refuse_unsupported(args, unsupported)
-    check_output_dir(args.output_dir)
-    source = resolve_model_path(model) if isinstance(model, str) else model
-    if isinstance(source, str):
-        refuse_gguf(source)
-    check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
-    if args.use_vllm:
-        check_vllm(source, args, lora_config)
-
-
-def check_output_dir(path: str) -> None:
+def make_placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
     """
-    Raises:
-        `ValueError`: If the directory cannot be made or written to.
+    Makes a dataset that only drives TRL's loop; its rows are never read.
+
+    It has as many rows as one generation batch has prompts, so an epoch is a population step.
     """
-    whole = Path(path).absolute()
-    try:
-        with tempfile.NamedTemporaryFile(dir=next(part for part in (whole, *whole.parents) if part.exists())):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"`output_dir={path!r}` is not writable ({error.strerror or error}). Choose a directory that you may "
-            f"write to, for example {str(Path.home() / 'runs')!r}."
-        ) from error
-
-
-def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
-    """
-    The run's task kinds by name, in rotation order.
-
-    Raises:
-        `ValueError`: If a kind does not exist or two share a name.
-    """
-    kinds = [resolve_kind(name) for name in args.task_kinds]
-    for kind in kinds:
-        kind.configure(args.build(KindSettings))
-    if len({kind.name for kind in kinds}) < len(kinds):
-        raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice. All take equal turns: list each once.")
-    if args.teachers and args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
-        logger.warning(
-            "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "
-            "with its others of the same kind, and the mean of so few is noisy. `teacher_baseline='group'` compares "
-            "all proposals of a match.",
-            args.proposals_per_teacher,
-            len(kinds),
-        )
-    return {kind.name: kind for kind in kinds}
-
-
-def make_sandbox(args: PopuLoRAConfig) -> Sandbox:
-    """This process's sandbox; raises what [`start_sandbox`] does. Collective."""
-    return start_sandbox(args.build(SandboxSettings), args.process_index, args.local_process_index, gather_object)
-
-
-def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
-    """Refuses what `GRPOTrainer` takes and a population cannot use, with the way out."""
-    if not isinstance(args, PopuLoRAConfig):
-        raise TypeError(f"`args` must be a `PopuLoRAConfig` (it extends `GRPOConfig`), got `{type(args).__name__}`.")
-    ways_out = {
-        "rollout_func": "the trainer plays its own rollouts; write a `TaskKind` to change what is played",
-        "tools": "tasks are answered in one turn; write a `TaskKind` to change what is played",
-        "environment_factory": "tasks are answered in one turn; write a `TaskKind` to change what is played",
-    }
-    for name, value in unsupported.items():
-        if name not in ways_out:
-            raise TypeError(f"`PopuLoRATrainer` has no argument `{name}`.")
-        if value is not None:
-            raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
-    if _fsdp_version(args) == 1:
-        raise ValueError(
-            "`fsdp_version=1` is not supported: FSDP1 flattens members and base into common pieces, of which no "
-            "member's weights or gradient norm can be told. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
-            "`fsdp_config={'version': 2}`)."
-        )
-    plays_all = not args.teachers or no_student_idles(args.teachers, args.students)
-    if args.deepspeed_plugin is not None and not plays_all:
-        fits = max(s for s in range(1, args.students) if no_student_idles(args.teachers, s))
-        raise ValueError(
-            f"`teachers={args.teachers}` and `students={args.students}`: a step has one match per teacher, so some "
-            "steps would leave a student idle, and DeepSpeed cannot leave it out of the optimizer step: its momentum "
-            f"would move it. `students={fits}` or `teachers={args.students}` works; so does DDP with these numbers."
-        )
-
-
-def _fsdp_version(args: PopuLoRAConfig) -> int | None:
-    """1 or 2, as the arguments or else the launcher say; `None` without FSDP."""
-    if args.fsdp_plugin_args:
-        return int(args.fsdp_plugin_args["fsdp_version"])
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1", "yes"):
-        return int(os.environ.get("FSDP_VERSION", "1"))  # accelerate's default
-    return None
-
-
-def placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
-    """Rows that only drive TRL's loop: one generation batch long, so an epoch is a population step."""
     prompt = [{"role": "user", "content": "The rollout writes the prompts."}]
     return Dataset.from_dict({"prompt": [prompt] * (args.rows_per_step // args.attempts_per_task)})
 
 
-def learning_rates(args: PopuLoRAConfig, population: Population) -> dict[str, float]:
-    """Of each adapter."""
+def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
+    """
+    Lists the reward functions in TRL's order: the two built in, with weight 1 each, then the user's.
+
+    Also puts the two weights before the user's in `args.reward_weights`, where TRL reads them.
+
+    Args:
+        args: Settings of the run.
+        extra: The user's reward functions: one, a list, or `None`.
+    """
+    extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
+    for function in extra:
+        if not isinstance(function, (str, PreTrainedModel)):
+            check_arguments(function)
+    # TRL refuses any other number of weights itself.
+    if args.reward_weights is not None and len(args.reward_weights) == len(extra):
+        args.reward_weights = [1.0, 1.0, *args.reward_weights]
+    return [teacher_reward, student_reward, *extra]
+
+
+def list_reward_processors(given: Any) -> list | None:
+    """Lists the tokenizers of reward models in TRL's order. The two built-in rewards are functions and need none."""
+    if given is None:
+        return None
+    return [None, None, *(given if isinstance(given, list) else [given])]
+
+
+def choose_learning_rates(args: PopuLoRAConfig, population: Population) -> dict[str, float]:
+    """Chooses the learning rate of each adapter, by the name of its member."""
     rates = dict.fromkeys(population.adapters, args.learning_rate)
     if args.teacher_learning_rate is not None:
         rates |= dict.fromkeys((each.name for each in population.teachers), args.teacher_learning_rate)
     return rates
 
 
-def reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
-    """The two built in, which have weight 1 each, then the user's with their weights."""
-    extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
-    for function in extra:
-        if not isinstance(function, (str, PreTrainedModel)):
-            check_arguments(function)
-    if args.reward_weights is not None and len(args.reward_weights) == len(extra):
-        args.reward_weights = [1.0, 1.0, *args.reward_weights]
-    return [teacher_reward, student_reward, *extra]
+# The game.
 
 
-def make_rules(args: PopuLoRAConfig, kinds: Mapping[str, TaskKind]) -> Rules:
+def make_sandbox(args: PopuLoRAConfig) -> Sandbox:
     """
-    What proposals and attempts are worth in a run.
+    Starts this process's sandbox. Collective.
 
     Raises:
-        `ValueError`: If a function cannot be found, or a kind names no features where they are needed.
+        `RuntimeError`: On every rank, if one of them cannot confine programs.
     """
-    if args.teacher_reward in NEED_FEATURES or args.replay:
-        needs = "replay" if args.replay else "teacher_reward"
-        check_features(kinds, f"{needs}={getattr(args, needs)}")
-    return Rules(
-        choose_teacher_reward(args.teacher_reward, args.teacher_reward_invalid, args.teacher_reward_unsolved),
-        choose_student_reward(
-            args.student_reward,
-            right=args.student_reward_correct,
-            wrong=args.student_reward_wrong,
-            malformed=args.student_reward_malformed,
-        ),
-    )
-
-
-def reward_processors(given: Any) -> list | None:
-    """Tokenizers of the user's reward models; the two rewards built in are none."""
-    if given is None:
-        return None
-    return [None, None, *(given if isinstance(given, list) else [given])]
+    return start_sandbox(args.build(SandboxSettings), args.process_index, args.local_process_index, gather_object)
 
 
 def make_referee(
@@ -348,8 +469,18 @@ def make_referee(
     held_out: HeldOut | None = None,
     sandbox: Sandbox | None = None,
 ) -> Referee:
-    """What decides in a run; starts the sandbox if none is given. Collective."""
-    assert args.prompt_style is not None, "chosen before the kinds were made"
+    """
+    Makes the referee of a run, and starts a sandbox if none is given. Collective.
+
+    Args:
+        args: Settings of the run. Its `shots` are set here.
+        kinds: The kinds of task by name.
+        base: The base; its size decides how many solved tasks students are shown.
+        tokenizer: Its control tokens may stand in no task.
+        held_out: Tasks that teachers may not propose.
+        sandbox: Runs the programs.
+    """
+    assert args.prompt_style is not None, "`choose_style` comes before `make_kinds`"
     args.shots = choose_shots(args.shots, args.prompt_style, base)
     forbidden = find_control_texts(tokenizer)
     pool = sandbox or make_sandbox(args)
@@ -364,7 +495,7 @@ def make_game(
     player: Player,
     rules: Rules,
 ) -> Game:
-    """What the steps are played with."""
+    """Puts together what the steps of a run are played with."""
     return Game(
         population=population,
         matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.seed),
@@ -385,147 +516,34 @@ def make_game(
 
 
 def make_callbacks(describe: Callable[[], dict[str, Any]], played: Callable[[], Played]) -> list[TrainerCallback]:
-    """Callbacks that record a run and report on it; `describe` gives the contents of `population.json`."""
+    """
+    Makes the callbacks that record a run and report on it.
+
+    Args:
+        describe: Returns the contents of `population.json`.
+        played: Returns the last step.
+    """
     return [Records(describe), Alarms(played, alert), TrackerTables(describe)]
 
 
-# How tasks are put to a base: the style that fits it, solved tasks before a student's own, and what its chat template
-# takes.
-
-
-FEW_PARAMETERS = 10**9  # below, solved examples teach a format better than a description of it does
-SHOTS = 3
-
-
-def choose_style(
-    wanted: str | None, model: str | PreTrainedModel, init_kwargs: Mapping[str, Any] | None = None
-) -> str:
-    """
-    The wanted prompt style, else `"compact"` for a base made by `recipes/make_tiny_base.py`, or `"turns"`.
-
-    Args:
-        wanted: As in `prompt_style`.
-        model: The base.
-        init_kwargs: What it is loaded with, the revision among it.
-
-    Raises:
-        `ValueError`: If there is no such model; says what is there instead.
-    """
-    config = _config_of(model, (init_kwargs or {}).get("revision") or "main")
-    return wanted or str(config.get("populora_prompt_style", "turns"))
-
-
-def _config_of(model: str | PreTrainedModel, revision: str) -> dict[str, Any]:
-    if not isinstance(model, str):
-        return model.config.to_dict()
-    path = resolve_model_path(model)
-    here = Path(path).is_dir()
-    try:
-        if here and not Path(path, "config.json").is_file():
-            raise OSError("it has no config.json")
-        return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
-    except OSError as error:
-        found = "a directory, but no model" if here else "no directory here, and the Hub has no such model in reach"
-        raise ValueError(
-            f"`model={model!r}` is {found} ({str(error).splitlines()[0]:.200}). Give a directory that "
-            "`save_pretrained` wrote, or a Hub id."
-        ) from error
-
-
-def refuse_gguf(model: str) -> None:
-    """
-    Raises:
-        `ValueError`: If a GGUF file, or a directory of nothing else, is given as base; says what to make of it.
-    """
-    files = [Path(model)] if model.endswith(".gguf") else sorted(Path(model).glob("*.gguf"))
-    if files and not Path(model, "config.json").is_file():
-        raise ValueError(
-            f"`model={model!r}` is a GGUF file, which serves and does not train. Make an ordinary directory of it: "
-            f"`AutoModelForCausalLM.from_pretrained({str(files[0].parent)!r}, gguf_file={files[0].name!r})` reads it, "
-            "`recipes/get_smollm2.py` does the rest for one."
-        )
-
-
-def choose_shots(wanted: int | None, style: str, base: PreTrainedModel) -> int:
-    """The wanted number of solved tasks, else by the base's size; none in the style `"compact"`."""
-    if style == "compact":
-        return 0
-    if wanted is not None:
-        return wanted
-    # DeepSpeed leaves empty tensors of parameters that it has shared out.
-    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in base.parameters())
-    return SHOTS if size < FEW_PARAMETERS else 0
-
-
-def check_prompts(
-    referee: Referee,
-    archive: TaskArchive,
-    references: int | None,
-    held_out: HeldOut | None,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int | None,
-) -> None:
-    """
-    Asks each kind for a proposal prompt once, and looks at the solved tasks that students will be shown.
-
-    Args:
-        referee: Its kinds and how much room there is.
-        archive: References are drawn from it.
-        references: Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
-        held_out: Tasks that nobody may be shown solved.
-        tokenizer: Counts the tokens of an answer.
-        limit: Tokens of the longest completion.
-
-    Raises:
-        `ValueError`: If a prompt has no room or the chat template refuses it, a solved task is held out, or its answer
-            is longer than a completion may be.
-    """
-    for kind in referee.kinds.values():
-        if references is not None:
-            referee.proposal_prompt(kind, referee.draw_references(kind, archive, references, random.Random(0)))
-        for shot in kind.shots[: referee.shots]:
-            if held_out is not None and shot.task in held_out:
-                raise ValueError(
-                    f"`eval_dataset` holds a task that students of {kind.name} are shown solved: "
-                    f"{shot.task.program!r:.200}. Take it out, or set `shots=0`."
-                )
-            longest = len(tokenizer.encode(shot.answer, add_special_tokens=False)) + 1
-            if limit is not None and longest > limit:
-                raise ValueError(
-                    f"`max_completion_length={limit}` is too short for answers of {kind.name}: one that students are "
-                    f"shown has {longest} tokens. Raise it, or set `shots=0`."
-                )
-
-
-def to_measure(eval_dataset: Any, own: HeldOut | None, referee: Referee, player: Player, args: GRPOConfig) -> HeldOut:
-    """
-    What an evaluation goes by: tasks given to it, which are checked, or the trainer's own. Collective.
-
-    Raises:
-        `ValueError`: If there are none, or those given cannot be used.
-    """
-    found = own if eval_dataset is None else load_held_out(eval_dataset, referee.kinds, None, args)
-    if found is None:
-        raise ValueError("`evaluate` needs tasks: give `eval_dataset` to it or to the trainer.")
-    if found is not own:
-        check_outputs(given_tables(None, found), referee, player)
-    return found
+# Checks that need the parts: given tasks are true, and prompts fit into the context.
 
 
 def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player: Player) -> None:
     """
-    Reads given tasks and runs those of the code kinds once, about a thousand a second. Collective: the ranks share
-    the work.
+    Checks that given tasks are true: runs the programs of the built-in kinds and compares the outputs.
+
+    About a thousand programs run in a second. Collective: the ranks share the rows.
 
     Args:
-        tables: By the name of the dataset; the order is that of its rows.
-        referee: Its kinds and sandbox.
+        tables: The tasks of each dataset, in the order of its rows, by the name of the dataset.
+        referee: Has the kinds and the sandbox.
         player: Knows the ranks.
 
     Raises:
-        `ValueError`: If a program does not give the outputs that a row claims or needs more than half of
-            `sandbox_seconds`, or a row holds a control token or the wrong number of visible pairs; names dataset, row
-            and values.
+        `ValueError`: On every rank, if a program does not return the outputs that its row claims, or needs more than
+            half of `sandbox_seconds`; or if a row holds a control token or a wrong number of visible pairs. The
+            message names dataset, row and values.
     """
     code = {name: kind for name, kind in referee.kinds.items() if isinstance(kind, CodeKind)}
     rows = [(field, number, task) for field, tasks in tables.items() for number, task in enumerate(tasks)]
@@ -537,7 +555,8 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
         if (text := find_control_text(task, referee.forbidden))
     ]
     mine = [row for row in rows if row[2].kind in code][player.rank :: player.world]
-    # As a proposal: its attempts, which run beside other work, must not fail for the time that they take.
+    # A given task gets the CPU time of a proposal, half of an attempt's. The attempts run beside other work later, and
+    # must not fail because they take longer.
     verdicts = referee.sandbox.run(
         [Job(task.program, task.inputs, headroom=code[task.kind].cpu_headroom) for _, _, task in mine]
     )
@@ -554,6 +573,7 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
                     f"{given!r:.80}."
                 )
                 break
+    # All ranks learn of all flaws, so that they raise together and none waits for another.
     if found := [flaw for part in player.gather(flaws) for flaw in part]:
         raise ValueError(
             f"{len(found)} of {len(rows)} given task(s) are wrong. {' '.join(found[:5])} `make_task(kind, program, "
@@ -563,9 +583,11 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
 
 def _check_visible(field: str, tasks: Iterable[Task], kinds: Mapping[str, TaskKind]) -> None:
     """
+    Checks how many input-output pairs of each given task are visible to students.
+
     Raises:
-        `ValueError`: If a task of a code kind shows all of its pairs, of which any answer would be right, or a code_f
-            shows none.
+        `ValueError`: If a task of a code kind shows all its pairs, so that none is left to grade an answer by; or if a
+            task of code_f shows none.
     """
     for task in tasks:
         kind = kinds.get(task.kind)
@@ -579,3 +601,95 @@ def _check_visible(field: str, tasks: Iterable[Task], kinds: Mapping[str, TaskKi
             f"`{field}` holds a task of kind {task.kind} with {len(task.inputs)} `inputs`, {task.visible} of them "
             f"`visible`: {flaw}. Its program is {task.program!r:.200}."
         )
+
+
+def choose_held_out(
+    eval_dataset: Any, own: HeldOut | None, referee: Referee, player: Player, args: GRPOConfig
+) -> HeldOut:
+    """
+    Chooses the tasks of an evaluation: the tasks given to `evaluate`, else the trainer's. Collective.
+
+    Args:
+        eval_dataset: What `evaluate` was given; these tasks are checked here.
+        own: The trainer's held-out tasks, which were checked at its start.
+        referee, player: Check the tasks.
+        args: Settings of the run.
+
+    Raises:
+        `ValueError`: If there are no tasks, or the given ones cannot be used.
+    """
+    found = own if eval_dataset is None else load_held_out(eval_dataset, referee.kinds, None, args)
+    if found is None:
+        raise ValueError("`evaluate` needs tasks: give `eval_dataset` to it or to the trainer.")
+    if found is not own:
+        check_outputs(list_given_tables(None, found), referee, player)
+    return found
+
+
+def fit_into_context(
+    referee: Referee,
+    archive: TaskArchive,
+    held_out: HeldOut | None,
+    free_tokens: Callable[[Messages], int],
+    proposing: bool = True,
+) -> None:
+    """
+    Tells the referee how long prompts may be, and drops given tasks that do not fit into the context.
+
+    Args:
+        referee: Writes the prompts.
+        archive: The tasks to start from; those that do not fit are dropped.
+        held_out: Tasks that must all fit.
+        free_tokens: Counts the tokens of the context that a prompt leaves free beside the longest completion; negative
+            if the prompt is too long.
+        proposing: Whether there are teachers, which need tasks to be shown.
+
+    Raises:
+        `ValueError`: If a held-out task does not fit, or no task is left to start from.
+    """
+    referee.free_tokens = free_tokens
+    referee.leave_out_long(archive)
+    check_archive(archive, referee.kinds, proposing)
+    for tasks in held_out.tables.values() if held_out else ():
+        for task in tasks:
+            referee.solving_prompt(task)  # raises if it does not fit
+
+
+def check_prompts(
+    referee: Referee,
+    archive: TaskArchive,
+    references: int | None,
+    held_out: HeldOut | None,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+) -> None:
+    """
+    Writes a proposal prompt of each kind once, and checks the solved tasks that students will be shown.
+
+    Args:
+        referee: Has the kinds, and knows how long prompts may be.
+        archive: References are drawn from it.
+        references: Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
+        held_out: Tasks that nobody may be shown solved.
+        tokenizer: Counts the tokens of an answer.
+        limit: Most tokens of a completion.
+
+    Raises:
+        `ValueError`: If a prompt does not fit or the chat template refuses it; if a solved task is held out; or if its
+            answer has more tokens than a completion may have.
+    """
+    for kind in referee.kinds.values():
+        if references is not None:
+            referee.proposal_prompt(kind, referee.draw_references(kind, archive, references, random.Random(0)))
+        for shot in kind.shots[: referee.shots]:
+            if held_out is not None and shot.task in held_out:
+                raise ValueError(
+                    f"`eval_dataset` holds a task that students of {kind.name} are shown solved: "
+                    f"{shot.task.program!r:.200}. Take it out, or set `shots=0`."
+                )
+            longest = len(tokenizer.encode(shot.answer, add_special_tokens=False)) + 1  # the end of the turn
+            if limit is not None and longest > limit:
+                raise ValueError(
+                    f"`max_completion_length={limit}` is too short for answers of {kind.name}: one that students are "
+                    f"shown has {longest} tokens. Raise it, or set `shots=0`."
+                )

@@ -27,8 +27,8 @@ from trl.models import unwrap_model_for_generation
 
 from trl_populora import start
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.evaluate.held_out import given_tables, load_held_out
-from trl_populora.files import without_empty_directories
+from trl_populora.evaluate.held_out import list_given_tables, load_held_out
+from trl_populora.files import remove_empty_directories
 from trl_populora.generate import transformers as decoding
 from trl_populora.generate.player import (
     find_end_tokens,
@@ -142,7 +142,7 @@ class PopuLoRATrainer(HubTrainer):
         **unsupported: Any,
     ):
         args = PopuLoRAConfig("populora") if args is None else args
-        lora_config = peft_config or start.default_lora()
+        lora_config = peft_config or start.make_default_lora()
         start.check_setup(args, unsupported, model, lora_config)
         args.prompt_style = start.choose_style(args.prompt_style, model, args.model_init_kwargs)
         kinds = start.make_kinds(args)
@@ -163,15 +163,15 @@ class PopuLoRATrainer(HubTrainer):
         # `use_vllm` it would start an engine without adapters.
         hidden = start.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
         completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
-        with hidden, without_empty_directories(completions):  # a start that fails below leaves no empty folder
+        with hidden, remove_empty_directories(completions):  # a start that fails below leaves no empty folder
             super().__init__(
                 model=members,
-                reward_funcs=start.reward_functions(args, reward_funcs),
+                reward_funcs=start.list_reward_functions(args, reward_funcs),
                 args=args,
-                train_dataset=start.placeholder_dataset(args),
-                eval_dataset=None if held_out is None else start.placeholder_dataset(args),
+                train_dataset=start.make_placeholder_dataset(args),
+                eval_dataset=None if held_out is None else start.make_placeholder_dataset(args),
                 processing_class=tokenizer,
-                reward_processing_classes=start.reward_processors(reward_processing_classes),
+                reward_processing_classes=start.list_reward_processors(reward_processing_classes),
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
@@ -190,7 +190,7 @@ class PopuLoRATrainer(HubTrainer):
             world=self.accelerator.num_processes,
         )
         self.game = start.make_game(args, self.population, archive, referee, player, rules)
-        start.check_outputs(given_tables(train_dataset, held_out), referee, player)
+        start.check_outputs(list_given_tables(train_dataset, held_out), referee, player)
         self._add_callbacks()
         if args.warm_start:
             warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
@@ -365,7 +365,7 @@ class PopuLoRATrainer(HubTrainer):
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
         was_closed = self._closed
         referee, player = self._open().referee, self.game.player
-        held_out = start.to_measure(eval_dataset, self.held_out, referee, player, self.args)
+        held_out = start.choose_held_out(eval_dataset, self.held_out, referee, player, self.args)
         students, adapter = self.population.students, self.population.adapter
         untrained = {
             each.name for each in students if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
@@ -539,7 +539,7 @@ class PopuLoRATrainer(HubTrainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None:
             optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            rates = start.learning_rates(self.args, self.population)
+            rates = start.choose_learning_rates(self.args, self.population)
             groups = lora_members.member_param_groups(self.model, rates, self.args.weight_decay)
             self.optimizer = optimizer_class(groups, **kwargs)
         return super().create_optimizer(model)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_populora.evaluate.tryout import Form, Outcome, Question, Tryout
+from trl_populora.evaluate.tryout import Finding, Form, Question, Tryout
 from trl_populora.step.player import Completion
 from trl_populora.tasks.python import prompts
 
@@ -44,7 +44,7 @@ def test_each_of_the_twelve_prompts_has_an_answer_and_what_came_of_it(page):
 
 
 def test_a_page_shows_the_first_answer_of_each_form_and_role():
-    good, bad = Outcome(True, True), Outcome(False, False, "format", "there is no block")
+    good, bad = Finding(True, True), Finding(False, False, "format", "there is no block")
     turns, shots, chat = Form("turns"), Form("turns", 3), Form("chat")
     asked = [
         (turns, "teacher", "first", bad),

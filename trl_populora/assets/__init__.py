@@ -1,4 +1,4 @@
-"""What ships with the package: the embedded tiny base, seed tasks for it and others, its held-out tasks, recipes."""
+"""What ships with the package: the embedded tiny base, seed tasks, held-out tasks, and the recipes."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from importlib.resources import files
 from pathlib import Path
 
 
-TINY = "tiny"
+TINY = "tiny"  # the embedded base as users name it
 
 
 def tiny_base_path() -> str:
-    """Directory of the embedded tiny base model, made by `recipes/make_tiny_base.py`."""
+    """Returns the directory of the embedded tiny base, a model that `studies/make_tiny_base.py` has made."""
     return str(files("trl_populora").joinpath("assets", "tiny"))
 
 
 def tiny_eval_tasks() -> str:
-    """File of the held-out tasks for the embedded base: combinations of operations that it was never trained on."""
+    """Returns the file of held-out tasks for the embedded base: it was never trained on what they combine."""
     return str(files("trl_populora").joinpath("assets", "eval_tasks.jsonl"))
 
 
 def real_seed_tasks() -> str:
-    """File of ordinary Python seed tasks, for bases that can read more than the embedded one."""
+    """Returns the file of seed tasks in ordinary Python, for every base but the embedded one."""
     return str(files("trl_populora").joinpath("assets", "real_seed_tasks.jsonl"))
 
 
 def resolve_model_path(model: str) -> str:
-    """The embedded base for `"tiny"`; any other name or path is left to transformers."""
+    """Replaces `"tiny"` by the directory of the embedded base; returns any other name or path unchanged."""
     return tiny_base_path() if model == TINY else model
 
 
 def find_shipped(folder: str) -> Path:
-    """Where `recipes` or `accelerate_configs` lies: in a wheel inside the package, in a clone beside it."""
+    """Finds `recipes` or `accelerate_configs`. A wheel has them inside the package, a clone beside it."""
     package = Path(__file__).parent.parent
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder
 
 
-def recipe_titles() -> dict[str, str]:
-    """The first line of every YAML recipe by its path in `recipes/`."""
+def list_recipes() -> dict[str, str]:
+    """Lists all YAML recipes: the path in `recipes/`, and the recipe's first line as its title."""
     root = find_shipped("recipes")
     paths = sorted(root.rglob("*.yaml"))
     return {str(path.relative_to(root)): path.read_text().partition("\n")[0].lstrip("# ") for path in paths}
@@ -46,12 +46,13 @@ def recipe_titles() -> dict[str, str]:
 
 def copy_recipes(directory: str | Path) -> None:
     """
-    Copies `recipes/` and `accelerate_configs/` into a directory; run from there, the commands of the recipes hold.
+    Copies `recipes/` and `accelerate_configs/` into a directory, in which the commands of the recipes then work.
 
     Raises:
-        `ValueError`: If one of them is there already.
+        `ValueError`: If the directory has one of these folders already.
     """
     targets = {folder: Path(directory, folder) for folder in ("recipes", "accelerate_configs")}
+    # Both are checked before either is copied, so that a refusal leaves nothing behind.
     for target in targets.values():
         if target.exists():
             raise ValueError(f"{target} is there already; name another directory.")

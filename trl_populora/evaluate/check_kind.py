@@ -1,4 +1,8 @@
-"""Tries a kind of task before a run does, without a model: in a test of your own, or as `populora check-kind`."""
+"""Tests a kind of task without a model: in a test of your own, or as `populora check-kind`.
+
+A run would meet a fault of the kind hours after its start, in a text that some model happens to write. So this plays
+the part of the model: it hands the kind a thousand mangled texts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,11 @@ from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArch
 from trl_populora.tasks.kind import measure_complexity
 
 
-TEXTS, RUNS, SECONDS = 1000, 100, 5  # changed texts; how many of those that parse run; for a parser to read one
+TEXTS = 1000  # mangled texts
+RUNS = 100  # how many of the texts that can be read are also run or graded
+SECONDS = 5  # for the kind to read one text
+# Texts that break parsers: control characters, numbers that Python reads and others do not, tags, unfinished fences,
+# and in the last line inputs of a size or depth at which a careless parser is slow or overflows the stack.
 HOSTILE = ["", " ", "\x00", "\ud800", "²", "İ", "-0", "1e999", "nan", "1_0", "<think>", "<|im_end|>", "```python\n"]
 HOSTILE += ["'", "\\", "{}", "%s", "\r\n", "()", "[[", '{"a": 1}', "9**9**9", "__import__('os')._exit(0)", "f(1)"]
 HOSTILE += ["(" * 5000, "[" * 100_000, "9" * 10_000, "a" * 300_000, " " * 100_000, "```\n" * 5000, "1 " * 50_000]
@@ -24,71 +32,95 @@ HOSTILE += ["(" * 5000, "[" * 100_000, "9" * 10_000, "a" * 300_000, " " * 100_00
 
 def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], object] = str) -> list[str]:
     """
-    Plays a configured kind and returns what is wrong, a sentence each: it writes its prompts, judges the given tasks,
-    and reads a thousand texts that a model might write, as proposals and as answers.
+    Plays a configured kind and returns the problems, one sentence each.
+
+    The kind writes its prompts, judges the given tasks, and reads a thousand texts that a model might write, as
+    proposals and as answers.
 
     Args:
         kind: The kind.
-        tasks: Tasks of this kind, which it has to accept, and tasks of other kinds that its teachers are shown.
-        say: Receives the prompts, and how many of the texts were read.
+        tasks: Tasks of this kind, which it must accept. Tasks of other kinds are shown to teachers as references.
+        say: Receives the prompts, and how many texts could be read.
     """
     problems, rng, archive, shown = dict[str, str](), random.Random(0), TaskArchive(), list[Task]()
     own, texts = [task for task in tasks if task.kind == kind.name], HOSTILE.copy()
     for task in tasks:
         archive.add(task)
     with Sandbox() as sandbox:
+        # 1. Prompts in every style. Their paragraphs are also texts to mangle.
         referee = Referee({kind.name: kind}, sandbox, STYLES[0])
         for style in STYLES:
-            with _noting(kind, problems):
+            with _note_problems(kind, problems):
                 referee.style, shown = style, referee.draw_references(kind, archive, 6, rng)
                 prompts = [referee.proposal_prompt(kind, shown)[0], *map(referee.solving_prompt, own[:1])]
                 told = ["\n".join("{role}: {content}".format(**each) for each in prompt) for prompt in prompts]
                 say("\n\n".join([f"--- prompts in the style {style}", *told]))
                 texts += "\n\n".join(told).split("\n\n")
+        # 2. Given tasks: what the kind accepts, writes and reads must come to the same task.
         for task in own:
-            with _noting(kind, problems, task):
+            with _note_problems(kind, problems, task):
                 texts += [task.program, *task.inputs, *task.outputs, kind.write_proposal(task)]
                 _judge_given(kind, task, referee, texts[-1])
-        texts += [_change(rng.choice(texts), rng) for _ in range(TEXTS)]
-        formed, made = _read(kind, problems, "parse_proposal", texts, shown), list[Task]()
+        # 3. Mangled texts as proposals. Those that can be read go to the sandbox.
+        texts += [_mangle(rng.choice(texts), rng) for _ in range(TEXTS)]
+        formed, made = _read_twice(kind, problems, "parse_proposal", texts, shown), list[Task]()
         for text in formed[:RUNS]:
-            with _noting(kind, problems, text):
+            with _note_problems(kind, problems, text):
                 made += [t for t in referee.judge([Written(kind.name, text, shown)], rng) if isinstance(t, Task)]
+        # 4. What a run asks about each task, and the texts as answers to a few tasks.
         for task in (*own, *made):
-            with _noting(kind, problems, task):
-                _estimate(kind, task, referee)
+            with _note_problems(kind, problems, task):
+                _check_estimates(kind, task, referee)
         for task in (*own, *made)[:3]:
-            for text in _read(kind, problems, "parse_attempt", texts, task)[:RUNS]:
-                with _noting(kind, problems, text):
+            for text in _read_twice(kind, problems, "parse_attempt", texts, task)[:RUNS]:
+                with _note_problems(kind, problems, text):
                     referee.grade([task], [text])
     say(f"--- {len(texts)} texts: {len(formed)} were read as proposals; {len(made)} of the first {RUNS} became tasks")
     return list(problems.values())
 
 
 @contextmanager
-def _noting(kind: TaskKind, problems: dict[str, str], *given: Any) -> Iterator[None]:
-    """Makes an error of the block a problem, with the method of the kind that raised it; each line of it once."""
+def _note_problems(kind: TaskKind, problems: dict[str, str], *given: Any) -> Iterator[None]:
+    """
+    Notes an error of the block as a problem and goes on.
+
+    Args:
+        kind: The kind; its method that raised is named.
+        problems: The problems by their text up to the value received, so that each problem is noted once.
+        given: What the block worked on, for the text.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
         what, file = str(error).removeprefix(f"task kind {kind.name!r}: "), inspect.getfile(type(kind))
-        if not what.startswith("`"):
+        if not what.startswith("`"):  # messages of the package's own checks start with a name in backticks
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if frame.filename == file] or frames[-1:]
             what = f"`{own[0].name}` raised {type(error).__name__} ({own[-1].filename}:{own[-1].lineno}), got {error}"
         problems.setdefault(what.partition(", got ")[0], what + "".join(f", for {each!r:.120}" for each in given))
 
 
-def _read(kind: TaskKind, problems: dict, method: str, texts: Sequence[str], about: Any) -> list[str]:
-    """Reads each text twice, which must give the same; returns those that are not refused."""
+def _read_twice(kind: TaskKind, problems: dict, method: str, texts: Sequence[str], about: Any) -> list[str]:
+    """
+    Lets the kind read each text twice; returns the texts that it could read.
+
+    Notes a problem if the two readings differ, because a run reads a text more than once.
+
+    Args:
+        kind: The kind.
+        problems: Takes the problems.
+        method: `"parse_proposal"` or `"parse_attempt"`.
+        texts: The texts.
+        about: The second argument of the method: a teacher's references or a student's task.
+    """
 
     def end(number: int, frame: Any) -> None:
         raise TimeoutError(f"more than {SECONDS} seconds")
 
     formed, before = list[str](), signal.signal(signal.SIGALRM, end)
     for text in texts:
-        with _noting(kind, problems, text):
-            signal.alarm(SECONDS)  # the parser runs in the trainer's own process, where nothing would stop it
+        with _note_problems(kind, problems, text):
+            signal.alarm(SECONDS)  # a run parses in the trainer's own process, where nothing would end a slow parser
             found, again = (getattr(kind, method)(text, about) for _ in range(2))
             if found != again:
                 raise ValueError(f"`{method}` must read a text always alike, got {found!r:.80} and {again!r:.80}")
@@ -99,6 +131,7 @@ def _read(kind: TaskKind, problems: dict, method: str, texts: Sequence[str], abo
 
 
 def _judge_given(kind: TaskKind, task: Task, referee: Referee, written: str) -> None:
+    """Checks that a given task survives: `accept` makes the same task again, and a written proposal can be read."""
     proposal = Proposal(task.kind, task.program, task.inputs, task.message)
     (found,) = referee.verify([(task.kind, proposal)], random.Random(0))
     if not isinstance(found, Task) or sorted(found.outputs) != sorted(task.outputs):
@@ -107,8 +140,9 @@ def _judge_given(kind: TaskKind, task: Task, referee: Referee, written: str) -> 
         raise ValueError(f"`parse_proposal` must read what `write_proposal` wrote, got {written!r:.80}")
 
 
-def _estimate(kind: TaskKind, task: Task, referee: Referee) -> None:
-    """Asks what a run does without where it raises: directly, and as a run does."""
+def _check_estimates(kind: TaskKind, task: Task, referee: Referee) -> None:
+    """Checks the estimates that a run asks for about a task."""
+    # A run logs a method that raises and goes on without its estimate. Called directly it raises here.
     for method in ("chance", "guesses", "copies", "complexity"):
         getattr(kind, method)(task)
     if not 0 <= (chance := referee.chances([task])[0]) <= 1:
@@ -119,7 +153,8 @@ def _estimate(kind: TaskKind, task: Task, referee: Referee) -> None:
         raise ValueError("`features` must be words")
 
 
-def _change(text: str, rng: random.Random) -> str:
+def _mangle(text: str, rng: random.Random) -> str:
+    """Replaces up to 12 characters of a text by a hostile piece, a copy of a neighbouring piece, or any character."""
     start, length = rng.randint(0, len(text)), rng.randint(0, 12)
     piece = rng.choice([*HOSTILE[:25], "7", text[start : start + 12], chr(rng.randrange(0x3000))])
     return text[:start] + piece + text[start + length :]

@@ -1,8 +1,9 @@
-"""
-Cross-play: students of saved populations on given tasks and on each other's proposals, as numbers and a picture.
+"""Cross-play: members of saved populations attempt given tasks, and students attempt the tasks of every teacher.
 
-Nothing here touches ratings, archives or adapters of a run, and nothing needs a trainer. Benchmarks that people quote
-are `recipes/evaluate.py`'s.
+    runs --assemble--> Contest --cross_play--> Payoff [T teachers, S students] --write_payoff--> numbers and a picture
+
+Only saved files are read: ratings, archives and adapters of a run stay the same, and no trainer is needed. Published
+benchmarks are run by `recipes/evaluate.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tqdm import tqdm
 
 from trl_populora import start
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.errors import printable
+from trl_populora.errors import make_printable
 from trl_populora.evaluate.held_out import attempt
 from trl_populora.files import write_json
 from trl_populora.generate.player import make_free_token_counter, make_player
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CrossPlayArguments:
-    """What `populora crossplay` needs."""
+    """Options of `populora crossplay`."""
 
     runs: list[str] = field(metadata={"help": "Directories of runs or of their checkpoints, or Hub names, or both."})
     proposals: int = field(default=12, metadata={"help": "Proposals per teacher, the kinds in rotation."})
@@ -76,14 +77,14 @@ def solve_rates(
     Lets one member attempt every task, sampled as in training.
 
     Args:
-        referee, player: A trainer's (`trainer.game.referee`), or those of [`assemble`].
-        member: Name of the member.
+        referee, player: Those of a trainer (`trainer.game.referee`, `trainer.game.player`) or of a [`Contest`].
+        member: Name of the member, or `base`.
         tasks: What to solve.
         attempts: Attempts per task.
-        batch: Rows generated at once.
+        batch: Most rows that are generated at once.
 
     Returns:
-        `list[float]`: Fraction of right attempts per task, in the order of the tasks.
+        `list[float]`: The solve rate of each task: the share of right attempts, in the order of the tasks.
     """
     tried = attempt(referee, player, [member], tasks, attempts, batch)[member]
     return [fmean(outcome.correct for outcome in group) for group in tried]
@@ -93,10 +94,18 @@ def score_members(
     referee: Referee, player: Player, members: Sequence[str], tasks: Sequence[Task], attempts: int = 4
 ) -> dict[str, float]:
     """
-    Each member's mean solve rate on the same tasks, teachers included: what it can do outside its matches.
+    Measures each member's mean solve rate on the same tasks. Teachers solve, too.
+
+    Tasks of a kind that the referee does not know are left out.
+
+    Args:
+        referee, player: Those of a trainer or of a [`Contest`].
+        members: Names of members, or `base`.
+        tasks: What to solve.
+        attempts: Attempts of each member at each task.
 
     Raises:
-        `ValueError`: If no task is of a kind that the referee knows; others are left out.
+        `ValueError`: If the referee knows the kind of none of the tasks.
     """
     known = [task for task in tasks if task.kind in referee.kinds]
     if not known:
@@ -118,27 +127,28 @@ def cross_play(
     seed: int = 0,
 ) -> Payoff:
     """
-    Every student attempts fresh proposals of every teacher.
+    Lets every teacher propose tasks, and every student attempt the fresh tasks of every teacher.
 
-    All teachers are shown the same references, and all students attempt the same tasks. A task of the archive, where
-    the references are from, and one that its teacher has proposed before are none: copying is no skill.
+    All teachers are shown the same references, and all students attempt the same tasks. A task is *fresh* if the
+    archive does not hold it and its teacher has not proposed it before: copying is no skill.
 
     Args:
-        referee, player: Who judges and who generates.
+        referee: Writes the prompts, judges and grades.
+        player: Generates.
         archive: References are drawn from it.
-        teachers, students: Members to play, by name.
-        proposals: Proposals per teacher, the referee's kinds in rotation.
+        teachers, students: Names of the members that play.
+        proposals: Proposals per teacher. The referee's kinds take turns.
         attempts: Attempts of each student at each fresh task.
         references: Tasks that a proposing teacher is shown.
         seed: Chooses the references.
 
     Returns:
-        [`Payoff`]: Its matrix is `[T][S]`.
+        [`Payoff`]: The solve rates, `[T][S]`.
     """
     rng = random.Random(f"cross-play/{seed}")
     names = list(referee.kinds)
-    kinds = [names[slot % len(names)] for slot in range(proposals)]
-    asked = []
+    kinds = [names[place % len(names)] for place in range(proposals)]
+    asked = []  # the prompt and the references of each proposal, the same for all teachers
     for kind in map(referee.kinds.__getitem__, kinds):
         asked.append(referee.proposal_prompt(kind, referee.draw_references(kind, archive, references, rng)))
     payoff = Payoff(list(teachers), list(students))
@@ -151,7 +161,7 @@ def cross_play(
         valid = [task for task in referee.judge(written, rng) if isinstance(task, Task)]
         own = TaskArchive()
         fresh = [task for task in valid if task not in archive and own.add(task)]
-        tasks, *_ = player.gather(fresh)  # other ranks have other proposals
+        tasks, *_ = player.gather(fresh)  # each rank has sampled proposals of its own; all play those of rank 0
         payoff.valid.append(len(tasks) / proposals)
         payoff.solved.append(
             [fmean(solve_rates(referee, player, name, tasks, attempts)) if tasks else math.nan for name in students]
@@ -162,14 +172,14 @@ def cross_play(
 @dataclass
 class Contest:
     """
-    Members of several saved populations on one base, ready to play. A context that ends the sandbox.
+    Members of several saved populations on one base, ready to play. As a context it ends the sandbox.
 
     Args:
-        args: Kinds, lengths and sampling.
-        model: The base with all members.
-        names: For each member a readable name.
+        args: Settings: kinds, lengths and sampling.
+        model: The base with the adapters of all members.
+        names: For the name of each member one that tells its run, too: `"a student_0"`.
         referee, player, archive: What [`cross_play`] takes.
-        teachers, students: Members by role.
+        teachers, students: Names of the members of each role.
     """
 
     args: PopuLoRAConfig
@@ -182,13 +192,21 @@ class Contest:
     students: list[str]
 
     def play(self, proposals: int, attempts: int, seed: int = 0) -> Payoff:
-        """[`cross_play`] of all members."""
-        references = self.args.references_per_proposal
-        given = (self.teachers, self.students, proposals, attempts, references, seed)
-        return cross_play(self.referee, self.player, self.archive, *given)
+        """Plays all teachers against all students, as [`cross_play`] does."""
+        return cross_play(
+            self.referee,
+            self.player,
+            self.archive,
+            teachers=self.teachers,
+            students=self.students,
+            proposals=proposals,
+            attempts=attempts,
+            references=self.args.references_per_proposal,
+            seed=seed,
+        )
 
     def score(self, members: Sequence[str], tasks: Sequence[Task], attempts: int) -> dict[str, float]:
-        """[`score_members`] of some, or of `base`."""
+        """Measures some members, or `base`, on the same tasks, as [`score_members`] does."""
         return score_members(self.referee, self.player, members, tasks, attempts)
 
     def __enter__(self) -> Contest:
@@ -205,19 +223,20 @@ def assemble(
     Loads the members of several saved populations on one base, side by side.
 
     Args:
-        runs: Directories (runs or their checkpoints) or Hub names of saved populations. They share base and adapter
-            shape; the base's revision and quantisation, kinds, prompt style, lengths and sampling are the first one's.
-            A warning tells where the kinds differ.
-        tasks: Tasks to draw references from; by default the package's own and, for a user's own kinds, those in the
-            archives of the runs.
-        task_kinds: Kinds that all play; by default the first run's, if the package has them all.
+        runs: Directories (runs or their checkpoints) or Hub names of saved populations, with the same base and the
+            same adapter shape. The first one decides the base's revision and quantisation, the kinds, the prompt
+            style, the lengths and the sampling. If another one was trained on other kinds, a warning says so.
+        tasks: Tasks to draw references from. By default the package's tasks and, for a user's own kinds, the tasks in
+            the archives of the runs.
+        task_kinds: Kinds that all play. By default those of the first run, if the package has them all.
         settings: Further settings of [`PopuLoRAConfig`].
 
     Raises:
-        `ValueError`: If a population is given twice, cannot be read, or does not fit the first one; names file and
-            field. If the first one was trained on a kind that is not the package's, and `task_kinds` does not name it.
+        `ValueError`: If a population is given twice, cannot be read, or does not fit the first one; the message names
+            file and field. Also if the first one was trained on a user's own kind and `task_kinds` does not name it.
     """
     roots = [fetch(run) for run in runs]
+    # 1. What the files say: settings, kinds, and the tasks that teachers are shown.
     if len({root.resolve() for root in roots}) < len(roots):
         raise ValueError(f"A population plays once, but `runs` names one twice: {', '.join(runs)}.")
     saved = [read_population(root) for root in roots]
@@ -226,11 +245,12 @@ def assemble(
     others = {run: theirs["settings"]["task_kinds"] for run, theirs in zip(runs, saved, strict=True)}
     if any(set(kinds) != set(args.task_kinds) for kinds in others.values()):
         trained = "; ".join(f"{run} was trained on {', '.join(kinds)}" for run, kinds in others.items())
-        logger.warning(printable(f"The kinds of task differ: {trained}. All play {', '.join(args.task_kinds)}."))
+        logger.warning(make_printable(f"The kinds of task differ: {trained}. All play {', '.join(args.task_kinds)}."))
     kinds = start.make_kinds(args)
-    given = references_of(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
+    given = gather_references(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
     archive = build_archive(given, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
 
+    # 2. One base with an adapter for every member of every run. A member's name here is that of its place among all.
     set_seed(args.seed)
     base = start.load_base(saved[0]["base_model"], args)
     tokenizer = start.load_tokenizer(base, None, args)
@@ -243,11 +263,12 @@ def assemble(
     for root, theirs in zip(roots, saved, strict=True):
         check_same_shape(root, Shape.of(model, saved[0]["base_model"]))
         check_one_moment(root, theirs)
-    prefixes, names = run_prefixes(runs), {}
+    prefixes, names = choose_prefixes(runs), {}
     for role, contestants in entries.items():
-        for slot, (index, member) in zip(population.role(role), contestants, strict=True):
-            write_member_file(model, slot.name, roots[index] / member["adapter"] / "adapter_model.safetensors")
-            names[slot.name] = prefixes[index] + member["name"]
+        for place, (index, member) in zip(population.role(role), contestants, strict=True):
+            write_member_file(model, place.name, roots[index] / member["adapter"] / "adapter_model.safetensors")
+            names[place.name] = prefixes[index] + member["name"]
+    # 3. The referee, which starts the sandbox, and the player.
     referee = start.make_referee(args, kinds, base, tokenizer)
     try:
         start.fit_into_context(referee, archive, None, make_free_token_counter(base, tokenizer, args))
@@ -260,11 +281,20 @@ def assemble(
 
 
 def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRAConfig:
-    """Settings of a saved population that decide what its members are asked and say, under those given."""
+    """
+    Makes the settings of a contest from those of a saved population.
+
+    Takes over what decides how members are prompted and how they answer.
+
+    Args:
+        saved: Contents of `population.json`.
+        settings: Settings that go before the saved ones.
+    """
     first, on_cpu = saved["settings"], not torch.cuda.is_available()
     theirs = {name: first[name] for name in ("references_per_proposal", "inputs_per_function")}
     # Older files lack some of these.
     theirs |= {name: first[name] for name in ("max_completion_length", *SAMPLING) if name in first}
+    # What held for a population whose file does not have these settings yet.
     asked = {"shots": 0, "reading": "strict", "prompt_texts": None}
     theirs |= {name: first.get(name, before) for name, before in asked.items()}
     return PopuLoRAConfig(
@@ -280,27 +310,26 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
             "use_cpu": on_cpu,
             "bf16": not on_cpu,
             "report_to": [],
-            "teacher_baseline": "group",  # no advantages are taken
+            "teacher_baseline": "group",  # nothing is trained; "member" would warn of few proposals
         }
         | settings,
     )
 
 
-def references_of(kinds: Sequence[str], roots: Sequence[Path], style: str) -> Dataset | None:
+def gather_references(kinds: Sequence[str], roots: Sequence[Path], style: str) -> Dataset | None:
     """
-    Tasks that teachers of these kinds can be shown: the package's, and what the runs' archives hold of a user's own
-    kinds.
+    Gathers the tasks that teachers can be shown: the package's, and those of a user's own kinds from the archives.
 
     Args:
-        kinds: As in `task_kinds`.
+        kinds: Kinds of task as the option `task_kinds` names them.
         roots: Directories of saved populations.
-        style: Of the prompts.
+        style: The prompt style, which decides among the package's tasks.
 
     Returns:
-        [`~datasets.Dataset`] or `None`: `None` where no kind is a user's own.
+        [`~datasets.Dataset`] or `None`: `None` if no kind is a user's own; then the package's tasks suffice.
 
     Raises:
-        `ValueError`: If there is no archive, or a broken one.
+        `ValueError`: If no population has an archive, or an archive is broken.
     """
     own = [kind.name for kind in map(resolve_kind, kinds) if kind.name not in TASK_KINDS]
     if not own:
@@ -316,33 +345,36 @@ def references_of(kinds: Sequence[str], roots: Sequence[Path], style: str) -> Da
     return Dataset.from_list([task.to_record() for task in tasks])
 
 
-def run_prefixes(runs: Sequence[str]) -> list[str]:
-    """What to put before a member's name so that members of different runs differ; nothing for a single run."""
+def choose_prefixes(runs: Sequence[str]) -> list[str]:
+    """
+    Chooses what stands before the names of each run's members, so that members of different runs have different names.
+
+    It is the run's path without the folder that all runs share, and empty for a single run.
+    """
     if len(runs) == 1:
         return [""]
     paths = [Path(run) for run in runs]
     one_sort = len({path.is_absolute() for path in paths}) == 1
     common = os.path.commonpath(paths) if one_sort else ""
-    if not common or Path(common) in paths:
+    if not common or Path(common) in paths:  # one run lies inside another: without the folder it would have no name
         return [f"{run} " for run in runs]
     return [f"{path.relative_to(common)} " for path in paths]
 
 
-# What cross-play found: numbers, a table and a picture.
+# The results: numbers, a table and a picture.
 
 
 @dataclass
 class Payoff:
     """
-    What cross-play found. Shapes: T teachers, S students.
+    The results of cross-play. Shapes: T teachers, S students.
 
     Args:
         teachers, students: Names, in the order of rows and columns.
-        valid: Share of each teacher's proposals that were fresh tasks: accepted by the sandbox, and neither in the
-            archive nor proposed before by the same teacher, `[T]`.
-        solved: Share of the attempts at the teacher's tasks that the student solved, `[T][S]`; NaN in the row of a
-            teacher without a fresh task.
-        given: Each member's solve rate on the given tasks; empty without any.
+        valid: Share of each teacher's proposals that are fresh tasks, `[T]`.
+        solved: Solve rate of each student on the fresh tasks of each teacher, `[T][S]`. A teacher without a fresh task
+            has NaN in its row.
+        given: Each member's solve rate on the given tasks; empty if no tasks are given.
     """
 
     teachers: list[str]
@@ -353,17 +385,17 @@ class Payoff:
 
     @property
     def by_teacher(self) -> list[float]:
-        """Mean over the students per teacher: low is a teacher whose tasks are hard for everybody."""
+        """Mean solve rate on each teacher's tasks over the students. A low one means hard tasks."""
         return [fmean(row) for row in self.solved]
 
     @property
     def by_student(self) -> list[float]:
-        """Mean over the teachers per student, teachers without a valid task left out."""
+        """Mean solve rate of each student over the teachers that have a fresh task."""
         rows = [row for row in self.solved if not math.isnan(row[0])]
         return [fmean(column) if column else math.nan for column in (zip(*rows, strict=True) if rows else [])]
 
     def rename(self, names: Mapping[str, str]) -> Payoff:
-        """The same under other names."""
+        """Copies the results under other names of the members."""
         return replace(
             self,
             teachers=[names[name] for name in self.teachers],
@@ -372,16 +404,17 @@ class Payoff:
         )
 
 
-def payoff_size(teachers: Sequence[str], students: Sequence[str]) -> tuple[float, float]:
-    """Inches of a cross-play's picture: room for every cell, and for names, which stand upright when they are long."""
+def choose_payoff_size(teachers: Sequence[str], students: Sequence[str]) -> tuple[float, float]:
+    """Chooses width and height of the picture in inches, by the number of cells and the length of the names."""
     letters = 0.08 * max(map(len, (*teachers, *students)))
     return max(WIDTH, 1.8 + letters + 0.55 * len(students)), max(3.7, 0.9 + letters + 0.5 * len(teachers))
 
 
 def write_payoff(payoff: Payoff, directory: str | Path) -> Path:
     """
-    Prints a cross-play and writes it as `crossplay.json` (the fields of [`~trl_populora.evaluate.cross_play.Payoff`]
-    and the means per row and column) and `crossplay.png`.
+    Prints the results as a table, and writes `crossplay.json` and `crossplay.png`.
+
+    The JSON file has the fields of [`Payoff`] and the means per row and column.
 
     Returns:
         `Path`: The JSON file.
@@ -389,12 +422,13 @@ def write_payoff(payoff: Payoff, directory: str | Path) -> Path:
     path = Path(directory, "crossplay.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     values = json.dumps(asdict(payoff) | {"by_teacher": payoff.by_teacher, "by_student": payoff.by_student})
-    write_json(path, json.loads(values, parse_constant=lambda _: None))  # NaN is no JSON
+    write_json(path, json.loads(values, parse_constant=lambda _: None))  # NaN, which JSON lacks, becomes null
 
+    # rich belongs to the extra `report`. The JSON file is written even where it is missing.
     from rich.console import Console
     from rich.table import Table
 
-    size = payoff_size(payoff.teachers, payoff.students)
+    size = choose_payoff_size(payoff.teachers, payoff.students)
     save_picture(path.with_suffix(".png"), size, draw_payoff, payoff.solved, payoff.teachers, payoff.students)
     table = Table(title="Attempts solved at fresh tasks", caption="rows: teachers, columns: students")
     for column in ("teacher", "valid", *payoff.students, "mean"):

@@ -167,11 +167,11 @@ class HeldOut:
     step: int | None = None
 
     def __post_init__(self):
-        self._questions = {_question(task) for tasks in self.tables.values() for task in tasks}
+        self._questions = {_key_question(task) for tasks in self.tables.values() for task in tasks}
 
     def __contains__(self, task: object) -> bool:
         """Whether a held-out task asks about the same program and inputs, whatever its kind."""
-        return isinstance(task, Task) and _question(task) in self._questions
+        return isinstance(task, Task) and _key_question(task) in self._questions
 
     def measure(
         self,
@@ -248,13 +248,13 @@ class HeldOut:
         return {"digest": _digest(tasks), "tasks": len(tasks), "attempts": self.attempts}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON. Of the tasks it holds a digest per table; the tasks come with the config."""
+        """Returns plain data, ready for JSON: a digest of each table, as the tasks themselves come from the user."""
         tasks = {name: _digest(table) for name, table in self.tables.items()}
         return {"base": self.base, "rates": self.rates, "step": self.step, "tasks": tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, for the tables whose tasks are still the same."""
-        asked = state.get("tasks")  # version 0.1 did not say
+        asked = state.get("tasks")  # version 0.1 saved no digests
         same = [name for name, tasks in self.tables.items() if asked is None or asked.get(name) == _digest(tasks)]
         if len(same) < len(self.tables):
             logger.warning(
@@ -267,11 +267,13 @@ class HeldOut:
 
 
 def _digest(tasks: Sequence[Task]) -> str:
+    """Computes a short text that changes when a task, or the order of the tasks, changes."""
     return hashlib.sha256(" ".join(task.task_id for task in tasks).encode()).hexdigest()[:16]
 
 
-def _question(task: Task) -> tuple:
-    """What a task asks about: for programs the normal form and the inputs, for other texts all of the task."""
+def _key_question(task: Task) -> tuple:
+    """Makes a key for what a task asks, so that tasks which ask the same have the same key, whatever their kinds."""
+    # Programs that differ only in names or layout have one normal form. Other texts are compared as they stand.
     tree = parse_function(task.program)
     if tree is None:
         return task.kind, task.program, task.inputs, task.message
@@ -302,7 +304,7 @@ def load_held_out(
                 )
         return None
     named = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    tables = {name: _held_out_table(_field(name), table, kinds) for name, table in named.items()}
+    tables = {name: _read_table(_name_field(name), table, kinds) for name, table in named.items()}
     if not tables:
         raise ValueError("`eval_dataset` is an empty dict; name at least one table.")
     batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM schedules rows by itself
@@ -316,7 +318,8 @@ def load_held_out(
     return held_out
 
 
-def _held_out_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> list[Task]:
+def _read_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> list[Task]:
+    """Reads one table of held-out tasks and checks its rows."""
     if not isinstance(table, Dataset):
         raise TypeError(f"`{field}` must be a `datasets.Dataset` of tasks, got `{type(table).__name__}`.")
     if "prompt" in table.column_names and "kind" not in table.column_names:
@@ -336,13 +339,13 @@ def _held_out_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> li
     return tasks
 
 
-def given_tables(train_dataset: Dataset | None, held_out: HeldOut | None) -> dict[str, list[Task]]:
-    """What the user has claimed to be true: the tasks of both datasets under the names that messages give them."""
-    tables = {} if held_out is None else {_field(name): tasks for name, tasks in held_out.tables.items()}
+def list_given_tables(train_dataset: Dataset | None, held_out: HeldOut | None) -> dict[str, list[Task]]:
+    """Lists the tasks that the user gave, by the name of their dataset in messages. Their outputs are unchecked."""
+    tables = {} if held_out is None else {_name_field(name): tasks for name, tasks in held_out.tables.items()}
     if train_dataset is not None:
         tables["train_dataset"] = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]
     return tables
 
 
-def _field(name: str) -> str:
+def _name_field(name: str) -> str:
     return f"eval_dataset[{name!r}]" if name else "eval_dataset"

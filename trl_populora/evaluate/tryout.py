@@ -1,7 +1,9 @@
-"""`populora try`: what a base makes of each prompt style, before hours of training.
+"""`populora try`: how well a base proposes and solves in each prompt style, before hours of training.
 
-The base proposes and solves as members would at the first step: sampled as in training, verified by the sandbox.
-Nothing is trained, and nothing is written.
+    options --try_model--> Tryout: a question, a completion and a finding per row --show--> lines of text
+
+The base answers as members would at the first step: sampled as in training, and verified by the sandbox. Nothing is
+trained, and no file is written.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from peft import PeftModel
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from trl_populora import start as build
+from trl_populora import start
 from trl_populora.assets import TINY, resolve_model_path
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.errors import printable
+from trl_populora.errors import make_printable
 from trl_populora.generate.player import (
     make_completions,
     make_free_token_counter,
@@ -41,47 +43,47 @@ from trl_populora.tasks.dataset import build_archive
 from trl_populora.tasks.python.prompts import check_style
 
 
-ATTEMPTS = 4  # at each task, so that groups can be counted whose attempts differ
+ATTEMPTS = 4  # attempts at each task; only a group whose attempts differ has something to teach
 REFERENCES = 4  # archived tasks that a proposing teacher is shown
 BATCH = 48  # rows that transformers generates at once
-ROUNDING = 32  # of the completion length that is advised, in tokens
+ROUNDING = 32  # the advised completion length is a multiple of this, in tokens
 
 
 @dataclass
 class TryArguments:
     """
-    What `populora try` needs.
+    Options of `populora try`.
 
     Args:
         model: Hub id or directory of a base, or `tiny`.
-        adapter: A LoRA adapter on it, for example of a cold start. Not with `vllm`.
-        task_kinds: Kinds to try; the three built in by default.
-        prompt_style: Tries this style alone; else all that the base may know.
+        adapter: A LoRA adapter on the base, for example of a cold start. Not with `vllm`.
+        task_kinds: Kinds of task to try; by default the three built in.
+        prompt_style: Prompt style to try; by default every style that the base may know.
         samples: Proposals and attempts per kind in each form, a multiple of 4.
-        max_completion_length: Tokens; a longer completion is cut.
-        inputs_per_function: Inputs that a code_f proposal must give; 4 by default, and for the embedded base the 6
+        max_completion_length: Most tokens of a completion; a longer one is cut.
+        inputs_per_function: Inputs that a code_f proposal must give. By default 4, and for the embedded base the 6
             that it was trained on.
-        temperature: Of the samples, as of a run's.
+        temperature: Temperature of the samples.
         vllm: Generate with vLLM, in this process.
-        dtype: Of the weights; float32 for the embedded base, bfloat16 for others.
-        seed: Of references, tasks and samples.
+        dtype: Type of the weights; by default float32 for the embedded base, bfloat16 for others.
+        seed: Seed of references, tasks and samples.
     """
 
     model: str = field(metadata={"help": "Hub id or directory of a base, or 'tiny'."})
-    adapter: str | None = field(default=None, metadata={"help": "A LoRA adapter on it, for example of a cold start."})
+    adapter: str | None = field(default=None, metadata={"help": "A LoRA adapter on the base, of a cold start."})
     task_kinds: list[str] = field(
         default_factory=lambda: ["code_o", "code_i", "code_f"], metadata={"help": "Kinds of task to try."}
     )
-    prompt_style: str | None = field(default=None, metadata={"help": "Try this style alone."})
+    prompt_style: str | None = field(default=None, metadata={"help": "Try only this prompt style."})
     samples: int = field(default=8, metadata={"help": "Proposals and attempts per kind in each form."})
     max_completion_length: int = field(default=160, metadata={"help": "Tokens per completion."})
     inputs_per_function: int | None = field(
         default=None, metadata={"help": "Inputs that a code_f proposal must give; 4, and 6 for 'tiny', when unset."}
     )
-    temperature: float = field(default=1.0, metadata={"help": "Of the samples."})
+    temperature: float = field(default=1.0, metadata={"help": "Temperature of the samples."})
     vllm: bool = field(default=False, metadata={"help": "Generate with vLLM, in this process."})
-    dtype: str | None = field(default=None, metadata={"help": "Of the weights."})
-    seed: int = field(default=0, metadata={"help": "Of references, tasks and samples."})
+    dtype: str | None = field(default=None, metadata={"help": "Type of the weights."})
+    seed: int = field(default=0, metadata={"help": "Seed of references, tasks and samples."})
 
     def __post_init__(self):
         check_numbers(self)
@@ -103,7 +105,7 @@ class TryArguments:
 
 @dataclass(frozen=True)
 class Form:
-    """How tasks are put: a prompt style, and the number of solved tasks before a student's own."""
+    """How tasks are put to the base: a prompt style, and the number of solved tasks that a student is shown."""
 
     style: str
     shots: int = 0
@@ -114,7 +116,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt; `about` are a teacher's references, or the student's task."""
+    """One prompt. `about` holds the references of a teacher, or the one task of a student."""
 
     form: Form
     role: str
@@ -124,8 +126,16 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a completion: whether it could be read, whether it is a valid task or right, and else why not."""
+class Finding:
+    """
+    What became of a completion.
+
+    Args:
+        readable: Whether it could be read.
+        good: Whether a proposal is a valid task, or an attempt right.
+        reason: Why it is not good, in a word.
+        detail: More about the reason, for a person.
+    """
 
     readable: bool
     good: bool
@@ -136,55 +146,59 @@ class Outcome:
 @dataclass
 class Tryout:
     """
-    What was asked, said and found, in the same order.
+    What was asked, answered and found.
 
     Args:
-        questions, completions, outcomes: Row by row.
-        ends: Tokens that end a completion; one without was cut.
-        seconds: All of the generation.
-        left_out: Forms that could not be asked, and why.
+        questions, completions, findings: One of each per row, in the same order.
+        ends: Tokens that end a completion. A completion whose last token is another one was cut.
+        seconds: Duration of the whole generation.
+        left_out: Forms that could not be tried, with the reason.
     """
 
     questions: list[Question]
     completions: list[Completion]
-    outcomes: list[Outcome]
+    findings: list[Finding]
     ends: set[int]
     seconds: float
     left_out: dict[Form, str]
 
-    def of(self, role: str, form: Form, kind: str = "") -> list[Outcome]:
-        """Outcomes of one role in one form, of one kind or of all. Teachers are not shown solved tasks."""
+    def select(self, role: str, form: Form, kind: str = "") -> list[Finding]:
+        """Selects the findings of one role in one form, of one kind of task or of all."""
+        # Solved tasks are shown to students only, so forms that differ in their number have the same teachers' rows.
         form = form if role == "student" else Form(form.style)
-        rows = zip(self.questions, self.outcomes, strict=True)
+        rows = zip(self.questions, self.findings, strict=True)
         return [o for q, o in rows if (q.role, q.form) == (role, form) and kind in ("", q.kind)]
 
     def measure_mixed(self, form: Form) -> float:
-        """Share of the groups of attempts in which some are right and some are not: those teach students."""
-        right = [outcome.good for outcome in self.of("student", form)]
+        """Computes the share of groups in which some attempts are right and some wrong. Only these teach students."""
+        right = [finding.good for finding in self.select("student", form)]
         groups = [right[start : start + ATTEMPTS] for start in range(0, len(right), ATTEMPTS)]
         return fmean(0 < sum(group) < len(group) for group in groups)
 
     def choose(self) -> Form:
         """
-        The form in which both roles do best: most can be read, is valid and right. A form that one role cannot use is
-        worth nothing; where forms are equal, the one with the shortest prompts is chosen.
+        Chooses the form in which both roles do best, by what is readable and what is good.
+
+        A form that one role cannot use is worth nothing. Of equal forms the one with the fewest solved tasks wins,
+        because its prompts are the shortest.
         """
 
-        def worth(form: Form) -> tuple[float, float, int]:
-            sides = self.of("teacher", form), self.of("student", form)
-            proposing, solving = (fmean(o.readable + o.good for o in outcomes) for outcomes in sides)
+        def weigh(form: Form) -> tuple[float, float, int]:
+            roles = self.select("teacher", form), self.select("student", form)
+            proposing, solving = (fmean(f.readable + f.good for f in findings) for findings in roles)
+            # The product is 0 if one role cannot use the form; the sum then still tells such forms apart.
             return proposing * solving, proposing + solving, -form.shots
 
-        return max(dict.fromkeys(question.form for question in self.questions), key=worth)
+        return max(dict.fromkeys(question.form for question in self.questions), key=weigh)
 
-    def obstacles(self) -> list[str]:
-        """Why nothing can be learned in the chosen form; empty if something can."""
+    def find_obstacles(self) -> list[str]:
+        """Finds the reasons why nothing can be learned in the chosen form; empty if something can be learned."""
         form = self.choose()
-        solving = self.of("student", form)
-        right = fmean(outcome.good for outcome in solving)
+        solving = self.select("student", form)
+        right = fmean(finding.good for finding in solving)
         found = {
-            "no proposal is a valid task": not any(outcome.good for outcome in self.of("teacher", form)),
-            "no answer can be read": not any(outcome.readable for outcome in solving),
+            "no proposal is a valid task": not any(finding.good for finding in self.select("teacher", form)),
+            "no answer can be read": not any(finding.readable for finding in solving),
             "no answer is right": right == 0,
             "every answer is right": right == 1,
         }
@@ -192,11 +206,15 @@ class Tryout:
 
     @property
     def cut(self) -> list[bool]:
-        """Which completions were cut at the longest length."""
+        """For each completion, whether it was cut at the longest length."""
         return [not self.ends.intersection(completion.completion_ids[-1:]) for completion in self.completions]
 
     def advise_length(self) -> int:
-        """Tokens that all but one in twenty finished completions of the chosen form need, and half as many again."""
+        """
+        Computes a `max_completion_length`: 1.5 times the 95th percentile of the lengths in the chosen style.
+
+        Completions that were cut do not count, because nobody knows how long they would have been.
+        """
         style = self.choose().style
         rows = zip(self.questions, self.completions, self.cut, strict=True)
         lengths = sorted(len(c.completion_ids) for q, c, cut in rows if q.form.style == style and not cut)
@@ -204,61 +222,73 @@ class Tryout:
         return math.ceil(1.5 * needed / ROUNDING) * ROUNDING
 
     def _ids(self) -> Iterator[list[int]]:
+        """Yields the token ids of each completion."""
         return (completion.completion_ids for completion in self.completions)
 
     @property
     def tokens_per_second(self) -> float:
+        """Speed of the whole generation."""
         return sum(map(len, self._ids())) / self.seconds
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one prompt style is tried with: a referee that writes prompts in that style, and an archive of tasks."""
+
+    referee: Referee
+    archive: TaskArchive
 
 
 def try_model(options: TryArguments) -> Tryout:
     """
-    Lets a base propose and solve in every form.
+    Lets a base propose and solve in every form, and judges what it writes.
 
     Raises:
         `ValueError`: If the base or a kind cannot be used.
     """
-    args = _settings_for(options)
+    args = _make_settings(options)
     set_seed(options.seed)
-    base = build.load_base(options.model, args)
-    tokenizer = build.load_tokenizer(base, None, args)
+    base = start.load_base(options.model, args)
+    tokenizer = start.load_tokenizer(base, None, args)
     if options.adapter:
         base = PeftModel.from_pretrained(base, options.adapter).merge_and_unload()
-    room = make_free_token_counter(base, tokenizer, args)
+    free_tokens = make_free_token_counter(base, tokenizer, args)
     ends = make_sampling_config(base.generation_config, tokenizer, args).eos_token_id
-    # Nobody knows the compact style who was not trained on it.
+    # Only bases that were trained on the compact style can read it.
     known = [style for style in STYLES if style != "compact" or args.prompt_style == "compact"]
     styles = [options.prompt_style] if options.prompt_style else known
-    with closing(build.make_sandbox(args)) as sandbox:
-        sides = {}
+    with closing(start.make_sandbox(args)) as sandbox:
+        setups = {}
         for style in styles:
             args.prompt_style = style
-            kinds = build.make_kinds(args)
-            referee = build.make_referee(args, kinds, base, tokenizer, sandbox=sandbox)
-            referee.free_tokens = room
-            sides[style] = referee, build_archive(None, kinds, style, args.archive_size, REFERENCES)
-        questions, left_out = _pose_all(sides, options)
-        start = time.perf_counter()
+            kinds = start.make_kinds(args)
+            referee = start.make_referee(args, kinds, base, tokenizer, sandbox=sandbox)
+            referee.free_tokens = free_tokens
+            setups[style] = Setup(referee, build_archive(None, kinds, style, args.archive_size, REFERENCES))
+        questions, left_out = _pose_all(setups, options)
+        began = time.perf_counter()
         if options.vllm:
-            player = _vllm_player(options, tokenizer, args, ends)
+            player = _make_vllm_player(options, tokenizer, args, ends)
         else:
             player = make_player(base, tokenizer, Router(), [], args)
         completions = _answer(player, questions)
-        seconds = time.perf_counter() - start
-        outcomes: dict[int, Outcome] = {}
-        for style, side in sides.items():
+        seconds = time.perf_counter() - began
+        # All styles were generated together, which is faster. Each is judged by its own referee.
+        findings: dict[int, Finding] = {}
+        for style, setup in setups.items():
             rows = [number for number, question in enumerate(questions) if question.form.style == style]
             texts = [completions[number].text for number in rows]
-            outcomes |= zip(rows, _judge(*side, [questions[number] for number in rows], texts), strict=True)
-    return Tryout(questions, completions, [outcomes[n] for n in range(len(questions))], set(ends), seconds, left_out)
+            findings |= zip(rows, _judge(setup, [questions[number] for number in rows], texts), strict=True)
+    return Tryout(questions, completions, [findings[n] for n in range(len(questions))], set(ends), seconds, left_out)
 
 
-def _settings_for(options: TryArguments) -> PopuLoRAConfig:
+def _make_settings(options: TryArguments) -> PopuLoRAConfig:
+    """Makes the settings of a run that would ask the base the same."""
     on_cpu = not torch.accelerator.is_available()
     args = PopuLoRAConfig(
         "unused",
         task_kinds=options.task_kinds,
-        teacher_baseline="group",  # no advantages are taken
+        teacher_baseline="group",  # nothing is trained; "member" would warn of few proposals
         inputs_per_function=options.inputs,
         max_completion_length=options.max_completion_length,
         temperature=options.temperature,
@@ -273,44 +303,46 @@ def _settings_for(options: TryArguments) -> PopuLoRAConfig:
     return args
 
 
-def _pose_all(
-    sides: Mapping[str, tuple[Referee, TaskArchive]], options: TryArguments
-) -> tuple[list[Question], dict[Form, str]]:
-    """The questions of all forms, and the forms that have none, with the reason."""
+def _pose_all(setups: Mapping[str, Setup], options: TryArguments) -> tuple[list[Question], dict[Form, str]]:
+    """Writes the questions of all forms; returns them, and the forms that cannot be tried with the reason."""
     questions, left_out = [], {}
-    for form in [*([Form("turns", SHOTS)] if "turns" in sides else []), *map(Form, sides)]:
+    for form in [*([Form("turns", SHOTS)] if "turns" in setups else []), *map(Form, setups)]:
         try:
-            questions += list(_pose(*sides[form.style], form, options))
-        except ValueError as error:  # no room in the context, or the chat template refuses it
+            questions += list(_pose(setups[form.style], form, options))
+        except ValueError as error:  # the prompt does not fit into the context, or the chat template refuses it
             left_out[form] = str(error)
-    # Where teachers cannot be asked, students need not.
+    # A style in which teachers cannot be asked is of no use, so its students' questions go as well.
     questions = [question for question in questions if Form(question.form.style) not in left_out]
     if not questions:
         raise ValueError(f"No prompt style can be tried. {next(iter(left_out.values()))}")
     return questions, left_out
 
 
-def _pose(referee: Referee, archive: TaskArchive, form: Form, options: TryArguments) -> Iterator[Question]:
-    """The questions of one form; each has the same references and tasks, as far as the archives are the same."""
+def _pose(setup: Setup, form: Form, options: TryArguments) -> Iterator[Question]:
+    """Writes the questions of one form. Forms with equal archives get the same references and tasks."""
+    referee, archive = setup.referee, setup.archive
     referee.shots = form.shots
     for kind in referee.kinds.values():
         rng = random.Random(f"{options.seed}/{kind.name}")
         tasks = archive.sample([kind.name], options.samples // ATTEMPTS, rng)
         for task in tasks if kind.shots or not form.shots else ():
             prompt = referee.solving_prompt(task)
-            if len(prompt) < 2 * min(form.shots, len(kind.shots)) - 1:  # a task is not shown its own solution
+            # Each shown solution is two turns, and the referee leaves out what does not fit. One solution may be
+            # missing for another reason: nobody is shown the solution of the task itself.
+            if len(prompt) < 2 * min(form.shots, len(kind.shots)) - 1:
                 raise ValueError("The context has no room for the solved tasks.")
             for _ in range(ATTEMPTS):
                 yield Question(form, "student", kind.name, prompt, [task])
-        for _ in range(0 if form.shots else options.samples):  # students alone are shown solved tasks
+        for _ in range(0 if form.shots else options.samples):  # teachers are never shown solved tasks
             drawn = referee.draw_references(kind, archive, REFERENCES, rng)
             prompt, shown = referee.proposal_prompt(kind, drawn)
             yield Question(form, "teacher", kind.name, prompt, shown)
 
 
-def _vllm_player(
+def _make_vllm_player(
     options: TryArguments, tokenizer: PreTrainedTokenizerBase, args: PopuLoRAConfig, ends: Sequence[int]
 ) -> Player:
+    """Makes a player that generates with a vLLM engine in this process."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(resolve_model_path(options.model), dtype=args.model_init_kwargs["dtype"], seed=options.seed)
@@ -328,7 +360,8 @@ def _vllm_player(
 
 
 def _answer(player: Player, questions: Sequence[Question]) -> list[Completion]:
-    """Completions in the order of the questions, generated from short prompts to long ones."""
+    """Generates the completions and returns them in the order of the questions."""
+    # From short prompts to long ones: rows of similar length waste little padding in a batch.
     order = sorted(range(len(questions)), key=lambda n: sum(len(turn["content"]) for turn in questions[n].prompt))
     answers: dict[int, Completion] = {}
     with tqdm(total=len(order), desc="generate", unit="row") as bar:
@@ -340,10 +373,9 @@ def _answer(player: Player, questions: Sequence[Question]) -> list[Completion]:
     return [answers[number] for number in range(len(questions))]
 
 
-def _judge(
-    referee: Referee, archive: TaskArchive, questions: Sequence[Question], texts: Sequence[str]
-) -> Iterator[Outcome]:
-    """What came of the answers in one style, in order."""
+def _judge(setup: Setup, questions: Sequence[Question], texts: Sequence[str]) -> Iterator[Finding]:
+    """Judges the proposals and grades the attempts of one style; yields the findings in the order of the questions."""
+    referee = setup.referee
     asked = list(zip(questions, texts, strict=True))
     proposed = [(q, text) for q, text in asked if q.role == "teacher"]
     solved = [(q, text) for q, text in asked if q.role == "student"]
@@ -353,29 +385,36 @@ def _judge(
         if question.role == "student":
             grade = next(graded)
             reason = grade.attempt.reason or ("" if grade.right else "wrong")
-            yield Outcome(grade.attempt.well_formed, grade.right, reason, grade.attempt.detail)
+            yield Finding(grade.attempt.well_formed, grade.right, reason, grade.attempt.detail)
             continue
-        outcome = next(judged)
-        if isinstance(outcome, Task) and not archive.add(outcome):
-            outcome = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
+        verdict = next(judged)
+        # The archive refuses a task that it holds. What the base proposes is added, so that a repeat is refused, too.
+        if isinstance(verdict, Task) and not setup.archive.add(verdict):
+            verdict = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
         readable = isinstance(referee.kinds[question.kind].parse_proposal(text, question.about), Proposal)
-        if isinstance(outcome, Task):
-            yield Outcome(readable, True)
+        if isinstance(verdict, Task):
+            yield Finding(readable, True)
         else:
-            yield Outcome(readable, False, outcome.reason.value, outcome.detail)
+            yield Finding(readable, False, verdict.reason.value, verdict.detail)
 
 
-# What `populora try` prints: a table of shares, a text of each failure, and the settings that follow.
+# What `populora try` prints: a table of shares, one text for each sort of failure, and settings that fit.
 
 
-EXCERPT = 12  # lines of a failed text
-LINE = 200  # characters of one
-COOLER = 0.7  # at which small bases are read more often, see benchmarks/RESULTS.md
-CERTAINTY = 1.96  # standard errors on both sides of a share
+EXCERPT = 12  # most lines of a failed text that are shown
+LINE = 200  # most characters of a line
+COOLER = 0.7  # temperature at which more answers of small bases can be read, see benchmarks/RESULTS.md
+CERTAINTY = 1.96  # standard errors on each side of a share: 95 %
 
 
 def show(found: Tryout, options: TryArguments) -> Iterator[str]:
-    """The lines, in order."""
+    """
+    Writes what was found for a person, line by line.
+
+    Args:
+        found: What was found.
+        options: What was tried.
+    """
     form = found.choose()
     forms = list(dict.fromkeys(question.form for question in found.questions))
     width = max(len(str(each)) for each in [*forms, *found.left_out])
@@ -383,26 +422,31 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     yield f"{'':<{width}}            {'readable':<16} {'valid':<16}  {'readable':<16} right"
     for each in forms:
         for kind in dict.fromkeys(question.kind for question in found.questions):
-            sides = [] if each.shots else [found.of("teacher", each, kind)]
-            cells = [f"{_share(o.readable for o in side):<16} {_share(o.good for o in side):<16}" for side in sides]
-            answers = found.of("student", each, kind)
+            sides = [] if each.shots else [found.select("teacher", each, kind)]
+            cells = [
+                f"{_format_share(o.readable for o in side):<16} {_format_share(o.good for o in side):<16}"
+                for side in sides
+            ]
+            answers = found.select("student", each, kind)
             if answers:
                 cells = cells or [" " * 33]
-                cells.append(f"{_share(o.readable for o in answers):<16} {_share(o.good for o in answers)}")
+                cells.append(
+                    f"{_format_share(o.readable for o in answers):<16} {_format_share(o.good for o in answers)}"
+                )
             if cells:
                 yield f"{str(each):<{width}}  {kind:<8}  {'  '.join(cells)}"
     for each, why in found.left_out.items():
-        yield f"{str(each):<{width}}  not tried: {printable(why[:LINE])}"
+        yield f"{str(each):<{width}}  not tried: {make_printable(why[:LINE])}"
     if any(each.shots for each in forms):
         yield "Teachers are asked without shots (solved tasks), which are for students alone."
     yield ""
-    yield from _failures(found, form)
-    yield f"{found.tokens_per_second:.0f} tokens a second; {_share(found.cut)} of the completions were cut."
+    yield from _quote_failures(found, form)
+    yield f"{found.tokens_per_second:.0f} tokens a second; {_format_share(found.cut)} of the completions were cut."
     yield f"Groups of attempts that differ, which teach students: {100 * found.measure_mixed(form):.0f} %."
     yield ""
-    if obstacles := found.obstacles():
+    if obstacles := found.find_obstacles():
         yield f"Nothing can be learned yet with {form}: {', and '.join(obstacles)}."
-        yield from _ways_out(obstacles, options)
+        yield from _suggest_ways_out(obstacles, options)
         return
     yield "Settings that fit:"
     yield f"  task_kinds: [{', '.join(options.task_kinds)}]"
@@ -414,7 +458,8 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     yield f"Completions end at the tokens {', '.join(map(str, sorted(found.ends)))}, which the trainer finds itself."
 
 
-def _ways_out(obstacles: Sequence[str], options: TryArguments) -> Iterator[str]:
+def _suggest_ways_out(obstacles: Sequence[str], options: TryArguments) -> Iterator[str]:
+    """Says what the user can do about the obstacles."""
     if obstacles == ["every answer is right"]:
         yield "The tasks are too easy for this base: give harder ones with `--seed_tasks`, or train without a try."
         return
@@ -425,26 +470,27 @@ def _ways_out(obstacles: Sequence[str], options: TryArguments) -> Iterator[str]:
     )
 
 
-def _failures(found: Tryout, form: Form) -> Iterator[str]:
-    """For each role and reason the first text that failed so in a form."""
+def _quote_failures(found: Tryout, form: Form) -> Iterator[str]:
+    """Quotes, for each role and each reason, the first text in a form that failed for that reason."""
     seen = set()
-    for question, completion, outcome in zip(found.questions, found.completions, found.outcomes, strict=True):
+    for question, completion, finding in zip(found.questions, found.completions, found.findings, strict=True):
+        # Teachers have no rows in a form with solved tasks; their rows are those of the plain style.
         mine = question.form == (form if question.role == "student" else Form(form.style))
-        if not mine or outcome.good or (question.role, outcome.reason) in seen:
+        if not mine or finding.good or (question.role, finding.reason) in seen:
             continue
-        seen.add((question.role, outcome.reason))
-        count = sum(o.reason == outcome.reason for o in found.of(question.role, form))
-        why = f": {printable(outcome.detail[:LINE])}" if outcome.detail else ""
-        yield f"--- {question.role}, {question.kind}, {outcome.reason} ({count} times){why}"
+        seen.add((question.role, finding.reason))
+        count = sum(each.reason == finding.reason for each in found.select(question.role, form))
+        why = f": {make_printable(finding.detail[:LINE])}" if finding.detail else ""
+        yield f"--- {question.role}, {question.kind}, {finding.reason} ({count} times){why}"
         lines = completion.text.splitlines()
-        yield from (printable(line[:LINE], keep="\t", instead="?") for line in lines[:EXCERPT])
+        yield from (make_printable(line[:LINE], keep="\t", instead="?") for line in lines[:EXCERPT])
         if len(lines) > EXCERPT:
             yield f"(and {len(lines) - EXCERPT} more lines)"
         yield ""
 
 
-def _share(flags: Iterator[bool] | Sequence[bool]) -> str:
-    """A share in percent with its 95 % interval (Wilson's, which holds near 0 and 1)."""
+def _format_share(flags: Iterator[bool] | Sequence[bool]) -> str:
+    """Formats a share in percent with its 95 % interval. Wilson's interval holds near 0 and 1, too."""
     flags = list(flags)
     n, p, z = len(flags), fmean(flags), CERTAINTY
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)

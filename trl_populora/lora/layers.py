@@ -42,8 +42,8 @@ class Route:
     Args:
         rows: Member index per row, shape `[R]`; `-1` sends the row to the base model alone.
         factors: One factor per row, shape `[R]`. The gradients of a member are multiplied by its factor (see
-            [`~trl_populora.step.advantages.compute_member_factors`]), so all rows of a member must have the same one. Factors
-            of rows of the base are ignored.
+            [`~trl_populora.step.advantages.compute_member_factors`]), so all rows of a member must have the same one.
+            Factors of rows of the base are ignored.
 
     Attributes:
         present (`tuple[int, ...]`): Indices of the present members, ascending, shape `[N]`.

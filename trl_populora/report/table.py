@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from trl_populora.errors import printable
+from trl_populora.errors import make_printable
 from trl_populora.population.members import ROLES
 from trl_populora.report.load import Run, name_table
 from trl_populora.run.read import POPULATION_FILE, read_population
@@ -236,9 +236,9 @@ def print_population(run: str | Path) -> None:
     if (base := population.get("held_out_base")) is not None:
         title += f", which solves {format_percent(base)} of the held-out tasks"
     # The file may come from a stranger, and its texts must not command the terminal.
-    title = printable(title)
+    title = make_printable(title)
     roles = {
-        role: [tuple(map(printable, row)) for row in rows]
+        role: [tuple(map(make_printable, row)) for row in rows]
         for role, rows in list_members(population["members"]).items()
     }
     try:

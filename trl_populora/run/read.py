@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trl_populora.files import is_file_name, read_json, without_secrets
+from trl_populora.files import drop_secrets, is_file_name, read_json
 
 
 # Only the log of a step that played a game has this key. With `num_iterations` above 1, other steps train again on
@@ -61,7 +61,7 @@ def read_population(directory: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: field `best_student` is {saved['best_student']!r}, and `members` lists {', '.join(names)}."
         )
-    return without_secrets(saved)
+    return drop_secrets(saved)
 
 
 def _check_places(path: Path, member: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from trl import GRPOConfig
 
 from trl_populora import __version__
 from trl_populora.evaluate.held_out import HeldOut
-from trl_populora.files import FORMAT, without_secrets
+from trl_populora.files import FORMAT, drop_secrets
 from trl_populora.lora.members import read_saved_step
 from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.step.play import Game
@@ -185,7 +185,7 @@ def _collect_settings(args: GRPOConfig) -> dict[str, Any]:
     shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING, *UPDATE]
     # A Hub id without a revision means "main". For a directory the revision means nothing.
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
-    return without_secrets({name: getattr(args, name) for name in (*added, *shared)} | {"base_revision": revision})
+    return drop_secrets({name: getattr(args, name) for name in (*added, *shared)} | {"base_revision": revision})
 
 
 def read_lora(saved: Mapping[str, Any]) -> LoraConfig:

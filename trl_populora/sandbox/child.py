@@ -19,11 +19,13 @@ from .soft import Guard
 from .values import NotPlainData, ValueTooLarge, decode, encode
 
 
+# Looked up once, in the zygote: see there.
 _exit, _read, _write, _Code = os._exit, os.read, os.write, types.CodeType
 _unpack, _length_of, _LENGTH_BYTES = marshal.loads, protocol.LENGTH.unpack, protocol.LENGTH.size
 # This answer is made in advance, because a program without memory leaves none to make it.
 _OUT_OF_MEMORY = pack_answer(protocol.MEMORY, ["the program ran out of memory"])
 
+# Names and instructions by which a result may come to depend on the order of a set, a hash or an address.
 _ORDER_NAMES = frozenset(
     [
         *("set", "frozenset", "hash", "id", "union", "intersection", "difference", "symmetric_difference"),
@@ -43,7 +45,7 @@ def _read_exactly(fd: int, size: int) -> bytes:
     data = _read(fd, size)
     while len(data) < size:
         part = _read(fd, size - len(data))
-        if not part:
+        if not part:  # the trainer is gone
             _exit(1)
         data += part
     return data
@@ -62,13 +64,15 @@ def run_payload(payload: Payload, guard: Guard) -> bytes:
     try:
         word, outputs = _run(payload, guard)
     except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
-        return _failure(error, guard)
+        return _answer_failure(error, guard)
+    # A finding stands even if the program has caught the exception by which the guard wanted to stop it.
     if guard.finding:
         return pack_answer(*guard.finding)
     return pack_answer(word, outputs)
 
 
-def _failure(error: BaseException, guard: Guard) -> bytes:
+def _answer_failure(error: BaseException, guard: Guard) -> bytes:
+    """Makes the answer for a program that raised, or that a guard stopped."""
     if guard.finding:
         return pack_answer(*guard.finding)
     if isinstance(error, MemoryError):
@@ -81,15 +85,16 @@ def _failure(error: BaseException, guard: Guard) -> bytes:
 def _describe(error: BaseException) -> str:
     try:
         return protocol.make_line(f"{type(error).__name__}: {error}")
-    except BaseException:  # noqa: B036 - the text of an exception is untrusted code as well
+    except BaseException:  # noqa: B036 - the `__str__` of an exception is the program's own code, too
         return "an exception that cannot be described"
 
 
 class _BadOutput(Exception):
-    """An output that is not plain data, or too large."""
+    """Raised for an output that is not plain data, or too large."""
 
 
 def _run(payload: Payload, guard: Guard) -> tuple[str, list[str]]:
+    """Runs the program and calls its function with each input; returns a status word and the texts of the outputs."""
     run, ask_about_sets, budget, name, program, inputs = payload
     jitter = _disturb_heap(run) if run else None
     guard.limits.start(run)
@@ -102,12 +107,13 @@ def _run(payload: Payload, guard: Guard) -> tuple[str, list[str]]:
     if not callable(function):
         raise NameError(f"the program defines no function {name!r}")
     outputs: list[str] = [""] * len(inputs)
-    # Every second run takes the inputs backwards. State that one call leaves for the next then shows as a difference.
+    # Every second run calls with the inputs in reverse order. A program that keeps state between calls then gives
+    # other outputs, and is found to be nondeterministic.
     for index in range(len(inputs))[:: -1 if run % 2 else 1]:
-        result = function(*decode(inputs[index], max_bytes=1 << 30))
+        result = function(*decode(inputs[index], max_bytes=1 << 30))  # the trainer has bounded the inputs
         text = outputs[index] = _encode_output(index, result, budget, guard)
         budget -= len(text)
-    del jitter
+    del jitter  # the blocks had to stay allocated while the program ran
     return word, outputs
 
 
@@ -123,20 +129,28 @@ def _encode_output(index: int, result: object, budget: int, guard: Guard) -> str
 
 
 def _disturb_heap(run: int) -> list:
-    """Allocates blocks of all sizes, other numbers of them in each run, so that an order by addresses shows."""
+    """
+    Allocates blocks of all sizes and returns them.
+
+    Each run allocates other numbers of blocks. Objects of the program then get other addresses, and a result that
+    depends on their order differs between runs.
+    """
+    # CPython keeps a pool for every 16 bytes of size up to 512. Larger blocks come from the C library.
     small = [_block(size) for size in range(16, 513, 16) for _ in range(run * 13 % (64 if size <= 128 else 8))]
     return small + [bytes(size + run * 112) for size in range(600, 10000, 1000)]
 
 
 def _block(size: int) -> object:
     """Makes a fresh object of so many bytes."""
+    # An empty `bytes` has 33 bytes, so smaller sizes need other types.
     if size == 16:
         return object()
     return complex(size) if size == 32 else bytes(size - 33)
 
 
 def _order_matters(code: types.CodeType) -> bool:
-    """Whether the program makes sets or asks for hashes or addresses: two runs do not settle their order."""
+    """Says whether the program makes sets, hashes or addresses: by luck their order may be the same in two runs."""
+    # `co_code` alternates instructions and arguments.
     if not _ORDER_NAMES.isdisjoint(code.co_names) or not _ORDER_CODES.isdisjoint(code.co_code[::2]):
         return True
     return any(type(each) is frozenset or (type(each) is _Code and _order_matters(each)) for each in code.co_consts)

@@ -1,11 +1,10 @@
 """The walls, which a zygote builds around itself once before it serves, and the probes that test them.
 
-The layers are namespaces, chroot, uid, resource limits, Landlock and seccomp. The zygote tries each on its own. It
-notes why a layer does not hold, so that the level is told from facts. A program that only computes misses nothing: all
-modules are loaded before, and no file is opened after.
+The layers are namespaces, chroot, uid, resource limits, Landlock and seccomp. The zygote builds each layer that the
+host allows, and notes why another one does not hold. A program that only computes misses nothing: all its modules are
+loaded before, and it needs no file after.
 
-The zygote's first child then tries the walls from inside, and the trainer sums up layers and probes as a level (A, B
-or C).
+The zygote's first child then tries the walls from inside. The trainer sums up layers and probes as a level: A, B or C.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # the same on all architectures
 _NOBODY = 65534
 _OWN_UIDS = 1_900_000_000  # first of 10^8 user ids that nothing else is likely to use
 
+# Looked up once, because each lookup in a child would copy a memory page: see `zygote.py`.
 _setrlimit, _CPU, _NPROC, _AS = (
     resource.setrlimit,
     resource.RLIMIT_CPU,
@@ -41,6 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: object) -> int:
+    """Calls a function of the C library; raises `OSError` where it reports an error."""
     result = getattr(_libc, name)(*arguments)
     if result < 0:
         code = ctypes.get_errno()
@@ -58,9 +59,10 @@ def die_with_parent() -> None:
 
 
 class Layers(dict):
-    """Layer name to `""` when it holds, else why it does not."""
+    """The layers by name. The value is `""` if the layer holds, else the reason why it does not."""
 
     def attempt(self, name: str, build, *arguments: object) -> bool:
+        """Builds a layer and notes whether it holds."""
         try:
             build(*arguments)
         except (OSError, ValueError) as error:
@@ -72,12 +74,12 @@ class Layers(dict):
 
 def enter_namespaces(layers: Layers) -> None:
     """
-    Enters new namespaces for network, mounts, processes, IPC and host name; returns in a process with number 1.
+    Enters new namespaces for network, mounts, processes, IPC and host name.
 
-    The calling process stays outside, waits for the inner one and ends with it. Without privileges a user namespace
-    comes first. Some distributions let `unshare` succeed and refuse everything after it, so a process that is thrown
-    away tries all of it first.
+    It returns in a new process, which has number 1 in its namespace. The calling process stays outside, waits for the
+    new one, and ends with it. Without privileges the other namespaces need a user namespace around them.
     """
+    # Some distributions let `unshare` succeed and refuse everything after it, so a throw-away child tries it first.
     for flags in (_SPACES, _SPACES | CLONE_NEWUSER):
         if _survives(_unshare, flags):
             layers.attempt("namespaces", _unshare, flags)
@@ -85,8 +87,10 @@ def enter_namespaces(layers: Layers) -> None:
     else:
         layers.attempt("namespaces", _unshare_nothing)
         return
+    # A new namespace of processes takes in only children, so the zygote goes on in one.
     inner = os.fork()
     if inner:
+        # The outer process must not hold the control socket: the trainer has to see it close when the inner one ends.
         os.closerange(0, 1024)
         _, status = os.waitpid(inner, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
@@ -98,7 +102,7 @@ def _unshare_nothing() -> None:
 
 
 def _survives(step, *arguments: object) -> bool:
-    """Whether `step` works in a throw-away child."""
+    """Says whether a step, and a `chroot` after it, work in a throw-away child."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -114,9 +118,11 @@ def _survives(step, *arguments: object) -> bool:
 
 
 def _unshare(flags: int) -> None:
+    """Moves this process into new namespaces, and keeps mounts inside from spreading to the host."""
     uid, gid = os.geteuid(), os.getegid()
     _call("unshare", flags)
     if flags & CLONE_NEWUSER:
+        # Maps this user to nobody inside. The kernel wants `setgroups` denied before an ordinary user maps groups.
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{_NOBODY} {uid} 1")
         _write("/proc/self/gid_map", f"{_NOBODY} {gid} 1")
@@ -133,12 +139,14 @@ def _write(path: str, text: str) -> None:
 
 def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
     """
-    Builds everything after the namespaces, in the only order that works; the seccomp filter comes last.
+    Builds all walls but the namespaces.
 
     Args:
         layers: Takes the result of each layer.
-        without: Layers to leave out, for tests of what the others do alone.
+        without: Layers to leave out, to test what the others do alone.
     """
+    # No other order works. `chroot` needs privileges that `uid` gives up, Landlock and seccomp need `no_new_privs`,
+    # and seccomp refuses the system calls of all others.
     for name, build in (
         ("chroot", _chroot_into_nothing),
         ("uid", _drop_user),
@@ -152,11 +160,11 @@ def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
         else:
             layers.attempt(name, build)
         if name == "uid" and layers["namespaces"] == "":
-            die_with_parent()  # the change of user made the kernel forget it
+            die_with_parent()  # asked again: with the change of user the kernel has forgotten it
 
 
 def _chroot_into_nothing() -> None:
-    """Makes a deleted folder the root: nothing is in it and nothing can be made in it."""
+    """Makes a deleted folder the root directory. It holds nothing, and nothing can be created in it."""
     fd = -1
     for base in ("/dev/shm", "/tmp", "/var/tmp", os.getcwd()):  # noqa: S108 - the folder exists for a moment only
         path = f"{base}/.sandbox-{os.getpid()}-{os.urandom(8).hex()}"
@@ -192,6 +200,7 @@ def _drop_user() -> None:
                 failure = error
         else:
             raise failure
+    # Version 3 of the interface, for this process (0); then all sets of capabilities empty.
     header = struct.pack("<Ii", 0x20080522, 0)
     _call("capset", ctypes.c_char_p(header), ctypes.c_char_p(bytes(24)))
     if os.geteuid() == 0:
@@ -199,7 +208,7 @@ def _drop_user() -> None:
 
 
 def _limit_resources() -> None:
-    # Forked children inherit all of these.
+    # Every child inherits these limits.
     for name, limit in (("CORE", 0), ("FSIZE", 0), ("NOFILE", 16), ("MEMLOCK", 0), ("MSGQUEUE", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
 
@@ -210,7 +219,9 @@ def _lock_privileges() -> None:
 
 
 def _landlock() -> None:
-    """Allows no file, TCP port, abstract socket or signal to the outside, as far as this kernel's Landlock goes."""
+    """Forbids files, TCP ports, abstract sockets and signals to the outside, as far as this kernel's Landlock goes."""
+    # A ruleset lists the rights that it handles, as bits, and each that no rule allows is refused. There is no rule.
+    # Each version (`abi`) knows more rights, and refuses a set with bits that it does not know.
     abi = _call("syscall", _LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     files = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}.get(abi, (1 << 16) - 1)
     network = 3 if abi >= 4 else 0
@@ -229,13 +240,14 @@ def _seccomp() -> None:
 
 def prepare_child_walls(layers: Layers) -> Callable[[int, int], None]:
     """
-    Makes the function that every child calls first, with its address space in bytes and its CPU seconds.
+    Makes the function `close_in(memory, cpu_seconds)`, which every child calls before it runs its program.
 
-    That function sets the limits of the child, then installs the second filter. The kernel kills at the CPU limit, in
-    case the zygote does not. All is made ready in the zygote, because each page that a child touches has to be copied.
+    It limits the child's address space (bytes), CPU time and processes, then installs the second seccomp filter. At
+    the CPU limit the kernel kills the child if the zygote does not. Everything is prepared in the zygote, because each
+    memory page that a child writes to has to be copied.
     """
     install = seccomp.child_filter().try_to_install if layers.get("seccomp") == "" else None
-    # In namespaces of its own the zygote is process number 1, and the kernel ends all others with it.
+    # In namespaces of its own the zygote is process number 1. When it ends, the kernel ends all others there.
     alone = layers.get("namespaces") == ""
     die_with_zygote = None if alone else partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, 9, 0, 0, 0)
     zygote = os.getpid()
@@ -254,7 +266,7 @@ def prepare_child_walls(layers: Layers) -> Callable[[int, int], None]:
     return close_in
 
 
-# The probes: a child runs them, the trainer judges them.
+# The probes: what the walls must refuse. Each probe raises if it is refused. The zygote's first child runs them.
 
 _MOST_DESCRIPTORS = 4096
 
@@ -290,7 +302,7 @@ def _fork() -> None:
 
 
 def _kill() -> None:
-    os.kill(os.getppid() or 1, 0)
+    os.kill(os.getppid() or 1, 0)  # signal 0 only asks for permission
 
 
 def _raise_limit() -> None:
@@ -298,10 +310,11 @@ def _raise_limit() -> None:
 
 
 def _limit_parent() -> None:
-    resource.prlimit(os.getppid() or 1, resource.RLIMIT_CORE, (0, 0))  # what it has anyway
+    resource.prlimit(os.getppid() or 1, resource.RLIMIT_CORE, (0, 0))  # the limit that the zygote has anyway
 
 
 def _use_another_descriptor() -> None:
+    # Reading nothing tells an open descriptor from a closed one. The only open one must be the child's own socket.
     open_ones = 0
     for fd in range(3, _MOST_DESCRIPTORS):
         try:
@@ -310,7 +323,7 @@ def _use_another_descriptor() -> None:
             open_ones += error.errno != errno.EBADF
         else:
             open_ones += 1
-    if open_ones == 1:  # its own socket
+    if open_ones == 1:
         raise OSError("there is no other")
 
 
@@ -323,7 +336,7 @@ def _exec() -> None:
     os.execv("/proc/self/exe", ["python", "-c", ""])  # noqa: S606 - it must not work
 
 
-# What must fail in a child. `exec` comes last, because a success ends the process.
+# `exec` comes last: if it succeeded, this process would be gone.
 PROBES = {
     "open /": _open_root,
     "create a file": _create_file,
@@ -342,7 +355,7 @@ PROBES = {
 
 
 def try_walls() -> list[bool]:
-    """Tries each probe; returns whether it was refused."""
+    """Tries all probes; returns for each whether it was refused."""
     results = []
     for attempt in PROBES.values():
         try:
@@ -358,12 +371,12 @@ def find_level(layers: dict[str, str], refused: dict[str, bool]) -> str:
     """
     Sums up layers and probes as `"A"`, `"B"` or `"C"`.
 
-    A needs namespaces, chroot, a uid of its own, Landlock and seccomp. B needs seccomp, with an unprivileged uid or
-    Landlock. Anything less is C, and so is any host on which a probe was not refused, whatever the layers claim.
+    A needs namespaces, chroot, a uid of its own, Landlock and seccomp. B needs seccomp, and an unprivileged uid or
+    Landlock. Everything else is C. A host on which a probe was not refused is C, too, whatever the layers claim.
 
     Args:
-        layers: Layer name to the reason why it does not hold; `""` when it holds.
-        refused: Probe name to whether the attempt failed, as it must.
+        layers: For each layer the reason why it does not hold; `""` if it holds.
+        refused: For each probe whether it was refused.
     """
     holds = {name for name, reason in layers.items() if not reason}
     if "seccomp" not in holds or not refused or not all(refused.values()):

@@ -1,12 +1,12 @@
-"""Guards around what differs between two runs of a program, or between two interpreters (verify).
+"""Guards what differs between two runs of a program, or between two interpreters.
 
-Clocks, hashes and addresses differ between runs. `make_facades` copies modules for the program's own imports: `time`
-and `datetime`, in which arithmetic on given dates still works, and modules through which a forbidden one could be
-reached.
+*Between runs*: clocks, hashes and addresses. `make_facades` gives programs guarded copies of `time` and `datetime`, in
+which arithmetic on given dates still works, and copies of modules that would lead to a forbidden one. `make_builtins`
+guards `hash` and `id`.
 
-Versions, limits and the insides of objects differ between interpreters, and no repetition on one host shows it. What
-the language leaves open is stopped where the program's text asks for it. Each run has other limits of recursion and of
-integers' texts, so that a program that reaches one gives another result.
+*Between interpreters*: versions, limits and the insides of objects. Repeated runs on one host would not show these, so
+a program is stopped if its text names something that the language leaves open (`INSIDES`). Every run also has another
+limit of recursion and of the digits of integers. A program that reaches a limit then gives another result.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from typing import Any
 
 Stop = Callable[[str], None]
 
-_OPEN = ("statistics",)  # `statistics.random` is the random module
+_OPEN = ("statistics",)  # modules that lead to a forbidden one: `statistics.random` is the random module
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 
 
 def _make_stopper(stop: Stop, name: str) -> Callable:
+    """Makes a function that stops the program when it is called."""
+
     def stopped(*_: object, **__: object) -> None:
         stop(f"{name} differs from run to run")
 
@@ -35,9 +37,9 @@ def _make_stopper(stop: Stop, name: str) -> Callable:
 
 
 def _copy(module: types.ModuleType) -> Any:
+    """Copies a module, without the modules that it has imported for itself."""
     facade = types.ModuleType(module.__name__, module.__doc__)
     for name, value in vars(module).items():
-        # Modules that a module imported for itself are not part of what it offers.
         if not isinstance(value, types.ModuleType) and not name.startswith("__"):
             setattr(facade, name, value)
     return facade
@@ -51,12 +53,14 @@ def make_facades(stop: Stop) -> dict[str, types.ModuleType]:
 
 
 def _guard_time(stop: Stop) -> types.ModuleType:
+    """Copies `time` and guards its clocks. Functions of a given time stay."""
     facade = _copy(time)
     for name in _CLOCKS:
         setattr(facade, name, _make_stopper(stop, f"time.{name}()"))
         setattr(facade, f"{name}_ns", _make_stopper(stop, f"time.{name}_ns()"))
 
-    def given(name: str, position: int) -> Callable:
+    def demand_time(name: str, position: int) -> Callable:
+        """Makes a function that stops the program unless it is given a time as the argument at `position`."""
         function = getattr(time, name)
 
         def guarded(*arguments: object) -> object:
@@ -66,22 +70,25 @@ def _guard_time(stop: Stop) -> types.ModuleType:
 
         return guarded
 
-    facade.sleep = lambda seconds, /: None  # without a clock no program can tell, and the limit is one of CPU time
+    facade.sleep = lambda seconds, /: None  # a program without a clock cannot tell that no time has passed
     for name, position in (("localtime", 0), ("gmtime", 0), ("ctime", 0), ("asctime", 0), ("strftime", 1)):
-        setattr(facade, name, given(name, position))
+        setattr(facade, name, demand_time(name, position))
     return facade
 
 
 def _guard_datetime(stop: Stop) -> types.ModuleType:
+    """Copies `datetime` and guards `now`, `utcnow` and `today`."""
+
     class Meta(type):
-        # A plain date that the standard library made counts as an instance of the program's `date`.
+        # The standard library makes plain dates. They must count as instances of the program's guarded `date`.
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, cls.__mro__[1])
 
         def __subclasscheck__(cls, other: type) -> bool:
             return cls.__mro__[1] in other.__mro__
 
-    def guarded(base: type, clocks: tuple[str, ...]) -> type:
+    def guard(base: type, clocks: tuple[str, ...]) -> type:
+        """Makes a subclass that stops the program at each clock and otherwise looks like its base."""
         plain_repr: Callable = base.__repr__
         body: dict[str, Any] = {name: classmethod(_make_stopper(stop, f"{base.__name__}.{name}()")) for name in clocks}
         body["__repr__"] = lambda self: "datetime." + plain_repr(self)
@@ -89,33 +96,34 @@ def _guard_datetime(stop: Stop) -> types.ModuleType:
         return Meta(base.__name__, (base,), body)
 
     facade = _copy(datetime)
-    facade.datetime = guarded(datetime.datetime, ("now", "utcnow", "today"))
-    facade.date = guarded(datetime.date, ("today",))
+    facade.datetime = guard(datetime.datetime, ("now", "utcnow", "today"))
+    facade.date = guard(datetime.date, ("today",))
     return facade
 
 
-# The hash of these types depends on the process: on its hash seed, or on an address.
+# Hash functions whose result depends on the process: on its hash seed, or on an address.
 _SEEDED = {
     kind.__hash__ for kind in (str, bytes, object, memoryview, type(None), type, type(len), type(lambda: 0), type(...))
 }
 
 
-def _stable_hash(value: Any) -> bool:
-    """Whether `value` has the same hash in every process, as far as types tell."""
+def _has_stable_hash(value: Any) -> bool:
+    """Says whether a value has the same hash in every process, as far as its types tell."""
     kind = type(value)
     if kind in (tuple, frozenset):
-        return all(map(_stable_hash, value))
+        return all(map(_has_stable_hash, value))
     if kind in (float, complex):
-        return value == value
+        return value == value  # not so for nan, whose hash is its address
     return kind.__hash__ not in _SEEDED
 
 
 class Address(int):
-    """What `id` gives, and `hash` for all but integers: it can be compared and be a key, and nothing else."""
+    """What `id` returns, and `hash` for all but integers. It can be compared for equality and be a key, no more."""
 
     __slots__ = ()
 
 
+# Special methods that would turn an address into a number, an order or a text.
 _ADDRESS_USES = [
     *("lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "truediv"),
     *("rtruediv", "mod", "rmod", "divmod", "rdivmod", "pow", "rpow", "lshift", "rlshift", "rshift", "rrshift", "and"),
@@ -125,13 +133,14 @@ _ADDRESS_USES = [
 
 
 def make_builtins(stop: Stop) -> dict[str, Callable]:
-    """Makes `hash` and `id` whose results can only be compared for equality."""
+    """Makes versions of `hash` and `id` whose results can only be compared for equality."""
     real_hash, real_id = hash, id
 
     def guarded_hash(value: object, /) -> int:
-        # A class's own __hash__ may combine hashes as it likes. What counts is where its result goes.
+        # A class's own `__hash__` may combine hashes. Its result serves sets and dicts, and comes here again if the
+        # program asks for it.
         if sys._getframe(1).f_code.co_name != "__hash__":
-            if not _stable_hash(value):
+            if not _has_stable_hash(value):
                 stop(f"hash() of {type(value).__name__} differs from run to run")
             return GuardedAddress(real_hash(value)) if type(value) not in (int, bool) else real_hash(value)
         return real_hash(value)
@@ -140,11 +149,11 @@ def make_builtins(stop: Stop) -> dict[str, Callable]:
         __slots__ = ()
         __hash__ = int.__hash__
 
-    def used(*_: object, **__: object) -> None:
-        stop("hash() and id() give nothing to compute with: it hangs on this Python or on this run")
+    def stop_use(*_: object, **__: object) -> None:
+        stop("hash() and id() give nothing to compute with: they depend on this Python or on this run")
 
     for name in _ADDRESS_USES:
-        setattr(GuardedAddress, f"__{name}__", used)
+        setattr(GuardedAddress, f"__{name}__", stop_use)
 
     def guarded_id(value: object, /) -> int:
         return GuardedAddress(real_id(value))
@@ -153,10 +162,11 @@ def make_builtins(stop: Stop) -> dict[str, Callable]:
     return {"hash": guarded_hash, "id": guarded_id}
 
 
-LOWEST, HIGHEST = (3, 10), (3, sys.maxsize)  # the versions of Python on which a program may run
-_DEEPER = 1037  # each run allows so many more frames than the one before
-_DIGITS = 4300  # Python's own limit for the decimal text of an integer
-# Attributes that the language leaves to the interpreter. Those that follow from the program's text are not among them.
+LOWEST, HIGHEST = (3, 10), (3, sys.maxsize)  # versions of Python that a program may run on
+_DEEPER = 1037  # how many more frames each run allows than the one before
+_DIGITS = 4300  # Python's own limit for the decimal digits of an integer
+# Attributes that differ between interpreters. An attribute that follows from the program's text, such as `co_name`, is
+# not among them.
 INSIDES = frozenset(
     [
         *(f"co_{name}" for name in ("code", "consts", "exceptiontable", "flags", "lines", "linetable", "lnotab")),
@@ -165,12 +175,13 @@ INSIDES = frozenset(
         *("f_lasti", "tb_lasti", "_co_code_adaptive"),
     ]
 )
+# The same names inside a text, which a program may hand to `eval` or `getattr`.
 _IN_TEXT = re.compile(rf"(?<!\w)(?:{'|'.join(sorted(INSIDES))})(?!\w)")
 _LIMITS = ("getrecursionlimit", "setrecursionlimit", "get_int_max_str_digits", "set_int_max_str_digits")
 _FACTS = ("copyright", "hash_info", "hexversion", "implementation", "int_info", "version")
 
 
-def asks_inside(code: types.CodeType) -> str:
+def find_inside(code: types.CodeType) -> str:
     """Finds an attribute of `INSIDES` that compiled code names, also inside a text; empty if there is none."""
     found = INSIDES.intersection(code.co_names)
     if found:
@@ -178,18 +189,18 @@ def asks_inside(code: types.CodeType) -> str:
     for each in code.co_consts:
         if isinstance(each, str) and (match := _IN_TEXT.search(each)):
             return match[0]
-        if isinstance(each, types.CodeType) and (inside := asks_inside(each)):
+        if isinstance(each, types.CodeType) and (inside := find_inside(each)):
             return inside
     return ""
 
 
 def make_getattr(stop: Callable[[str], None]) -> Callable:
-    """Makes a guarded `getattr`, because a program may put a name together while it runs."""
+    """Makes a guarded `getattr`, because a program may put together an attribute's name while it runs."""
     real = getattr
 
     def guarded(value: object, name: str, /, *default: object) -> object:
         if name in INSIDES:
-            stop(f"{name} hangs on the interpreter")
+            stop(f"{name} depends on the interpreter")
         return real(value, name, *default)
 
     guarded.__name__ = "getattr"
@@ -197,7 +208,7 @@ def make_getattr(stop: Callable[[str], None]) -> Callable:
 
 
 class Version:
-    """`sys.version_info` that answers only what all versions from `LOWEST` to `HIGHEST` answer alike."""
+    """A `sys.version_info` that answers a question only if `LOWEST` and `HIGHEST` give the same answer."""
 
     __slots__ = ("_stop",)
     major = 3
@@ -205,21 +216,22 @@ class Version:
     def __init__(self, stop: Callable[[], Any]):
         self._stop = stop
 
-    def _agreed(self, ask: Callable[[tuple, tuple], bool], other: tuple) -> bool:
+    def _agree(self, ask: Callable[[tuple, tuple], bool], other: tuple) -> bool:
+        """Returns the answer of both versions, or stops the program where they differ."""
         lowest, highest = ask(LOWEST, other), ask(HIGHEST, other)
         return lowest if lowest == highest else self._stop()
 
     def __lt__(self, other: tuple) -> bool:
-        return self._agreed(tuple.__lt__, other)
+        return self._agree(tuple.__lt__, other)
 
     def __le__(self, other: tuple) -> bool:
-        return self._agreed(tuple.__le__, other)
+        return self._agree(tuple.__le__, other)
 
     def __gt__(self, other: tuple) -> bool:
-        return self._agreed(tuple.__gt__, other)
+        return self._agree(tuple.__gt__, other)
 
     def __ge__(self, other: tuple) -> bool:
-        return self._agreed(tuple.__ge__, other)
+        return self._agree(tuple.__ge__, other)
 
     def __getitem__(self, place: int | slice) -> Any:
         if place == 0:
@@ -236,14 +248,18 @@ class Version:
 
 
 class Limits:
-    """The limits of recursion and of integers' texts: what the program set, and what holds in this run."""
+    """
+    The limits of recursion and of the digits of integers.
+
+    The program reads the values that it has set. The values that hold differ from run to run.
+    """
 
     def __init__(self) -> None:
-        self.run = 0
+        self.run = 0  # number of the run
         self.recursion, self.digits = sys.getrecursionlimit(), _DIGITS
 
     def start(self, run: int) -> None:
-        """Sets the limits of run number `run`; from the second run on they are others, so that reaching one shows."""
+        """Sets the limits for a run. Run 0, the first, has Python's own limits; every later run has others."""
         self.run = run
         sys.setrecursionlimit(self.recursion + _DEEPER * run)
         if hasattr(sys, "set_int_max_str_digits"):
@@ -253,6 +269,7 @@ class Limits:
         return self.recursion
 
     def setrecursionlimit(self, limit: int, /) -> None:
+        # An invalid limit is passed on, so that Python raises what the program expects.
         sys.setrecursionlimit(min(limit + _DEEPER * self.run, 2**31 - 1) if limit > 0 else limit)
         self.recursion = limit
 
@@ -265,10 +282,10 @@ class Limits:
 
 
 def guard_sys(facade: type, limits: Limits, stop: Callable[[str], Any]) -> None:
-    """Gives a class of `sys` facades the guarded attributes."""
+    """Adds the guarded attributes to a class of `sys` facades: limits and version answer, facts stop the program."""
     given: dict[str, object] = {name: getattr(limits, name) for name in _LIMITS}
-    given["version_info"] = Version(lambda: stop("sys.version_info hangs on the interpreter"))
+    given["version_info"] = Version(lambda: stop("sys.version_info depends on the interpreter"))
     for name in given:
         setattr(facade, name, property(lambda self, name=name: given[name]))  # type: ignore[misc]
     for name in _FACTS:
-        setattr(facade, name, property(lambda self, name=name: stop(f"sys.{name} hangs on the interpreter")))  # type: ignore[misc]
+        setattr(facade, name, property(lambda self, name=name: stop(f"sys.{name} depends on the interpreter")))  # type: ignore[misc]

@@ -7,8 +7,9 @@ from enum import Enum
 
 
 class Status(str, Enum):
-    """How a job ended. The members are strings, so that they can be logged and stored as they are."""
+    """How a job ended. Each status is a string, so that it can be logged and stored without conversion."""
 
+    # After `ok` come four ways in which an honest program fails, then three for programs that break a rule.
     OK = "ok"
     ERROR = "error"
     TIMEOUT = "timeout"
@@ -72,7 +73,7 @@ class Job:
             Independent runs under different hash seeds, which must agree. A program that makes sets or uses `hash` or
             `id` gets six runs where two or more are asked for: a two-way choice by the order of a set passes two runs
             half of the time.
-        limits: The sandbox's own when not given.
+        limits: Limits of every run of this job; those of the sandbox when not given.
         function: Name of the function that is called.
         headroom:
             How many times a run must fit into `cpu_seconds`. Use more than 1 for a program that will run again: other

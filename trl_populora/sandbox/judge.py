@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import protocol
 from .jobs import Limits, Status, Verdict
 from .values import is_canonical
 
 
+# What a child may say about itself, and the status that it gets for it.
 _CLAIMS = {
     protocol.ERROR: Status.ERROR,
     protocol.MEMORY: Status.MEMORY,
@@ -35,15 +37,30 @@ class Observation:
     peak_bytes: int
 
 
+class Run(NamedTuple):
+    """
+    What one run came to.
+
+    Args:
+        status: How it ended.
+        reason: Why. Status `ok` with a reason means: the child says that the order of a set may matter, so that two
+            runs are not enough.
+        outputs: Canonical texts, one per input; empty unless `ok`.
+    """
+
+    status: Status
+    reason: str
+    outputs: tuple[str, ...] = ()
+
+
 def largest_frame(limits: Limits, inputs: int) -> int:
-    """How many bytes a child may send: all outputs, their line breaks, a status word and the length."""
+    """Counts the bytes that a child may send: all outputs, their line breaks, a status word and the length."""
     return limits.output_bytes + inputs + protocol.MAX_REASON + 64
 
 
-def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tuple[Status, str, tuple[str, ...]]:
+def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> Run:
     """
-    Returns status, reason and outputs of one run. Status `ok` with a reason means: the child says that the order of a
-    set may matter, so that two runs are not enough.
+    Judges one run.
 
     Args:
         data: All that arrived from the child until end of file, cut one byte above the largest frame.
@@ -51,50 +68,53 @@ def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> tu
         limits: The limits of the run.
         seen: What was observed from outside.
     """
-    # What was observed comes first, whatever the child says about itself.
+    # What was observed from outside counts before anything that the child says about itself.
     ended = _judge_ending(seen, limits)
     if ended is not None:
-        return *ended, ()
+        return ended
     code = os.waitstatus_to_exitcode(seen.wait_status)
     if code != 0:
-        return Status.TAMPERED, f"the process ended with exit status {code}", ()
+        return Run(Status.TAMPERED, f"the process ended with exit status {code}")
     lines = _read_lines(data, largest_frame(limits, inputs))
     if lines is None:
-        return Status.TAMPERED, "the process did not leave exactly one well-formed answer", ()
+        return Run(Status.TAMPERED, "the process did not leave exactly one well-formed answer")
     word, *rest = lines
     if word in _CLAIMS and len(rest) == 1:
-        return _CLAIMS[word], protocol.make_line(rest[0]), ()
+        return Run(_CLAIMS[word], protocol.make_line(rest[0]))
     if (
         word not in (protocol.OK, protocol.OK_IN_ORDER)
         or len(rest) != inputs
         or sum(map(len, rest)) > limits.output_bytes
     ):
-        return Status.TAMPERED, "the answer has the wrong form", ()
+        return Run(Status.TAMPERED, "the answer has the wrong form")
     if not all(is_canonical(text, max_bytes=limits.output_bytes) for text in rest):
-        return Status.TAMPERED, "an output is not canonical data", ()
-    # The zygote looks at the CPU clock from time to time only. A program that ended in between is judged alike.
+        return Run(Status.TAMPERED, "an output is not canonical data")
+    # The zygote looks at the CPU clock now and then. A program may pass its limit and end between two looks.
     if seen.cpu_seconds > limits.cpu_seconds:
-        return Status.TIMEOUT, _describe_excess(limits), ()
-    return Status.OK, "" if word == protocol.OK else protocol.OK_IN_ORDER, tuple(rest)
+        return Run(Status.TIMEOUT, _describe_excess(limits))
+    return Run(Status.OK, "" if word == protocol.OK else protocol.OK_IN_ORDER, tuple(rest))
 
 
-def _judge_ending(seen: Observation, limits: Limits) -> tuple[Status, str] | None:
-    """Judges the way in which the process died; `None` if its answer has to be read."""
+def _judge_ending(seen: Observation, limits: Limits) -> Run | None:
+    """Judges how the process died; `None` if it exited by itself and its answer has to be read."""
+    # The zygote kills a program that sleeps, that takes too long by the clock, or that has used up its CPU time.
     if seen.expired and seen.cpu_seconds < limits.cpu_seconds:
-        return Status.TIMEOUT, f"still running after {limits.cpu_seconds:g} s"
+        return Run(Status.TIMEOUT, f"still running after {limits.cpu_seconds:g} s")
     if seen.expired:
-        return Status.TIMEOUT, _describe_excess(limits)
+        return Run(Status.TIMEOUT, _describe_excess(limits))
     if not os.WIFSIGNALED(seen.wait_status):
         return None
     number = os.WTERMSIG(seen.wait_status)
     if number == signal.SIGXCPU or (number == signal.SIGKILL and seen.cpu_seconds > limits.cpu_seconds):
-        return Status.TIMEOUT, _describe_excess(limits)
-    # Nobody else here sends SIGKILL: the kernel's out-of-memory killer does, to processes that hold much.
+        return Run(Status.TIMEOUT, _describe_excess(limits))
+    # A SIGKILL within the limit comes from the kernel's out-of-memory killer, which chooses processes that hold much.
     if number == signal.SIGKILL and seen.peak_bytes > limits.memory_bytes // 8:
-        return Status.MEMORY, "killed from outside, as the kernel does when memory runs out"
+        return Run(Status.MEMORY, "killed from outside, as the kernel does when memory runs out")
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    # The interpreter can crash without malice, for example by deep recursion in C. Any other signal was sent on
+    # purpose.
     crashed = number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
-    return (Status.ERROR if crashed else Status.TAMPERED), f"the process died of {name}"
+    return Run(Status.ERROR if crashed else Status.TAMPERED, f"the process died of {name}")
 
 
 def _describe_excess(limits: Limits) -> str:
@@ -112,8 +132,9 @@ def _read_lines(data: bytes, limit: int) -> list[str] | None:
     return body.decode("ascii").split("\n")
 
 
-def combine(runs: list[tuple[Status, str, tuple[str, ...]]], seen: list[Observation]) -> Verdict:
+def combine(runs: list[Run], seen: list[Observation]) -> Verdict:
     """Makes one verdict of a job's runs: all must be `ok` and have the same outputs."""
+    # The first run says what the program does. A later one can only take its `ok` away.
     status, reason, outputs = runs[0]
     reason = "" if status is Status.OK else reason
     for later_status, later_reason, later_outputs in runs[1:]:
@@ -121,7 +142,7 @@ def combine(runs: list[tuple[Status, str, tuple[str, ...]]], seen: list[Observat
             break
         if later_status in (Status.TIMEOUT, Status.MEMORY, Status.TAMPERED, Status.POLICY, Status.NONDETERMINISTIC):
             status, reason = later_status, later_reason
-        elif later_status is not Status.OK:
+        elif later_status is not Status.OK:  # an error or bad output that the first run did not have
             status, reason = Status.NONDETERMINISTIC, f"a second run ended differently: {later_reason}"
         elif later_outputs != outputs:
             index = next(i for i, pair in enumerate(zip(outputs, later_outputs, strict=True)) if pair[0] != pair[1])

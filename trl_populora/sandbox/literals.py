@@ -1,9 +1,11 @@
 """Reads answers: Python literals in the text of a model, without evaluating anything.
 
-A token scan comes first. It lets through strings, numbers, brackets, commas, colons, signs and a handful of names,
-under limits on length, nesting, digits and operators. Only text that passed is given to `ast.parse`, and the tree is
-turned into plain data by a closed list of node types. There is no attribute, no comprehension, no f-string, no call
-but four named forms, and no operator but the signs and the `+` or `-` of a complex number.
+    text --_scan--> text of allowed tokens --_parse--> syntax tree --_convert--> plain data
+
+The scan lets through strings, numbers, brackets, commas, colons, signs and a handful of names, under limits on length,
+nesting, digits and signs. `ast.parse` gets only text that has passed. A closed list of node types turns the tree into
+plain data. There is no attribute, no comprehension and no f-string; no call but four named forms; and no operator but
+signs and the `+` or `-` of a complex number.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ MAX_DEPTH = 64  # brackets inside each other
 MAX_DIGITS = 4300  # decimal digits of an integer: where Python itself stops converting
 MAX_SIGNS = 4  # signs in a row
 
+# The only names, calls and words that are read.
 _NAMES = {"None": None, "True": True, "False": False, "nan": float("nan"), "inf": float("inf")}
 _CALLS = ("set", "frozenset", "complex", "float")
 _FLOAT_WORDS = ("nan", "inf", "-inf", "+inf", "infinity", "-infinity")
+# A string is matched whole, so that a bracket or a name inside it is no token. `f` is no prefix here; what Python
+# makes of an f-string is refused by `_convert`.
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\r\n\f]+)
@@ -39,7 +44,7 @@ _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 
 class LiteralError(ValueError):
-    """The text is not a literal that may be read; the message says why."""
+    """The text is no literal that may be read. The message says why."""
 
 
 def read_literal(text: str) -> Any:
@@ -71,6 +76,7 @@ def read_arguments(text: str, function: str = "f") -> tuple:
         `LiteralError`: If the text is anything else, or exceeds a limit.
     """
     source = _scan(text, (function,))
+    # A closing bracket too many, which would end the call early, does not pass the scan.
     if not re.match(rf"{re.escape(function)}\s*\(", source):
         source = f"{function}({source}\n)"
     node = _parse(source)
@@ -82,7 +88,7 @@ def read_arguments(text: str, function: str = "f") -> tuple:
 
 
 def _scan(text: str, functions: tuple[str, ...]) -> str:
-    """Checks every token; returns the text with odd escapes made explicit."""
+    """Checks every token; returns the text, with a second backslash where Python would warn of an unknown escape."""
     if not isinstance(text, str):
         raise LiteralError(f"expected a string, got {type(text).__name__}")
     if len(text) > MAX_LENGTH:
@@ -109,6 +115,7 @@ def _scan(text: str, functions: tuple[str, ...]) -> str:
 
 
 def _nest(brackets: list[str], token: str) -> None:
+    """Keeps the stack of open brackets, up to `MAX_DEPTH`."""
     if token not in _PAIRS:
         brackets.append(token)
         if len(brackets) > MAX_DEPTH:
@@ -118,6 +125,7 @@ def _nest(brackets: list[str], token: str) -> None:
 
 
 def _check_order(kinds: list[str]) -> None:
+    """Refuses many signs one after the other, and a number that runs into a word: Python reads that with a warning."""
     signs, previous = 0, "mark"
     for kind in kinds:
         signs = signs + 1 if kind == "sign" else signs if kind == "space" else 0
@@ -129,11 +137,12 @@ def _check_order(kinds: list[str]) -> None:
 
 
 def _check_neighbours(tokens: list[tuple[str, str]]) -> None:
-    """Refuses chains without brackets, as `1+1+1` or `()()()`: their deep trees crash the parser of some Pythons."""
+    """Refuses chains such as `1+1+1` or `()()()`, whose deep trees crash the parser of some versions of Python."""
     values = ("number", "name", "string", "close")
     for (before, _), (kind, token) in zip(tokens, tokens[1:], strict=False):
         if kind == "open" and before in values and (before, token) != ("name", "("):
             raise LiteralError(f"{token!r} after a value is not part of a literal")
+    # A sign between two values is allowed only in a complex number: a real part, then an imaginary one with `j`.
     for (before, left), (kind, _), (after, right) in zip(tokens, tokens[1:], tokens[2:], strict=False):
         if kind == "sign" and before in values:
             real = before in ("number", "name") and left[-1] not in "jJ"
@@ -142,7 +151,9 @@ def _check_neighbours(tokens: list[tuple[str, str]]) -> None:
 
 
 def _check_token(kind: str, token: str, match: re.Match, functions: tuple[str, ...]) -> str:
+    """Checks one token; returns it, or a string token with explicit escapes."""
     if kind == "number":
+        # Hexadecimal, octal and binary numbers are read in linear time, decimal ones in quadratic time.
         if token[:2].lower() not in ("0x", "0o", "0b") and len(token) > MAX_DIGITS:
             raise LiteralError(f"a number of more than {MAX_DIGITS} digits")
     elif kind == "name":
@@ -157,7 +168,7 @@ def _check_token(kind: str, token: str, match: re.Match, functions: tuple[str, .
 
 
 def _explicit_escapes(token: str, is_bytes: bool) -> str:
-    """Doubles the backslashes that Python would keep with a warning, so that reading answers never warns."""
+    """Doubles each backslash of an unknown escape. Python reads it so, too, but with a warning."""
     allowed = "\\'\"abfnrtvx01234567\n\r" + ("" if is_bytes else "NuU")
     return _ESCAPE.sub(lambda pair: pair.group() if pair.group()[1] in allowed else "\\" + pair.group(), token)
 
@@ -170,6 +181,7 @@ def _parse(source: str) -> ast.expr:
 
 
 def _convert(node: Any) -> Any:
+    """Turns a syntax tree into plain data."""
     kind = type(node)
     if kind is ast.Constant and type(node.value) in (int, float, complex, str, bytes, bool, type(None)):
         return node.value
@@ -179,7 +191,7 @@ def _convert(node: Any) -> Any:
         return tuple(_convert(item) for item in node.elts)
     if kind is ast.Set:
         return _hashed(set, [_convert(item) for item in node.elts])
-    if kind is ast.Dict and None not in node.keys:
+    if kind is ast.Dict and None not in node.keys:  # `None` stands for `**`
         return _hashed(dict, list(zip(map(_convert, node.keys), map(_convert, node.values), strict=True)))
     if kind is ast.Name and node.id in _NAMES:
         return _NAMES[node.id]
@@ -193,6 +205,7 @@ def _convert(node: Any) -> Any:
 
 
 def _hashed(kind: type, items: Any) -> Any:
+    """Makes a set or dict; refuses members that cannot be hashed."""
     try:
         return kind(items)
     except TypeError as error:

@@ -40,8 +40,8 @@ class Sandbox:
         soft: Whether the import allow-list and the guards are on. Turn them off only to test the walls.
         cores: Processors that programs run on, as far as the kernel allows; those of this process when not given.
         processes:
-            How many processes of this host have a `Sandbox`, this one included. It gets its share of the workers, at
-            least one.
+            How many processes of this host have a `Sandbox`, this one included. This one gets its share of the
+            workers, at least one.
         without: Layers of confinement to leave out, for tests of the others.
         packages:
             Installed modules to load before the walls are built, such as `"numpy"`, which the tests of published
@@ -79,7 +79,7 @@ class Sandbox:
         options["packages"] = {each: _folder_of(each) for each in packages}
         self._supervisor = Supervisor(self.workers, seed=seed, allow_weak=allow_weak, options=options)
         self._closing = threading.Lock()
-        # Also ends the zygotes of a `Sandbox` that is dropped, or that is open when Python exits.
+        # Ends the zygotes also if the `Sandbox` is dropped without `close`, or is open when Python exits.
         self._finalizer = weakref.finalize(self, Supervisor.close, self._supervisor)
 
     def submit(self, job: Job) -> Future[Verdict]:
@@ -124,7 +124,7 @@ def _folder_of(package: str) -> str:
 @dataclass(frozen=True)
 class SandboxSettings:
     """
-    What programs may use. Each field is the option of the same name.
+    What programs may use. Each field is the option of [`~trl_populora.PopuLoRAConfig`] of the same name.
 
     Raises:
         `ValueError`: If a number is too small.
@@ -150,19 +150,20 @@ class SandboxSettings:
 
 def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather: Callable[[list], list]) -> Sandbox:
     """
-    Starts this process's sandbox with its share of the node's cores. Call it on every rank.
+    Starts this process's sandbox, with its share of the node's workers. Call it on every rank.
 
     Args:
         settings: The same on all ranks.
         rank: Number of this process in the run.
         local_rank: Number of this process on its node.
-        gather: Joins the lists of all ranks.
+        gather: Takes a list and returns the lists of all ranks, joined.
 
     Raises:
         `RuntimeError`: On every rank, if one of them cannot confine programs.
     """
     node = rank - local_rank
-    # A launcher may bind each rank to cores of its own. Programs may use the cores of all ranks of the node.
+    # A launcher may bind each rank to cores of its own. The programs of every rank may use the cores of all ranks of
+    # the node: while one rank waits, the others' programs use its cores.
     bound = gather([(node, os.sched_getaffinity(0) if sys.platform == "linux" else set())])
     cores = [theirs for where, theirs in bound if where == node]
     further: dict[str, Any] = {"cores": set().union(*cores), "processes": len(cores)}
@@ -171,7 +172,7 @@ def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather:
         sandbox = Sandbox(settings.sandbox_workers, settings.limits, settings.sandbox_allow_weak, **further)
     except RuntimeError as error:
         failure = str(error)
-    # All ranks hear of a failure, so that none waits for one that has failed.
+    # All ranks hear of a failure, so that no rank waits for one that has raised.
     if failures := [each for each in gather([failure]) if each]:
         if sandbox is not None:
             sandbox.close()
@@ -183,7 +184,7 @@ def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather:
 
 
 def _log_level(sandbox: Sandbox) -> None:
-    """Logs which walls this run has, as a warning where there are none."""
+    """Logs which walls this run has; at level C, where there are none, as a warning."""
     missing = [f"{name} ({reason})" for name, reason in sandbox.report()["layers"].items() if reason]
     logger.log(
         logging.WARNING if sandbox.level == "C" else logging.INFO,

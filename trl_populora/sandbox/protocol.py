@@ -15,6 +15,7 @@ import marshal
 import struct
 
 
+# Fixed sizes: the control socket keeps messages apart, so an order and the head of an event need no length.
 ORDER = struct.Struct("<QQdQ")  # kind, job, CPU seconds, address space in bytes
 EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, job, CPU seconds, wall seconds, peak resident bytes
 LENGTH = struct.Struct("<I")
@@ -30,24 +31,26 @@ DONE = 1  # the child is dead and reaped
 EXPIRED = 2  # the same, killed by the zygote at the deadline
 FAILED = 3  # the zygote could not start; a JSON report follows the header
 
-# Status words of a child's answer. A child may say these things about itself and no others.
+# Status words of a child's answer. A child may claim these things about itself. Everything else, such as a time-out,
+# is observed from outside.
 OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second makes the trainer ask for more runs
 ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY = "error", "memory", "bad_output", "policy", "entropy"
 MAX_REASON = 300  # characters
 
-# The clock ends a program after its limit times this, even if a busy host has not let it run.
+# A program ends at the latest after its CPU limit times this, by the wall clock, even if a busy host let it run
+# little.
 LONGEST_EXTENSION = 120.0
 
 
 Payload = tuple[int, bool, int, str, str, tuple[str, ...]]
 """
-What a child is told: number of the run, whether to say if the program makes sets, most bytes of output, function,
-program, inputs.
+What a child is told, in this order: number of the run; whether to say if the program makes sets; most bytes of
+output; name of the function; the program; its inputs.
 """
 
 
 def pack_payload(payload: Payload) -> bytes:
-    """Makes the trainer's one frame to a child. The child trusts it, so Python's own format will do."""
+    """Makes the trainer's one frame to a child. The child trusts the trainer, so it may be in Python's `marshal`."""
     body = marshal.dumps(payload)
     return LENGTH.pack(len(body)) + body
 
@@ -60,5 +63,6 @@ def pack_answer(word: str, lines: list[str]) -> bytes:
 
 def make_line(text: str) -> str:
     """Turns `text` into one printable ASCII line of bounded length."""
+    # Cut twice: an escape such as `\xe9` is longer than its character.
     text = text[:MAX_REASON].encode("ascii", "backslashreplace").decode("ascii")
     return "".join(char if " " <= char <= "~" else " " for char in text)[:MAX_REASON]

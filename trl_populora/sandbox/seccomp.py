@@ -2,11 +2,11 @@
 
 Two classic BPF programs are assembled here and installed through `prctl`:
 
-* `zygote_filter`, once, before any untrusted code: an allow-list for pure computation plus what the zygote needs to
-  fork, kill and reap. There is no `open`, no `socket`, no `execve`, no `ptrace`, no `mount`, no `bpf`, no `io_uring`,
-  no `keyctl`, no shared memory. As a search tree it costs a call about seven comparisons.
-* `child_filter`, once per program and on top: takes away forking, killing, reaping, passing descriptors, changing
-  limits and priorities, and installing filters. It is short because the kernel checks and translates it each time.
+* `zygote_filter`, once, before any untrusted code: an allow-list of calls for pure computation, and of what the zygote
+  needs to fork, kill and reap. There is no `open`, no `socket`, no `execve`, no `ptrace`, no `mount`, no `bpf`, no
+  `io_uring`, no `keyctl`, no shared memory. It is a search tree, so a call costs about seven comparisons.
+* `child_filter`, once per program, on top of the first: refuses forking, killing, reaping, passing descriptors,
+  changing limits, and installing filters. It is short, because the kernel checks and translates it each time.
 
 A refused call fails with EPERM, which Python shows as an `OSError`. The numbers for aarch64 are those of the kernel's
 generic table; nobody has tried them on such a machine.
@@ -21,7 +21,7 @@ import struct
 from functools import partial
 
 
-# name: (x86_64, aarch64); None where the architecture has no such call.
+# Numbers of the allowed system calls, by name: (x86_64, aarch64). None where the architecture has no such call.
 COMPUTE = {
     "read": (0, 63),
     "write": (1, 64),
@@ -64,6 +64,7 @@ COMPUTE = {
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
+# What the zygote needs as well, and a program must not do.
 ZYGOTE_ONLY = {
     "clone": (56, 220),
     "wait4": (61, 260),
@@ -79,13 +80,17 @@ ZYGOTE_ONLY = {
 }
 PRLIMIT = (302, 261)
 CLONE3 = (435, 435)
-_MACHINE = os.uname().machine  # asked here, since the filter does not let the zygote ask
+_MACHINE = os.uname().machine  # asked at import: the zygote makes the second filter when the first refuses `uname`
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
 
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_GT, _RETURN = 0x20, 0x15, 0x35, 0x25, 0x06
-_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in the kernel's `struct seccomp_data`
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+
+
+# One instruction: operation, instructions to skip if the test holds, instructions to skip if not, constant.
+Instruction = tuple[int, int, int, int]
 
 
 class _Program(ctypes.Structure):
@@ -95,68 +100,73 @@ class _Program(ctypes.Structure):
 class Filter:
     """An assembled filter that can be installed many times; holds the memory that the kernel reads."""
 
-    def __init__(self, instructions: list[tuple[int, int, int, int]]):
+    def __init__(self, instructions: list[Instruction]):
         code = b"".join(struct.pack("<HBBI", *each) for each in instructions)
         self.length = len(instructions)
         program = ctypes.byref(_Program(self.length, code))
         self._arguments = (_PR_SET_SECCOMP, _MODE_FILTER, program, 0, 0)
-        # Every child calls this, so it does without an error number: 0, or -1 where nothing has changed.
+        # Every child calls this, so it is bare and fetches no error number. It returns -1 if the kernel refuses.
         self.try_to_install = partial(ctypes.CDLL(None).prctl, *self._arguments)
 
     def install(self) -> None:
         """
-        Put the filter on the calling thread for good. Needs `PR_SET_NO_NEW_PRIVS`.
+        Puts the filter on the calling thread for good, which needs `PR_SET_NO_NEW_PRIVS`.
 
         Raises:
-            `OSError`: If the kernel refuses; nothing has changed then.
+            `OSError`: If the kernel refuses the filter. Nothing has changed then.
         """
         if ctypes.CDLL(None, use_errno=True).prctl(*self._arguments):
             code = ctypes.get_errno()
             raise OSError(code, f"seccomp: {errno.errorcode.get(code, code)}")
 
 
-def _machine() -> tuple[int, int]:
+def _find_machine() -> tuple[int, int]:
+    """Finds this machine's column in the tables above and its number in the kernel's audit interface."""
     if _MACHINE not in _MACHINES or ctypes.sizeof(ctypes.c_void_p) != 8:
         raise OSError(errno.ENOSYS, f"no system-call table for {_MACHINE}")
     return _MACHINES[_MACHINE]
 
 
-def _return(action: int) -> tuple[int, int, int, int]:
+def _return(action: int) -> Instruction:
     return (_RETURN, 0, 0, action)
 
 
-def _tree(numbers: list[int], default: int) -> list[tuple[int, int, int, int]]:
-    """A binary search over sorted runs of allowed numbers; the call's number is in the accumulator."""
+def _tree(numbers: list[int], default: int) -> list[Instruction]:
+    """Makes a binary search for the call's number, which has been loaded, among the allowed ones."""
+    # Allowed numbers that follow each other are one run.
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number:
             runs[-1][1] = number + 1
         else:
             runs.append([number, number + 1])
-    # Boundaries alternate between "allowed from here" and "refused from here".
+    # The edges alternate: from one number on calls are allowed, from the next one on refused.
     edges = [edge for run in runs for edge in run]
 
-    def branch(low: int, high: int) -> list[tuple[int, int, int, int]]:
+    def branch(low: int, high: int) -> list[Instruction]:
         if low == high:
             return [_return(_ALLOW if low % 2 else default)]
         middle = (low + high) // 2
         below, above = branch(low, middle), branch(middle + 1, high)
-        # Conditional jumps reach 255 instructions; the trees here are far smaller.
+        # A conditional jump reaches 255 instructions at most. The trees here are far smaller.
         return [(_JUMP_GE, len(below), 0, edges[middle]), *below, *above]
 
     return branch(0, len(edges))
 
 
-def _head(arch: int) -> list[tuple[int, int, int, int]]:
+def _head(arch: int) -> list[Instruction]:
+    """Kills the process at a call of another architecture, where numbers mean other calls; then loads the number."""
     return [(_LOAD, 0, 0, _ARCH), (_JUMP_EQ, 1, 0, arch), _return(_KILL), (_LOAD, 0, 0, _NUMBER)]
 
 
-def _if_number(number: int, body: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+def _if_number(number: int, body: list[Instruction]) -> list[Instruction]:
+    """Runs the body only for the call with this number."""
     return [(_JUMP_EQ, 0, len(body), number), *body]
 
 
-def _argument_is_zero(index: int) -> list[tuple[int, int, int, int]]:
-    """Go on when the 64-bit argument is zero, else refuse."""
+def _argument_is_zero(index: int) -> list[Instruction]:
+    """Goes on if a 64-bit argument of the call is zero; refuses the call if not."""
+    # The filter loads 32 bits at a time, so the two halves are compared one after the other.
     offset = _ARGUMENTS + 8 * index
     refuse = _return(_ERRNO | errno.EPERM)
     return [
@@ -170,17 +180,18 @@ def _argument_is_zero(index: int) -> list[tuple[int, int, int, int]]:
 
 
 def zygote_filter() -> Filter:
-    """The allow-list of the warm process and everything under it."""
-    column, arch = _machine()
+    """Makes the allow-list of the zygote and of everything under it."""
+    column, arch = _find_machine()
     names = {**COMPUTE, **ZYGOTE_ONLY}
     numbers = [number for number in (each[column] for each in names.values()) if number is not None]
     refuse = _ERRNO | errno.EPERM
     return Filter(
         [
             *_head(arch),
-            # glibc tries clone3 first and falls back to clone only on ENOSYS.
+            # glibc tries `clone3` first, and tries `clone` only after ENOSYS.
             *_if_number(CLONE3[column], [_return(_ERRNO | errno.ENOSYS)]),
-            # Limits of the caller itself only: who can set its zygote's limits ends all later jobs.
+            # `prlimit` works on the caller itself only (process 0). A child that could limit its zygote would end all
+            # later jobs.
             *_if_number(PRLIMIT[column], [*_argument_is_zero(0), _return(_ALLOW)]),
             *_tree(numbers, refuse),
         ]
@@ -188,10 +199,10 @@ def zygote_filter() -> Filter:
 
 
 def child_filter() -> Filter:
-    """What a program may not do on top: everything that only the zygote needs."""
-    column, arch = _machine()
+    """Makes the second filter, which refuses a program everything that only the zygote needs."""
+    column, arch = _find_machine()
     numbers = [each[column] for name, each in ZYGOTE_ONLY.items() if name != "getrlimit"]
-    # Every match jumps over the rest of the list, the question about prlimit64 and the "allow", to the refusal.
+    # A match jumps to the refusal: over the rest of this list, the test for `prlimit`, and the "allow" after it.
     checks = [(_JUMP_EQ, len(numbers) + 1 - i, 0, number) for i, number in enumerate(numbers)]
     return Filter(
         [
@@ -200,7 +211,7 @@ def child_filter() -> Filter:
             (_JUMP_EQ, 2, 0, PRLIMIT[column]),
             _return(_ALLOW),
             _return(_ERRNO | errno.EPERM),
-            *_argument_is_zero(2),
+            *_argument_is_zero(2),  # `prlimit` may read limits: the argument with new ones must be NULL
             _return(_ALLOW),
         ]
     )

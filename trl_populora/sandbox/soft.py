@@ -1,9 +1,9 @@
 """The soft layer: keeps honest programs to what a training task may use. It improves data and protects nothing.
 
-Each program gets a table of builtins and a few module facades of its own; the standard library keeps the real modules.
-An import outside the allow-list, `open`, `input` and `breakpoint` give `policy`. Clocks, hashes and addresses used as
-numbers, and whatever depends on the interpreter, give `nondeterministic`: no number of repetitions would find the
-year, a rare coin flip or another Python.
+Each program gets builtins and a few module facades of its own. The standard library itself keeps the real modules. An
+import outside the allow-list, `open`, `input` and `breakpoint` give `policy`. Clocks, hashes and addresses used as
+numbers, and what depends on the interpreter, give `nondeterministic`. Repeated runs would not find these: they see
+neither another year, nor a rare coin flip, nor another Python.
 
 The allow-list holds modules that compute. It leaves out modules whose results nobody can work out by thinking, as
 Absolute Zero Reasoner does: digests, checksums, seeded generators. A scrambler that a program writes itself stands in
@@ -30,17 +30,18 @@ MODULES = [
     *("operator", "pprint", "re", "statistics", "string", "struct", "sys", "textwrap", "time", "traceback", "types"),
     *("typing", "unicodedata", "urllib.parse", "warnings", "weakref"),
 ]
-# The modules above need these later, when no file can be opened: `strptime` imports the first by the program's own
-# `__import__`, and Python 3.12 reads and writes large integers by the second.
+# The modules above import these when they are used, and no file can be opened then. `strptime` imports the first
+# through the program's own `__import__`. Python 3.12 converts large integers with the second.
 HELPERS = frozenset(["_strptime", "_pylong"])
 CODECS = [
     *("ascii", "latin-1", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"),
     *("cp1252", "cp437", "idna", "punycode", "rot13", "hex", "base64", "unicode_escape", "raw_unicode_escape"),
 ]
-# These modules exist to scramble. A task that asks for a few bits of a digest is a coin: it pays its teacher like a
-# hard task and teaches nothing. Published benchmarks use some of them; they run without the soft layer.
+# These modules exist to scramble. A task that asks for a few bits of a digest is a coin toss: it pays its teacher like
+# a hard task and teaches nothing. Some published benchmarks use these modules; they run without the soft layer.
 SCRAMBLING = ["binascii", "hashlib", "hmac", "random", "secrets", "uuid", "zlib"]
-# Without the soft layer, for benchmarks and tests of the walls, a program may import all it could wish for.
+# What a program may import without the soft layer, in benchmarks and in tests of the walls: all that an attacker
+# wants.
 HOSTILE = [
     *SCRAMBLING,
     *("os", "posix", "socket", "ctypes", "subprocess", "signal", "threading", "mmap", "resource", "fcntl", "pickle"),
@@ -52,12 +53,12 @@ ALLOWED = frozenset(MODULES) | {name.partition(".")[0] for name in MODULES}
 
 
 def is_allowed(name: str) -> bool:
-    """Whether a program may import `name`: a listed module, or a loaded part of a listed package."""
+    """Says whether a program may import a module: a listed one, or a loaded part of a listed package."""
     return name in ALLOWED or (name.partition(".")[0] in ALLOWED and name in sys.modules)
 
 
 def preload(hostile: bool) -> None:
-    """Imports all modules that this installation has."""
+    """Imports all modules that a program may import, as far as this installation has them."""
     for name in [*MODULES, *HELPERS, *(HOSTILE if hostile else ())]:
         try:
             __import__(name)
@@ -75,19 +76,19 @@ def preload_packages(folders: dict[str, str]) -> None:
         __import__(name)
 
 
-MODULE = "program"
+MODULE = "program"  # the name of the module that a program runs as
 
 
 class Refused(BaseException):
-    """Ends a program that did what it must not. It is no `Exception`, so that ordinary handlers let it pass."""
+    """Ends a program that did what it must not. It is no `Exception`, so an `except Exception` lets it pass."""
 
 
 class Guard:
     """
-    The program's view of Python.
+    What a program sees of Python: its builtins, its modules, its own namespace.
 
     Args:
-        enabled: Whether the program gets guarded builtins and modules, or the real ones.
+        enabled: Whether the program gets guarded builtins and modules; if not, the real ones.
     """
 
     def __init__(self, enabled: bool):
@@ -97,42 +98,46 @@ class Guard:
         self.builtins = dict(vars(builtins))
         if enabled:
             self._enable()
+        # `dataclasses` and others look up the module of a class in `sys.modules`.
         module = sys.modules[MODULE] = types.ModuleType(MODULE)
         self.namespace = vars(module)
         self.namespace["__builtins__"] = self.builtins
 
     def stop(self, word: str, reason: str) -> None:
-        """Notes the first finding, which stays even if the program catches the exception, and raises."""
+        """Notes the first finding, and raises to stop the program. The finding stays if the program catches that."""
         if self.finding is None:
             self.finding = (word, [protocol.make_line(reason)])
         raise Refused(reason)
 
     def screen(self, code: types.CodeType) -> None:
-        """Stops a program whose text names what the language leaves to the interpreter."""
-        if self.enabled and (inside := entropy.asks_inside(code)):
-            self._entropy(f"{inside} hangs on the interpreter")
+        """Stops a program whose text names something that the language leaves to the interpreter."""
+        if self.enabled and (inside := entropy.find_inside(code)):
+            self._stop_entropy(f"{inside} depends on the interpreter")
 
-    def _entropy(self, reason: str) -> None:
+    def _stop_entropy(self, reason: str) -> None:
+        """Stops a program as nondeterministic."""
         self.stop(protocol.ENTROPY, reason)
 
     def _enable(self) -> None:
-        self.facades = entropy.make_facades(self._entropy)
+        """Puts the guards in place of builtins and modules."""
+        self.facades = entropy.make_facades(self._stop_entropy)
         self.facades["sys"] = self._make_sys_facade()
         io_facade = self.facades["io"] = _make_io_facade()
         io_facade.open = self._forbid("io.open()")
         self.builtins["__import__"] = self._import
-        self.builtins.update(entropy.make_builtins(self._entropy))
-        self.builtins["getattr"] = entropy.make_getattr(self._entropy)
+        self.builtins.update(entropy.make_builtins(self._stop_entropy))
+        self.builtins["getattr"] = entropy.make_getattr(self._stop_entropy)
         for name in ("open", "input", "breakpoint"):
             self.builtins[name] = self._forbid(f"{name}()")
+        # `site` adds these for people at a prompt. No program has a use for them.
         for name in ("exit", "quit", "help", "copyright", "credits", "license"):
             self.builtins.pop(name, None)
 
     def _make_sys_facade(self) -> types.ModuleType:
         class Sys(_Sys):
-            """The facade with this program's guards."""
+            """The facade with the guards of this program. Guards are properties, which only a class can have."""
 
-        entropy.guard_sys(Sys, self.limits, self._entropy)
+        entropy.guard_sys(Sys, self.limits, self._stop_entropy)
         facade: Any = Sys("sys")
         facade.argv = ["program"]
         for name in _SYS_NAMES:
@@ -146,6 +151,7 @@ class Guard:
         return forbidden
 
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
+        """Takes the place of `__import__`: gives facades and loaded modules, and stops the program at any other."""
         if name in HELPERS and name in sys.modules:
             return sys.modules[name]
         if level or not isinstance(name, str) or not is_allowed(name):
@@ -155,11 +161,11 @@ class Guard:
             return self.facades[root]
         if name not in sys.modules:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return sys.modules[name if fromlist else root]
+        return sys.modules[name if fromlist else root]  # as Python does: `import a.b` binds `a`
 
 
 class _Nowhere(io.TextIOBase):
-    """Takes what is printed and forgets it."""
+    """A stream that forgets what is printed."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -169,7 +175,7 @@ class _Nowhere(io.TextIOBase):
 
 
 class _Sys(types.ModuleType):
-    """The harmless part of `sys`. Its streams are the real ones, so that a program can redirect them."""
+    """The harmless part of `sys`. A program may redirect its streams, so they are those of the real `sys`."""
 
     stdin = property(lambda self: sys.stdin, lambda self, value: setattr(sys, "stdin", value))
     stdout = property(lambda self: sys.stdout, lambda self, value: setattr(sys, "stdout", value))
@@ -191,7 +197,7 @@ def _make_io_facade() -> Any:
 
 
 def silence() -> None:
-    """Gives every child streams that lead nowhere, with or without the soft layer."""
+    """Gives every child streams that lead nowhere, with the soft layer and without."""
     sys.stdin, sys.stdout, sys.stderr = io.StringIO(), _Nowhere(), _Nowhere()
     for name in ("__stdin__", "__stdout__", "__stderr__"):
         setattr(sys, name, None)

@@ -1,5 +1,7 @@
 """The thread behind a `Sandbox`: hands jobs to zygotes, hears how their processes ended, and resolves the verdicts.
 
+    submit --inbox--> queue --> running (a zygote's child has it) --judge--> the next run, or the job's verdict
+
 A zygote is a warm process that forks one child per program. A `Pending` is a job on its way. Its runs come one after
 the other, each in the zygote of another hash seed.
 """
@@ -22,7 +24,7 @@ from dataclasses import replace
 
 from . import confine, protocol
 from .jobs import Job, Limits, Status, Verdict
-from .judge import Observation, combine, judge_run, largest_frame
+from .judge import Observation, Run, combine, judge_run, largest_frame
 from .protocol import LONGEST_EXTENSION
 from .worker import Worker
 
@@ -50,30 +52,30 @@ class Pending:
     def __init__(self, job: Job, limits: Limits):
         self.job, self.limits = job, limits
         self.future: Future[Verdict] = Future()
-        self.runs: list = []
-        self.seen: list[Observation] = []
+        self.runs: list[Run] = []  # the finished ones
+        self.seen: list[Observation] = []  # one per finished run
         self.wanted = job.runs
-        self.retried = False
+        self.retried = False  # whether a zygote has died under this job
         self.socket: socket.socket = None  # type: ignore[assignment]  # between `open` and `close` only
         self.forget_run()
 
-    def take(self, run: tuple, seen: Observation) -> bool:
+    def take(self, run: Run, seen: Observation) -> bool:
         """Notes a finished run; returns whether another one is needed."""
-        status, reason, outputs = run
         self.runs.append(run)
         self.seen.append(seen)
         # An `ok` run has a reason only if the child says that the order of a set may matter.
-        if reason and self.job.runs > 1:
+        if run.reason and self.job.runs > 1:
             self.wanted = max(self.wanted, SENSITIVE_RUNS)
-        return status is Status.OK and len(self.runs) < self.wanted and outputs == self.runs[0][2]
+        # A run that fails or disagrees decides the verdict, so no further run is needed.
+        return run.status is Status.OK and len(self.runs) < self.wanted and run.outputs == self.runs[0].outputs
 
     def forget_run(self) -> None:
         """Drops what is known of the current run."""
-        self.outgoing = memoryview(b"")
-        self.data = bytearray()
+        self.outgoing = memoryview(b"")  # the rest of the payload that the socket has not taken yet
+        self.data = bytearray()  # the answer so far
         self.end_of_file = False
-        self.event: Observation = None  # type: ignore[assignment]  # until the zygote has spoken
-        self.late_at = float("inf")
+        self.event: Observation = None  # type: ignore[assignment]  # until the zygote has reported the child's end
+        self.late_at = float("inf")  # when the zygote counts as sick if it has not reported
 
     @property
     def seed_index(self) -> int:
@@ -90,8 +92,9 @@ class Pending:
     def open(self) -> socket.socket:
         """Opens a private socket pair for the next run; keeps our end and returns the child's."""
         job = self.job
+        # Only the first run of several has to say whether the program makes sets: that decides how many runs follow.
         run, several = len(self.runs), job.runs > 1
-        # A subclass of `str`, as numpy has one, is text like any other.
+        # `marshal` refuses subclasses of `str`, such as numpy's. `str.__str__` makes a plain copy.
         function, program, *inputs = map(str.__str__, (job.function, job.program, *job.inputs))
         payload = (run, several and not run, self.limits.output_bytes, function, program, tuple(inputs))
         self.forget_run()
@@ -101,7 +104,7 @@ class Pending:
         return theirs
 
     def send(self) -> int:
-        """Writes what the socket takes; returns the events to wait for next."""
+        """Writes as much of the payload as the socket takes; returns the events to wait for next."""
         try:
             while self.outgoing:
                 self.outgoing = self.outgoing[self.socket.send(self.outgoing) :]
@@ -112,7 +115,8 @@ class Pending:
         return select.EPOLLIN
 
     def receive(self) -> None:
-        """Reads what has arrived and keeps one byte more than the longest honest answer."""
+        """Reads what has arrived, and notes whether the answer has ended."""
+        # One byte more than the longest honest answer is kept. It shows the judge that the answer is too long.
         most = largest_frame(self.limits, len(self.job.inputs)) + 1
         try:
             while not self.end_of_file:
@@ -179,13 +183,15 @@ class Listener:
 
 class Supervisor:
     """
+    Owns every socket and every zygote of a `Sandbox`.
+
     Everything but `submit`, `report` and `close` runs in one thread, so that nothing here needs a lock.
 
     Args:
-        workers: Programs that run at a time; `UNDER_WAY` times as many may be under way.
+        workers: Programs that run at a time. `UNDER_WAY` times as many may be under way.
         seed: Chooses the hash seeds.
         allow_weak: Whether level C is accepted.
-        options: What every zygote is told on its command line.
+        options: Options of every zygote, passed on its command line.
 
     Raises:
         `RuntimeError`: If no zygote starts, or the host cannot confine programs.
@@ -194,12 +200,12 @@ class Supervisor:
     def __init__(self, workers: int, *, seed: int, allow_weak: bool, options: dict):
         self.workers, self.seed, self.allow_weak = workers, seed, allow_weak
         self.options = options
-        self.pools: dict[int, list[Worker]] = {}  # by the index of their hash seed
-        self.inbox: deque[Pending] = deque()  # other threads append here, the thread takes
-        self.queue: deque[Pending] = deque()  # for a place among those under way
-        self.waiting: dict[int, deque[Pending]] = {}  # by seed: for a zygote that has tried its walls
-        self.running: dict[int, Pending] = {}  # by number of the run
-        self.unresolved: set[Pending] = set()  # all of these
+        self.pools: dict[int, list[Worker]] = {}  # zygotes by the index of their hash seed
+        self.inbox: deque[Pending] = deque()  # other threads append jobs, the supervisor's thread takes them
+        self.queue: deque[Pending] = deque()  # jobs that wait until fewer are under way
+        self.waiting: dict[int, deque[Pending]] = {}  # jobs by seed index, until a zygote of that seed may serve
+        self.running: dict[int, Pending] = {}  # jobs under way, by number of the run
+        self.unresolved: set[Pending] = set()  # all jobs without a verdict
         self.numbers = itertools.count(1)
         self.failed_starts = 0
         self.respawns: Counter[str] = Counter()
@@ -220,7 +226,7 @@ class Supervisor:
     def report(self) -> dict:
         """Returns the weakest zygote's level, layers and probes, and how often zygotes were replaced, by reason."""
         healthy = [each for each in self._workers() if each.healthy]
-        worst = max(healthy, key=lambda each: each.level, default=None)  # "C" is the weakest
+        worst = max(healthy, key=lambda each: each.level, default=None)  # "C", the weakest, is the largest letter
         return {
             "level": worst.level if worst else "C",
             "layers": dict(worst.layers) if worst else {},
@@ -230,6 +236,7 @@ class Supervisor:
         }
 
     def submit(self, job: Job, limits: Limits) -> Future[Verdict]:
+        """Queues a job; its verdict arrives in the future."""
         if self.closed:
             raise RuntimeError("the sandbox is closed") from self.failure
         limits = replace(limits, cpu_seconds=limits.cpu_seconds / job.headroom)
@@ -240,14 +247,16 @@ class Supervisor:
             return pending.future
         self.inbox.append(pending)
         self.listener.wake()
-        # The thread may have ended between the check above and the append: then nobody else would answer.
+        # The thread may have ended between the check above and the append. Then nobody else would refuse the job.
         if self.closed and not self.thread.is_alive():
             self._refuse_all()
         return pending.future
 
     def close(self) -> None:
+        """Ends the thread, which ends the zygotes and refuses the unfinished jobs."""
         self.closed = True
         self.listener.wake()
+        # The finalizer of a dropped `Sandbox` may run in any thread, also in this one, which cannot wait for itself.
         if self.thread is not threading.current_thread():
             self.thread.join(30)
 
@@ -272,7 +281,8 @@ class Supervisor:
             self.ready.set()
 
     def _populate(self, index: int) -> None:
-        """Starts the zygotes of one hash seed: for 0 and 1, which run most programs, one per two workers; else one."""
+        """Starts the zygotes of one hash seed."""
+        # Seeds 0 and 1 run most programs and get one zygote per two workers. Further seeds get one.
         copies = (self.workers + 1) // 2 if index < 2 else 1
         pool = self.pools.setdefault(index, [])
         while len(pool) < copies:
@@ -282,6 +292,7 @@ class Supervisor:
             self.listener.watch(worker.control, select.EPOLLIN, self._on_control, worker)
 
     def _pump(self) -> None:
+        """Takes the jobs of other threads into the queue, and starts as many as may be under way."""
         while self.inbox:
             pending = self.inbox.popleft()
             self.unresolved.add(pending)
@@ -310,7 +321,7 @@ class Supervisor:
         try:
             theirs = pending.open()
         except OSError as error:
-            # A running job gives its descriptor back when it ends. Without one, waiting would never end.
+            # No descriptor is left. A job that runs gives its own back when it ends; if none runs, nobody would.
             if self.running:
                 self.queue.appendleft(pending)
             else:
@@ -332,10 +343,12 @@ class Supervisor:
         return True
 
     def _listen(self, number: int, pending: Pending, mask: int = select.EPOLLIN) -> None:
+        """Reads a job's answer as it arrives."""
         if not self.listener.watches(pending.socket):
             self.listener.watch(pending.socket, mask, self._on_socket, number, pending)
 
     def _on_socket(self, number: int, pending: Pending, mask: int) -> None:
+        """Sends more of a payload, or reads more of an answer."""
         if mask & select.EPOLLOUT:
             self.listener.change(pending.socket, pending.send())
         if mask & ~select.EPOLLOUT:
@@ -343,7 +356,8 @@ class Supervisor:
             self._settle(number, pending)
 
     def _on_control(self, worker: Worker, _: int) -> None:
-        events = worker.events()
+        """Hears what a zygote reports: that it is ready or could not start, and how children ended."""
+        events = worker.read_events()
         for kind, status, number, cpu, wall, peak, report in events or ():
             pending = self.running.get(number)
             if kind == protocol.READY:
@@ -355,6 +369,7 @@ class Supervisor:
                 worker.jobs.discard(number)
                 pending.event = Observation(kind == protocol.EXPIRED, status, cpu, wall, peak)
                 pending.receive()
+                # The child is dead, so its answer has nearly always arrived whole. If not, the rest is read later.
                 if not pending.end_of_file:
                     self._listen(number, pending)
                 self._settle(number, pending)
@@ -371,24 +386,27 @@ class Supervisor:
             self._finish_run(pending)
 
     def _drop(self, number: int, pending: Pending) -> None:
+        """Takes a job from those under way and closes its socket."""
         del self.running[number]
         self.listener.forget(pending.socket)
         pending.close()
 
     def _finish_run(self, pending: Pending) -> None:
+        """Judges a run. Then queues the job's next run, resolves its verdict, or admits the zygote that was probed."""
         data, inputs = bytes(pending.data), len(pending.job.inputs)
-        status, reason, outputs = judge_run(data, inputs, pending.limits, pending.event)
+        run = judge_run(data, inputs, pending.limits, pending.event)
         if pending.probe_of is not None:
-            self._admit(pending.probe_of, [text == "true" for text in outputs], reason)
+            self._admit(pending.probe_of, [text == "true" for text in run.outputs], run.reason)
             return
-        if pending.take((status, reason, outputs), pending.event):
-            self.queue.appendleft(pending)
+        if pending.take(run, pending.event):
+            self.queue.appendleft(pending)  # first in the queue, so that jobs that have begun end soon
         else:
             self._resolve(pending, combine(pending.runs, pending.seen))
 
     # Births and deaths of zygotes.
 
     def _probe(self, worker: Worker) -> None:
+        """Lets a zygote's first child try the walls: a job without a program, with one output per probe."""
         pending = Pending(Job("", ("",) * len(confine.PROBES)), Limits(cpu_seconds=10.0))
         pending.probe_of = worker
         self._start(pending, worker)
@@ -397,7 +415,7 @@ class Supervisor:
         """Lets a zygote serve that has tried its own walls, or gives up when the host is too weak."""
         worker.refused = dict(zip(confine.PROBES, refused, strict=False))
         if worker.level == "C" and not self.allow_weak:
-            self.failure = RuntimeError(worker.weakness(reason))
+            self.failure = RuntimeError(worker.explain_weakness(reason))
             self.closed = True
             return
         worker.healthy, self.failed_starts = True, 0
@@ -409,7 +427,7 @@ class Supervisor:
     def _lose(self, worker: Worker, reason: str) -> None:
         """Replaces a zygote that is gone, and gives its jobs one more chance."""
         self.listener.forget(worker.control)
-        words = worker.failure or ("" if worker.healthy else worker.last_words())
+        words = worker.failure or ("" if worker.healthy else worker.read_last_words())
         worker.kill()
         self.pools[worker.seed_index].remove(worker)
         for number in worker.jobs:
@@ -425,7 +443,7 @@ class Supervisor:
                 pending.retried = True
                 self.queue.appendleft(pending)
         self.respawns[reason] += 1
-        self.failed_starts += not worker.healthy  # one that has served has started
+        self.failed_starts += not worker.healthy  # a zygote that was admitted once did start
         if self.failed_starts >= FAILED_STARTS:
             self.failure = RuntimeError(f"{FAILED_STARTS} zygotes in a row did not start: {words}")
             self.closed = True
@@ -445,7 +463,9 @@ class Supervisor:
                 self._listen(number, self.running[number])
 
     def _shut_down(self) -> None:
+        """Ends all zygotes and refuses the unfinished jobs."""
         workers = self._workers()
+        # All sockets are closed first, so that the zygotes end at the same time and not one after the other.
         for worker in workers:
             worker.control.close()
         for worker in workers:
@@ -456,6 +476,7 @@ class Supervisor:
         self.listener.close()
 
     def _resolve(self, pending: Pending, result: Verdict | Exception) -> None:
+        """Gives a job's future its verdict, or an exception."""
         self.unresolved.discard(pending)
         if not pending.future.set_running_or_notify_cancel():
             return
@@ -465,6 +486,7 @@ class Supervisor:
             pending.future.set_result(result)
 
     def _refuse_all(self) -> None:
+        """Raises in the future of every job that has no verdict."""
         while self.inbox:
             self.unresolved.add(self.inbox.popleft())
         error = RuntimeError("the sandbox was closed before this job was finished")
@@ -478,15 +500,16 @@ _alive: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 def _after_fork() -> None:
     """
-    Closes every socket in a process that was forked from the trainer, so that the zygotes still see the trainer's end.
+    Closes the copies of all sockets in a process that was forked from the trainer.
 
-    The fork has no supervisor thread, so using the sandbox there raises.
+    A zygote ends when nobody holds the other end of its socket. A copy in the fork would keep it alive after the
+    trainer. The fork has no supervisor thread, so using the sandbox there raises.
     """
     for each in _alive:
         each.closed = True
         for worker in each._workers():
             worker.control.close()
-            worker.process.returncode = 0  # not ours to wait for
+            worker.process.returncode = 0  # the zygote is no child of this process, which could not wait for it
         for pending in each.running.values():
             pending.close()
         each.listener.epoll.close()

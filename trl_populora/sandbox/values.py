@@ -1,8 +1,8 @@
 """Plain data as canonical text: what programs take in, what they give back, and when two answers are equal.
 
 Plain data is `None`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `list`, `tuple`, `set`, `frozenset` and
-`dict`, of exactly these types. Its text form is a tagged JSON: equal values of equal type give equal text, so a golden
-answer can be stored, hashed and compared as a string, and reading it back never evaluates anything.
+`dict`, of exactly these types. The text is tagged JSON. Equal values of equal type have equal texts, so a golden
+answer can be stored, hashed and compared as a string. Reading a text back never evaluates anything.
 
 | value | text |
 |---|---|
@@ -14,9 +14,9 @@ answer can be stored, hashed and compared as a string, and reading it back never
 | list, tuple, set, frozenset | `["l",...]`, `["t",...]`, `["s",...]`, `["z",...]` |
 | dict | `["d",key,value,...]` |
 
-The members of sets are sorted by their own text. So are the pairs of dicts in an *output*; in an *input* they keep the
-order written, which the program can see (`encode(arguments, ordered=True)`). Both forms read back. This file is loaded
-by the trainer and by the sandbox's warm processes alike, so it imports nothing beyond `json`.
+The members of a set are sorted by their texts, and so are the pairs of a dict in an *output*. In an *input* the pairs
+keep the order in which they were written, which the program can see (`encode(arguments, ordered=True)`). Both forms
+can be read back. The trainer and the zygotes both load this file, so it imports nothing beyond `json`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_BYTES = 65536  # text of one value
 MAX_NODES = 20000  # scalars and containers in one value
 MAX_DEPTH = 64  # containers inside each other
 
-_SMALL = 1 << 63
+_SMALL = 1 << 63  # smaller integers are written in decimal
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t"}
 _SETS = {set: "s", frozenset: "z"}
 _INFINITE = ("nan", "inf", "-inf")
@@ -49,7 +49,7 @@ class ValueTooLarge(ValueError):
 
 
 class _Encoder:
-    """One encoding in progress: what is left of the budgets."""
+    """One encoding in progress, with what is left of its budgets."""
 
     __slots__ = ("bytes", "max_bytes", "max_depth", "max_nodes", "nodes", "ordered")
 
@@ -59,6 +59,7 @@ class _Encoder:
         self.max_depth, self.ordered = max_depth, ordered
 
     def spend(self, size: int) -> None:
+        """Takes one part of so many bytes from the budgets, before its text is made."""
         self.bytes -= size
         self.nodes -= 1
         if self.bytes < 0:
@@ -66,7 +67,9 @@ class _Encoder:
         if self.nodes < 0:
             raise ValueTooLarge(f"the value has more than {self.max_nodes} parts")
 
-    def text(self, value: Any, depth: int) -> str:
+    def write(self, value: Any, depth: int) -> str:
+        """Writes a value that lies inside `depth` containers."""
+        # `type` and not `isinstance`: a subclass may carry more than its value.
         kind = type(value)
         if kind is str:
             return self.string(value)
@@ -109,13 +112,13 @@ class _Encoder:
         self.spend(6)
         depth += 1
         if kind in _SEQUENCES:
-            parts = [self.text(item, depth) for item in value]
+            parts = [self.write(item, depth) for item in value]
             tag = _SEQUENCES[kind]
         elif kind in _SETS:
-            parts = sorted(self.text(item, depth) for item in value)
+            parts = sorted(self.write(item, depth) for item in value)
             tag = _SETS[kind]
         elif kind is dict:
-            pairs = [(self.text(key, depth), self.text(item, depth)) for key, item in value.items()]
+            pairs = [(self.write(key, depth), self.write(item, depth)) for key, item in value.items()]
             parts = [text for pair in (pairs if self.ordered else sorted(pairs)) for text in pair]
             tag = "d"
         else:
@@ -124,6 +127,7 @@ class _Encoder:
 
 
 def _float_text(value: float) -> str:
+    """Writes a float as `repr` does, which reads back as the same float; nan and infinities get a tag."""
     text = repr(value)
     return text if text[-1] not in "nf" else f'["f","{text}"]'
 
@@ -143,7 +147,7 @@ def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODE
         `NotPlainData`: If the value holds anything but plain data.
         `ValueTooLarge`: If a budget is exceeded. Nothing is ever cut.
     """
-    text = _Encoder(max_bytes, max_nodes, max_depth, ordered).text(value, 0)
+    text = _Encoder(max_bytes, max_nodes, max_depth, ordered).write(value, 0)
     if len(text) > max_bytes:
         raise ValueTooLarge(f"the value needs more than {max_bytes} bytes")
     return text
@@ -151,23 +155,24 @@ def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODE
 
 def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
     """
-    Reads the value behind a canonical text, with dicts in the order of the text.
+    Reads the value of a canonical text, with dicts in the order of the text.
 
-    It reads only text that [`encode`] could have written.
+    It reads no other text than [`encode`] could have written.
 
     Raises:
         `ValueError`: If `text` is not canonical: unknown tags, unsorted sets, repeated members, spaces, other forms of
             numbers.
     """
     value = _read(text, max_bytes, max_depth)
+    # The surest test of the form: write the value again and compare.
     if encode(value, ordered=True, max_bytes=max_bytes, max_nodes=max_bytes, max_depth=max_depth) != text:
         raise ValueError("the text is not in canonical form")
     return value
 
 
 def is_canonical(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> bool:
-    """Whether [`decode`] would read `text`."""
-    # The commonest answers, short integers, are recognised without parsing.
+    """Says whether [`decode`] would read a text."""
+    # Short integers, the most frequent answers, are recognised without parsing.
     digits = text[1:] if text.startswith("-") else text
     if 0 < len(digits) < 16 and digits.isascii() and digits.isdigit():
         return (digits[0] != "0" or digits == "0") and text != "-0"
@@ -179,8 +184,10 @@ def is_canonical(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_
 
 
 def _read(text: str, max_bytes: int, max_depth: int) -> Any:
+    """Parses tagged JSON under limits."""
     if not isinstance(text, str) or len(text) > max_bytes:
         raise ValueError(f"the text is not a string of at most {max_bytes} characters")
+    # The JSON parser recurses, so the depth is checked first; the two cheap tests spare most texts the slow one.
     if len(text) > max_depth and text.count("[") > max_depth and _bracket_depth(text) > max_depth + 2:
         raise ValueError(f"the text is nested deeper than {max_depth}")
     try:
@@ -193,6 +200,7 @@ def _read(text: str, max_bytes: int, max_depth: int) -> Any:
 
 
 def _bracket_depth(text: str) -> int:
+    """Measures how deep brackets are nested. Brackets inside strings do not count."""
     deepest = depth = 0
     inside = escaped = False
     for char in text:
@@ -214,6 +222,7 @@ def _bracket_depth(text: str) -> int:
 
 
 def _refuse(token: Any) -> Any:
+    """Raises for JSON that canonical text does not have: objects, `NaN`, long decimals."""
     raise ValueError(f"{str(token)[:40]!r} has no place in canonical text")
 
 
@@ -225,6 +234,7 @@ _read_json = json.JSONDecoder(parse_int=_small_int, parse_constant=_refuse, obje
 
 
 def _build(node: Any) -> Any:
+    """Makes the value of a parsed node: a scalar, or a list that starts with its tag."""
     if type(node) is not list:
         return node
     tag, *rest = node
@@ -233,7 +243,7 @@ def _build(node: Any) -> Any:
 
 def _build_float(rest: list) -> float:
     (name,) = rest
-    # A new object each time: a set holds two nan only as two objects.
+    # A new object each time. A set holds nan twice only if the two are different objects.
     return float(name) if name in _INFINITE else _refuse(name)
 
 
@@ -279,7 +289,7 @@ _BUILDERS = {
 
 def equal(a: Any, b: Any) -> bool:
     """
-    Whether two pieces of plain data are the same answer: Python's `==` with nan equal to nan.
+    Says whether two pieces of plain data are the same answer: Python's `==`, but nan equals nan.
 
     So `1 == 1.0 == True`, and `-0.0 == 0.0`.
     """
@@ -290,7 +300,7 @@ _ANY_SIZE: dict[str, Any] = {"max_bytes": 1 << 40, "max_nodes": 1 << 40, "max_de
 
 
 def key(value: Any) -> str:
-    """Makes a text that two values share exactly when they are equal."""
+    """Makes a text that two values have in common exactly if [`equal`] holds."""
     kind = type(value)
     if kind in (bool, int, float, complex):
         return _number_key(value)
@@ -305,6 +315,7 @@ def key(value: Any) -> str:
 
 def _number_key(value: complex) -> str:
     if type(value) is complex and value.imag != 0:
+        # Adding 0.0 turns -0.0 into 0.0.
         return f"c{value.real + 0.0!r},{value.imag + 0.0!r}"
     number = value.real
     whole = type(number) is not float or number.is_integer()
@@ -323,6 +334,7 @@ def to_literal(value: Any) -> str:
     """
     kind = type(value)
     if kind is int:
+        # Python refuses to write more than 4,300 decimal digits. Hexadecimal has no limit.
         return str(value) if value.bit_length() < 14000 else hex(value)
     if kind is complex:
         return _complex_literal(value)

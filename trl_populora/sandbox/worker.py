@@ -1,4 +1,4 @@
-"""The trainer's handle on one zygote: starts it by exec, hands it jobs, hears its events, ends it."""
+"""The trainer's handle on one zygote: starts it by exec, hands it jobs, reads its events, ends it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Worker:
     One zygote.
 
     Args:
-        seed_index: Number of its hash seed.
-        hash_seed: Its `PYTHONHASHSEED`.
-        options: What it is told on its command line; plain JSON.
+        seed_index: Number of the hash seed among those of the sandbox.
+        hash_seed: The hash seed: `PYTHONHASHSEED` of the zygote.
+        options: Options of the zygote, passed on its command line as JSON.
     """
 
     def __init__(self, seed_index: int, hash_seed: int, options: dict):
@@ -35,35 +35,39 @@ class Worker:
         # SOCK_SEQPACKET keeps messages apart, so that each `recv` returns exactly one event.
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # A clean environment and -s -S: no site, no .pth file, no variable of the trainer reaches the zygote.
+            # With a clean environment and `-s -S` no site-packages, no .pth file and no variable of the trainer
+            # reaches the zygote.
             command = [sys.executable, "-s", "-S", "-B", str(_SCRIPT), str(theirs.fileno()), json.dumps(options)]
             self.process = subprocess.Popen(
                 command,
-                # LD_BIND_NOW binds symbols before the first fork. Else each child would bind them in pages of its own.
+                # LD_BIND_NOW looks symbols up before the first fork. Without it each child would do so anew, and copy
+                # the memory pages that hold the addresses.
                 env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 cwd="/",
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # `kill` ends the whole group
+                start_new_session=True,  # the zygote and its children are one group, which `kill` can end
             )
         self.control.setblocking(False)
         assert self.process.stderr is not None
         self.errors = self.process.stderr
         os.set_blocking(self.errors.fileno(), False)
         self.born = time.monotonic()
-        self.jobs: set[int] = set()
-        self.layers: dict[str, str] = {}
-        self.refused: dict[str, bool] = {}
-        self.healthy, self.failure = False, ""  # `failure`: what the zygote said of its failed start
+        self.jobs: set[int] = set()  # numbers of the runs that it has under way
+        self.layers: dict[str, str] = {}  # each layer of walls, with the reason why it does not hold
+        self.refused: dict[str, bool] = {}  # each probe, and whether the walls refused it
+        self.healthy = False  # whether it has tried its walls and may serve
+        self.failure = ""  # the error with which it failed to start
 
     @property
     def level(self) -> str:
+        """How far it confines programs: `"A"`, `"B"` or `"C"`."""
         return confine.find_level(self.layers, self.refused)
 
-    def weakness(self, reason: str) -> str:
-        """Says why it may not serve; `reason` is what came of its probe."""
+    def explain_weakness(self, reason: str) -> str:
+        """Explains why it may not serve. `reason` says how its probe failed, if it did."""
         missing = [f"{name}: {why}" for name, why in self.layers.items() if why]
         open_doors = [name for name, refused in self.refused.items() if not refused]
         return (
@@ -86,8 +90,8 @@ class Worker:
         message = protocol.ORDER.pack(kind, job, limit, memory)
         self.control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
 
-    def events(self) -> list[tuple] | None:
-        """Reads header and report of all that the zygote has said since the last call; `None` when it is gone."""
+    def read_events(self) -> list[tuple] | None:
+        """Reads all events since the last call, each with its report if it has one; `None` when the zygote is gone."""
         found: list[tuple] = []
         while True:
             try:
@@ -106,8 +110,8 @@ class Worker:
                     return None  # no zygote writes this, so it counts as gone
             found.append((*protocol.EVENT.unpack_from(data), report))
 
-    def last_words(self) -> str:
-        """Reads what a zygote that could not start has left on its standard error."""
+    def read_last_words(self) -> str:
+        """Reads what a zygote that could not start has written to its standard error."""
         try:
             return (self.errors.read() or b"").decode("utf-8", "replace").strip()[-300:]
         except OSError:
@@ -116,7 +120,9 @@ class Worker:
     def kill(self) -> None:
         """Ends the zygote and everything under it."""
         self.control.close()
-        if self.process.returncode is None:  # unreaped, so its number is still its own, even if it is dead
+        # Until `wait` the kernel keeps the number of a dead process, so that this kills no process that has got it
+        # since.
+        if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

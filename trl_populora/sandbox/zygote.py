@@ -1,8 +1,11 @@
 """The zygote, a warm process: it is started by exec, confines itself once, and forks one child per program.
 
+    ORDER + descriptor of a job's socket --_accept--> fork --_become_child--> child: reads, runs, answers, exits
+    EVENT <--_reap-- the kernel's report of the child's end          _watch: kills a child that is past its limit
+
 The trainer runs this file as a script, with the number of the control socket and the options. The zygote never reads a
 payload: a job's private socket passes through it as a descriptor, from the trainer's message to the child. So no
-process ever holds two jobs. When a child ends, the zygote reports what the kernel says about it.
+process ever holds two jobs.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import sys
 
 
 if __name__ == "__main__":
-    # Python puts the script's folder first on the path. Importing it as `sandbox_room` keeps trl_populora out.
+    # Python puts the folder of a script first on the path. That folder becomes a package under another name, so that
+    # the relative imports below work without importing `trl_populora`.
     import os
     import types
 
@@ -57,21 +61,34 @@ _close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, 
 _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
-_DESCRIPTORS = 64  # a child closes all below; `_control` moves the only high one, and `confine.py` allows 16
-_PATIENCE_SECONDS = 5.0  # a program that used no CPU time for so long, or for its limit if longer, sleeps: kill it
-_WARM_UPS = 40  # CPython specialises a function after 8 calls, and the parts of it one after the other
+# A child closes all descriptors below this number. `_control` moves the only high one down, and `confine.py` allows
+# 16.
+_DESCRIPTORS = 64
+# A program counts as asleep, and is killed, if it has used no CPU time for so long; or for its limit if that is
+# longer.
+_PATIENCE_SECONDS = 5.0
+# CPython specialises a function after 8 calls, and the functions that it calls only after that.
+_WARM_UPS = 40
 
 
 class Running:
-    """A child that is not reaped, and when to look at its CPU time again."""
+    """
+    A child that is not reaped yet.
+
+    Args:
+        job: Number of the run.
+        pid: The child's process.
+        limit: CPU seconds that it may use.
+    """
 
     def __init__(self, job: int, pid: int, limit: float):
         self.job, self.pid, self.limit = job, pid, limit
         self.started = _now()
-        self.deadline = self.started + limit
-        self.last_deadline = self.started + limit * LONGEST_EXTENSION
-        self.used_at_deadline, self.asleep_at = -1.0, _FOREVER
-        self.expired = False
+        self.deadline = self.started + limit  # when to look at its CPU time again
+        self.last_deadline = self.started + limit * LONGEST_EXTENSION  # when it ends in any case
+        self.used_at_deadline = -1.0  # CPU seconds at the last look that found it at work
+        self.asleep_at = _FOREVER  # when it counts as asleep, if it does no work until then
+        self.expired = False  # whether it was killed
 
     def cpu_seconds(self) -> float:
         """Reads the CPU time so far; infinite for a child that has just ended."""
@@ -82,10 +99,10 @@ class Running:
 
     def may_go_on(self, now: float) -> bool:
         """
-        Decides at the deadline; sets a later deadline if the child may go on.
+        Decides at the deadline whether the child may go on, and sets its next deadline.
 
-        Only CPU time counts, so that a busy host fails no honest program. The child may go on while it has some left
-        and has lately used some. A child that uses none of the time it is given sleeps.
+        Only CPU time counts, so that a busy host fails no honest program. The child may go on while it has CPU time
+        left and has lately used some. A child that uses none is asleep.
         """
         used = self.cpu_seconds()
         if self.limit <= used < _FOREVER or now >= self.last_deadline:
@@ -93,6 +110,7 @@ class Running:
         if used > self.used_at_deadline:
             self.used_at_deadline = used
             self.asleep_at = now + max(self.limit, _PATIENCE_SECONDS)
+        # The child cannot use up the rest of its time sooner than this, so no look is needed before.
         self.deadline = min(now + max(self.limit - used, 0.001), self.asleep_at)
         return now < self.asleep_at
 
@@ -115,7 +133,8 @@ class Zygote:
         self.poll = select.poll()
         self.poll.register(control, select.POLLIN)
         self.poll.register(self.wake_read, select.POLLIN)
-        # This comes before the walls, which may refuse the system call by which `set_wakeup_fd` checks a descriptor.
+        # The death of a child writes a byte to this pipe, which wakes `poll`. The handler is set before the walls,
+        # which may refuse the system call by which `set_wakeup_fd` checks a descriptor.
         signal.signal(signal.SIGCHLD, operator.is_)  # any callable of two arguments that runs no Python code
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
 
@@ -137,9 +156,11 @@ class Zygote:
             os.kill(pid, signal.SIGKILL)
 
     def _send(self, kind: int, job: int, status: int = 0, cpu: float = 0.0, wall: float = 0.0, peak: int = 0) -> None:
+        """Reports an event to the trainer."""
         self.control.send(EVENT.pack(kind, status, job, cpu, wall, peak))
 
     def _timeout(self) -> int | None:
+        """Computes the milliseconds until the next deadline; `None` waits without end."""
         if not self.children:
             return None
         moment = min((each.deadline for each in self.children.values() if not each.expired), default=_FOREVER)
@@ -151,6 +172,7 @@ class Zygote:
         if not data:
             return False
         kind, job, limit, memory = ORDER.unpack(data)
+        # With each order comes one descriptor: the child's end of the job's private socket pair.
         (fd,) = _descriptor(ancillary[0][2][:4])
         pid = _fork()
         if pid == 0:
@@ -160,6 +182,7 @@ class Zygote:
         return True
 
     def _reap(self) -> None:
+        """Takes up the children that have ended, and reports how each ended and what it used."""
         while self.children:
             pid, status, usage = _wait4(-1, _WNOHANG)
             if pid == 0:
@@ -172,7 +195,7 @@ class Zygote:
             self._send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
 
     def _watch(self) -> None:
-        """Kills children that are past their limit."""
+        """Kills the children that are past their limit. `_reap` reports them once they are dead."""
         now = _now()
         for running in self.children.values():
             if not running.expired and now >= running.deadline and not running.may_go_on(now):
@@ -181,8 +204,9 @@ class Zygote:
 
 
 def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Callable, guard: soft.Guard) -> None:
+    """Runs one program in this process, which the zygote has just forked, and ends the process."""
     try:
-        # Every way back to the trainer but the child's own socket is closed before the program is even read.
+        # Every other way to the trainer is closed before the program is read: the control socket above all.
         _close_range(3, fd)
         _close_range(fd + 1, _DESCRIPTORS)
         payload = read_payload(fd)
@@ -191,7 +215,7 @@ def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Calla
             send(fd, pack_answer(OK, ["true" if each else "false" for each in confine.try_walls()]))
         send(fd, run_payload(payload, guard))
     finally:
-        _exit(70)
+        _exit(70)  # only an error leads here, and the judge counts any exit status but 0 as tampered
 
 
 def _forget_surroundings() -> None:
@@ -202,11 +226,11 @@ def _forget_surroundings() -> None:
     sys.path_hooks.clear()
     sys.path_importer_cache.clear()
     sys.argv[:] = ["program"]
-    os.dup2(1, 2)  # /dev/null from here on; until here, the trainer reads the errors
+    os.dup2(1, 2)  # errors go to /dev/null from here on; until here the trainer could read them
 
 
 def _set_time_zone() -> None:
-    """Sets UTC on every host, because `time.localtime(0)` would tell hosts apart."""
+    """Sets UTC, so that `time.localtime(0)` returns the same on every host."""
     os.environ["TZ"] = "UTC0"
     time.tzset()
 
@@ -236,6 +260,7 @@ def main() -> None:
         zygote, layers = _prepare(control, options)
         report = json.dumps({"layers": layers}).encode()
         control.send(EVENT.pack(READY, 0, 0, 0.0, 0.0, 0) + report)
+        # A collection writes to every object that it looks at. In a child each such write would copy a memory page.
         gc.collect()
         gc.freeze()
         zygote.loop()
@@ -247,10 +272,13 @@ def main() -> None:
 
 
 def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Layers]:
+    """Loads modules and builds the walls; returns the zygote, ready to serve, and how each layer of walls went."""
     layers = confine.Layers()
     _set_time_zone()
     with contextlib.suppress(OSError):  # this only helps speed, and a container may forbid all of these cores
         os.sched_setaffinity(0, options["cores"])
+    # Namespaces come first, because the zygote goes on in a new process. Modules come before the walls, because no
+    # file can be opened afterwards.
     if "namespaces" in options["without"]:
         layers["namespaces"] = "left out on request"
     else:
@@ -261,7 +289,7 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
     guard = soft.Guard(options["soft"])
     for _ in range(_WARM_UPS):
         _warm_up(guard)
-    guard = soft.Guard(options["soft"])  # a fresh one, in which programs find nothing of the warm-up
+    guard = soft.Guard(options["soft"])  # a fresh one, so that programs find no traces of the warm-up
     zygote = Zygote(control, guard)
     _forget_surroundings()
     confine.build_walls(layers, tuple(options["without"]))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from trl_populora.errors import printable
+from trl_populora.errors import make_printable
 from trl_populora.options import find_function
 from trl_populora.step.player import Completion, Messages
 from trl_populora.step.slot import Sample, Slot
@@ -35,7 +35,7 @@ Metrics = Callable[[Sequence[Mapping[str, Any]]], dict[str, float]]
 
 def in_a_line(text: str) -> str:
     """A sentence that may quote what a model wrote, so that it neither breaks a table nor commands a terminal."""
-    return printable(text[:DETAIL_CHARS])
+    return make_printable(text[:DETAIL_CHARS])
 
 
 @dataclass(frozen=True)
