@@ -29,7 +29,7 @@ from trl_populora.step.referee import Referee
 from trl_populora.tasks import CodeF, CodeI, CodeO, Task, load_seed_tasks
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.kind import THINK_TAGS
-from trl_populora.tasks.python.prompts import literal
+from trl_populora.tasks.python.prompts import write_literal
 
 
 P, G, STEPS = 16, 8, 4
@@ -126,7 +126,7 @@ def of_seeds(kind: str, change: Callable[[str], str] = str) -> Iterator[str]:
     """The programs and inputs of the seed tasks of one kind."""
     for seed in SEEDS:
         if seed.kind == kind:
-            yield task(change(seed.program), literal(seed.inputs[0])[1:-1].rstrip(","))
+            yield task(change(seed.program), write_literal(seed.inputs[0])[1:-1].rstrip(","))
 
 
 def another_literal(program: str) -> str:

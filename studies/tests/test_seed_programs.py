@@ -18,7 +18,7 @@ from trl_populora.tasks.dataset import build_archive, load_built_in_tasks
 from trl_populora.tasks.kind import Proposal, Task
 from trl_populora.tasks.python.normal_form import normal_forms
 from trl_populora.tasks.python.programs import parse_function
-from trl_populora.tasks.python.prompts import literal
+from trl_populora.tasks.python.prompts import write_literal
 from trl_populora.trainer import PopuLoRATrainer
 
 
@@ -92,7 +92,7 @@ class _Unmoved:
 
 
 def test_they_are_short(tasks):
-    assert max(len(literal(text)) for task in tasks for text in (*task.inputs, *task.outputs)) <= 100
+    assert max(len(write_literal(text)) for task in tasks for text in (*task.inputs, *task.outputs)) <= 100
     assert max(len(task.program.splitlines()) for task in tasks) <= 15
 
 

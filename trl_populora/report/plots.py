@@ -230,7 +230,7 @@ PLOTS = (
     Plot(
         "rejects",
         "Why proposals were rejected",
-        "Rejected proposals per step. In brackets: the mean over the run.",
+        "Rejected proposals per step, in brackets the mean over the run.",
         draw_rejects,
         4.2,
     ),
@@ -251,7 +251,7 @@ PLOTS = (
         4.2,
         needs="lineage",
     ),
-    Plot("times", "Time per phase", "Seconds per step. In brackets: the mean over the run.", draw_times, 3.9),
+    Plot("times", "Time per phase", "Seconds per step, in brackets the mean over the run.", draw_times, 3.9),
 )
 
 # `run.png` shows two pictures side by side in each row, and leaves these out.
