@@ -64,7 +64,7 @@ def test_options_of_sampling_are_those_of_generate(options):
         torch.tensor([[5, 6, 7], [7, 7, 8]]),
         torch.randn(2, 24, generator=torch.Generator().manual_seed(0)),
     )
-    ours = decoding._processors(config)(texts, scores)
+    ours = decoding._make_processors(config)(texts, scores)
     assert torch.equal(ours, theirs(texts, scores.clone()))
     assert not torch.equal(ours, scores)
 
@@ -117,7 +117,7 @@ def test_rows_that_would_not_fit_are_generated_in_rounds(on_a_gpu, monkeypatch):
 
 def test_a_reason_is_told_once(caplog):
     for reason in ("the cache of one layer", "the cache of one layer", "the base is quantised"):
-        decoding._tell(reason)
+        decoding._warn_once(reason)
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
         "the cache of one layer.",
         "the base is quantised.",
