@@ -137,8 +137,8 @@ class RoutedLLM(LLM):
         Lets the engine sleep at level 1 at most.
 
         TRL asks for level 2, which drops all weights, because TRL sends all weights again before the next generation.
-        Here the base is never sent again, and adapters are lost at level 2 (vLLM issue 39934). Level 1 keeps base and
-        adapters in host memory.
+        Here the base is never sent again, and adapters are lost at level 2
+        (github.com/vllm-project/vllm/issues/39934). Level 1 keeps base and adapters in host memory.
         """
         super().sleep(level=min(level, 1), **kwargs)
 

@@ -204,7 +204,7 @@ class LoRAServer(VLLMClient):
 
 class LoRAServers:
     """
-    The clients of all servers of a run. It takes the place of TRL's `vllm_client`.
+    The servers of a run as one client, in the place of TRL's `vllm_client`.
 
     Every server holds every adapter, and each server answers a part of the asks.
 

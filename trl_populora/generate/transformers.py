@@ -115,8 +115,8 @@ def complete_in_parts(
         longest: Tokens of the longest completion.
 
     Returns:
-        Token ids of each completion, and log-probabilities as `complete` gives them; `None` for the latter if there
-        are parts.
+        Token ids of each completion, and log-probabilities as `complete` returns them. If rows are completed in parts,
+        there are no log-probabilities: `None`.
     """
     if cache_tokens is None:
         return complete(prompts, members)

@@ -110,7 +110,7 @@ class PopulationGeneration(VLLMGeneration):
 
     @property
     def backend(self) -> Any:
-        """The engine, or the client of the servers. `None` on ranks without a client: only the main one has it."""
+        """The engine, or the client of the servers. Only the main process has a client; others get `None`."""
         return self.llm if self.mode == "colocate" else getattr(self, "vllm_client", None)
 
     def _init_vllm(self) -> None:

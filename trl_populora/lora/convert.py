@@ -57,7 +57,7 @@ def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mappi
 
 def fold_patterns(directory: str | Path) -> None:
     """
-    Rewrites an adapter as [`fold`] does.
+    Gives all modules of a saved adapter one rank and one scaling, as [`fold`] does.
 
     Args:
         directory: A PEFT adapter directory. If the adapter has no patterns, the files stay unchanged.

@@ -454,6 +454,8 @@ class MemberClipper:
         """
         Clips every member, and removes the gradients of idle members (see [`withhold_gradients`]).
 
+        A DeepSpeed engine has clipped the members already. Then only the norms of its last step are returned.
+
         Args:
             model: The model after the backward, wrapped or not.
             busy: Members that have rows in this step. All others are idle.
