@@ -64,7 +64,7 @@ def rows_of_step(step: int) -> list[Row]:
                 facts = {"correct": right, "well_formed": rng.random() < 0.5, "group": f"attempts {group}"}
                 written = Completion(prompt, _tokens(rng), "")
                 rows.append(Row("student", student, "code_o", match, completion=written, **facts))
-    return [replace(row, pay=reward_of(row)) for row in rows]
+    return rows
 
 
 def _tokens(rng: random.Random) -> list[int]:
@@ -92,7 +92,8 @@ def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
     def play(prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         rows = rows_of(trainer.state.global_step)
         shares = [[row for row in rows if int(row.group[-1]) % world == other] for other in range(world)]
-        play_rows(trainer, shares[rank], [row.record() for share in shares for row in share])
+        paid = [[replace(row, pay=reward_of(row)) for row in share] for share in shares]
+        play_rows(trainer, paid[rank], [row.record() for share in paid for row in share])
         return trainer.played.tokens
 
     trainer.rollout_func = play

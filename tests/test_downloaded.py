@@ -17,7 +17,7 @@ from trl_populora.hub.export import export_member
 from trl_populora.hub.push import push_run
 from trl_populora.report.page import write_report
 from trl_populora.report.table import print_population
-from trl_populora.run.read import read_lines, read_population
+from trl_populora.run.read import read_population
 
 
 ESCAPE = "\x1b]0;owned\x07\u202e"
@@ -171,15 +171,6 @@ class TestTerminal:
         assert not {"\x1b", "\x07", "\u202e"} & set(shown)
         assert "[bold]" in shown
         assert "[/x]" in shown
-
-    def test_watching_does_neither(self, run, capsys):
-        line = next(line for line in read_lines(run / "metrics.jsonl") if "propose/valid_rate" in line)
-        line |= {f"curriculum/[bold]{ESCAPE}": 1.0}
-        (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        cli.main(["watch", str(run), "--once"])
-        shown = capsys.readouterr().out
-        assert not {"\x1b", "\x07", "\u202e"} & set(shown)
-        assert shown.count("[bold]") == 2, "a curve and an operator are called so"
 
     def test_an_error_that_quotes_a_run_does_neither(self, run):
         with pytest.raises(SystemExit) as ended:

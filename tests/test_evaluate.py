@@ -76,13 +76,13 @@ class TestContenders:
     @pytest.mark.parametrize("name", ["../../x", "a/b", "..", "", "-x", "a=b"])
     def test_a_member_whose_name_is_a_path_is_refused(self, run, name):
         self.write(run, ["members/teacher_0", "members/student_0"], (name, "student_0"))
-        with pytest.raises(ValueError, match="names a member .* would lie elsewhere"):
+        with pytest.raises(ValueError, match="field `members.name` is"):
             evaluate.find_members(run, None)
 
     @pytest.mark.parametrize("adapter", ["../elsewhere", "/etc"])
     def test_an_adapter_outside_of_the_population_is_refused(self, run, adapter):
         self.write(run, ["members/teacher_0", adapter])
-        with pytest.raises(ValueError, match="its adapter '.*': they would lie elsewhere"):
+        with pytest.raises(ValueError, match="field `members.adapter` is"):
             evaluate.find_members(run, None)
 
     def test_a_compared_run_is_its_best_student_and_an_adapter_is_itself(self, run):

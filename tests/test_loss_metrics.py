@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -23,9 +24,10 @@ def worth_the_same(row: Row) -> Row:
 @pytest.fixture
 def logged(random_base, lora, tmp_path):
     """Trains on the fixed rows, but those of some steps are all worth the same; what was logged of each step."""
+    runs = itertools.count()
 
     def train(blank: set[int] = frozenset(), **options) -> list[dict]:
-        args = PopuLoRAConfig(str(tmp_path / "run"), **(POPULATION | {"evolve_every": 0} | options))
+        args = PopuLoRAConfig(str(tmp_path / f"run-{next(runs)}"), **(POPULATION | {"evolve_every": 0} | options))
         trainer = PopuLoRATrainer(random_base, args=args, peft_config=lora)
 
         def rows_of(step: int) -> list[Row]:

@@ -288,10 +288,15 @@ class TestBudget:
         assert archive_bytes(args, four) == archive_bytes(args, one), "a node has as many processes"
 
     def test_a_record_has_about_the_bytes_that_are_counted(self):
-        rows = [Row("student", f"student_{n % 4}", "code_o", n % 4) for n in range(72)]
-        for n, row in enumerate(rows):
-            row.task_id, row.solve_rate, row.features = f"{n // 4:016x}", n / 72, ["slice", "BitAnd", f".name{n}"]
-            row.completion = Completion([1], [1], "text", None)
+        facts = [
+            {"task_id": f"{n // 4:016x}", "solve_rate": n / 72, "features": ("slice", "BitAnd", f".name{n}")}
+            for n in range(72)
+        ]
+        written = Completion([1], [1], "text", None)
+        rows = [
+            Row("student", f"student_{n % 4}", "code_o", n % 4, completion=written, **each)
+            for n, each in enumerate(facts)
+        ]
         assert 0.5 * RECORD_BYTES < len(pickle.dumps([row.record() for row in rows])) / len(rows) < RECORD_BYTES
 
     def test_a_base_of_another_form_or_none_is_told_in_one_line(self, monkeypatch, tmp_path):

@@ -59,7 +59,7 @@ def test_a_guess_of_nested_lists_is_made_in_no_time(depth, members):
     start = time.thread_time()
     for seed in range(100):
         assert len(encode((guess_blindly(given, random.Random(seed)),))) < 20 * MAX_SIZE
-    assert time.thread_time() - start < 1.0
+    assert time.thread_time() - start < 5.0
     text = encode((given,))
     task = Task("code_i", "def f(a):\n    return a", (text,), (encode(given),))
     assert len(CodeI().guesses(task)) == GUESSES
