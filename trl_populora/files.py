@@ -22,7 +22,7 @@ _SPECIAL_TOKEN = re.compile(r"(bos|eos|pad|unk|sep|cls|mask)token")
 
 def is_file_name(name: Any) -> bool:
     """Says whether a name that was read from a file is a plain file name: it cannot lead out of a directory."""
-    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name) is not None
 
 
 def drop_secrets(value: Any) -> Any:
