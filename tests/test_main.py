@@ -40,7 +40,9 @@ MEMBER = {"mu": 25.0, "sigma": 8.0, "age": 3, "born": 0, "version": 0, "operator
 def saved(tmp_path):
     # Older files have mu - 3 sigma as `fitness`, by which the students would come the other way round.
     members = [
-        MEMBER | {"name": name, "role": name[:7], "mu": mu, "sigma": sigma, "fitness": mu - 3 * sigma}
+        MEMBER
+        | {"name": name, "role": name[:7], "adapter": f"members/{name}"}
+        | {"mu": mu, "sigma": sigma, "fitness": mu - 3 * sigma}
         for name, mu, sigma in (("teacher_0", 26.0, 8.0), ("student_0", 23.0, 2.0), ("student_1", 28.0, 8.0))
     ]
     state = {"format": 1, "step": 7, "base_model": "tiny", "members": members}
@@ -154,7 +156,9 @@ def test_info_prints_the_best_first(saved, capsys, monkeypatch):
 
 def test_info_separates_the_roles_also_where_members_are_equal(tmp_path, capsys):
     names = ("teacher_0", "teacher_1", "student_0", "student_1")
-    members = [MEMBER | {"name": name, "role": name[:7], "fitness": 1.0} for name in names]
+    members = [
+        MEMBER | {"name": name, "adapter": f"members/{name}", "role": name[:7], "fitness": 1.0} for name in names
+    ]
     state = {"format": 1, "step": 7, "base_model": "tiny", "members": members}
     Path(tmp_path, "population.json").write_text(json.dumps(state))
     cli.main(["info", str(tmp_path)])
