@@ -404,7 +404,7 @@ def test_training_options_are_listed_in_the_order_of_the_config_each_with_its_en
     ]
     positions = [text.index(part + " ") for part in order]
     assert positions == sorted(positions)
-    assert "Tasks proposed per teacher and step, spread over the kinds" in text
+    assert "Tasks that each teacher proposes in a step, spread over the kinds" in text
 
 
 def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, tmp_path):

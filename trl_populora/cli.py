@@ -223,7 +223,7 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def push(arguments: Sequence[str]) -> None:
-    """Uploads a run to the Hub: the members, the archive as a dataset, the report as a Space."""
+    """Uploads to the Hub: a run, its archive as a dataset, its report as a Space."""
     from trl_populora.hub.push import push_archive, push_run, push_space
 
     (options,) = _parse(PushArguments, "push", arguments)
