@@ -80,7 +80,7 @@ def main() -> None:
             torch.manual_seed(repeat)
             decoding.group_queries = nullcontext if name == "whole" else group_queries
             start = time.process_time()
-            found = generate(model, rows, members, router.rows_of, sampling)
+            found = generate(model, rows, members, router.route_to, sampling)
             if repeat:  # the first is a warm-up
                 seconds[name].append(time.process_time() - start)
             tokens[name] = max(map(len, found))

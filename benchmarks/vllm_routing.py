@@ -131,7 +131,7 @@ def measure_generation(
     def generate(rows: list[int]) -> None:
         # Fresh prompts each time: the prefix cache must not help one way more than another.
         prompts = [[rng.randrange(3, 400) for _ in range(32)] for _ in rows]
-        with router.rows_of(rows):
+        with router.route_to(rows):
             _, completions, _, _ = generation.generate(prompts, None, 1)
         if {len(completion) for completion in completions} != {tokens}:
             raise RuntimeError("Rows of different length: the comparison would not be of equal work.")

@@ -97,8 +97,8 @@ def check_members() -> None:
     prompts = [[5, 6, 7, 8], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [9, 10], [5, 6, 7, 8]]
     members = [2, 0, 1, -1, 2, 2]
     config = settings(eos_token_id=[1])
-    found = complete(model, prompts, members, router.rows_of, config)
+    found = complete(model, prompts, members, router.route_to, config)
     for prompt, member, completion in zip(prompts, members, found, strict=True):
-        with router.rows_of([member]):
+        with router.route_to([member]):
             assert [completion] == generated(model, [prompt], config)
     assert found[0] != found[1], "members differ"

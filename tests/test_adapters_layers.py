@@ -48,7 +48,7 @@ def stock(tmp_path_factory) -> dict[int, PeftModel]:
 def test_each_row_is_computed_by_its_member(stock, rows):
     model, router, _ = make_population(3)
     ids = make_rows(len(rows))
-    with router.rows_of(rows), torch.no_grad():
+    with router.route_to(rows), torch.no_grad():
         together = token_logps(model, ids)
     alone = torch.cat([token_logps(stock[member], ids[i : i + 1]) for i, member in enumerate(rows)])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
@@ -124,7 +124,7 @@ def test_generation_follows_the_route(stock):
     model, router, _ = make_population(3)
     rows, prompts = [2, 0, -1, 1], make_rows(4)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    with router.rows_of(rows):
+    with router.route_to(rows):
         together = model.generate(input_ids=prompts, **options)
     for i, member in enumerate(rows):
         assert torch.equal(together[i], stock[member].generate(input_ids=prompts[i : i + 1], **options)[0])
@@ -136,7 +136,7 @@ def test_decoding_stacks_factors_once_a_route_and_reads_what_changed_under_the_n
     rows, prompts = [2, 0, -1, 1], make_rows(4)
 
     def generate(model, router):
-        with router.rows_of(rows):
+        with router.route_to(rows):
             return model.generate(input_ids=prompts, max_new_tokens=6, min_new_tokens=6, do_sample=False)
 
     def turn(model, name):
@@ -160,7 +160,7 @@ def test_a_forward_without_route_is_an_error():
     model, router, _ = make_population(2)
     with pytest.raises(RuntimeError, match="No route is set"):
         model(input_ids=make_rows(2))
-    with router.rows_of([0, 1]):
+    with router.route_to([0, 1]):
         model(input_ids=make_rows(2))
     with pytest.raises(RuntimeError, match="No route is set"):
         model(input_ids=make_rows(2))
@@ -168,9 +168,9 @@ def test_a_forward_without_route_is_an_error():
 
 def test_a_route_that_does_not_fit_is_an_error():
     model, router, _ = make_population(2)
-    with router.rows_of([0, 1]), pytest.raises(ValueError, match="The route has 2 rows, the batch has 3"):
+    with router.route_to([0, 1]), pytest.raises(ValueError, match="The route has 2 rows, the batch has 3"):
         model(input_ids=make_rows(3))
-    with router.rows_of([0, 2]), pytest.raises(ValueError, match="names member 2, there are 2 members"):
+    with router.route_to([0, 2]), pytest.raises(ValueError, match="names member 2, there are 2 members"):
         model(input_ids=make_rows(2))
     with pytest.raises(ValueError, match=r"-1 for the base model, got -2"):
         router.set([0, -2])
@@ -186,11 +186,11 @@ def test_a_route_that_does_not_fit_is_an_error():
 def test_rows_of_puts_the_previous_route_back_even_after_an_error():
     router = Router()
     router.set([1, 0])
-    with pytest.raises(KeyError), router.rows_of([0]):
+    with pytest.raises(KeyError), router.route_to([0]):
         raise KeyError
-    assert router.rows == (1, 0)
+    assert router.members == (1, 0)
     router.clear()
-    assert router.rows is None
+    assert router.members is None
 
 
 def test_members_start_from_one_initialisation_and_leave_the_global_generator_alone():
@@ -240,7 +240,7 @@ def test_supported_options_match_stock_peft(tmp_path, options):
     targets = ["q_proj", "down_proj"]
     model, router, names = make_population(2, target_modules=targets, **options)
     ids = make_rows(4)
-    with router.rows_of([0, 0, 1, 1]), torch.no_grad():
+    with router.route_to([0, 0, 1, 1]), torch.no_grad():
         together = token_logps(model, ids)
     for index, name in enumerate(names):
         save_member(model, name, tmp_path / name)

@@ -29,7 +29,7 @@ def test_a_member_read_and_written_elsewhere_computes_the_same():
     assert {value.dtype for value in factors.values()} == {torch.float32}
     write_member(model, "member_0", factors)
     ids = make_rows(1).repeat(3, 1)
-    with router.rows_of([0, 1, 2]), torch.no_grad():
+    with router.route_to([0, 1, 2]), torch.no_grad():
         logps = token_logps(model, ids)
     assert torch.equal(logps[0], logps[2])
     assert not torch.allclose(logps[0], logps[1])
@@ -67,7 +67,7 @@ def test_a_saved_member_loads_with_stock_peft_and_gives_the_same_log_probabiliti
     for index, name in enumerate(names):
         save_member(model, name, tmp_path / name)
         alone = PeftModel.from_pretrained(make_base(), tmp_path / name)
-        with router.rows_of([index] * len(ids)), torch.no_grad():
+        with router.route_to([index] * len(ids)), torch.no_grad():
             torch.testing.assert_close(token_logps(model, ids), token_logps(alone, ids), rtol=1e-5, atol=1e-5)
 
 

@@ -131,7 +131,7 @@ def test_greedy_decoding_follows_the_route(saved):
     model, router, names = population()
     rows, prompts = [2, 0, 1, 2], make_rows(4, length=12).to(DEVICE)
     options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
-    with router.rows_of(rows):
+    with router.route_to(rows):
         together = model.eval().generate(input_ids=prompts, **options)
     for i, row in enumerate(rows):
         expected = stock(saved, names[row], wide_base()).eval().generate(input_ids=prompts[i : i + 1], **options)[0]
@@ -149,11 +149,11 @@ def test_recorded_tokens_are_those_of_rounds(saved, monkeypatch):
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(1) or replay(graph))
     for changed in (False, True):
         replays.clear()
-        recorded = complete(model, prompts, rows, router.rows_of, sampling)
+        recorded = complete(model, prompts, rows, router.route_to, sampling)
         assert bool(replays) == (DEVICE.type == "cuda")
         with monkeypatch.context() as patch:
             patch.setattr(decoding, "why_no_graph", lambda base, sampling: "not now")
-            assert recorded == complete(model, prompts, rows, router.rows_of, sampling)
+            assert recorded == complete(model, prompts, rows, router.route_to, sampling)
         assert (recorded[0] == recorded[5]) == changed, "rows with one prompt"
         write_member(model, names[2], read_member(model, names[0]))
 

@@ -71,7 +71,7 @@ class Served:
         rows = [*range(MEMBERS)] * 3
         rng.shuffle(rows)
         prompts = [[rng.randrange(256) for _ in range(rng.randint(20, 40))] for _ in rows]
-        with self.router.rows_of(rows):
+        with self.router.route_to(rows):
             _, completions, logprobs, _ = self.generation.generate(prompts, None, 1)
         sampled = [token[0] for row in logprobs for token in row]
         means = []

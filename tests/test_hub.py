@@ -59,7 +59,7 @@ def log_probs(model, ids) -> torch.Tensor:
 
 
 def live_log_probs(trainer, name: str, ids) -> torch.Tensor:
-    with trainer.router.rows_of([trainer.population[name].index]):
+    with trainer.router.route_to([trainer.population[name].index]):
         return log_probs(trainer.model, ids)
 
 

@@ -45,9 +45,7 @@ def member(name: str) -> dict:
 def saved(tmp_path):
     # Older files have mu - 3 sigma as `fitness`, by which the students would come the other way round.
     members = [
-        member(name)
-        | {"adapter": f"members/{name}"}
-        | {"mu": mu, "sigma": sigma, "fitness": mu - 3 * sigma}
+        member(name) | {"adapter": f"members/{name}"} | {"mu": mu, "sigma": sigma, "fitness": mu - 3 * sigma}
         for name, mu, sigma in (("teacher_0", 26.0, 8.0), ("student_0", 23.0, 2.0), ("student_1", 28.0, 8.0))
     ]
     state = {"format": 1, "step": 7, "base_model": "tiny", "members": members}

@@ -242,7 +242,7 @@ class TestStep:
         with trainer.member("student_1"):
             logits = trainer.model(prompt).logits
             trainer.model.generate(prompt, num_beams=2, max_new_tokens=2)
-        with trainer.router.rows_of([trainer.population["student_1"].index] * 2):
+        with trainer.router.route_to([trainer.population["student_1"].index] * 2):
             assert torch.equal(logits, trainer.model(prompt).logits)
         with trainer.member("base"):
             assert not torch.equal(logits, trainer.model(prompt).logits)
@@ -503,7 +503,7 @@ class TestRecords:
         for member in trainer.population:
             base = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float32)
             stock = PeftModel.from_pretrained(base, os.path.join(trainer.args.output_dir, "members", member.name))
-            with torch.no_grad(), trainer.router.rows_of([member.index]):
+            with torch.no_grad(), trainer.router.route_to([member.index]):
                 live = trainer.model.eval()(ids).logits.log_softmax(-1)
             assert torch.allclose(stock.eval()(ids).logits.log_softmax(-1), live, atol=1e-5)
         described = json.loads(Path(trainer.args.output_dir, "population.json").read_text())

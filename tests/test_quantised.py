@@ -46,7 +46,7 @@ def test_gradients_are_those_of_stock_peft_on_the_same_base_also_after_generatin
     rows = [2, 0, 2, 1, 2, 1]
     ids = make_rows(len(rows))
     model.eval()
-    with router.rows_of(rows):
+    with router.route_to(rows):
         model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)  # 4-bit layers may pack their weights here
     model.train()
     router.set(rows)

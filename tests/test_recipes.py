@@ -181,7 +181,7 @@ class TestBudget:
                 return forward(*args, **kwargs)
 
         layer.forward = watched
-        with router.rows_of([0]), torch.autocast("cpu", torch.bfloat16):
+        with router.route_to([0]), torch.autocast("cpu", torch.bfloat16):
             members(input_ids=torch.ones(1, tokens, dtype=torch.long))
         # Beside it stand what members' rank and the tables of positions take, nothing at a 7B model's widths.
         counted = shape.layer_bytes_per_token / 2

@@ -48,7 +48,7 @@ class Served:
 
     def generate(self, rows, prompts):
         """`(completion_ids, logprobs of the sampled tokens)`."""
-        with self.router.rows_of(rows):
+        with self.router.route_to(rows):
             _, completions, logprobs, _ = self.generation.generate(prompts, None, 1)
         return completions, [[token[0] for token in row] for row in logprobs]
 
@@ -255,9 +255,9 @@ def test_unrouted_rows_are_refused(served):
     served.publish_all(90)
     with pytest.raises(RuntimeError, match="names no rows"):
         served.generation.generate([[1, 2]], None, 1)
-    with served.router.rows_of([0, 1]), pytest.raises(RuntimeError, match="2 rows"):
+    with served.router.route_to([0, 1]), pytest.raises(RuntimeError, match="2 rows"):
         served.generation.generate([[1, 2]], None, 1)
-    with served.router.rows_of([0]), pytest.raises(ValueError, match="num_generations"):
+    with served.router.route_to([0]), pytest.raises(ValueError, match="num_generations"):
         served.generation.generate([[1, 2]], None, 2)
 
 
@@ -303,7 +303,7 @@ def test_members_of_a_pushed_population_answer_as_in_their_run(served, hub, seed
     for adapter in pushed:
         llm.llm_engine.add_lora(LoRARequest(adapter.name, adapter.id, adapter.path))
     rows = [*range(len(names))] * 4
-    prompts, llm.routes, llm.seeds = some_prompts(len(rows)), [pushed[row] for row in rows], None
+    prompts, llm.versions, llm.seeds = some_prompts(len(rows)), [pushed[row] for row in rows], None
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(asked, SamplingParams(max_tokens=16, logprobs=0), use_tqdm=False)
     for adapter in pushed:

@@ -37,7 +37,7 @@ def test_the_engine_has_the_logprobs_of_members_with_rank_and_alpha_patterns(tmp
         rng = random.Random(publishing)
         rows = [*range(3), -1] * 4
         prompts = [[rng.randrange(256) for _ in range(rng.randint(2, 9))] for _ in rows]
-        with router.rows_of(rows):
+        with router.route_to(rows):
             _, completions, logprobs, _ = generation.generate(prompts, None, 1)
         sampled = [[token[0] for token in row] for row in logprobs]
         difference = largest_difference(sampled, logprobs_of(model, router, rows, prompts, completions))

@@ -171,7 +171,7 @@ def test_equal_prompts_of_one_member_are_one_ask():
     first, second = (Published(name, f"{name}-1", i, f"/{name}") for i, name in enumerate(("a", "b"), 1))
     prompts = [[1, 2], [1, 2], [3], [1, 2], [1, 2], [3]]
     asks = merge_asks(prompts, [first, second, first, first, second, first])
-    assert [(ask.prompt, ask.route, ask.rows) for ask in asks] == [
+    assert [(ask.prompt, ask.version, ask.rows) for ask in asks] == [
         ((1, 2), first, (0, 3)),
         ((1, 2), second, (1, 4)),
         ((3,), first, (2, 5)),

@@ -70,7 +70,7 @@ class Client:
         self.generation.sync_weights()
 
     def generate(self, rows, prompts):
-        with self.router.rows_of(rows):
+        with self.router.route_to(rows):
             _, completions, logprobs, _ = self.generation.generate(prompts, None, 1)
         return completions, [[token[0] for token in row] for row in logprobs]
 
@@ -119,7 +119,7 @@ def test_a_published_directory_is_what_stock_peft_loads(client, base):
     saved, live = load_file(Path(published.path, "adapter_model.safetensors")), read_member(client.model, "member_2")
     assert saved.keys() == live.keys()
     assert all(torch.equal(saved[key], live[key]) for key in live)
-    with torch.no_grad(), client.router.rows_of([2]):
+    with torch.no_grad(), client.router.route_to([2]):
         expected = client.model(ids).logits
     stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), published.path)
     with torch.no_grad():

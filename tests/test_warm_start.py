@@ -39,7 +39,7 @@ def said_alone(path) -> torch.Tensor:
 
 
 def said(model, router, member: int) -> torch.Tensor:
-    with router.rows_of([member] * 2), torch.no_grad():
+    with router.route_to([member] * 2), torch.no_grad():
         return token_logps(model, make_rows(2))
 
 

@@ -75,7 +75,7 @@ def logprobs_of(model, router: Router, rows, prompts, completions, temperature: 
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         ids[i, : len(prompt) + len(completion)] = torch.tensor([*prompt, *completion])
-    with router.rows_of(rows):
+    with router.route_to(rows):
         logps = (model(ids).logits / temperature).log_softmax(-1)
     taken = logps[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
     return [

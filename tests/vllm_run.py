@@ -103,7 +103,7 @@ def evaluate(settings: dict) -> dict:
     world, rank, refused = trainer.accelerator.num_processes, trainer.accelerator.process_index, ""
     trainer.vllm_generation.seeds = None
     try:
-        with trainer.router.rows_of([0] * (1 + rank)):
+        with trainer.router.route_to([0] * (1 + rank)):
             trainer.vllm_generation.generate([[1, 2]] * (1 + rank), None, 1)
     except ValueError as error:
         refused = str(error)

@@ -532,7 +532,7 @@ class StepSize:
 
     def find_way_out(self, world: int) -> str:
         """Finds the sizes nearest to the given ones that satisfy every check, as a sentence for an error."""
-        # Proposals must be a multiple of `world`; `teachers * proposals` must be a multiple of `attempts`.
+        # Proposals per teacher must be a multiple of `world`, and all teachers' proposals a multiple of `attempts`.
         multiple = math.lcm(world, self.attempts // math.gcd(self.teachers, self.attempts))
         size, changed = self, []
         if self.proposals % multiple:

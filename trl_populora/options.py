@@ -77,7 +77,9 @@ def find_function(path: str, option: str, named: Iterable[str] = ()) -> Callable
         except Exception as error:
             # A tensor's `repr` has many lines.
             given = " ".join(", ".join(map(repr, arguments)).split())
-            raise RuntimeError(f"`{option}={path}` raises {error!r:.200} for {given:.300}.") from error
+            raise RuntimeError(
+                f"`{option}={path}` raises {error!r:.200} when it is called with {given:.300}."
+            ) from error
 
     return ask
 

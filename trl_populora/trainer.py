@@ -423,14 +423,14 @@ class PopuLoRATrainer(HubTrainer):
 
     def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
         if self.use_vllm or self._generates_whole:
-            with self.router.rows_of(members):
+            with self.router.route_to(members):
                 return self._generate_single_turn(prompt_ids, None, {}, 1)
         kwargs = {"generation_kwargs": self.generation_kwargs}
         kwargs["gradient_checkpointing_kwargs"] = self.args.gradient_checkpointing_kwargs
         unwrapped = unwrap_model_for_generation(self.model_wrapped, self.accelerator, **kwargs)
         with profiling_context(self, "transformers.generate"), unwrapped as model:
             sampling, most = self.generation_config, self.args.generation_tokens
-            return decoding.complete(model, prompt_ids, members, self.router.rows_of, sampling, most), None
+            return decoding.complete(model, prompt_ids, members, self.router.route_to, sampling, most), None
 
     # Update: rewards, advantages, micro-batches
 
@@ -487,7 +487,7 @@ class PopuLoRATrainer(HubTrainer):
 
         def forward(batch: microbatch.Batch) -> torch.Tensor:
             layout = microbatch.read_layout(batch)
-            with self.router.rows_of(batch["member"][layout.heads]):
+            with self.router.route_to(batch["member"][layout.heads]):
                 return layout.log_probs(compute, model, *microbatch.join(batch), self.scorer.sharing)[0]
 
         rows = microbatch.part(input_ids, attention_mask, logits_to_keep, self.played.local_worth.members)

@@ -2,7 +2,7 @@
 
     factors of a member --load--> adapter in the engine --probe--> StaleAdapterError if the kernels read other weights
 
-    prompts_R, routes_R, seeds_R --merge_asks--> requests of n samples --vLLM--> one output per prompt, R outputs
+    prompts_R, versions_R, seeds_R --merge_asks--> requests of n samples --vLLM--> one output per prompt, R outputs
 
 Shapes: R rows.
 """
@@ -29,14 +29,14 @@ from .publish import Published, StaleAdapterError, merge_asks
 
 class RoutedLLM(LLM):
     """
-    A [`vllm.LLM`] that sends each prompt to the adapter that `routes` names for it.
+    A [`vllm.LLM`] that sends each prompt to the adapter that `versions` names for it.
 
     Args:
         routed_arguments: Engine arguments beside those of TRL. If both name an argument, this one counts.
         **kwargs: Engine arguments that TRL passes.
 
     Attributes:
-        routes (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
+        versions (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
         seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the engine's
             own generator draws the samples.
     """
@@ -45,7 +45,7 @@ class RoutedLLM(LLM):
 
     def __init__(self, *, routed_arguments: dict[str, Any], **kwargs: Any):
         super().__init__(**(kwargs | routed_arguments))
-        self.routes: Sequence[Published] = ()
+        self.versions: Sequence[Published] = ()
         self._loaded: dict[int, LoRAModel] = {}
 
     @property
@@ -105,24 +105,24 @@ class RoutedLLM(LLM):
 
     def generate(self, prompts, sampling_params: SamplingParams, **kwargs):
         """
-        Answers each prompt with the adapter that `routes` names for it, and returns one output per prompt, in order.
+        Answers each prompt with the adapter that `versions` names for it, and returns one output per prompt, in order.
 
         Equal prompts to one member become one request for several samples, so vLLM reads the prompt once.
         """
-        asks = merge_asks([prompt["prompt_token_ids"] for prompt in prompts], self.routes, self.seeds)
+        asks = merge_asks([prompt["prompt_token_ids"] for prompt in prompts], self.versions, self.seeds)
         # vLLM refuses several samples of a greedy request, so greedy rows stay apart.
         if sampling_params.temperature == 0:
             asks = [replace(ask, rows=(row,)) for ask in asks for row in ask.rows]
         requests, params = [], []
         for ask in asks:
             # The salt keeps a version of a member away from cached prefixes that an earlier version has computed.
-            requests.append({"prompt_token_ids": list(ask.prompt), "cache_salt": ask.route.cache_salt})
+            requests.append({"prompt_token_ids": list(ask.prompt), "cache_salt": ask.version.cache_salt})
             each = sampling_params.clone()
             each.n = len(ask.rows)
             each.seed = ask.seed
             each.detokenize = bool(each.stop)  # TRL reads token ids; the text is only needed to find stop strings
             params.append(each)
-        adapters = [_make_lora_request(ask.route) for ask in asks]
+        adapters = [_make_lora_request(ask.version) for ask in asks]
         answers = super().generate(requests, params, lora_request=adapters, **kwargs)
         # TRL expects one output per prompt, so an answer of n samples is taken apart.
         outputs: list[Any] = [None] * len(prompts)

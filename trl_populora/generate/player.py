@@ -89,7 +89,7 @@ def make_player(
     ) -> list[Completion]:
         ids = tokenize(tokenizer, prompts, args)
         with seed_samples(seeds):
-            completions = complete(model, ids, [index[name] for name in names], router.rows_of, config)
+            completions = complete(model, ids, [index[name] for name in names], router.route_to, config)
         return make_completions(tokenizer, ids, completions)
 
     return Player(generate)

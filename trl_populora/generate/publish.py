@@ -3,7 +3,7 @@
     members [M] --ChangeDetector--> changed? [M] --> a new `Published` version of each changed member
     factors of a version --AdapterShelf.put--> a directory that vLLM servers read
 
-    prompts_R, routes_R, seeds_R --merge_asks--> distinct `Ask`s, each with the rows that it answers
+    prompts_R, versions_R, seeds_R --merge_asks--> distinct `Ask`s, each with the rows that it answers
 
 The engine in this process and the client of the servers share these classes. Only the servers need directories.
 
@@ -220,48 +220,48 @@ class Ask:
 
     Args:
         prompt: Token ids of the prompt.
-        route: The version of the member that answers.
+        version: The version of the member that answers.
         rows: Positions of the rows. Each row gets a sample of its own.
         seed: Seed of the samples. It differs between prompts and between members, and does not depend on the engine
             or server that answers. `None` leaves the choice to vLLM.
     """
 
     prompt: tuple[int, ...]
-    route: Published
+    version: Published
     rows: tuple[int, ...]
     seed: int | None = None
 
 
 def merge_asks(
-    prompts: Sequence[Sequence[int]], routes: Sequence[Published], seeds: Sequence[int | None] | None = None
+    prompts: Sequence[Sequence[int]], versions: Sequence[Published], seeds: Sequence[int | None] | None = None
 ) -> list[Ask]:
     """
     Merges rows that have the same prompt, member and seed, such as the attempts of one member at one task.
 
     Args:
         prompts: Token ids of each row's prompt, length R.
-        routes: The version of a member that answers each row, length R.
+        versions: The version of a member that answers each row, length R.
         seeds: Sampling seed of each row, length R; `None` for no seeds.
 
     Returns:
         Asks in the order in which their prompts first appear. Every row from 0 to R - 1 is in one ask.
 
     Raises:
-        `RuntimeError`: If `prompts` and `routes` differ in length.
+        `RuntimeError`: If `prompts` and `versions` differ in length.
     """
-    if len(prompts) != len(routes):
-        raise RuntimeError(f"{len(routes)} rows are routed, but {len(prompts)} prompts are to be answered.")
+    if len(prompts) != len(versions):
+        raise RuntimeError(f"{len(versions)} rows are routed, but {len(prompts)} prompts are to be answered.")
     rows: dict[tuple, list[int]] = {}
-    for row, (prompt, route, seed) in enumerate(zip(prompts, routes, seeds or [None] * len(prompts), strict=True)):
-        rows.setdefault((tuple(prompt), route, seed), []).append(row)
+    for row, (prompt, version, seed) in enumerate(zip(prompts, versions, seeds or [None] * len(prompts), strict=True)):
+        rows.setdefault((tuple(prompt), version, seed), []).append(row)
     return [
-        Ask(prompt, route, tuple(positions), None if seed is None else _derive_seed(prompt, route, seed))
-        for (prompt, route, seed), positions in rows.items()
+        Ask(prompt, version, tuple(positions), None if seed is None else _derive_seed(prompt, version, seed))
+        for (prompt, version, seed), positions in rows.items()
     ]
 
 
-def _derive_seed(prompt: tuple[int, ...], route: Published, seed: int) -> int:
+def _derive_seed(prompt: tuple[int, ...], version: Published, seed: int) -> int:
     """Derives the seed of an ask from a row's seed, the member and the prompt."""
     # vLLM gives the samples of a request the seeds s, s + 1, s + 2 and so on. A hash keeps the asks' seeds far apart,
     # where neighbouring seeds would give two asks the same samples.
-    return zlib.crc32(f"{seed} {route.member} {prompt}".encode()) % 2**31
+    return zlib.crc32(f"{seed} {version.member} {prompt}".encode()) % 2**31

@@ -2,7 +2,7 @@
 
     directory of a version --load--> every server --probe--> StaleAdapterError if a server answers as before
 
-    prompts_R, routes_R, seeds_R --merge_asks--> asks --spread over the servers--> completions_R, logprobs_R
+    prompts_R, versions_R, seeds_R --merge_asks--> asks --spread over the servers--> completions_R, logprobs_R
 
 Shapes: R rows.
 """
@@ -180,16 +180,16 @@ class LoRAServer(VLLMClient):
 
     def answer(self, asks: Sequence[Ask], **params: Any) -> list[list[tuple]]:
         """
-        Lets one member answer asks in one request. The asks have the same route, number of rows and seed.
+        Lets one member answer asks in one request. The asks have the same version, number of rows and seed.
 
         Returns:
             For each ask, and for each of its rows, a tuple `(prompt_ids, completion_ids, logprobs,
             logprob_token_ids)`.
         """
         # Several threads answer at once, and each member has its own `model`: so each call takes a copy of the client.
-        member, (route, seed) = copy.copy(self), (asks[0].route, asks[0].seed)
-        member.model = route.name
-        kwargs = (params.pop("generation_kwargs", None) or {}) | {"cache_salt": route.cache_salt}
+        member, version, seed = copy.copy(self), asks[0].version, asks[0].seed
+        member.model = version.name
+        kwargs = (params.pop("generation_kwargs", None) or {}) | {"cache_salt": version.cache_salt}
         kwargs |= {} if seed is None else {"seed": seed}
         samples = len(asks[0].rows)
         prompts = [list(ask.prompt) for ask in asks]
@@ -213,7 +213,7 @@ class LoRAServers:
         **settings: Further arguments of each [`LoRAServer`].
 
     Attributes:
-        routes (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
+        versions (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
         seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the servers'
             own generators draw the samples.
     """
@@ -222,7 +222,7 @@ class LoRAServers:
 
     def __init__(self, urls: Sequence[str], **settings: Any):
         self.servers = [LoRAServer(url, **settings) for url in urls]
-        self.routes: Sequence[Published] = ()
+        self.versions: Sequence[Published] = ()
 
     @property
     def remote(self) -> bool:
@@ -261,9 +261,9 @@ class LoRAServers:
             raise ValueError("Rows hold text, one completion each; tasks with images are not supported.")
         # A request has one `model`, one `n` and one `seed`, so only asks that agree in all three go together.
         batches: dict[tuple, list[Ask]] = {}
-        for position, ask in enumerate(merge_asks(prompts, self.routes, self.seeds)):
+        for position, ask in enumerate(merge_asks(prompts, self.versions, self.seeds)):
             server = self.servers[position % len(self.servers)]
-            batches.setdefault((server, ask.route, len(ask.rows), ask.seed), []).append(ask)
+            batches.setdefault((server, ask.version, len(ask.rows), ask.seed), []).append(ask)
 
         rows: list[Any] = [None] * len(prompts)
         with ThreadPoolExecutor(max_workers=min(len(batches), REQUESTS_AT_A_TIME)) as pool:

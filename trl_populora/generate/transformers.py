@@ -142,7 +142,7 @@ def complete(
         prompts: Token ids of each row's prompt, length R.
         members: Member index of each row, length R.
         route: Makes a context from the members of a batch's rows. Inside the context the model computes each row
-            as its member does (see [`~trl_populora.lora.layers.Router.rows_of`]).
+            as its member does (see [`~trl_populora.lora.layers.Router.route_to`]).
         sampling: How to sample. `max_new_tokens`, `eos_token_id` and `pad_token_id` have to be set.
         cache_tokens: Tokens that the cache may hold. Prompts are then read in parts.
 

@@ -1,7 +1,7 @@
 """TRL's vLLM generation with one adapter per row, in this process (*colocated*) or on servers.
 
     sync_weights: changed members --> factors --fold--> [A [r, in], B [out, r]] --load, probe--> vLLM
-    generate:     prompts_R, router.rows [R] --routes_R, seeds_R--> vLLM --> completions_R, logprobs_R
+    generate:     prompts_R, router.members [R] --versions_R, seeds_R--> vLLM --> completions_R, logprobs_R
 
 The base is frozen, so vLLM loads it once and it is never sent again. Only adapters change. `sync_weights` *publishes*
 every member that has changed: it loads the new version under a new name and id, and *probes* it, which means that it
@@ -265,11 +265,12 @@ class PopulationGeneration(VLLMGeneration):
             `RuntimeError`: If the router names no rows, or another number of rows than there are prompts.
             `ValueError`: If `num_generations` is not 1, or if ranks that ask together have different numbers of rows.
         """
-        rows = self.router.rows
+        rows = self.router.members
         if rows is None or len(rows) != len(prompts):
             raise RuntimeError(
                 f"{len(prompts)} prompts are to be answered, but the router names "
-                f"{'no rows' if rows is None else f'{len(rows)} rows'}. Generate inside `with router.rows_of(rows):`."
+                f"{'no rows' if rows is None else f'{len(rows)} rows'}. Generate inside `with "
+                "router.route_to(members):`."
             )
         if num_generations != 1:
             raise ValueError(f"`num_generations` must be 1, got {num_generations}: repeat the prompts and the rows.")
@@ -280,7 +281,7 @@ class PopulationGeneration(VLLMGeneration):
             self._publish([BASE_NAME])
         if self.backend is not None:
             names = [BASE_NAME if row == BASE else self.members[row] for row in all_rows]
-            self.backend.routes = [self.published[name] for name in names]
+            self.backend.versions = [self.published[name] for name in names]
             self.backend.seeds = seeds
         return super().generate(prompts, images, num_generations, profiler)
 

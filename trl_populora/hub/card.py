@@ -315,7 +315,7 @@ def format_archive_card(path: Path, population: Mapping[str, Any], repo: str) ->
         # A user's kinds may measure more of a task than the built-in ones. Each measure is a column.
         own = [name for name in columns.names if name not in make_schema().names]
     except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+        raise ValueError(f"{path} cannot be read ({error}). Is it missing or cut off?") from error
     name = repo.split("/")[-1]
     metadata = DatasetCardData(
         pretty_name=name,

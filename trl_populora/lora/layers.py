@@ -129,7 +129,7 @@ class Router:
         self.route = None
 
     @property
-    def rows(self) -> tuple[int, ...] | None:
+    def members(self) -> tuple[int, ...] | None:
         """Member index of each row of the forward in progress, shape `[R]`; `None` if no route is set."""
         return None if self.route is None else self.route.rows
 
@@ -152,9 +152,9 @@ class Router:
             self._only = previous
 
     @contextmanager
-    def rows_of(self, rows: Sequence[int] | torch.Tensor) -> Iterator[Router]:
+    def route_to(self, members: Sequence[int] | torch.Tensor) -> Iterator[Router]:
         """Routes the forwards inside the block, and puts the previous route back afterwards."""
-        previous, self.route = self.route, Route(_as_list(rows))
+        previous, self.route = self.route, Route(_as_list(members))
         try:
             yield self
         finally:
@@ -226,7 +226,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         if self.disable_adapters:
             return self.base_layer(x, *args, **kwargs)
         # Under `only` there is no route, and `find_route` takes each token for a row. That is right for one member.
-        rows = len(self.router.rows or ()) if self.takes_all_tokens and self.router is not None else 0
+        rows = len(self.router.members or ()) if self.takes_all_tokens and self.router is not None else 0
         if rows and x.ndim == 2 and x.shape[0] % rows == 0:
             return self._forward_rows(x.unflatten(0, (rows, -1)), *args, **kwargs).flatten(0, 1)
         return self._forward_rows(x, *args, **kwargs)
@@ -290,7 +290,7 @@ class RoutedLinear(nn.Module, LoraLayer):
                 "No route is set for this forward, so it is not known which member computes which row. To use one "
                 "member's model, as in `trainer.model.generate`: `with trainer.member('student_0'):`. Otherwise call "
                 "`router.set(rows)` before a forward with a backward (and `router.clear()` after the backward), or "
-                "run the forward inside `with router.rows_of(rows):`; -1 is the base model."
+                "run the forward inside `with router.route_to(members):`; -1 is the base model."
             )
         if len(route.rows) != x.shape[0]:
             raise ValueError(
@@ -428,7 +428,8 @@ def _check_coverage(model: PeftModel, all_linear: bool) -> None:
             "o_proj), or choose another base."
         )
     base = model.get_base_model()
-    # The share counts neither embeddings nor vectors such as norms: no LoRA adapts them in any model.
+    # What share of the base's weights do members adapt? Embeddings and vectors such as norms are left out of the
+    # count, because `all-linear` adapts them in no model.
     shared = {id(e.weight) for e in (base.get_input_embeddings(), base.get_output_embeddings()) if e is not None}
     others = {id(p): p for p in base.parameters() if p.ndim > 1 and id(p) not in shared}
     for layer in layers:

@@ -6,8 +6,9 @@
 
     backward --> gradients --clip_member_grad_norms--> norm per member [M] --> optimizer step, one group per member
 
-All of it works on a single device and under DDP, FSDP and ZeRO. Every function that takes a model is collective: under
-ZeRO and FSDP all ranks have to call it, in the same order.
+It works on a single device and under DDP, FSDP and ZeRO; only `withhold_gradients` raises under ZeRO. Call what reads
+or changes weights, gradients or optimizer state on every rank, in the same order: under ZeRO and FSDP these functions
+gather from all ranks, and under DDP the replicas would differ otherwise.
 
 Shapes: M members, r LoRA rank.
 """
@@ -303,7 +304,7 @@ def read_saved_step(directory: str | Path) -> int | None:
             # Early versions of this package wrote the step here. Opening the file also finds one that was cut off.
             mark = (file.metadata() or {}).get("populora_step")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+        raise ValueError(f"{path} cannot be read ({error}). Is it missing or cut off?") from error
     if about.exists():
         mark = read_json(about)["step"]
     return None if mark is None else int(mark)

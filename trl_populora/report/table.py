@@ -19,7 +19,7 @@ from trl_populora.report.load import Run, name_table
 from trl_populora.run.read import POPULATION_FILE, read_population
 
 
-# A change counts as clear if chance alone would make steps differ as much in at most 1 % of all cases.
+# A change counts as clear if Welch's test of a run's first fifth against its last gives a p-value below this.
 CHANCE = 0.01
 
 Form = Literal["share", "number", "count", "seconds"]

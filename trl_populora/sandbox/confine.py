@@ -242,9 +242,10 @@ def prepare_child_walls(layers: Layers) -> Callable[[int, int], None]:
     """
     Makes the function `close_in(memory, cpu_seconds)`, which every child calls before it runs its program.
 
-    It limits the child's address space (bytes), CPU time and processes, then installs the second seccomp filter. At
-    the CPU limit the kernel kills the child if the zygote does not. Everything is prepared in the zygote, because each
-    memory page that a child writes to has to be copied.
+    Where the zygote has no namespaces of its own, the child first asks to be killed when the zygote ends. Then it
+    limits its CPU time, processes and address space (bytes), and installs the second seccomp filter if that layer
+    holds. The zygote itself ends a child that is over its time; the kernel's CPU limit is for the case that it does
+    not. Everything is prepared in the zygote, because each memory page that a child writes to has to be copied.
     """
     install = seccomp.child_filter().try_to_install if layers.get("seccomp") == "" else None
     # In namespaces of its own the zygote is process number 1. When it ends, the kernel ends all others there.

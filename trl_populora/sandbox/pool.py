@@ -173,10 +173,12 @@ def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather:
     except RuntimeError as error:
         failure = str(error)
     # All ranks hear of a failure, so that no rank waits for one that has raised.
-    if failures := [each for each in gather([failure]) if each]:
+    told = gather([failure])
+    if failures := [each for each in told if each]:
         if sandbox is not None:
             sandbox.close()
-        raise RuntimeError(failures[0])
+        where = f"On {len(failures)} of {len(told)} ranks the sandbox did not start. " if len(told) > 1 else ""
+        raise RuntimeError(f"{where}{failures[0]}")
     assert sandbox is not None
     if local_rank == 0:
         _log_level(sandbox)

@@ -151,7 +151,10 @@ class Guard:
         return forbidden
 
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
-        """Takes the place of `__import__`: gives facades and loaded modules, and stops the program at any other."""
+        """
+        Takes the place of `__import__`: gives a facade or a loaded module. A module that is not allowed stops the
+        program. A module that is allowed but not installed raises `ModuleNotFoundError`, as in Python.
+        """
         if name in HELPERS and name in sys.modules:
             return sys.modules[name]
         if level or not isinstance(name, str) or not is_allowed(name):

@@ -182,7 +182,7 @@ def compute_advantages(
         rewards_R: Rewards. Rows of the other role are NaN; their advantage is 0 and they count nowhere.
         members_R: Member index of each row.
         kinds_R: Kind of task of each row, as an integer.
-        groups_R: Which rows answer the same prompt, as an integer.
+        groups_R: Which rows are compared, as an integer: attempts at one prompt, or the proposals of one match.
         baseline: What is subtracted from a reward. `"group"` is the mean over the attempts at one prompt (GRPO, arXiv
             2402.03300), the default for students. `"member"` is the mean over the member's rows of one kind, the
             default for teachers, whose prompts all differ. It follows task-relative REINFORCE++ of Absolute Zero
@@ -257,18 +257,18 @@ def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, .
     For each row, mean, standard deviation and number n of the rows with its id, each `[R]`. NaN rows are left out. The
     deviation divides by n - 1, and is 0 for one row.
     """
-    _, slots_R = torch.unique(ids, dim=0, return_inverse=True)
+    _, numbers_R = torch.unique(ids, dim=0, return_inverse=True)
     known_R = (~values_R.isnan()).to(values_R.dtype)
     filled_R = values_R.nan_to_num(nan=0.0)
-    counts = _sums(known_R, slots_R)
-    means = _sums(filled_R, slots_R) / counts.clamp(min=1)
-    squares = _sums((filled_R - means[slots_R]).square() * known_R, slots_R)
-    return means[slots_R], (squares / (counts - 1).clamp(min=1)).sqrt()[slots_R], counts[slots_R]
+    counts = _sums(known_R, numbers_R)
+    means = _sums(filled_R, numbers_R) / counts.clamp(min=1)
+    squares = _sums((filled_R - means[numbers_R]).square() * known_R, numbers_R)
+    return means[numbers_R], (squares / (counts - 1).clamp(min=1)).sqrt()[numbers_R], counts[numbers_R]
 
 
-def _sums(values_R: torch.Tensor, slots_R: torch.Tensor) -> torch.Tensor:
+def _sums(values_R: torch.Tensor, numbers_R: torch.Tensor) -> torch.Tensor:
     """Sums the values that have the same number."""
-    return values_R.new_zeros(int(slots_R.max()) + 1 if slots_R.numel() else 0).index_add(0, slots_R, values_R)
+    return values_R.new_zeros(int(numbers_R.max()) + 1 if numbers_R.numel() else 0).index_add(0, numbers_R, values_R)
 
 
 def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str) -> torch.Tensor:
@@ -305,7 +305,7 @@ def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, 
     # What a row contributes to the normaliser: itself, or its tokens.
     weights_R = torch.ones_like(num_tokens_R) if LOSS_NORMALISERS[loss_type] == "rows" else num_tokens_R
     weights_R = weights_R.to(torch.float64)
-    _, slots_R = torch.unique(members_R, return_inverse=True)
-    own_R = _sums(weights_R, slots_R)[slots_R]
+    _, numbers_R = torch.unique(members_R, return_inverse=True)
+    own_R = _sums(weights_R, numbers_R)[numbers_R]
     factors_R = weights_R.sum() / own_R
     return torch.where(own_R > 0, factors_R, torch.ones_like(factors_R)).to(torch.float32)

@@ -43,7 +43,8 @@ class Game:
     What a step is played with.
 
     Args:
-        population, matchmaker, archive: Their state carries over from step to step, and is the same on every rank.
+        population, matchmaker, archive: Their state carries over from step to step, and is the same on every rank. The
+            archive must hold a task: it takes the place of a proposal that is refused.
         referee: Decides what is a task and what is right.
         player: Generates for the members.
         proposals: Proposals per teacher over all ranks.

@@ -46,8 +46,8 @@ class Row:
     Reward functions, records and files see the fields of `COLUMNS`. In these, `program` is the program of the task
     that was proposed or attempted, and `pay` what the rules pay. Of the other fields, `share` is the student's part of
     a proposal, `dropped` counts references that a proposal prompt had no room for, `reject_detail` says
-    `reject_reason` in a sentence, `features` are words for what the proposed task uses, and `group` names the rows
-    that answer the same prompt.
+    `reject_reason` in a sentence, `features` are words for what the proposed task uses, and `group` names rows
+    that are compared: attempts of one member at one task, or the proposals of one match.
     """
 
     role: str

@@ -387,7 +387,7 @@ def read_archive_step(path: str | Path) -> int | None:
     try:
         mark = (pq.read_schema(path).metadata or {}).get(_STEP_KEY)
     except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+        raise ValueError(f"{path} cannot be read ({error}). Is it missing or cut off?") from error
     return None if mark is None else int(mark)
 
 
@@ -409,7 +409,7 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
     try:
         file = pq.ParquetFile(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{path} cannot be read ({error}); it is missing or was cut off.") from error
+        raise ValueError(f"{path} cannot be read ({error}). Is it missing or cut off?") from error
     with file:
         found = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode()
         if found not in (str(SCHEMA_VERSION), _OLDER_VERSION):

@@ -126,7 +126,7 @@ def _has_example(archive: TaskArchive, kind: TaskKind, style: str | None) -> boo
 
 def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing: bool) -> None:
     """
-    Checks that every member finds a task to begin with.
+    Checks that the archive holds what students and teachers need for the first step.
 
     Args:
         archive: The archive that the run starts from.
@@ -134,8 +134,9 @@ def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing
         proposing: Whether teachers propose.
 
     Raises:
-        `ValueError`: If students have no task to attempt, or if a kind proposes about archived programs (as code_f
-            does) and the archive holds none.
+        `ValueError`: If the archive holds no task of any kind that is played. Also if teachers propose, one of these
+            kinds proposes about archived programs (as code_f does), and the archive holds none of its
+            `reference_kinds`.
     """
     if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
         raise ValueError(

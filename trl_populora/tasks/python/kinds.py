@@ -43,7 +43,8 @@ class CodeKind(TaskKind):
     max_answer_chars = 4000
     determinism_runs = KindSettings.determinism_runs
     measures = complexity.PROGRAM_MEASURES
-    # A proposal may use 1/2 of the CPU limit. Beside others the same program may need more time when it is attempted.
+    # The program of a proposal must end within half of the CPU limit. When it runs again for an attempt, other programs
+    # run beside it, and it may need more time.
     cpu_headroom = 2.0
     reading = "strict"  # or "tolerant"
     refuses_copies = False
