@@ -166,8 +166,8 @@ class PopuLoRAConfig(GRPOConfig):
             engines.
 
         save_rollouts: Write every row to `rollouts/step_*.parquet`.
-        own_metrics: Functions of your own, `"module:function"`, that compute further metrics. Each gets a step's rows,
-            a `dict` each, and returns numbers by name.
+        own_metrics: Functions of your own, `"module:function"`, that compute further metrics. Each gets the
+            records of a step's rows, a `dict` each, and returns numbers by name.
 
     Raises:
         `ValueError`: If a value is out of range or names nothing known, or the population does not fit the batch.

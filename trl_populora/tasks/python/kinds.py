@@ -43,8 +43,8 @@ class CodeKind(TaskKind):
     max_answer_chars = 4000
     determinism_runs = KindSettings.determinism_runs
     measures = complexity.PROGRAM_MEASURES
-    # The program of a proposal must end within half of the CPU limit. When it runs again for an attempt, other programs
-    # run beside it, and it may need more time.
+    # The program of a proposal must end within half of the CPU limit. When it runs again for an attempt, other
+    # programs run beside it, and it may need more time.
     cpu_headroom = 2.0
     reading = "strict"  # or "tolerant"
     refuses_copies = False
