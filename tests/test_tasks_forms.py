@@ -87,6 +87,14 @@ def dead(*lines, before="    total = 0"):
 
 
 @pytest.mark.parametrize(
+    "other", ["a if True else b", "b if 2 < 1 else a", "True and a", "a or b", "False or a", "not 1 or a"]
+)
+def test_an_expression_that_constants_decide_is_the_operand_that_it_comes_to(other):
+    one, two = (f"def f(a, b):\n    return [{each}, b]" for each in ("a", other))
+    assert (forms(one) == forms(two)) == (other != "a or b")
+
+
+@pytest.mark.parametrize(
     "other",
     [
         dead("pass"),

@@ -236,6 +236,7 @@ class _Program:
         """
         for field in [each for each in node._fields if each not in _UNWRITTEN]:
             values = value if isinstance(value := getattr(node, field, None), list) else [value]
+            values = [_take_decided(each) for each in values]
             if values and isinstance(values[0], ast.stmt):
                 values = [each for each in _list_reachable(values) if not self.live or id(each) in self.live]
             elif self.live and (field == "targets" or isinstance(node, (ast.Import, ast.ImportFrom))):
@@ -281,6 +282,23 @@ def _list_reachable(block: list[Any]) -> Iterator[ast.stmt]:
             stack += (statement.body if holds else statement.orelse)[::-1]
         if isinstance(statement, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
             return
+
+
+def _take_decided(node: Any) -> Any:
+    """Takes the operand that constants choose, as `a` in `a if True else b` and in `True and a`; else the node itself."""
+    while isinstance(node, (ast.IfExp, ast.BoolOp)):
+        first = node.test if isinstance(node, ast.IfExp) else node.values[0]
+        if (holds := _decide(first)) is None:
+            break
+        if isinstance(node, ast.IfExp):
+            node = node.body if holds else node.orelse
+        elif holds is isinstance(node.op, ast.Or):
+            node = first  # the first operand settles it
+        elif len(node.values) == 2:
+            node = node.values[1]
+        else:
+            break
+    return node
 
 
 def _decide(test: ast.expr) -> bool | None:
