@@ -285,7 +285,7 @@ def _list_reachable(block: list[Any]) -> Iterator[ast.stmt]:
 
 
 def _take_decided(node: Any) -> Any:
-    """Takes the operand that constants choose, as `a` in `a if True else b` and in `True and a`; else the node itself."""
+    """Takes the operand that constants choose, as `a` in `a if True else b` and `True and a`; else the node."""
     while isinstance(node, (ast.IfExp, ast.BoolOp)):
         first = node.test if isinstance(node, ast.IfExp) else node.values[0]
         if (holds := _decide(first)) is None:
