@@ -164,7 +164,8 @@ class Tryout:
 
     def select(self, role: str, form: Form, kind: str = "") -> list[Finding]:
         """Selects the findings of one role in one form, of one kind of task or of all."""
-        # Solved tasks are shown to students only, so forms that differ in their number have the same teachers' rows.
+        # Only students are shown solved tasks. So teachers have one set of rows per style, whatever number of solved
+        # tasks a form shows.
         form = form if role == "student" else Form(form.style)
         rows = zip(self.questions, self.findings, strict=True)
         return [o for q, o in rows if (q.role, q.form) == (role, form) and kind in ("", q.kind)]

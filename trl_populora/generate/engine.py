@@ -192,7 +192,7 @@ def _in_use(model: nn.Module, adapter: Published, lora: LoRAModel, layers: int |
     place = manager.lora_index_to_id.index(adapter.id)
     for name, weights in islice(lora.loras.items(), layers):
         module = manager.modules[name]
-        # `lora_a_stacked` is one tensor in the head of a model, and a tuple of tensors in every other layer.
+        # vLLM's linear layers hold a tuple of tensors here, its output head a single tensor.
         both = [s if isinstance(s, tuple) else (s,) for s in (module.lora_a_stacked, module.lora_b_stacked)]
         stacks = [stack[place] for stack in (*both[0], *both[1])]
         before = [stack.clone() for stack in stacks]

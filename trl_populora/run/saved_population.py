@@ -91,7 +91,7 @@ class Shape:
 
     Args:
         base_model: Name or path of the base.
-        base_config: The numbers of the base's configuration that decide whether an adapter fits.
+        base_config: The fields of the base's configuration that an adapter depends on: model type and sizes.
         lora: LoRA settings of the members.
         quantization: Quantization config of the base; `None` without quantization.
     """

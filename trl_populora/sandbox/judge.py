@@ -107,7 +107,8 @@ def _judge_ending(seen: Observation, limits: Limits) -> Run | None:
     number = os.WTERMSIG(seen.wait_status)
     if number == signal.SIGXCPU or (number == signal.SIGKILL and seen.cpu_seconds > limits.cpu_seconds):
         return Run(Status.TIMEOUT, _describe_excess(limits))
-    # A SIGKILL within the limit comes from the kernel's out-of-memory killer, which chooses processes that hold much.
+    # A SIGKILL before the CPU limit may come from the kernel's out-of-memory killer. That one chooses processes that
+    # hold much memory, so a small process was killed by somebody else.
     if number == signal.SIGKILL and seen.peak_bytes > limits.memory_bytes // 8:
         return Run(Status.MEMORY, "killed from outside, as the kernel does when memory runs out")
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -139,7 +139,7 @@ class Zygote:
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
 
     def loop(self) -> None:
-        """Serves until the trainer is gone."""
+        """Serves until the trainer closes its end of the socket, or dies."""
         while True:
             for fd, _ in self.poll.poll(self._timeout()):
                 if fd == self.wake_read:
@@ -167,7 +167,7 @@ class Zygote:
         return max(0, int((moment - _now()) * 1000) + 1) if moment < _FOREVER else 1000
 
     def _accept(self) -> bool:
-        """Follows one order; returns `False` when the trainer is gone."""
+        """Follows one order; returns `False` when the trainer's end is closed."""
         data, ancillary, _, _ = self.control.recvmsg(_ORDER_BYTES, _FD_BYTES)
         if not data:
             return False

@@ -295,8 +295,9 @@ class TaskKind(ABC):
 
     def write_proposal(self, task: Task) -> str:
         """
-        Writes the completion that would have proposed `task`; `""` if the task should not be shown as a reference. A
-        kind without this method shows references within its prompt, in every style.
+        Writes the completion that would have proposed `task`, for a reference that is shown as an earlier turn (style
+        `"turns"`). `""` leaves this turn out. Other styles do not ask, and a kind without this method shows references
+        within its prompt in every style.
         """
         return ""
 
