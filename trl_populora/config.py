@@ -385,7 +385,7 @@ class PopuLoRAConfig(GRPOConfig):
         for name, allowed_value, reason in COUPLE_MEMBERS:
             if getattr(self, name) != allowed_value:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)!r}` is not supported: {reason}, which couples members. Leave it at "
+                    f"`{name}={getattr(self, name)!r}` is not supported in a population: {reason}. Leave it at "
                     f"{allowed_value!r}."
                 )
         if self.teacher_beta and self.beta:
@@ -430,14 +430,14 @@ def _count_processes() -> int:
 
 def check_no_teachers(given: Mapping[str, Any], known: Mapping[str, Field]) -> None:
     """
-    Refuses options about teachers in a run without teachers.
+    Refuses, in a run without teachers, the options that pay or train teachers, and `replay`.
 
     Args:
-        given: Values of all options, by name.
-        known: Fields of all options, by name; they have the defaults.
+        given: The value of each option, by name.
+        known: The dataclass field of each option, by name. Its default is read from it.
 
     Raises:
-        `ValueError`: If an option about teachers differs from its default.
+        `ValueError`: If one of these options differs from its default.
     """
     for name in (
         *("replay", "teacher_reward", "teacher_reward_invalid", "teacher_reward_unsolved"),

@@ -100,8 +100,8 @@ def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
 
     Raises:
         `TypeError`: If the configuration is not a `LoraConfig`.
-        `ValueError`: If an option or a target cannot be routed by row, or if the base is quantised in a way that
-            cannot.
+        `ValueError`: If an option or a target is not supported, for example because rows cannot be routed through it.
+            Also if the base is quantised otherwise than by bitsandbytes with an unquantised output head.
     """
     # Not `isinstance`: subclasses of `LoraConfig` are other methods, with layers that are not routed.
     if type(lora_config) is not LoraConfig:

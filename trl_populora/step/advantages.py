@@ -32,16 +32,18 @@ BASELINES = ("group", "member")  # what may be subtracted from a reward, see [`c
 # What TRL's `_compute_loss` divides the sum over all rows by: their number, or the number of their completion tokens.
 LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo": "tokens"}
 
+REORDERS = "it reorders rows, so that other members' adapters would compute them"
+
 # Options of TRL with which one member's rows would change another's update. Only this value of each is allowed.
 COUPLE_MEMBERS = (
     ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
     ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
     ("use_adaptive_entropy", False, "the entropy bonus is averaged over all members' tokens"),
     ("multi_objective_aggregation", "sum_then_normalize", "it whitens over all members"),
-    ("use_transformers_continuous_batching", False, "it reorders rows, and each row has its own adapter"),
-    ("use_transformers_paged", False, "it reorders rows, and each row has its own adapter"),
+    ("use_transformers_continuous_batching", False, REORDERS),
+    ("use_transformers_paged", False, REORDERS),
     ("optim_target_modules", None, "such optimizers group parameters by module instead of by member"),
-    ("sync_ref_model", False, "the reference is the frozen base"),
+    ("sync_ref_model", False, "it would move the reference, which is the frozen base that all members share"),
     ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
     ("off_policy_mask_threshold", None, "it thresholds on the sign of normalised advantages of one policy"),
 )

@@ -320,7 +320,7 @@ def measure_padding(batches: Sequence[Batch]) -> float:
 
 
 def measure_shared(batches: Sequence[Batch]) -> float:
-    """The share of the live rows' tokens that is not computed, because rows share their prompt."""
+    """The share of the tokens of live rows that is not computed, because rows with one prompt share it."""
     tokens = sum(sum(map(sum, _lengths(batch))) for batch in batches)
     return 1 - sum(read_layout(batch).used for batch in batches) / max(1, tokens)
 

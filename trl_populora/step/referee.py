@@ -152,7 +152,10 @@ class Referee:
         return prompt
 
     def is_too_long(self, task: Task) -> bool:
-        """Whether a task does not fit into a student's prompt, or into that of a teacher who needs a known program."""
+        """
+        Says whether a task is too long for the prompt that puts it to a student, or for one that asks a teacher for a
+        new task about its program.
+        """
         prompts = [self._pose(task)] if task.kind in self.kinds else []
         prompts += [
             self._ask_for_task(kind, [task])
