@@ -3,7 +3,8 @@
     members x tasks x attempts --attempt--> Tried --scores--> solve rates --HeldOut--> metrics, the best student
 
 [`HeldOut`] is what `eval_dataset` becomes. Measuring changes nothing that trains: its samples have seeds of their own,
-and it leaves ratings, archive and weights as they are. So a run trains the same weights with evaluation and without.
+and it leaves ratings, archive and weights as they are. So a run with an `eval_dataset`
+trains the same weights, whether it evaluates or not. (Teachers may not propose held-out tasks in either case.)
 """
 
 from __future__ import annotations

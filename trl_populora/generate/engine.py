@@ -89,7 +89,13 @@ class RoutedLLM(LLM):
             self._probe(adapter)
 
     def _probe(self, adapter: Published, layers: int | None = None) -> None:
-        """Compares the first `layers` layers of an adapter, or all of them."""
+        """
+        Compares an adapter's weights on the device with those that were loaded, bit by bit: in its first `layers`
+        modules, or in all.
+
+        Raises:
+            `StaleAdapterError`: If they differ.
+        """
         in_use = partial(_in_use, adapter=adapter, lora=self._loaded[adapter.id], layers=layers)
         if not all(self.apply_model(in_use)):
             raise StaleAdapterError(

@@ -1,6 +1,7 @@
-"""Tables of a run: what changed from its first fifth to its last, and its members.
+"""Tables of a run: what changed in its steps, what changed on held-out tasks, and its members.
 
-The page shows both tables, the terminal and the card on the Hub show the members.
+Steps are compared by the first and the last fifth of the logged ones, held-out tasks by the first and the last
+evaluation. The page shows all three tables, the terminal and the card on the Hub only the members.
 """
 
 from __future__ import annotations

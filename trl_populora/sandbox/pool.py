@@ -32,10 +32,10 @@ class Sandbox:
 
     Args:
         workers:
-            Programs that run at a time, one per core; the number of `cores` when not given. Up to three times as many
-            are under way, because some are handed over or end while others run.
+            How many cores the programs may fill; the number of `cores` when not given. Up to three programs per
+            worker are alive at a time, so that no core waits while one is handed over or ends.
         limits: Limits of jobs that bring none of their own.
-        allow_weak: Runs programs even where the kernel cannot confine them (level C).
+        allow_weak: Runs programs even where the Linux kernel cannot confine them (level C).
         seed: Chooses the hash seeds, so that a run can be repeated.
         soft: Whether the import allow-list and the guards are on. Turn them off only to test the walls.
         cores: Processors that programs run on, as far as the kernel allows; those of this process when not given.

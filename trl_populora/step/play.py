@@ -182,7 +182,7 @@ def _draw_given(game: Game, matches: Sequence[Match], done: int) -> list[Slot]:
     kinds, part = list(game.referee.kinds), game.proposals // game.player.world
     size = game.archive.count(kinds)
     first = done // game.iterations * game.proposals + game.player.rank * part
-    # A step may reach into the next pass: each place is a pass and a place within it.
+    # A step may run on into the next pass, so each position becomes a pair: the pass, and the place within it.
     places = [divmod(place, size) for place in range(first, first + part)]
     orders = {turn: list(range(size)) for turn, _ in places}
     if game.shuffle:

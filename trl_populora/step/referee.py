@@ -104,10 +104,11 @@ class Referee:
     shots: int = 0
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
-        """Draws archived tasks to show to a teacher. A kind that writes no program is about the first one."""
+        """Draws archived tasks to show to a teacher. If proposals bring no program, they are about the first task."""
         count = check_type(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
-        # Shown as turns, a kind that writes no program also needs examples of its own.
+        # Such a kind asks about a task of another kind. Where references are earlier turns, the turns have to be tasks
+        # of its own kind.
         if kind.shows_turns(self.style) and not kind.writes_program:
             drawn += archive.sample([kind.name], k, rng)
         return drawn

@@ -61,7 +61,7 @@ class _Ring:
         if len(self.entries) < self.cap:
             self.entries.append(entry)
             return len(self.entries) - 1, None
-        # A place never changes while its entry is there, so the archive may remember it.
+        # An entry keeps its place until it is replaced, so the archive may remember the place.
         place = self.start
         evicted, self.entries[place] = self.entries[place][1], entry
         self.start = (place + 1) % self.cap
@@ -256,7 +256,8 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
         path: The file. By default the 256 tasks that the embedded base starts from.
 
     Raises:
-        `ValueError`: If a line is no JSON object or a cell is broken. The message names file, line and column.
+        `ValueError`: If a line is no JSON object, or if a field is missing or has a wrong value. The message names file
+            and line, and the field if one is wrong.
     """
     package = __name__.partition(".")[0]
     source = files(package) / "assets" / "seed_tasks.jsonl" if path is None else Path(path)

@@ -51,10 +51,9 @@ def read_features(program: str) -> tuple[str, ...]:
     Reads the features of a program from its text, in alphabetical order. They are words for:
 
     - operators and comparisons: `Add`, `NotIn`
-    - methods: `.find`
-    - builtin functions, with the keywords that they are given: `sorted(reverse)`
+    - methods and builtin functions, with the better-known keywords that they are given: `.find`, `sorted(reverse)`
     - modules: `math`
-    - kinds of index and slice: `[x]`, `[:-]`, `[::x]`, where `-` is a negative constant
+    - kinds of index and slice: `[x]`, `[:-]`, `[::x]`, where `-` has a minus before it
     - constructs: `If`, `ListComp`, `Lambda`, `List`
 
     Args:
@@ -102,7 +101,7 @@ def _name_call(call: ast.Call, bound: set[str]) -> Iterator[str]:
 
 
 def _name_index(index: ast.expr | None) -> str:
-    """Names an index or a slice: each part is `x`, or `-` for a negative constant, or empty."""
+    """Names an index or a slice: each part is `x`, or `-` for one with a minus before it, or empty."""
     if isinstance(index, ast.Slice):
         return ":".join(map(_name_index, (index.lower, index.upper, index.step))).removesuffix(":")
     return "" if index is None else "-" if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub) else "x"

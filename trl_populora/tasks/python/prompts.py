@@ -297,7 +297,10 @@ def f(words):
 
 
 def _make_task(kind: str, program: str, *calls: tuple[tuple, Any], message: str = "", visible: int = 0) -> Task:
-    """Makes a task from calls, pairs of arguments and returned value. Nothing runs, to keep the import quick."""
+    """
+    Makes a task from a program and its calls. A call is a pair: the arguments, and the value returned. The program is
+    not run, so that the import stays quick.
+    """
     inputs = tuple(values.encode(given, ordered=True) for given, _ in calls)
     return Task(kind, program, inputs, tuple(values.encode(returned) for _, returned in calls), message, visible)
 
