@@ -34,7 +34,7 @@ Metrics = Callable[[Sequence[Mapping[str, Any]]], dict[str, float]]
 
 
 def in_a_line(text: str) -> str:
-    """Makes one line of a sentence that may quote a model: cuts it to 300 characters, and replaces unprintable ones."""
+    """Makes one line of a text that may quote a model: cuts it to 300 characters, and replaces unprintable ones."""
     return make_printable(text[:DETAIL_CHARS])
 
 
