@@ -256,8 +256,8 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
         path: The file. By default the 256 tasks that the embedded base starts from.
 
     Raises:
-        `ValueError`: If a line is no JSON object, or if a field is missing or has a wrong value. The message names file
-            and line, and the field if one is wrong.
+        `ValueError`: If a line is no JSON object, or if a field is missing or has a wrong value. The message names the
+            file and the line, and the field if one is wrong.
     """
     package = __name__.partition(".")[0]
     source = files(package) / "assets" / "seed_tasks.jsonl" if path is None else Path(path)
