@@ -1,4 +1,4 @@
-"""How a command ends that fails: with one line where its user can mend the fault, else with a traceback."""
+"""How a failing command ends: with one line where its user can mend the fault, else with a traceback."""
 
 from __future__ import annotations
 

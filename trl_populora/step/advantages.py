@@ -64,16 +64,16 @@ class Scoring:
 
 class Scorer:
     """
-    Takes a step from the rewards of its rows to advantages and micro-batches. Collective.
+    Takes a step from the rewards of its rows to advantages and micro-batches.
 
     Args:
         settings: The run's.
         population: Whose members play.
         reward_weights: One per reward function.
-        ends: With one of these tokens a completion is not cut off.
+        ends: A completion whose last token is one of these was not cut off.
         rank: This process.
         sharing: How the model takes rows with a shared prompt; `None` if it cannot.
-        skips_blank_rows: Whether rows without advantage are left out of the forward.
+        skips_blank_rows: Whether the forward leaves out rows without advantage, and rows whose tokens are all masked.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Scorer:
         self.rank, self.sharing, self.skips_blank_rows = rank, sharing, skips_blank_rows
 
     def score(self, played: Played) -> None:
-        """Fills in a step's `worth`, `local_worth` and `plan`; its `rewards` are known."""
+        """Fills in a step's `worth`, `local_worth` and `plan`; its `rewards` are known. Collective."""
         settings, rows = self.settings, len(played.rows)
         asked, answered = [len(row.completion.prompt_ids) for row in played.rows], played.count_tokens(self.ends)
         num_tokens_R = gather(torch.tensor(answered, device=played.rewards.device))
