@@ -2,9 +2,9 @@
 
 transformers.py  generates with transformers: reads a prompt once, drops ended rows, uses CUDA graphs
 player.py        lets members answer without a trainer; says which tokens end a completion
-checks.py        refuses what vLLM cannot serve, before any model is loaded
+checks.py        refuses what vLLM cannot serve, before the trainer loads the base
 vllm.py          adapts TRL's vLLM generation: one adapter per row
-engine.py        the vLLM engine in the trainer's process; the only file that imports vLLM at once
+engine.py        the vLLM engine in the trainer's process; cannot be imported without vLLM
 server.py        vLLM servers over HTTP
 publish.py       finds members that changed, keeps their weights for servers, merges equal requests
 """

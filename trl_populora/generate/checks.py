@@ -1,4 +1,4 @@
-"""Refuses what vLLM cannot serve, before any model is loaded.
+"""Refuses what vLLM cannot serve, before the trainer loads the base.
 
 installed version, sampling options, LoRA rank, base --check_vllm--> nothing, or an error with the way out
 """
@@ -82,15 +82,15 @@ def warn_of_truncation(args: GRPOConfig) -> None:
     Warns if TRL's correction for vLLM would mistake truncated sampling for another policy.
 
     `top_p`, `top_k` and `min_p` leave some tokens out. vLLM normalises its log-probabilities over the tokens that
-    remain, and the trainer normalises over the whole vocabulary. So the ratio of the two is too small at every token,
-    by the probability of all tokens that remain (github.com/huggingface/trl/issues/6789).
+    remain, and the trainer normalises over the whole vocabulary. So at every token the trainer's probability is smaller
+    than vLLM's. The ratio is the total probability of the tokens that remain (github.com/huggingface/trl/issues/6789).
     """
     cut = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
     if args.vllm_importance_sampling_correction and any(cut.values()) and args.process_index == 0:
         logger.warning(
             "%s truncates sampling, and vLLM's log-probabilities are those of the truncated distribution. The "
-            "correction for vLLM takes the difference for a change of the policy and shrinks the loss. The loss of "
-            "long completions shrinks to nothing. Set `vllm_importance_sampling_correction=False`, or sample from the "
+            "correction for vLLM takes the difference for a change of the policy and shrinks the loss. In a mode of whole "
+            "sequences the loss of long completions shrinks to almost nothing. Set `vllm_importance_sampling_correction=False`, or sample from the "
             "whole vocabulary (`top_p=1.0`, `top_k=0`, `min_p=None`).",
             " and ".join(f"`{name}={getattr(args, name)}`" for name, is_cut in cut.items() if is_cut),
         )

@@ -70,28 +70,29 @@ class RoutedLLM(LLM):
         """
         install = partial(_install, adapter=adapter, factors=factors, config=config)
         (self._loaded[adapter.id],) = self.apply_model(install)
-        # One layer shows whether the engine uses an adapter that was just loaded.
+        # One LoRA module shows whether the engine uses an adapter that was just loaded.
         self._probe(adapter, layers=1)
 
     def probe(self, adapters: Iterable[Published]) -> None:
         """
         Compares the weights that the engine's kernels read with the weights that were loaded, bit by bit.
 
-        No token is sampled, because a token would tell less. One optimizer step changes log-probabilities by less than
-        the trainer's arithmetic and the engine's differ. And while the engine wakes up, it has no cache to sample
-        with.
+        An adapter that waits in host memory is not compared: the kernels do not read it yet.
+
+        No token is sampled, because a token would tell less: the log-probabilities of engine and trainer differ by
+        more than one optimizer step changes them. And while the engine wakes up, it has no cache to sample with.
 
         Raises:
             `StaleAdapterError`: If the weights differ. The message names the member and the version.
         """
-        # All layers are compared: a sleep can damage any of them.
+        # All LoRA modules are compared: a sleep can damage any of them.
         for adapter in adapters:
             self._probe(adapter)
 
     def _probe(self, adapter: Published, layers: int | None = None) -> None:
         """
         Compares an adapter's weights on the device with those that were loaded, bit by bit: in its first `layers`
-        modules, or in all.
+        LoRA modules, or in all.
 
         Raises:
             `StaleAdapterError`: If they differ.
@@ -100,7 +101,7 @@ class RoutedLLM(LLM):
         if not all(self.apply_model(in_use)):
             raise StaleAdapterError(
                 f"vLLM does not sample from {adapter.name!r}, the last published version of {adapter.member!r}: the "
-                "tensors that its kernels read differ from it. Resume from the last checkpoint. If the engine sleeps "
+                "tensors that its kernels read are not those of this version. Resume from the last checkpoint. If the engine sleeps "
                 "(`vllm_enable_sleep_mode`), switch that off first."
             )
 
@@ -113,7 +114,8 @@ class RoutedLLM(LLM):
         """
         Answers each prompt with the adapter that `versions` names for it, and returns one output per prompt, in order.
 
-        Equal prompts to one member become one request for several samples, so vLLM reads the prompt once.
+        Rows with the same prompt, version and seed become one request for several samples, so vLLM reads the prompt
+        once.
         """
         asks = merge_asks([prompt["prompt_token_ids"] for prompt in prompts], self.versions, self.seeds)
         # vLLM refuses several samples of a greedy request, so greedy rows stay apart.
@@ -159,7 +161,7 @@ def _make_lora_request(adapter: Published) -> LoRARequest:
 def _install(
     model: nn.Module, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig
 ) -> LoRAModel:
-    """Puts an adapter into the LoRA manager of vLLM's model, in the way in which vLLM's loader does it with a file."""
+    """Puts an adapter into the LoRA manager of vLLM's model, as vLLM's loader does with an adapter from a file."""
     manager = model.lora_manager
     helper = PEFTHelper(config.r, config.lora_alpha, target_modules=[], use_rslora=config.use_rslora)
     helper.validate_legal(manager.lora_config)
@@ -181,18 +183,21 @@ def _install(
 
 def _in_use(model: nn.Module, adapter: Published, lora: LoRAModel, layers: int | None) -> bool:
     """
-    Says whether the kernels read an adapter's weights under the adapter's id.
+    Says whether the kernels read an adapter's weights under the adapter's id, or will read them.
+
+    An adapter that is not on the device waits in host memory, and vLLM copies it when a row asks for it. Such an
+    adapter passes without a comparison.
 
     vLLM's own code, which knows how a layer packs and shards weights, writes the adapter to its place on the device
     once more. If that changes no bit, the weights were there already.
 
     Args:
-        layers: How many layers are compared; all of them if `None`.
+        layers: How many LoRA modules are compared; all of them if `None`.
     """
     manager = model.lora_manager
     if manager.get_adapter(adapter.id) is not lora:
         return False
-    # An adapter that is not on the device waits in host memory. vLLM copies it when a row asks for it.
+    # The adapter waits in host memory.
     if adapter.id not in manager.lora_index_to_id:
         return True
     place = manager.lora_index_to_id.index(adapter.id)

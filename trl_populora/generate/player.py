@@ -1,10 +1,10 @@
-"""Members answer without a trainer; which tokens end a completion; how token ids become a `Completion`.
+"""Lets members answer without a trainer, finds the tokens that end a completion, and makes `Completion`s of token ids.
 
     messages_R, members_R --tokenize--> prompt ids_R --complete (transformers.py)--> completion ids_R
                                                      --make_completions--> Completions_R, with text
 
-The trainer has its own way to generate (`PopuLoRATrainer._generate_rows`). It shares the end tokens and the last step
-with this file.
+The trainer has its own way to generate (`PopuLoRATrainer._generate_rows`). It takes the end tokens and the last step
+from this file.
 
 Shapes: R rows.
 """
@@ -69,15 +69,16 @@ def make_player(
     Makes a player that generates as the trainer of a run with these settings would, without vLLM.
 
     Args:
-        model: The model with its members, or a base without members. Its generation config is replaced.
+        model: The model with its members, or a base without members. Its generation config is replaced, and it is put
+            into evaluation mode.
         tokenizer: A tokenizer with a chat template.
         router: The router that the model's layers read.
         members: Names of the members. The position of a name is the member's index in routes.
-        args: Settings of the run; those of sampling are read.
+        args: Settings of the run; those of sampling and of the chat template are read.
     """
     index = {name: number for number, name in enumerate(members)} | {BASE_NAME: BASE}
     model.eval()
-    # The base's config is replaced, because `generate` takes from it what our config leaves at the default.
+    # The base's generation config is replaced, because `generate` takes from it what our config leaves at the default.
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     config = base.generation_config = make_sampling_config(base.generation_config, tokenizer, args)
     complete = (
@@ -149,8 +150,8 @@ def find_end_tokens(
         The ids, each once: known ones first, then the chat template's, then the user's.
 
     Raises:
-        `ValueError`: If a stop is text of several tokens. Its last token does not mark the end of a row, so the row
-            would count as cut off.
+        `ValueError`: If a stop is text that is not exactly one token. A completion that ends there would count as cut
+            off.
     """
     ids = [*known, *_find_end_of_turn(tokenizer, template_kwargs or {})]
     for name in STOPS:
@@ -187,7 +188,9 @@ def warn_of_unknown(generation_kwargs: Mapping[str, Any] | None) -> None:
     """Warns of options in `generation_kwargs` that transformers would ignore without a word."""
     unknown = sorted((generation_kwargs or {}).keys() - vars(GenerationConfig()).keys() - set(STOPS))
     if unknown:
-        logger.warning("`generation_kwargs` gives %s, which transformers does not know.", ", ".join(unknown))
+        logger.warning(
+            "`generation_kwargs` gives %s, which transformers does not know and ignores.", ", ".join(unknown)
+        )
 
 
 def make_vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def make_vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence
     return given | {"stop_token_ids": list(ends)}
 
 
-_TAIL = 8  # tokens at the end of a prompt: enough for an opening tag and the blanks behind it
+_TAIL = 8  # tokens at the end of a prompt: enough for an opening tag and the white space behind it
 
 
 def make_completions(
@@ -207,7 +210,7 @@ def make_completions(
     logprobs: Sequence[list[float]] | None = None,
 ) -> list[Completion]:
     """
-    Makes a completion of each row, with its text without special tokens.
+    Makes a `Completion` of each row. Its text has no special tokens.
 
     Some chat templates open a thought at the end of the prompt. The text then gets the opening tag in front, because
     without the tag a thought that is never closed would be read as an answer.
@@ -219,7 +222,7 @@ def make_completions(
     return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, found, strict=True)]
 
 
-# Generation in the middle of training that leaves no trace in it: no dropout, and random numbers with seeds apart.
+# Generation in the middle of training must not change the training: it has no dropout, and seeds apart.
 
 
 @contextmanager
@@ -236,7 +239,8 @@ def pause_training(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def seed_samples(seeds: Sequence[int] | None) -> Iterator[None]:
     """
-    Seeds torch's generators inside the block, and puts them back to their earlier state afterwards.
+    Seeds torch's generators inside the block. Afterwards it puts those of the CPU and of the current accelerator back
+    to their earlier state.
 
     transformers samples all rows with one generator, so the first row's seed stands for all. vLLM has one seed per
     row. Without seeds nothing happens.

@@ -5,7 +5,7 @@
 
     prompts_R, versions_R, seeds_R --merge_asks--> distinct `Ask`s, each with the rows that it answers
 
-The engine in this process and the client of the servers share these classes. Only the servers need directories.
+The engine in this process and the client of the servers both use this file, but only servers need directories.
 
 Shapes: M members, R rows.
 """
@@ -66,7 +66,8 @@ class ChangeDetector:
     @torch.no_grad()
     def _checksum(self, parameters) -> list[int]:
         """
-        Computes one number per tensor: the sum of its elements' bits, read as integers, times fixed random factors.
+        Computes one number per tensor: reads the tensor's memory as integers, multiplies each by a fixed random factor,
+        and adds them up.
 
         Sums wrap around at 2^64. Each place has its own factor, so that swapped elements change the sum. All factors
         are odd, so that a change of a single element always changes the sum.
@@ -84,7 +85,7 @@ class ChangeDetector:
         return torch.stack(sums).tolist()  # one copy from the GPU for all tensors of a member
 
     def _factors(self, count: int, device: torch.device) -> torch.Tensor:
-        """Returns the first `count` factors, int64 and odd; draws them again only if more are needed."""
+        """Returns the first `count` factors, int64 and odd; draws them again only for more or another device."""
         if self._weights.numel() < count or self._weights.device != device:
             generator = torch.Generator().manual_seed(0)
             largest = torch.iinfo(torch.long)
@@ -135,7 +136,7 @@ class AdapterShelf:
 
 def choose_parent(output_dir: str, wanted_bytes: int, remote: bool) -> str:
     """
-    Chooses where a shelf lies: in shared memory if that exists and has space, else in `output_dir`.
+    Chooses where a shelf lies: in shared memory if that has space and no server is remote, else in `output_dir`.
 
     Args:
         output_dir: The run's directory. With several hosts it has to lie on a file system that all of them see.
@@ -192,8 +193,8 @@ class Published:
     """
     One version of one member, as vLLM knows it.
 
-    Every version has its own name, id and path. If two versions shared one of the three, some release of vLLM would
-    answer with the old weights: vLLM does not read a loaded id again, and keys of its prefix cache hold the name, or
+    Every version has its own name and id, and on servers its own path. If two versions shared one of the three, some
+    release of vLLM would answer with the old weights: vLLM does not read a loaded id again, and keys of its prefix cache hold the name, or
     the name and the path, depending on the release. `cache_salt` keeps the keys of two versions apart in any release.
 
     Args:
@@ -236,7 +237,7 @@ def merge_asks(
     prompts: Sequence[Sequence[int]], versions: Sequence[Published], seeds: Sequence[int | None] | None = None
 ) -> list[Ask]:
     """
-    Merges rows that have the same prompt, member and seed, such as the attempts of one member at one task.
+    Merges rows that have the same prompt, version and seed, such as the attempts of one member at one task.
 
     Args:
         prompts: Token ids of each row's prompt, length R.
@@ -244,7 +245,7 @@ def merge_asks(
         seeds: Sampling seed of each row, length R; `None` for no seeds.
 
     Returns:
-        Asks in the order in which their prompts first appear. Every row from 0 to R - 1 is in one ask.
+        Asks in the order of their first rows. Every row from 0 to R - 1 is in one ask.
 
     Raises:
         `RuntimeError`: If `prompts` and `versions` differ in length.
@@ -262,6 +263,6 @@ def merge_asks(
 
 def _derive_seed(prompt: tuple[int, ...], version: Published, seed: int) -> int:
     """Derives the seed of an ask from a row's seed, the member and the prompt."""
-    # vLLM gives the samples of a request the seeds s, s + 1, s + 2 and so on. A hash keeps the asks' seeds far apart,
-    # where neighbouring seeds would give two asks the same samples.
+    # vLLM gives the samples of a request the seeds s, s + 1, s + 2 and so on. With neighbouring seeds, samples of two
+    # asks would draw the same random numbers. A hash keeps the seeds of asks far apart.
     return zlib.crc32(f"{seed} {version.member} {prompt}".encode()) % 2**31

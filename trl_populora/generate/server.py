@@ -28,15 +28,15 @@ PROBE = range(1, 9)  # the prompt of a probe: token ids that every vocabulary ha
 
 
 class VLLMServerError(RuntimeError):
-    """A vLLM server does not answer or refuses. The message names the server and the checkpoint to resume from."""
+    """A vLLM server does not answer or refuses. The message names the server and the way out."""
 
 
 class LoRAServer(VLLMClient):
     """
     The client of one vLLM server that holds the members as adapters.
 
-    It differs from [`~trl.generation.vllm_client.VLLMClient`] in three ways. Every request has a time limit. Every
-    failure names the server and the way out. No group of processes is opened to send weights.
+    It differs from [`~trl.generation.vllm_client.VLLMClient`] in two ways. Requests for answers and adapters have a time
+    limit. If such a request fails, the error names the server and the way out.
 
     Args:
         base_url: `http://host:port`.
@@ -54,7 +54,7 @@ class LoRAServer(VLLMClient):
         self._probed: dict[str, tuple] = {}
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
         for adapter in self.session.adapters.values():
-            # If no connection comes about, TRL's retries go on. After a broken or late answer there is no retry: a
+            # If no connection comes about, TRL's retries stay. After a broken or late answer there is no retry: a
             # server that has restarted has lost the adapters, and six tries of a stuck one take six time limits.
             adapter.max_retries = adapter.max_retries.new(read=False, raise_on_status=False)
 
@@ -86,7 +86,7 @@ class LoRAServer(VLLMClient):
     def _note_failure(self, url: str, what: str) -> str:
         """Remembers that the server has failed, and writes the message about it."""
         self.failed.set()
-        return f"The vLLM server at {self.base_url} {what}, asked for {urlparse(url).path}. {self.advice()}"
+        return f"The vLLM server at {self.base_url} {what}. It was asked for {urlparse(url).path}. {self.advice()}"
 
     def check_serves(self, members: int, rank: int) -> None:
         """
@@ -138,10 +138,10 @@ class LoRAServer(VLLMClient):
         reasons = f"answered {response.status_code}: {response.text}"
         # A server without the endpoint answers 404, too, and does not speak of LoRA.
         if response.status_code == 404 and "lora" not in response.text:
-            reasons += " It must run with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` (see `recipes/serve.sh`)"
+            reasons += ". It must run with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` (see `recipes/serve.sh`)"
         elif "lora_path" in payload:
             reasons += (
-                f" The trainer wrote the adapter to {payload['lora_path']}. If the server does not see that path, set "
+                f". The trainer wrote the adapter to {payload['lora_path']}. If the server does not see that path, set "
                 "`vllm_adapter_dir` to a directory that both see"
             )
         raise VLLMServerError(self._note_failure(url, reasons))
@@ -151,8 +151,8 @@ class LoRAServer(VLLMClient):
         Checks that a server answers with a new version of a member, and not with the former one.
 
         The server is asked for one greedy token after a fixed prompt. The log-probabilities of the five likeliest
-        tokens must differ from the former version's. They are not compared with the trainer's: the server's arithmetic
-        differs from the trainer's by more than one optimizer step changes them.
+        tokens must differ from the former version's if the member has moved. They are not compared with the trainer's:
+        the two differ by more than one optimizer step changes them.
 
         Args:
             adapter: The version that was just loaded.
@@ -255,7 +255,7 @@ class LoRAServers:
 
         Returns:
             A dict with `prompt_ids`, `completion_ids`, `logprobs` and `logprob_token_ids`. Each is a list of length R
-            in the order of the prompts.
+            in the order of the prompts; the last two are `None` if log-probabilities were not asked for.
         """
         if features is not None or n != 1:
             raise ValueError("Rows hold text, one completion each; tasks with images are not supported.")

@@ -52,7 +52,10 @@ ROUND = 8
 # Prompts are read in parts of at most an eighth of the tokens that the cache may hold. In a 7B model a token takes 4
 # to 5 times as much memory while it is read as it takes in the cache.
 READ_SHARE = 8
-_SELECTABLE = {"full_attention", "sliding_attention"}  # layers from whose cache single rows can be taken
+_SELECTABLE = {
+    "full_attention",
+    "sliding_attention",
+}  # types of decoder layers from whose cache single rows can be taken
 # With these options `generate` treats tokens after the end of the prompt in a special way. In a round it would take
 # the beginning of the round for the end of the prompt.
 _FROM_THE_PROMPT = (
@@ -84,7 +87,7 @@ def why_no_rounds(model: PretrainedConfig, sampling: GenerationConfig, sharded: 
 
 def check_parts(tokens: int | None, sharded: bool) -> None:
     """
-    Refuses `generation_tokens` with a sharded base: each rank would make another number of parts.
+    Refuses `generation_tokens` with a sharded base: ranks may make different numbers of parts.
 
     Raises:
         `ValueError`: If `tokens` is set and the base is sharded.
@@ -112,7 +115,7 @@ def complete_in_parts(
         prompts: Token ids of each row's prompt, length R.
         members: Member index of each row, length R.
         cache_tokens: Tokens that the cache may hold. With `None` all rows are completed at once.
-        longest: Tokens of the longest completion.
+        longest: The most tokens that a completion may have.
 
     Returns:
         Token ids of each completion, and log-probabilities as `complete` returns them. If rows are completed in parts,
@@ -120,7 +123,7 @@ def complete_in_parts(
     """
     if cache_tokens is None:
         return complete(prompts, members)
-    # Counted as if every row had the longest prompt and the longest completion, so that no part can be too large.
+    # Every row counts as if it had the longest prompt and completion, so that no part of several rows is too large.
     rows = max(1, cache_tokens // (max(map(len, prompts), default=0) + (longest or 1)))
     parts = [slice(start, start + rows) for start in range(0, len(members), rows)]
     return [ids for part in parts for ids in complete(prompts[part], members[part])[0]], None
@@ -144,7 +147,7 @@ def complete(
         route: Makes a context from the members of a batch's rows. Inside the context the model computes each row
             as its member does (see [`~trl_populora.lora.layers.Router.route_to`]).
         sampling: How to sample. `max_new_tokens`, `eos_token_id` and `pad_token_id` have to be set.
-        cache_tokens: Tokens that the cache may hold. Prompts are then read in parts.
+        cache_tokens: Tokens that the cache may hold. If it is given, prompts are read in parts.
 
     Returns:
         Token ids of each row's completion, length R. An end token is part of the completion.
@@ -152,7 +155,7 @@ def complete(
     # In this order a member's rows stand together, so the routed layers need not gather them.
     order = sorted(range(len(prompts)), key=lambda row: members[row])
     number: dict[tuple, int] = {}
-    # group[i] is the number, among the N distinct ones, of the prompt of the i-th row in this order.
+    # group[i] says which of the N distinct prompts the i-th row in this order has.
     group = [number.setdefault((members[row], tuple(prompts[row])), len(number)) for row in order]
     ids, mask = _pad_left([prompt for _, prompt in number], sampling, model.device)
     width = ids.shape[1]
@@ -188,7 +191,7 @@ def complete(
         found, ended = _cut_at_end(new, sampling)
         for row, tokens in zip(rows, found, strict=True):
             completions[row] += tokens
-        # Rows without an end token are cut off here, at the longest completion.
+        # Rows without an end token are cut off here, at `max_new_tokens`.
         if ids.shape[1] == width + sampling.max_new_tokens:
             break
         going = (~ended).nonzero().squeeze(1)
@@ -203,7 +206,7 @@ def complete_whole(
     route: Callable[[list[int]], AbstractContextManager],
     sampling: GenerationConfig,
 ) -> list[list[int]]:
-    """Does what [`complete`] does in one call of `generate`, for models that cannot do it in rounds."""
+    """Does in one call of `generate` what [`complete`] does, for models that cannot do it in rounds."""
     ids, mask = _pad_left(prompts, sampling, model.device)
     with torch.no_grad(), route(list(members)), group_queries():
         output = model.generate(input_ids=ids, attention_mask=mask, generation_config=sampling)
@@ -232,7 +235,7 @@ def _read_prompts(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: t
     """
     Computes the cache of prompts `[N, P]`, which are padded on the left.
 
-    The last token of each prompt is left out. `generate` reads that token, because it needs the scores after it.
+    The last token of each prompt is left out. Generation begins with reading it, because the scores after it are needed.
     """
     # Autocast wraps the forward of the `PeftModel` only. The base's own forward computes in the type of its weights,
     # as `generate` does.
@@ -399,7 +402,8 @@ def _attend(
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Computes attention, with `given` unless each row has one query per head and heads are shared.
+    Computes attention: by groups if each row has one query per head, heads are shared and nothing forbids it, else with
+    `given`. Dropout, position biases and a mask per head forbid it.
 
     Args:
         given: transformers' own function.
@@ -425,7 +429,7 @@ def _attend(
 
 
 LOOK = 8  # every so many tokens it is checked whether all rows have ended; the check waits for the GPU
-FREE_SHARE = 0.8  # the share of the free memory that the cache may take; scores and prompts need the rest
+FREE_SHARE = 0.8  # the part of the free memory that the cache may take; scores and prompts need the rest
 _ALIGNED = 8  # the full length is a multiple of this: SDPA's kernels copy masks of other lengths
 _ATTENTIONS = {"sdpa", "eager"}  # the implementations that take our mask unchanged
 _LOOKING_ROPES = {"dynamic", "longrope"}  # their frequencies depend on the length of the longest row
@@ -469,9 +473,7 @@ def why_no_memory(cache: Cache, rows: int, length: int) -> str:
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if needed <= FREE_SHARE * (torch.cuda.mem_get_info(device)[0] + unused):
         return ""
-    return (
-        f"all rows until the last has ended need over {FREE_SHARE:.0%} of the free memory; lower `generation_tokens`"
-    )
+    return f"{rows} rows of {length} tokens need over {FREE_SHARE:.0%} of the free memory; lower `generation_tokens`"
 
 
 def can_record(base: PreTrainedModel, sampling: GenerationConfig, cache: Cache, rows: int, length: int) -> bool:
@@ -487,7 +489,7 @@ def can_record(base: PreTrainedModel, sampling: GenerationConfig, cache: Cache, 
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    # The cache of the decorator makes it once per reason: the question comes up in every step.
+    # The question comes up in every step. The decorator's cache lets each reason be logged once.
     logger.warning("Tokens are generated without CUDA graphs, which takes several times as long: %s.", reason)
 
 
@@ -502,7 +504,7 @@ def generate_with_graph(
     """
     Generates all rows with one CUDA graph, which is replayed for every token.
 
-    The first token is computed as usual, the second is recorded, and every later one is a replay. A replay reads and
+    The first token is computed as usual. Then a forward is recorded, and every later token is a replay. A replay reads and
     writes the same addresses as the recording, so nothing may move: the cache has its full length from the start, and
     rows that have ended stay until all have ended. The graph is thrown away after the rows, so it never computes with
     the adapters of an earlier step.
@@ -576,8 +578,8 @@ class _TokenPass:
         self.token, self.position = ids[prompts, -1:], mask[prompts].sum(1, keepdim=True) - 1
         self.place = torch.tensor([ids.shape[1] - 1], device=ids.device)
         self.cache = fix_cache(cache, prompts, self.place, length)
-        # The mask is added to the scores of attention: 0 for a token that is there, the least number for an empty
-        # place. It has its full length, too, and `compute` opens one place per token.
+        # The mask is added to the scores of attention: 0 for a token that is there, the least number for padding and
+        # empty places. It has its full length, too, and `compute` opens one place per token.
         hidden = torch.finfo(base.dtype).min
         self.bias = torch.full((len(prompts), 1, 1, length), hidden, dtype=base.dtype, device=ids.device)
         self.bias[:, 0, 0, : ids.shape[1]].masked_fill_(mask[prompts].bool(), 0.0)
@@ -606,8 +608,8 @@ def _record_pass(token_pass: _TokenPass, stream: torch.cuda.Stream) -> torch.cud
             token_pass.compute()
     except RuntimeError as error:
         raise RuntimeError(
-            f"{type(token_pass.base).__name__} does what cannot be recorded as a CUDA graph. With "
-            "`cache_implementation: dynamic` transformers' `generate` does all of it."
+            f"The forward of {type(token_pass.base).__name__} cannot be recorded as a CUDA graph: {error} Set "
+            "`cache_implementation: dynamic`, and transformers' `generate` makes all tokens."
         ) from error
     return graph
 

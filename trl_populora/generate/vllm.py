@@ -6,7 +6,7 @@
 The base is frozen, so vLLM loads it once and it is never sent again. Only adapters change. `sync_weights` *publishes*
 every member that has changed: it loads the new version under a new name and id, and *probes* it, which means that it
 checks whether vLLM uses the new weights. A colocated engine gets tensors. Servers get directories, because vLLM loads
-adapters over HTTP by path only. The directories lie in shared memory if all servers run on this host.
+adapters over HTTP by path only. The directories lie in shared memory if it has space and all servers run on this host.
 
 TRL calls `sync_weights` before the first `generate` of an optimizer step (`_last_loaded_step` in the trainer).
 
@@ -49,7 +49,8 @@ from .server import LoRAServers, VLLMServerError
 
 # A root mean square. If a member's B has changed by more, its log-probabilities change in any precision. A server that
 # then answers with the former log-probabilities, bit by bit, still has the former version. Adam changes B by about the
-# learning rate in a step: newborns change by more than this, members after one step at a low rate by less.
+# learning rate in a step: names that a child takes over change by more
+# than this, members after one step at a low rate by less.
 SEEN_IN_ANY_PRECISION = 1e-4
 
 
@@ -70,8 +71,8 @@ class PopulationGeneration(VLLMGeneration):
         members: Names of the members. The position of a name is the member's index in routes.
         router: Names the member of each row while `generate` runs.
         output_dir: The run's directory.
-        adapter_dir: Directory of adapters that are published to servers. With `None` it is made in shared memory, or
-            in `output_dir` if shared memory is too small.
+        adapter_dir: Directory of adapters that are published to servers. With `None`
+            [`~trl_populora.generate.publish.choose_parent`] chooses it.
         engine_kwargs: Further arguments of vLLM's `LLM`. Only a colocated engine reads them.
         request_timeout: Seconds to wait for a server's answer. Only servers need it.
         **kwargs: Arguments of `VLLMGeneration`. `server_base_url` may list several URLs, separated by commas.
@@ -125,7 +126,7 @@ class PopulationGeneration(VLLMGeneration):
             super()._init_vllm()
 
     def _choose_engine_arguments(self) -> dict[str, Any]:
-        """Chooses engine arguments that TRL does not pass: those of adapters, and the trainer's precision."""
+        """Chooses engine arguments that TRL lacks or gets wrong. Those of the user come before them."""
         count, config = len(self.members), self.model.peft_config[self.members[0]]
         computed_in = {"bf16": "bfloat16", "fp16": "float16"}
         base_dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
@@ -147,7 +148,7 @@ class PopulationGeneration(VLLMGeneration):
         )
 
     def _forbid_chunked_prefill(self) -> dict[str, Any]:
-        """Makes vLLM read every prompt in one piece."""
+        """Chooses engine arguments with which vLLM reads every prompt in one piece."""
         # After a piece of a prompt vLLM moves the row's random generator back. On a CPU torch cannot do that.
         trained_on = self.model.get_base_model().config.get_text_config().max_position_embeddings
         longest = self.max_model_length or trained_on
@@ -186,6 +187,7 @@ class PopulationGeneration(VLLMGeneration):
 
         Raises:
             `StaleAdapterError`: If vLLM does not use the published weights.
+            `VLLMServerError`: If a server fails.
         """
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.llm.wake_up(tags=["weights"])
@@ -302,8 +304,8 @@ class PopulationGeneration(VLLMGeneration):
         counts = [len(part) for part, _ in gathered]
         if len(set(counts)) > 1:
             raise ValueError(
-                f"Ranks that ask vLLM together must ask for as many rows each, got {', '.join(map(str, counts))} rows "
-                "(in rank order). Fill up the shorter ones by repeating rows, and drop the extra completions."
+                f"Ranks that ask vLLM together must ask for equally many rows, got {', '.join(map(str, counts))} rows "
+                "(in rank order). Fill up the ranks with fewer by repeating rows, and drop the extra completions."
             )
         all_rows, seeds = zip(*gathered, strict=True)
         return [row for part in all_rows for row in part], [seed for part in seeds for seed in part]
@@ -367,7 +369,8 @@ def make_vllm_generation(
     """
     Makes a trainer's vLLM generation.
 
-    TRL's own constructor must run with `use_vllm` switched off before. It would start an engine without adapters.
+    Before this call, TRL's constructor has to run with `use_vllm` switched off: else it would start an engine without
+    adapters.
 
     Args:
         args: Settings of the run. All `vllm_*` options and those of sampling are read.

@@ -1,4 +1,4 @@
-"""Refuses bases, member names and LoRA options with which rows cannot be routed to members. Nothing is trained yet.
+"""Refuses bases, member names, LoRA options and adapters that the population cannot use, before anything is trained.
 
 base model ---check_is_base--------.
 names [M] ----check_member_names---+--> `add_members`, or an error with the reason and the way out
@@ -44,21 +44,22 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
     """
     Checks that a base has no adapters.
 
-    Members would be added to layers that already are LoRA layers, and what the adapters have learned would be lost.
+    If it had some, members would be added to LoRA layers, and what the adapters have learned would be lost.
 
     Args:
         model: A path or Hub id, or a loaded model.
         revision: Revision of the Hub id.
 
     Raises:
-        `ValueError`: If the model has adapters, or if the path or id is one of a saved population or of an adapter.
+        `ValueError`: If the model has adapters, if the path holds a saved population, or if the path or id is an
+            adapter's.
     """
     if not isinstance(model, str):
         if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise ValueError(
                 f"The model already has the adapters {sorted(getattr(model, 'peft_config', None) or {})}, and the "
-                "population brings its own. Pass the base model alone, and go on from what an adapter learned with "
-                "`warm_start`, the directory that it is saved in."
+                "population brings its own. Pass the base model alone. To go on from a saved adapter, set "
+                "`warm_start` to its directory."
             )
     elif (Path(model) / "population.json").is_file():
         raise ValueError(
@@ -69,7 +70,7 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
         base = json.loads(Path(found).read_text())["base_model_name_or_path"]
         raise ValueError(
             f"`model={model!r}` is an adapter, and the population brings its own. Pass the base that it names, "
-            f"{base!r}, and go on from what the adapter learned with `warm_start={model!r}`."
+            f"{base!r}, and set `warm_start={model!r}` to go on from the adapter."
         )
 
 
@@ -78,13 +79,16 @@ def check_member_names(names: Sequence[str]) -> None:
     Checks the names of members, which also name adapters, directories and metrics.
 
     Raises:
-        `ValueError`: If a name is repeated, reserved, or cannot be part of a file name.
+        `ValueError`: If there is no name, or if a name is repeated, reserved, or no plain file name.
     """
     if not names:
         raise ValueError("`names` must hold at least one member name, got none.")
     for name in names:
         if not is_file_name(name):
-            raise ValueError(f"A member name may hold only letters, digits, `_` and `-`, got {name!r}.")
+            raise ValueError(
+                f"A member name may hold only letters, digits, `_` and `-`, got {name!r}. Letters are ASCII, and the "
+                "first character is no `-`."
+            )
         if name in RESERVED_NAMES:
             raise ValueError(f"The member name {name!r} is reserved by TRL for its reference model. Rename it.")
     repeated = sorted({name for name in names if list(names).count(name) > 1})
@@ -96,18 +100,18 @@ def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
     """
     Checks that many members can be trained with a LoRA configuration in one forward.
 
-    Rank-stabilised scaling, patterns of ranks and alphas, and selections of layers are supported.
+    Rank-stabilised scaling (`use_rslora`), `rank_pattern`, `alpha_pattern` and `layers_to_transform` are supported.
 
     Raises:
         `TypeError`: If the configuration is not a `LoraConfig`.
         `ValueError`: If an option or a target is not supported, for example because rows cannot be routed through it.
-            Also if the base is quantised otherwise than by bitsandbytes with an unquantised output head.
+            Also if the base is quantised by anything but bitsandbytes, or if its output head is quantised.
     """
     # Not `isinstance`: subclasses of `LoraConfig` are other methods, with layers that are not routed.
     if type(lora_config) is not LoraConfig:
         raise TypeError(
-            f"The population needs a `peft.LoraConfig`, got `{type(lora_config).__name__}`. Members are rows of "
-            "stacked LoRA factors; other PEFT methods have none."
+            f"The population needs a `peft.LoraConfig`, got `{type(lora_config).__name__}`. A forward "
+            "stacks the members' LoRA factors; other PEFT methods have none."
         )
     if lora_config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(f"`task_type` must be 'CAUSAL_LM' or unset, got {str(lora_config.task_type)!r}.")
@@ -125,8 +129,8 @@ def check_ordinary_adapter(config: PeftConfig) -> None:
     Checks that an adapter trained elsewhere is a plain LoRA: it adds `scaling * B A x` to an unchanged base.
 
     Raises:
-        `ValueError`: If it is another method, a variant of LoRA, or changes the base. The message begins with "it":
-            the caller names the adapter.
+        `ValueError`: If it is another method, a variant of LoRA, or changes the base. The message does not name the
+            adapter: the caller does.
     """
     if type(config) is not LoraConfig:
         raise ValueError(f"it is a `{type(config).__name__}`, and members are LoRA adapters.")
@@ -136,12 +140,15 @@ def check_ordinary_adapter(config: PeftConfig) -> None:
             "it to a plain LoRA (PEFT's `path_initial_model_for_weight_conversion`)."
         )
     if config.layer_replication:
-        raise ValueError("it repeats layers of the base (`layer_replication`), which members share.")
+        raise ValueError(
+            "it repeats decoder layers (`layer_replication`), and members share one unchanged base. Choose another "
+            "adapter."
+        )
     _refuse_variants(config)
 
 
 def _check_variants(lora_config: LoraConfig) -> None:
-    """Refuses variants of LoRA, and initialisations that change the base or give members different A."""
+    """Refuses variants of LoRA, and every initialisation but PEFT's default and the Gaussian one."""
     _refuse_variants(lora_config)
     init = lora_config.init_lora_weights
     if init is not True and init != "gaussian":
@@ -153,22 +160,22 @@ def _check_variants(lora_config: LoraConfig) -> None:
 
 def _refuse_variants(lora_config: LoraConfig) -> None:
     """Refuses variants such as DoRA."""
-    # PEFT marks the options that switch on a variant, so that variants it gets later are refused, too.
+    # PEFT marks the options that switch on a variant. So a variant that a later PEFT brings is refused, too.
     for field in dataclasses.fields(lora_config):
         if field.metadata.get("is_lora_variant") and getattr(lora_config, field.name):
             raise ValueError(
                 f"`{field.name}={getattr(lora_config, field.name)!r}` is not supported: variants of LoRA have their "
-                "own forward, which does not split a batch by member. Leave it unset."
+                "own forward, which does not split a batch by member. Use LoRA without it."
             )
 
 
 def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
-    """Refuses target modules that are not `nn.Linear`, and the output head."""
+    """Refuses unsupported quantisation, target modules that are not `nn.Linear`, and the output head as a target."""
     head = model.get_output_embeddings()
     if is_quantised(model):
         _check_quantised(model, head)
     if lora_config.target_modules is None or lora_config.target_modules == "all-linear":
-        return  # PEFT turns either into names of linear layers, without the output head
+        return  # PEFT chooses modules, never the output head; `add_members` refuses those that are not `nn.Linear`
     # A pattern can match more than its author meant, so every module that PEFT would wrap is looked at.
     for name, module in model.named_modules():
         if not name or not check_target_module_exists(lora_config, name):
@@ -191,7 +198,11 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def _check_quantised(model: nn.Module, head: nn.Module | None) -> None:
-    """Refuses other quantisation than by bitsandbytes, whose layers are subclasses of `nn.Linear`."""
+    """
+    Refuses quantisation by anything but bitsandbytes, and a quantised output head.
+
+    The layers of bitsandbytes are subclasses of `nn.Linear`, so they can be routed.
+    """
     method = model.hf_quantizer.quantization_config.quant_method
     if method != QuantizationMethod.BITS_AND_BYTES:
         raise ValueError(
@@ -201,6 +212,6 @@ def _check_quantised(model: nn.Module, head: nn.Module | None) -> None:
         )
     if head is not None and not head.weight.is_floating_point():
         raise ValueError(
-            "The output head is quantised, and TRL computes log-probabilities from its weight. Leave the head out: "
-            "`llm_int8_skip_modules` unset, or with its name."
+            "The output head is quantised, and TRL computes log-probabilities from its weight. Load the head "
+            "unquantised: leave `llm_int8_skip_modules` unset, or name the head in it."
         )

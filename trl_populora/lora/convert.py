@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 
 def find_largest_rank(lora_config: LoraConfig) -> int:
-    """Finds the largest rank that an adapter has in any module."""
+    """Finds the largest rank that a configuration sets, for any module."""
     return max([lora_config.r, *lora_config.rank_pattern.values()])
 
 
@@ -32,7 +32,7 @@ def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mappi
     Each module's scaling is multiplied into its B, and zeros fill up smaller ranks. The effect stays the same.
 
     Args:
-        factors: For each layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.
+        factors: For each adapted module `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.
         config: The adapter's configuration.
 
     Returns:
@@ -48,7 +48,7 @@ def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mappi
         short = rank - len(a)
         folded[key] = pad(a, (0, 0, 0, short))
         folded[f"{module}.lora_B.weight"] = pad(b * _compute_scaling(config, module, len(a)), (0, short))
-    # With alpha = r the scaling is 1: every B already holds its own.
+    # With alpha = r the scaling is 1: every B already holds the scaling of its module.
     config = copy.copy(config)
     config.r = config.lora_alpha = rank
     config.use_rslora, config.rank_pattern, config.alpha_pattern = False, {}, {}
@@ -79,13 +79,13 @@ def fold_into(
     """
     Makes factors with which a member has the effect of an adapter that was trained elsewhere.
 
-    Where the member has a higher rank than the adapter, the other rows of A stay the member's and the other columns
-    of B are zero. So these directions add nothing, and can be learned. A module that only the member adapts keeps the
-    member's A, and its B is zero.
+    Where the member has a higher rank than the adapter, the remaining rows of A stay the member's and the remaining
+    columns of B are zero. So these directions add nothing, and can be learned. A module that only the member adapts
+    keeps the member's A, and its B is zero.
 
     Args:
-        own: Factors of the member as [`~trl_populora.lora.members.read_member`] returns them: for each layer A, shape
-            `[r, in]`, and B, shape `[out, r]`.
+        own: Factors of the member as [`~trl_populora.lora.members.read_member`] returns them: for each adapted module
+            A, shape `[r, in]`, and B, shape `[out, r]`.
         own_config: The member's configuration.
         given: Factors of the adapter, in the same form.
         given_config: The adapter's configuration.
@@ -95,10 +95,13 @@ def fold_into(
 
     Raises:
         `ValueError`: If the adapter has weights for modules that members do not adapt, a higher rank than the member,
-            or layers of other sizes.
+            or modules of other sizes.
     """
     if unknown := sorted(given.keys() - own.keys()):
-        raise ValueError(f"it has weights for which members have no place: {', '.join(unknown[:3])} ({len(unknown)}).")
+        raise ValueError(
+            f"it has {len(unknown)} weights for which members have no place, such as {', '.join(unknown[:3])}. Let "
+            "`target_modules` take in their modules, or choose another adapter."
+        )
     # At first the member adds nothing anywhere. Then the adapter's modules are filled in.
     factors = {key: torch.zeros_like(value) if ".lora_B." in key else value for key, value in own.items()}
     for key in [key for key in own if ".lora_A." in key and key in given]:

@@ -6,7 +6,8 @@
                    `-- rows of each member --A [N, r, in], B [N, out, r]--> [R, T, out] --'
 
 Members are ordinary PEFT adapters of ordinary shape. Only the forward is special: it multiplies by the frozen base
-weight once, stacks the factors of the members that have rows, and applies the stacks in two batched matmuls.
+weight once, and stacks the factors of the members that have rows. If these have equally many rows, two batched matmuls
+apply the stacks.
 
 Shapes: R rows of a batch, T tokens, M members, N members with rows in the batch, r LoRA rank.
 """
@@ -82,7 +83,7 @@ class Route:
             if len(values) > 1:
                 raise ValueError(
                     f"All rows of a member must carry one factor, got {sorted(values)} for member {member}. Compute "
-                    "them with `trl_populora.step.advantages.compute_member_factors`."
+                    "factors with `trl_populora.step.advantages.compute_member_factors`."
                 )
         return tuple(float(factors[grouped[member][0]]) for member in self.present)
 
@@ -96,12 +97,12 @@ class Route:
         return self.keep(("order", device), lambda: torch.tensor(self._order, dtype=torch.long).to(device))
 
     def factor_tensor(self, device: torch.device) -> torch.Tensor:
-        """Returns the gradient factors in fp32, shape `[N, 1, 1]`, to multiply stacked weights `[N, ., .]` by."""
+        """Returns the gradient factors in fp32, shape `[N, 1, 1]`, to multiply gradients `[N, ., .]` of stacks by."""
         return self.keep(("factors", device), lambda: torch.tensor(self.factors).view(-1, 1, 1).to(device))
 
     def keep(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Makes a tensor when a key is asked for the first time, and returns the same tensor every time after."""
-        # Every layer asks in every forward. Made anew, an index would be copied to the GPU once per layer.
+        # All routed layers ask for the same index. Made anew, it would be copied to the GPU once per layer.
         if key not in self._tensors:
             self._tensors[key] = make()
         return self._tensors[key]
@@ -112,7 +113,7 @@ class Router:
     Holds the route of the forward in progress. The trainer has one router, and every routed layer reads it.
 
     [`set`] and [`clear`] go around a forward and its backward. The route must stay set until the backward is done,
-    because gradient checkpointing runs the forward again during the backward. [`rows_of`] is for forwards without a
+    because gradient checkpointing runs the forward again during the backward. [`route_to`] is for forwards without a
     backward: generation, and old and reference log-probabilities.
     """
 
@@ -125,7 +126,7 @@ class Router:
         self.route = Route(_as_list(rows), None if factors is None else _as_list(factors))
 
     def clear(self) -> None:
-        """Forgets the route. After that a forward raises an error until a route is set."""
+        """Forgets the route. A forward of the members then raises an error, except inside [`only`]."""
         self.route = None
 
     @property
@@ -135,8 +136,8 @@ class Router:
 
     def find_route(self, rows: int) -> Route | None:
         """
-        Finds the route of a batch of `rows` rows: the route that is set. Inside [`only`] without a route, all rows go
-        to the member of [`only`].
+        Finds the route of a batch of `rows` rows: the route that is set, or inside [`only`] a route of all rows to its
+        member. `None` if there is neither.
         """
         if self.route is None and self._only is not None:
             return Route([self._only] * rows)
@@ -144,7 +145,10 @@ class Router:
 
     @contextmanager
     def only(self, member: int) -> Iterator[Router]:
-        """Routes every row of the forwards inside the block to one member, whatever the number of rows."""
+        """
+        Routes every row of the forwards inside the block to one member, whatever the number of rows. A route that is
+        set comes before it.
+        """
         previous, self._only = self._only, member
         try:
             yield self
@@ -175,9 +179,9 @@ class RoutedLinear(nn.Module, LoraLayer):
 
     - A [`Router`] says which adapter a row has, not `set_adapter`. So gradient checkpointing, which computes the
       forward again in the backward, finds the same adapters.
-    - All members are trainable at all times.
-    - A member without rows in a batch gets a zero gradient, not `None`. So DDP and ZeRO never wait for a parameter
-      without a gradient.
+    - Members are trainable whether PEFT has them active or not.
+    - If a batch has rows of other members only, a member gets a zero gradient, not `None`. So DDP and ZeRO
+      never wait for a parameter without a gradient.
 
     The layer reads the weights of `lora_A` and `lora_B` without calling these submodules. So ZeRO-3, which gathers
     the parameters of a module when the module is called, must not partition them (see
@@ -185,7 +189,7 @@ class RoutedLinear(nn.Module, LoraLayer):
 
     Attributes:
         takes_all_tokens (`bool`): Whether a 2-D input, `[R * T, in_features]`, holds all tokens of all rows in order.
-            It does in the shared expert of a mixture of experts. In any other layer its tokens could be any.
+            It does in the shared expert of a mixture of experts. In other layers it may hold some of the tokens only.
     """
 
     def __init__(
@@ -225,7 +229,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         # Inside PEFT's `disable_adapter()` the base computes alone, so no route is needed.
         if self.disable_adapters:
             return self.base_layer(x, *args, **kwargs)
-        # Under `only` there is no route, and `find_route` takes each token for a row. That is right for one member.
+        # Under `only` no route is set. Each token of a 2-D input then counts as a row, which is right for one member.
         rows = len(self.router.members or ()) if self.takes_all_tokens and self.router is not None else 0
         if rows and x.ndim == 2 and x.shape[0] % rows == 0:
             return self._forward_rows(x.unflatten(0, (rows, -1)), *args, **kwargs).flatten(0, 1)
@@ -296,11 +300,13 @@ class RoutedLinear(nn.Module, LoraLayer):
             raise ValueError(
                 f"The route has {len(route.rows)} rows, the batch has {x.shape[0]}. Beam search and "
                 "`num_return_sequences` multiply rows: repeat the prompts and the route instead. If neither is "
-                "meant, the base calls this layer with tokens of several rows at once: leave it out of "
+                "used, the base calls this layer with tokens of several rows at once: leave it out of "
                 "`target_modules`."
             )
         if route.present and route.present[-1] >= len(self.members):
-            raise ValueError(f"The route names member {route.present[-1]}, there are {len(self.members)} members.")
+            raise ValueError(
+                f"The route names member {route.present[-1]}, there are {len(self.members)} members (indices from 0)."
+            )
         return route
 
 
@@ -308,7 +314,7 @@ class _Stack(torch.autograd.Function):
     """
     Stacks the weights of the present members: `[N, *shape]` from M weights of shape `shape`.
 
-    In the backward each present member gets its slice times its gradient factor, and every other member gets zeros.
+    In the backward each present member gets its slice of the gradient, times its factor. Other members get zeros.
     The factor is applied here, not to the loss, so that it does not change the gradient that flows to the layers
     below.
     """
@@ -339,14 +345,14 @@ def add_members(
     """
     Puts one trainable LoRA adapter per member on a base model.
 
-    All members start from the same `A` and from `B = 0`, because crossover averages the factors of two members. The
-    average keeps 0.82 of their cosine if they began with one `A`, and 0.50 if they did not.
+    All members start from the same `A` and from `B = 0`, because crossover averages the factors of two members: the
+    average is closer to both if they began with one `A`.
 
     Args:
         model: Base model; it is changed in place and frozen.
         names: Member names. A member's position here is its index in routes.
         lora_config: One configuration for all members; see [`~trl_populora.lora.checks.check_lora_config`].
-        router: The layers read their route from it.
+        router: The routed layers read their route from it.
         seed: Seed of the common `A`. The global random state does not change.
         autocast_adapter_dtype: Whether adapters of a half-precision base are kept in fp32. Must be `False` under
             ZeRO-3, which gathers adapters and base into buffers of one type.
@@ -400,35 +406,35 @@ def _keep_trainable(model: nn.Module) -> None:
 
 
 def _check_mixtures(model: PeftModel) -> None:
-    """Marks shared experts as taking all tokens, and refuses other layers inside a mixture of experts."""
+    """Marks layers of shared experts as taking all tokens, and refuses other layers inside a mixture of experts."""
     modules = dict(model.named_modules())
     mixtures = [path for path, module in modules.items() if "experts" in module._modules]
     for path, layer in routed_layers(model).items():
         for mixture in mixtures:
             if not path.startswith(f"{mixture}."):
                 continue
-            # A router of a mixture sends tokens of any rows to an expert. Only a shared expert sees all, in order.
+            # Other experts get tokens of any rows, as the mixture chooses. A shared expert gets all tokens, in order.
             inside = path[len(mixture) + 1 :]
             if not inside.startswith("shared"):
                 raise ValueError(
-                    f"`target_modules` takes in {inside!r} of the mixture of experts {mixture!r}, which is called "
-                    "with tokens that are not in the order of the rows, so they cannot be routed by row. Name "
-                    "`target_modules` that leave it out, as the attention's: q_proj, k_proj, v_proj, o_proj."
+                    f"`target_modules` takes in {inside!r} of the mixture of experts {mixture!r}. Modules inside a "
+                    "mixture may get tokens of any rows in any order, which cannot be routed by row. Set "
+                    "`target_modules` to modules outside it, such as the attention's q_proj, k_proj, v_proj, o_proj."
                 )
             layer.takes_all_tokens = True
 
 
 def _check_coverage(model: PeftModel, all_linear: bool) -> None:
-    """Refuses layers that PEFT wrapped in its own classes. Warns if members adapt less than half of the base."""
+    """Refuses layers that PEFT wrapped in its own classes. With `all_linear`, warns if less than half is adapted."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if stray := sorted({type(m.get_base_layer()).__name__ for m in layers if not isinstance(m, RoutedLinear)}):
         raise ValueError(
             f"The base has target layers of type `{', '.join(stray)}`; only `nn.Linear` layers are routed by row. "
-            "Name `target_modules` that are (of a mixture of experts, its attention: q_proj, k_proj, v_proj, "
-            "o_proj), or choose another base."
+            "Set `target_modules` to `nn.Linear` layers (with a mixture of experts, the attention's q_proj, k_proj, "
+            "v_proj, o_proj), or choose another base."
         )
     base = model.get_base_model()
-    # What share of the base's weights do members adapt? Embeddings and vectors such as norms are left out of the
+    # How much of the base's weights do members adapt? Embeddings, the output head and vectors such as norms do not
     # count, because `all-linear` adapts them in no model.
     shared = {id(e.weight) for e in (base.get_input_embeddings(), base.get_output_embeddings()) if e is not None}
     others = {id(p): p for p in base.parameters() if p.ndim > 1 and id(p) not in shared}
@@ -441,7 +447,7 @@ def _check_coverage(model: PeftModel, all_linear: bool) -> None:
     if all_linear and share < 0.5:
         logger.warning(
             "Members adapt %.0f %% of the base's weights, embeddings apart. The other weights stay frozen, because "
-            "they are in no `nn.Linear`: experts of a mixture, for example.",
+            "PEFT found them in no `nn.Linear`: experts of a mixture, for example.",
             100 * share,
         )
 

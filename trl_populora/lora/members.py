@@ -6,9 +6,9 @@
 
     backward --> gradients --clip_member_grad_norms--> norm per member [M] --> optimizer step, one group per member
 
-It works on a single device and under DDP, FSDP and ZeRO; only `withhold_gradients` raises under ZeRO. Call what reads
-or changes weights, gradients or optimizer state on every rank, in the same order: under ZeRO and FSDP these functions
-gather from all ranks, and under DDP the replicas would differ otherwise.
+The functions work on a single device and under DDP, FSDP and ZeRO, but `withhold_gradients` raises under ZeRO. Call
+what reads or changes weights, gradients or optimizer state on every rank, in the same order: under ZeRO and FSDP some
+functions gather from all ranks, and under DDP the replicas would differ otherwise.
 
 Shapes: M members, r LoRA rank.
 """
@@ -33,15 +33,15 @@ from trl_populora.files import FORMAT, read_json, write_json
 from .layers import routed_layers
 
 
-# This file lies beside an adapter and says at which optimizer step it was saved. The adapter's own file does not, so
-# that equal adapters are equal files.
+# This file lies beside the weights of an adapter and says at which optimizer step they were saved. The file of the
+# weights does not say it, so that equal adapters are equal files.
 MEMBER_FILE = "member.json"
 
-# What `torch.compile` and activation checkpointing add to the names of modules. Saved adapters must not have it.
+# What `torch.compile` and activation checkpointing add to the names of modules. Saved adapters must not hold it.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-# Optimizer state that is new again when it is set to zero. Other state, such as quantised moments, is deleted: the
-# optimizer makes it anew.
+# Optimizer state that is as new when it is set to zero. A parameter with other state, such as quantised moments, loses
+# all of it: the optimizer makes it anew.
 _ZERO_STATE = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 
 
@@ -103,7 +103,7 @@ def read_member(model: nn.Module, name: str, dtype: torch.dtype = torch.float32)
         dtype: Type of the copy.
 
     Returns:
-        For each layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`. The keys are those of [`member_parameters`].
+        For each routed layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`. Keys are as in [`member_parameters`].
     """
     return {key: _copy_full(parameter, dtype) for key, parameter in member_parameters(model, name).items()}
 
@@ -184,7 +184,7 @@ def _write_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
 @torch.no_grad()
 def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
     """
-    Makes the optimizer treat a member as one that it has never stepped: its moments and its `step` become zero.
+    Makes the optimizer treat a member as if it had never stepped it: the member's moments and `step` become zero.
 
     With zero moments and an old `step`, Adam would not correct the bias of the moments. The member's first update
     would then be more than three times the learning rate.
@@ -283,7 +283,7 @@ def save_factors(
     # Saving arrays gives the same bytes as saving tensors, in half the time.
     arrays = {key: value.numpy() for key, value in factors.items()}
     save_file(arrays, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    # The step is written last. If the process is killed before that, the adapter counts as one of an earlier step.
+    # The step is written last. If the process is killed before that, the adapter counts as older or as undated.
     if step is not None:
         write_json(directory / MEMBER_FILE, {"format": FORMAT, "step": step})
 
@@ -293,15 +293,15 @@ def read_saved_step(directory: str | Path) -> int | None:
     Reads the optimizer step at which an adapter was saved.
 
     Returns:
-        The step; `None` if the directory does not say it. Adapters that other programs made do not.
+        The step; `None` if no file says it, as with adapters that other programs made.
 
     Raises:
-        `ValueError`: If a file of the adapter is missing or broken.
+        `ValueError`: If the file of the weights is missing, or if a file is broken.
     """
     path, about = Path(directory, "adapter_model.safetensors"), Path(directory, MEMBER_FILE)
     try:
         with safe_open(path, "np") as file:
-            # Early versions of this package wrote the step here. Opening the file also finds one that was cut off.
+            # Early versions of this package wrote the step here. Opening the file also shows whether it was cut off.
             mark = (file.metadata() or {}).get("populora_step")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error}). Is it missing or cut off?") from error
@@ -410,8 +410,8 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
             if is_zero_parameter(parameter):
                 raise RuntimeError(
                     f"Members {list(names)} have no rows in this optimizer step, and ZeRO cannot leave them out of "
-                    "it: their momentum would move them. Use DDP, or numbers of teachers and students with which "
-                    "everyone plays in every step: as many students as teachers, or a divisor of their number."
+                    "it: their momentum would move them. Use DDP, or let every student play in every step: "
+                    "with as many students as teachers, or a number of students that divides that of teachers."
                 )
             parameter.grad = None
 
