@@ -82,16 +82,18 @@ def warn_of_truncation(args: GRPOConfig) -> None:
     Warns if TRL's correction for vLLM would mistake truncated sampling for another policy.
 
     `top_p`, `top_k` and `min_p` leave some tokens out. vLLM normalises its log-probabilities over the tokens that
-    remain, and the trainer normalises over the whole vocabulary. So at every token the trainer's probability is smaller
-    than vLLM's. The ratio is the total probability of the tokens that remain (github.com/huggingface/trl/issues/6789).
+    remain, and the trainer normalises over the whole vocabulary. So at every token the trainer's probability is
+    smaller than vLLM's. The ratio is the total probability of the tokens that remain
+    (github.com/huggingface/trl/issues/6789).
     """
     cut = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
     if args.vllm_importance_sampling_correction and any(cut.values()) and args.process_index == 0:
         logger.warning(
             "%s truncates sampling, and vLLM's log-probabilities are those of the truncated distribution. The "
-            "correction for vLLM takes the difference for a change of the policy and shrinks the loss. In a mode of whole "
-            "sequences the loss of long completions shrinks to almost nothing. Set `vllm_importance_sampling_correction=False`, or sample from the "
-            "whole vocabulary (`top_p=1.0`, `top_k=0`, `min_p=None`).",
+            "correction for vLLM takes the difference for a change of the policy and shrinks the loss. With "
+            "`vllm_importance_sampling_mode=sequence_*` the loss of long completions shrinks to almost nothing. Set "
+            "`vllm_importance_sampling_correction=False`, or sample from the whole vocabulary "
+            "(`top_p=1.0`, `top_k=0`, `min_p=None`).",
             " and ".join(f"`{name}={getattr(args, name)}`" for name, is_cut in cut.items() if is_cut),
         )
 

@@ -101,8 +101,8 @@ class RoutedLLM(LLM):
         if not all(self.apply_model(in_use)):
             raise StaleAdapterError(
                 f"vLLM does not sample from {adapter.name!r}, the last published version of {adapter.member!r}: the "
-                "tensors that its kernels read are not those of this version. Resume from the last checkpoint. If the engine sleeps "
-                "(`vllm_enable_sleep_mode`), switch that off first."
+                "tensors that its kernels read are not those of this version. Resume from the last checkpoint. If "
+                "the engine sleeps (`vllm_enable_sleep_mode`), switch that off first."
             )
 
     def unload(self, adapter: Published) -> None:

@@ -66,8 +66,8 @@ class ChangeDetector:
     @torch.no_grad()
     def _checksum(self, parameters) -> list[int]:
         """
-        Computes one number per tensor: reads the tensor's memory as integers, multiplies each by a fixed random factor,
-        and adds them up.
+        Computes one number per tensor: reads the tensor's memory as integers, multiplies each by a fixed random
+        factor, and adds the products up.
 
         Sums wrap around at 2^64. Each place has its own factor, so that swapped elements change the sum. All factors
         are odd, so that a change of a single element always changes the sum.
@@ -194,8 +194,9 @@ class Published:
     One version of one member, as vLLM knows it.
 
     Every version has its own name and id, and on servers its own path. If two versions shared one of the three, some
-    release of vLLM would answer with the old weights: vLLM does not read a loaded id again, and keys of its prefix cache hold the name, or
-    the name and the path, depending on the release. `cache_salt` keeps the keys of two versions apart in any release.
+    release of vLLM would answer with the old weights: vLLM does not read a loaded id again, and keys of its prefix
+    cache hold the name, or the name and the path, depending on the release. `cache_salt` keeps the keys of two
+    versions apart in any release.
 
     Args:
         member: Name of the member.

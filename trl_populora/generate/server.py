@@ -35,8 +35,8 @@ class LoRAServer(VLLMClient):
     """
     The client of one vLLM server that holds the members as adapters.
 
-    It differs from [`~trl.generation.vllm_client.VLLMClient`] in two ways. Requests for answers and adapters have a time
-    limit. If such a request fails, the error names the server and the way out.
+    It differs from [`~trl.generation.vllm_client.VLLMClient`] in two ways. Requests for answers and adapters have a
+    time limit. If such a request fails, the error names the server and the way out.
 
     Args:
         base_url: `http://host:port`.
@@ -141,7 +141,7 @@ class LoRAServer(VLLMClient):
             reasons += ". It must run with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` (see `recipes/serve.sh`)"
         elif "lora_path" in payload:
             reasons += (
-                f". The trainer wrote the adapter to {payload['lora_path']}. If the server does not see that path, set "
+                f". The trainer wrote the adapter to {payload['lora_path']}. If the server does not see it, set "
                 "`vllm_adapter_dir` to a directory that both see"
             )
         raise VLLMServerError(self._note_failure(url, reasons))

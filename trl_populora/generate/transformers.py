@@ -118,8 +118,8 @@ def complete_in_parts(
         longest: The most tokens that a completion may have.
 
     Returns:
-        Token ids of each completion, and log-probabilities as `complete` returns them. If rows are completed in parts,
-        there are no log-probabilities: `None`.
+        Token ids of each completion, and log-probabilities as `complete` returns them. With
+        `cache_tokens` there are no log-probabilities: `None`.
     """
     if cache_tokens is None:
         return complete(prompts, members)
@@ -235,7 +235,8 @@ def _read_prompts(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: t
     """
     Computes the cache of prompts `[N, P]`, which are padded on the left.
 
-    The last token of each prompt is left out. Generation begins with reading it, because the scores after it are needed.
+    The last token of each prompt is left out. Generation begins with reading it, because the scores after it are
+    needed.
     """
     # Autocast wraps the forward of the `PeftModel` only. The base's own forward computes in the type of its weights,
     # as `generate` does.
@@ -402,8 +403,8 @@ def _attend(
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Computes attention: by groups if each row has one query per head, heads are shared and nothing forbids it, else with
-    `given`. Dropout, position biases and a mask per head forbid it.
+    Computes attention: by groups if each row has one query per head, heads are shared and nothing forbids it, else
+    with `given`. Dropout, position biases and a mask per head forbid it.
 
     Args:
         given: transformers' own function.
@@ -504,10 +505,10 @@ def generate_with_graph(
     """
     Generates all rows with one CUDA graph, which is replayed for every token.
 
-    The first token is computed as usual. Then a forward is recorded, and every later token is a replay. A replay reads and
-    writes the same addresses as the recording, so nothing may move: the cache has its full length from the start, and
-    rows that have ended stay until all have ended. The graph is thrown away after the rows, so it never computes with
-    the adapters of an earlier step.
+    The first token is computed as usual. Then a forward is recorded, and every later token is a replay. A replay reads
+    and writes the same addresses as the recording, so nothing may move: the cache has its full length from the start,
+    and rows that have ended stay until all have ended. The graph is thrown away after the rows, so it never computes
+    with the adapters of an earlier step.
 
     Args:
         base: A base for which [`why_no_graph`] has no objection. The route of the R rows has to be set.

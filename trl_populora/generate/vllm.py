@@ -49,8 +49,7 @@ from .server import LoRAServers, VLLMServerError
 
 # A root mean square. If a member's B has changed by more, its log-probabilities change in any precision. A server that
 # then answers with the former log-probabilities, bit by bit, still has the former version. Adam changes B by about the
-# learning rate in a step: names that a child takes over change by more
-# than this, members after one step at a low rate by less.
+# learning rate in a step. A birth changes it by more than this, one step at a low rate by less.
 SEEN_IN_ANY_PRECISION = 1e-4
 
 

@@ -99,8 +99,8 @@ def fold_into(
     """
     if unknown := sorted(given.keys() - own.keys()):
         raise ValueError(
-            f"it has {len(unknown)} weights for which members have no place, such as {', '.join(unknown[:3])}. Let "
-            "`target_modules` take in their modules, or choose another adapter."
+            f"it has {len(unknown)} weights for which members have no place: the first are {', '.join(unknown[:3])}. "
+            "Let `target_modules` take in their modules, or choose another adapter."
         )
     # At first the member adds nothing anywhere. Then the adapter's modules are filled in.
     factors = {key: torch.zeros_like(value) if ".lora_B." in key else value for key, value in own.items()}
