@@ -54,7 +54,7 @@ class LoRAServer(VLLMClient):
         self._probed: dict[str, tuple] = {}
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
         for adapter in self.session.adapters.values():
-            # If no connection comes about, TRL's retries stay. After a broken or late answer there is no retry: a
+            # If no connection comes about, TRL's retries remain. After a broken or late answer there is no retry: a
             # server that has restarted has lost the adapters, and six tries of a stuck one take six time limits.
             adapter.max_retries = adapter.max_retries.new(read=False, raise_on_status=False)
 

@@ -52,10 +52,8 @@ ROUND = 8
 # Prompts are read in parts of at most an eighth of the tokens that the cache may hold. In a 7B model a token takes 4
 # to 5 times as much memory while it is read as it takes in the cache.
 READ_SHARE = 8
-_SELECTABLE = {
-    "full_attention",
-    "sliding_attention",
-}  # types of decoder layers from whose cache single rows can be taken
+# Types of decoder layers from whose cache single rows can be taken.
+_SELECTABLE = {"full_attention", "sliding_attention"}
 # With these options `generate` treats tokens after the end of the prompt in a special way. In a round it would take
 # the beginning of the round for the end of the prompt.
 _FROM_THE_PROMPT = (
@@ -118,8 +116,8 @@ def complete_in_parts(
         longest: The most tokens that a completion may have.
 
     Returns:
-        Token ids of each completion, and log-probabilities as `complete` returns them. With
-        `cache_tokens` there are no log-probabilities: `None`.
+        Token ids of each completion, and log-probabilities as `complete` returns them. With `cache_tokens`
+        there are no log-probabilities: `None`.
     """
     if cache_tokens is None:
         return complete(prompts, members)
@@ -609,7 +607,7 @@ def _record_pass(token_pass: _TokenPass, stream: torch.cuda.Stream) -> torch.cud
             token_pass.compute()
     except RuntimeError as error:
         raise RuntimeError(
-            f"The forward of {type(token_pass.base).__name__} cannot be recorded as a CUDA graph: {error} Set "
+            f"The forward of {type(token_pass.base).__name__} cannot be recorded as a CUDA graph ({error}). Set "
             "`cache_implementation: dynamic`, and transformers' `generate` makes all tokens."
         ) from error
     return graph
