@@ -21,7 +21,7 @@ _SPECIAL_TOKEN = re.compile(r"(bos|eos|pad|unk|sep|cls|mask)token")
 
 
 def is_file_name(name: Any) -> bool:
-    """Says whether a name has only letters, digits, `_` and `-`, so that as a path it cannot lead out of a directory."""
+    """Says whether a name has only letters, digits, `_` and `-`. As a path it cannot lead out of a directory then."""
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name) is not None
 
 
@@ -41,7 +41,7 @@ def _is_secret(name: object) -> bool:
 
 @contextmanager
 def write_whole(path: str | Path) -> Iterator[Path]:
-    """Gives the block a temporary path. If the block ends without an error, what it wrote there is renamed to `path`."""
+    """Gives the block a temporary path. If the block ends without an error, what stands there is renamed to `path`."""
     path = Path(path)
     unfinished = path.with_name(f"{path.name}.tmp")  # readers and uploads pass over names that end in `.tmp`
     yield unfinished
@@ -50,7 +50,7 @@ def write_whole(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def remove_empty_directories(path: str | Path) -> Iterator[None]:
-    """At the end of the block removes `path` and directories above it, if the block has made them and left them empty."""
+    """At its end removes `path` and directories above it, if the block has made these and left them empty."""
     whole = Path(path).absolute()
     absent = [part for part in (whole, *whole.parents) if not part.exists()]
     try:

@@ -118,7 +118,7 @@ class TaskArchive:
         return sorted(self._measures)
 
     def note(self, task: Task, **facts: float) -> None:
-        """Notes `facts` about a task in place of earlier ones: see `NOTED`. Does nothing if the archive has no such task."""
+        """Notes `facts` about a task in place of earlier ones (see `NOTED`). Without such a task it does nothing."""
         key = hash_task(task)
         if key in self._keys:
             self._rings[task.kind].entries[self._keys[key]] = (task, key, facts)
@@ -421,7 +421,8 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         if found not in (str(SCHEMA_VERSION), _OLDER_VERSION):
             raise ValueError(
                 f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
-                f"{SCHEMA_VERSION} and {_OLDER_VERSION}. The tasks themselves can seed a new run: pass the table as `train_dataset`."
+                f"{SCHEMA_VERSION} and {_OLDER_VERSION}. The tasks themselves can seed a new run: pass the "
+                "table as `train_dataset`."
             )
         for field in make_schema():
             if field.name not in file.schema_arrow.names:

@@ -61,7 +61,7 @@ def read_held_out(source: str | None, kinds: Sequence[str]):
 
 
 def load_built_in_tasks(style: str | None) -> list[Task]:
-    """Loads the tasks that a run starts from if the user gives none: for the style `"compact"` those of the embedded base."""
+    """Loads the tasks that a run starts from if the user gives none. Style `"compact"` has the embedded base's tasks."""
     return load_seed_tasks(None if style == "compact" else real_seed_tasks())
 
 
@@ -92,8 +92,8 @@ def build_archive(
     elif isinstance(train_dataset, Dataset):
         if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
             raise ValueError(
-                "`train_dataset` holds prompts, but a population starts from tasks and writes its prompts itself. Give "
-                "rows with `kind`, `program`, `inputs` and `outputs`, or leave it unset for the built-in tasks."
+                "`train_dataset` holds prompts, but a population starts from tasks and writes its prompts itself. "
+                "Give rows with `kind`, `program`, `inputs` and `outputs`, or leave it unset for the built-in tasks."
             )
         tasks = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]
     else:

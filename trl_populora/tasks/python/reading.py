@@ -54,7 +54,7 @@ def has_thinking(text: str) -> bool:
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Says whether a prompt ends with the opening tag, as with some chat templates. The completion then begins as thinking."""
+    """Says whether a prompt ends with `<think>`, as with some chat templates. The completion then starts with thinking."""
     return prompt.rstrip().endswith(THINK_OPEN)
 
 
@@ -185,7 +185,10 @@ def _split_blocks(text: str) -> Iterator[Block]:
 
 
 def _ends_block(match: re.Match, fence: str) -> bool:
-    """Says whether a line ends a block: a fence of the same marks, at least as long, or any fence with a known name."""
+    """
+    Says whether a fence ends a block: it has a name of `ALIASES`, or it has no name, the same marks and at least the
+    same length.
+    """
     if match[3]:
         return any(match[3].lower() in names for names in ALIASES.values())
     return match[2].startswith(fence)
