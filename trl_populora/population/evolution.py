@@ -103,7 +103,7 @@ class Breeding:
     Args:
         evolve_every: Optimizer steps from one evolution to the next; 0 for none.
         evolve_burn_in: Matches that a member has played before it can be replaced.
-        cull_fraction: Fraction of each role that is replaced, at least one member; 0 for none.
+        cull_fraction: Fraction of each role that is replaced, at least one member; 0 replaces nobody.
         crossover_rate: Probability that a child has two parents instead of one.
         tournament_size: Survivors drawn for each parent. The fittest of them is the parent.
         mutations, crossovers: Weights of the operators, see [`read_mixture`].

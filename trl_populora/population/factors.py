@@ -4,9 +4,8 @@
 
 An adapter is a dict with PEFT's keys: `<module>.lora_A.weight` of shape `[r, in]`, and `<module>.lora_B.weight` of
 shape `[out, r]`. What a module adds to its base is the product B A, `[out, in]`, times a fixed number. The product is
-too large to be formed. With
-orthonormal bases U of the column space and V of the row space, B A = U C V^T. All work is done on the core C, which is
-`[R, R]`: R is r for one parent, and 2r for two parents, whose spaces are joined.
+too large to be formed. With orthonormal bases U of the column space and V of the row space, B A = U C V^T. All work is
+done on the core C, which is `[R, R]`: R is r for one parent, and 2r for two parents, whose spaces are joined.
 
 The cores of all n modules of one LoRA rank are one batch. Factors are computed in fp32, Gram matrices and cores in
 fp64.

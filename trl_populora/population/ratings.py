@@ -42,8 +42,8 @@ def no_student_idles(teachers: int, students: int) -> bool:
     Says whether every student has a match in every step, whatever [`Matchmaker`] draws.
 
     After n matches each of S students has played n / S of them, rounded down or up. No student can be left out of a
-    step if after the step the lowest number of matches is above the highest one before it. One case is a number of
-    students that divides the number of teachers.
+    step if after the step the lowest number of matches is above the highest one before it. One case: the number of
+    students divides the number of teachers.
     """
     # The matches played before a step, until all students have equally many again and the pattern repeats.
     behind = range(0, teachers * students, teachers)

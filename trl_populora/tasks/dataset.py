@@ -61,7 +61,7 @@ def read_held_out(source: str | None, kinds: Sequence[str]):
 
 
 def load_built_in_tasks(style: str | None) -> list[Task]:
-    """Loads the tasks that a run starts from if the user gives none. Style `"compact"` has the embedded base's tasks."""
+    """Loads the tasks for a run to which the user gives none: for style `"compact"` those of the embedded base."""
     return load_seed_tasks(None if style == "compact" else real_seed_tasks())
 
 

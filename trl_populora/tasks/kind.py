@@ -425,8 +425,8 @@ def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
             )
         if name in _RESERVED:
             raise ValueError(
-                f"task kind {kind.name!r}: `complexity` calls a measure {name!r}, which has a meaning already. Give it "
-                "another name."
+                f"task kind {kind.name!r}: `complexity` calls a measure {name!r}, which has a meaning already. "
+                "Give it another name."
             )
     return {name: float(value) for name, value in measures.items()}
 

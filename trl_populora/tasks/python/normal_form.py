@@ -11,8 +11,8 @@ program. Four methods of `_Program` make the normal forms:
 In doubt code counts as dead, and programs as equal. A pair that is wrongly taken for equal costs one refused proposal.
 A pair that is wrongly taken for different is farmed: the teacher writes it again and again, and is paid each time.
 
-They do not follow operators that a class defines, functions that variables hold, names that stand in texts, and
-errors that nothing catches.
+These methods do not follow operators that a class defines, functions that variables hold, names that stand in texts,
+and errors that nothing catches.
 """
 
 from __future__ import annotations

@@ -223,6 +223,6 @@ def _cut_body(program: str) -> str:
 
 
 def _squeeze(text: str) -> str:
-    """Drops comments, blanks and the marks ', " and `, but not what the marks enclose; writes the rest in lower case."""
+    """Drops comments, blanks and the marks ', " and `, but not what these enclose; writes the rest in lower case."""
     kept = (match[0] for match in _TOKEN.finditer(text) if match["blank"] is None)
     return _NOT_TEXT.sub("", "".join(kept)).lower()

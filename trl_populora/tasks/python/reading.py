@@ -54,7 +54,7 @@ def has_thinking(text: str) -> bool:
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Says whether a prompt ends with `<think>`, as with some chat templates. The completion then starts with thinking."""
+    """Says whether a prompt ends with `<think>`, as with some chat templates. The completion then thinks at once."""
     return prompt.rstrip().endswith(THINK_OPEN)
 
 
@@ -108,7 +108,7 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
 # * Names have the aliases below. If no block has the name, a block without a name may stand for it. A message may also
 #   stand in a block of plain text, and a value in one of plain text, JSON or Python.
 # * If several blocks fit, the last one counts: the others are drafts. A Python block that defines no `f` counts only
-# if   no other one defines it. Blocks that nobody asked for are ignored.
+#   if no other one defines it. Blocks that nobody asked for are ignored.
 
 
 ALIASES = {
