@@ -15,8 +15,8 @@ import yaml
 
 # The types of error that checks raise: this package's checks, and those of TRL, transformers and other libraries.
 REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, yaml.YAMLError)
-# The two functions of transformers' training loop that do the work of a step. An error below them broke a running
-# training.
+# Two methods of transformers' `Trainer`: one computes a step, the other logs, evaluates and saves after it. An error
+# inside them has stopped a running training.
 TRAINING = {"training_step", "_maybe_log_save_evaluate"}
 
 
@@ -24,11 +24,12 @@ def describe_error(error: Exception) -> str | None:
     """
     Puts an error into one line for the user, or returns `None` where a traceback is due.
 
-    The user can mend an `OSError`, a missing package, and an error that a check raised on purpose. These get one line.
-    Two sorts of error keep their traceback:
+    The user can mend a full disk and a missing package of the extra `report`. These always get one line. Other errors
+    get one line if they are an `OSError`, or if a check raised them on purpose. Two sorts of error keep their
+    traceback:
 
     - A bug: no `raise` statement made the error. A wrong call, for example, makes a `TypeError` by itself.
-    - An error in the midst of training, because days of computing may hang on its cause.
+    - Any other error in the midst of training, because days of computing may hang on its cause.
 
     With `POPULORA_TRACEBACK` in the environment every error keeps its traceback.
     """
@@ -58,7 +59,8 @@ def say_how_to_install(error: ModuleNotFoundError) -> str | None:
 
 def make_printable(text: str, keep: str = "", instead: str = " ") -> str:
     """
-    Replaces the characters that a terminal would obey, such as escape sequences, in text of unknown origin.
+    Replaces the characters of a text that are not printable. A terminal would obey some of them, as in escape
+    sequences.
 
     Args:
         text: The text.
@@ -75,7 +77,7 @@ def end_with(sentence: str) -> NoReturn:
     torchrun and Accelerate start several processes on a node, which often fail for the same reason. The first one that
     fails writes the sentence to stderr. Each writes it to its error file, which the launcher quotes.
     """
-    sentence = make_printable(sentence)  # it may quote files of others
+    sentence = make_printable(sentence)  # it may quote a file that somebody else wrote
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         try:
             Path(error_file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))

@@ -1,4 +1,4 @@
-"""Writes files that appear whole or not at all, whatever ends the writing process, and keeps secrets out of them."""
+"""Writes files that appear whole or not at all, whatever ends the writing process. Drops secrets from settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 FORMAT = 1  # version of the JSON files that this package writes and reads again
 
-# Searched in names in lower case, without `_` and `-`.
+# Fits names that end in one of these words. Names are compared in lower case, without `_` and `-`.
 _SECRET = re.compile(
     r".*(token|secret|passw(or)?d|passphrase|credentials?|authorization|(api|access|secret|private)key)"
 )
@@ -21,12 +21,12 @@ _SPECIAL_TOKEN = re.compile(r"(bos|eos|pad|unk|sep|cls|mask)token")
 
 
 def is_file_name(name: Any) -> bool:
-    """Says whether a name that was read from a file is a plain file name: it cannot lead out of a directory."""
+    """Says whether a name has only letters, digits, `_` and `-`. As a path it cannot lead out of a directory then."""
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name) is not None
 
 
 def drop_secrets(value: Any) -> Any:
-    """Copies settings, at any depth, without the entries that are named like a token, a password or a key."""
+    """Copies settings, at any depth, without the entries that are named like a token, a password or a secret key."""
     if isinstance(value, Mapping):
         return {name: drop_secrets(each) for name, each in value.items() if not _is_secret(name)}
     if isinstance(value, (list, tuple)):
@@ -41,7 +41,7 @@ def _is_secret(name: object) -> bool:
 
 @contextmanager
 def write_whole(path: str | Path) -> Iterator[Path]:
-    """Gives the block a path to write to. If the block ends without an error, that file or folder becomes `path`."""
+    """Gives the block a temporary path. If the block ends without an error, what stands there is renamed to `path`."""
     path = Path(path)
     unfinished = path.with_name(f"{path.name}.tmp")  # readers and uploads pass over names that end in `.tmp`
     yield unfinished
@@ -50,7 +50,7 @@ def write_whole(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def remove_empty_directories(path: str | Path) -> Iterator[None]:
-    """At the end of the block removes the directories on the way to `path` that the block has made and left empty."""
+    """At the end removes `path` and directories above it, if the block has made them and left them empty."""
     whole = Path(path).absolute()
     absent = [part for part in (whole, *whole.parents) if not part.exists()]
     try:
@@ -73,7 +73,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     Reads a JSON object that this package has written.
 
     Raises:
-        `ValueError`: If the file is missing, is no JSON, or has another format.
+        `ValueError`: If the file cannot be read, is no JSON object, or has another `format` than this version.
     """
     try:
         state = json.loads(Path(path).read_text())

@@ -2,7 +2,8 @@
 
 In the order of reading:
 
-1. An option that names a function of the user's own, `"module:function"`: it is imported, and watched when called.
+1. An option that names a user's own function, `"module:function"`: the function is imported. If it raises when it is
+   called, the error names the option and what the function was given.
 2. An option that is a number, a number in bounds, or one of several choices.
 """
 
@@ -24,27 +25,27 @@ if TYPE_CHECKING:
 
 def find_own(path: str, what: str, choices: str) -> Any:
     """
-    Imports what a user has written, and named as `"package.module:attribute"`.
+    Imports a user's own function or class, which an option names as `"package.module:attribute"`.
 
     Args:
         path: The name.
         what: The sort of thing that is wanted, such as `"task kind"`; for the error.
-        choices: What may be named instead; for the error.
+        choices: All that may be named; for the error.
 
     Raises:
-        `ValueError`: If there is no such module or attribute.
+        `ValueError`: If the module cannot be imported, or has no such attribute.
     """
     module_name, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         missing = isinstance(error, ImportError)
-        way_out = " A module that lies elsewhere needs its folder in `PYTHONPATH`." if missing else ""
+        way_out = " A module outside of the current folder needs its folder in `PYTHONPATH`." if missing else ""
         raise ValueError(f"Unknown {what} {path!r} ({error}); it must be {choices}.{way_out}") from error
 
 
 def list_choices(named: Iterable[str]) -> str:
-    """Words for an error: the functions of the package that a setting may name, or a function of the user's own."""
+    """Lists for an error what a setting may name: functions of the package, or a user's own function."""
     own = "`module:function` for a function of your own"
     return f"one of {', '.join(named)}, or {own}" if named else own
 
@@ -56,7 +57,8 @@ def is_own(name: object) -> bool:
 
 def find_function(path: str, option: str, named: Iterable[str] = ()) -> Callable[..., Any]:
     """
-    Imports a user's own function. Where the function raises, the error tells in one line what the function was given.
+    Imports a user's own function. Returns it with one addition: if a call raises, a `RuntimeError` names the option
+    and the positional arguments.
 
     Args:
         path: Name of the function, `module:function`.
@@ -64,7 +66,7 @@ def find_function(path: str, option: str, named: Iterable[str] = ()) -> Callable
         named: The package's functions that the setting may name instead; for errors.
 
     Raises:
-        `ValueError`: If there is no such function.
+        `ValueError`: If there is no such function, or if the name is that of something else.
     """
     what = list_choices(named)
     function = find_own(path, f"`{option}`", what)
@@ -84,7 +86,7 @@ def find_function(path: str, option: str, named: Iterable[str] = ()) -> Callable
     return ask
 
 
-# Checks of numbers and choices, which the settings of all rooms share.
+# Checks of numbers and choices, for settings of the whole package.
 
 
 _RELATIONS = {
@@ -97,10 +99,11 @@ _RELATIONS = {
 
 def check_numbers(settings: DataclassInstance) -> None:
     """
-    Checks that every numeric field of a dataclass holds a number of the annotated type.
+    Checks that each field annotated as `int`, `float` or `list[float]` holds what its annotation says.
 
-    Nothing converts what a script passes, so a text such as `"1e-5"` would reach the training. A truth value is no
-    number, although Python counts `True` as an `int`.
+    `None` passes where the annotation has it. Fields that may also hold a text are not checked. Nothing converts what
+    a script passes, so a text such as `"1e-5"` would reach the training. A truth value is no number, although Python
+    counts `True` as an `int`.
 
     Raises:
         `ValueError`: If an `int` field holds no whole number, a `float` field no finite number, or a `list[float]`
@@ -134,7 +137,7 @@ def check_bounds(settings: object, bounds: Mapping[str, str]) -> None:
 
     Args:
         settings: An object with the settings as attributes.
-        bounds: For each bound the names of the settings that it holds for: `{">= 1": "students archive_size"}`.
+        bounds: For each bound the names of the settings that must keep it: `{">= 1": "students archive_size"}`.
 
     Raises:
         `ValueError`: If a setting is out of bounds, or NaN.
@@ -144,7 +147,7 @@ def check_bounds(settings: object, bounds: Mapping[str, str]) -> None:
         holds, words = _RELATIONS[relation]
         for name in names.split():
             value = getattr(settings, name)
-            # NaN compares false with everything, so the bound must hold; that it is not broken would not do.
+            # NaN compares false with everything. So this asks whether the bound holds: NaN would also break no bound.
             if value is not None and not holds(value, float(limit)):
                 raise ValueError(f"`{name}` must be {words} {limit}, got {value}.")
 

@@ -29,7 +29,7 @@ from trl_populora.population.members import PRIOR_SIGMA, ROLES, Member, Populati
 from trl_populora.population.operators import find_operator
 
 
-# The paper's eight operators, with equal weights. A run that wants others of the tables must name them.
+# The paper's eight operators, with equal weights. Other crossovers of `CROSSOVERS` are used only if a run names them.
 DEFAULT_MUTATIONS = ("svd_perturb", "layer_gaussian", "component_mask", "full_gaussian")
 DEFAULT_CROSSOVERS = ("dare", "module_swap", "svd_subspace", "extrapolate")
 
@@ -50,7 +50,8 @@ def read_mixture(
         Weights by name. Only their ratios matter.
 
     Raises:
-        `ValueError`: If a name is unknown, a weight is negative, or no weight is positive.
+        `ValueError`: If a text is no JSON, a name is unknown, a weight is no finite number from 0, or no weight is
+            positive.
     """
     if isinstance(value, str):
         is_json = value.lstrip().startswith(("{", "["))
@@ -63,9 +64,12 @@ def read_mixture(
     for name, weight in weights.items():
         find_operator(name, field)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-            raise ValueError(f"`{field}` must have non-negative weights, got {weight} for {name!r}.")
+            raise ValueError(f"`{field}` must have finite weights that are not negative, got {weight!r} for {name!r}.")
     if not sum(weights.values()) > 0:
-        raise ValueError(f"`{field}` gives no operator a weight, got {value!r}. Set the rate to 0 instead.")
+        raise ValueError(
+            f"`{field}` gives no operator a weight above 0, got {value!r}. Weigh one; `crossover_rate` says how many "
+            "children come from crossovers, from 0 to 1."
+        )
     return {name: float(weight) for name, weight in weights.items()}
 
 
@@ -76,7 +80,7 @@ class Birth:
 
     Args:
         name: Name of the member that goes. The child takes over this name.
-        role: Role of both.
+        role: Role of the member that goes, and of the child.
         parents: Names of one or two survivors, the fitter one first.
         operator: Name of a mutation (one parent) or of a crossover (two parents).
         strength: Strength of the operator.
@@ -99,7 +103,7 @@ class Breeding:
     Args:
         evolve_every: Optimizer steps from one evolution to the next; 0 for none.
         evolve_burn_in: Matches that a member has played before it can be replaced.
-        cull_fraction: Fraction of each role that is replaced, at least one member.
+        cull_fraction: Fraction of each role that is replaced, at least one member; 0 replaces nobody.
         crossover_rate: Probability that a child has two parents instead of one.
         tournament_size: Survivors drawn for each parent. The fittest of them is the parent.
         mutations, crossovers: Weights of the operators, see [`read_mixture`].

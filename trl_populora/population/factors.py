@@ -3,11 +3,12 @@
     parents' A [r, in], B [out, r] --> cores C [n, R, R] --combine--> core [n, R, R] --truncate--> child's A, B
 
 An adapter is a dict with PEFT's keys: `<module>.lora_A.weight` of shape `[r, in]`, and `<module>.lora_B.weight` of
-shape `[out, r]`. What a module adds to its base is the product B A, `[out, in]`, which is too large to be formed. With
-orthonormal bases U of the column space and V of the row space, B A = U C V^T. All work is done on the core C, which is
-`[R, R]`: R is r for one parent, and 2r for two parents, whose spaces are joined.
+shape `[out, r]`. What a module adds to its base is the product B A, `[out, in]`, times a fixed number. The product is
+too large to be formed. With orthonormal bases U of the column space and V of the row space, B A = U C V^T. All work is
+done on the core C, which is `[R, R]`: R is r for one parent, and 2r for two parents, whose spaces are joined.
 
-The cores of all n modules of one rank are one batch. Factors are computed in fp32, Gram matrices and cores in fp64.
+The cores of all n modules of one LoRA rank are one batch. Factors are computed in fp32, Gram matrices and cores in
+fp64.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def on_cores(
 
     Args:
         parents: Factors with the same keys and shapes. The child has the first parent's keys and dtypes, and factors
-            as near to that parent's as its product allows.
+            as near to that parent's as the child's product allows.
         combine: Takes the parents' cores, one tensor `[n, R, R]` in fp64 per parent for the n modules of one rank.
             Returns the child's core, a tensor of the same shape.
         norm_of: A weight per parent. Each module of the child is rescaled to the weighted mean of the norms of the
@@ -195,7 +196,7 @@ def _map_factors(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of
 
     # For any orthogonal O the factors (B O^T, O A) have the same product. The child's A gets orthogonal rows with the
     # first parent's typical row norm, so that the learning rate has the same effect as before. Of all O the one is
-    # taken that brings A nearest to that parent's A.
+    # taken that brings the child's A nearest to that parent's A.
     polar_left, _, polar_right = torch.linalg.svd(to_row_space[..., blocks[0]].mT @ right)
     gauge = polar_left @ polar_right
     scale = torch.diagonal(down_gram, dim1=-2, dim2=-1)[:, :rank].mean(-1).sqrt()[:, None, None]

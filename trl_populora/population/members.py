@@ -26,14 +26,15 @@ class Member:
     One member of the population: what the matchmaker and evolution know about it.
 
     Args:
-        name: Name of the PEFT adapter, e.g. `"teacher_0"`. A child takes over the name of the member that it replaces.
+        name: Name, e.g. `"teacher_0"`. Unless there is a single agent, the PEFT adapter has it, too. A child takes
+            over the name of the member that it replaces.
         role: `"teacher"` or `"student"`.
         index: Place of the adapter in [`Population.adapters`]. The routed LoRA layers know the member by it.
         mu, sigma: Mean and standard deviation of the TrueSkill rating.
         age: Rated matches since birth.
         born: Optimizer step of birth.
         parents: The parents as `name@version`, because another member may have the parent's name later.
-        operator: Name of the operator that has made this member.
+        operator: Name of the operator that has made this member; `"init"` if none has.
         version: How many holders the name had before.
     """
 
@@ -122,12 +123,12 @@ class Population:
     @staticmethod
     def fitness(member: Member) -> float:
         """Returns the number by which evolution selects: mu."""
-        # The usual mu - 3 sigma is no choice: sigma is mostly age, so the youngest would be the weakest.
+        # The usual mu - 3 sigma is no choice: sigma depends mostly on age, so the youngest would seem the weakest.
         return member.mu
 
     def best_student(self, rates: Mapping[str, float]) -> tuple[str, str]:
         """
-        Finds the best student. Returns its name, and in words by what it is the best.
+        Finds the best student. Returns its name, and in words what decided.
 
         Args:
             rates: Held-out solve rates by `name@version`. The highest rate decides. The rating decides between equal

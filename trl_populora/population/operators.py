@@ -7,9 +7,9 @@ Parents and child are dicts with PEFT's keys: `<module>.lora_A.weight` of shape 
 of shape `[out, r]`. The child has the keys, shapes and dtypes of the (better) parent. Strength 1 is the operator as
 published, strength 0 gives the (better) parent back, and half the strength gives a child that is nearer to it.
 
-A module adds the product B A to its base. Many pairs A, B have the same product, so row 3 of A means something else in
-each parent, and mixing factors would mix unrelated things. Therefore most operators work on the product, through its
-core (see [`trl_populora.population.factors`]).
+A module adds the product B A, times a fixed number, to its base. Many pairs A, B have the same product, so row 3 of A
+means something else in each parent, and mixing factors would mix unrelated things. Therefore most operators work on
+the product, through its core (see [`trl_populora.population.factors`]).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _core_operator(combine: Callable[..., Tensor]) -> Callable[..., Factors]:
     """
     Makes an operator on factors from one on cores, `combine(cores, generator, strength, ...)`.
 
-    The operator has one more option, `keep_norm`. By default it rescales each module to the parents' norm, see
-    [`_weigh_norms`].
+    The operator has one more option, `keep_norm`. By default it rescales each module to the weighted mean of the
+    parents' norms, see [`_weigh_norms`].
     """
 
     @wraps(combine)
@@ -88,12 +88,13 @@ def _core_operator(combine: Callable[..., Tensor]) -> Callable[..., Factors]:
 
 
 def _weigh_norms(strength: float) -> tuple[float, float]:
-    """Weighs two parents' norms: at strength 1 equally. Towards 0 the better parent's weight becomes 1."""
+    """Weighs two parents' norms: equally at strength 1. Towards strength 0 the better parent's weight becomes 1."""
     part = min(strength / 2, 1.0)
     return 1 - part, part
 
 
-# Numbers are drawn where the generator is, and then moved: a child is the same whatever device its parents are on.
+# Numbers are drawn on the generator's device, and then moved. So a child is the same on whatever device its parents
+# are.
 
 
 def _draw_normal(shape: Sequence[int], generator: Generator, like: Tensor) -> Tensor:
@@ -133,14 +134,14 @@ def full_gaussian(
     factors: Factors, generator: Generator, strength: float, *, scale: float = 0.15, keep_norm: bool = True
 ) -> Factors:
     """
-    Adds Gaussian noise to every tensor, relative to the tensor's size, so that A and B are disturbed alike. A
+    Adds Gaussian noise to every tensor, relative to the size of its numbers, so that A and B are disturbed alike. A
     tensor of zeros stays as it is.
 
     Args:
         scale: Standard deviation of the noise over the root mean square of the tensor. The cosine to the parent is
             then about 1 / (1 + scale^2). The paper gives no value.
-        keep_norm: Whether each module is rescaled to the parent's norm. Independent noise nearly always raises a norm,
-            so without rescaling norms would grow from generation to generation.
+        keep_norm: Whether each module is rescaled to the norm of the parent's product. Independent noise nearly always
+            raises a norm, so without rescaling norms would grow from generation to generation.
     """
     return _add_noise(factors, pair_factors(factors), generator, strength * scale, keep_norm)
 

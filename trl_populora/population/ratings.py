@@ -24,13 +24,13 @@ from trl_populora.population.members import PRIOR_SIGMA, Member, Population
 
 
 # BETA is TrueSkill's default for this prior: the standard deviation of a member's performance in a match around its
-# skill. TAU widens sigma in every step, because members learn, and old matches say less and less. It is five
-# times TrueSkill's default.
+# skill. TAU widens the sigma of the members that play in a step, because they learn, and old matches say less and
+# less. It is five times TrueSkill's default.
 BETA = PRIOR_SIGMA / 2
 TAU = PRIOR_SIGMA / 20
 
-# Without teachers students are rated against the given tasks. These do not change, so their rating is certain and
-# fixed.
+# Without teachers students are rated against the given tasks. These do not change, so their rating is fixed. Its
+# sigma is 0; only an update puts TAU in place of 0.
 GIVEN_TASKS = Member("", "teacher", -1, sigma=0.0)
 
 # Standard deviation of the student's share of one proposal, if both skills are known.
@@ -42,7 +42,7 @@ def no_student_idles(teachers: int, students: int) -> bool:
     Says whether every student has a match in every step, whatever [`Matchmaker`] draws.
 
     After n matches each of S students has played n / S of them, rounded down or up. No student can be left out of a
-    step if after the step the lowest number of matches is above the highest one before it. This holds if the number of
+    step if after the step the lowest number of matches is above the highest one before it. One case: the number of
     students divides the number of teachers.
     """
     # The matches played before a step, until all students have equally many again and the pattern repeats.
@@ -69,7 +69,7 @@ def win_probability(student: Member, teacher: Member) -> float:
 
 
 def points_per_share(proposals: int) -> float:
-    """Computes how many rating points one unit of share is worth: 81.6 in a match of 12 proposals."""
+    """Computes how many rating points a share of 1 is worth: 81.6 in a match of 12 proposals."""
     # TrueSkill knows the noise of a difference of two performances, sqrt(2) * BETA. The mean share of a match has the
     # noise SHARE_SD / sqrt(proposals). The factor turns the second into the first.
     return math.sqrt(2 * proposals) * BETA / SHARE_SD
@@ -100,8 +100,8 @@ def choose_weight(name: str, kappa: float) -> Weight:
     and teacher.
 
     Raises:
-        `ValueError`: If there is no such function. The function that is returned raises it for a weight that is no
-            finite number from 0.
+        `ValueError`: If there is no such function. The function that is returned raises it for a weight that is
+            negative or not finite.
     """
     if name in STRATEGIES:
         return lambda student, teacher: STRATEGIES[name](win_probability(student, teacher), kappa)
@@ -125,12 +125,12 @@ class Matchmaker:
 
     Each teacher gets one student. Over the whole run any two students differ by at most one match. Within this rule
     the draw is random by weight: Gumbel noise is added to the logarithms of the weights, and the best assignment is
-    taken. If only one teacher chooses, that is the same as sampling in proportion to the weights.
+    taken. With one teacher that is the same as sampling in proportion to the weights.
 
     Args:
         strategy: `"pfsp"`, `"uniform"`, or a function of two members, student and teacher, as `"module:function"`.
         kappa: Exponent on p (1 - p). 1 is PFSP's weighting `var`. A larger value prefers balanced pairs more. With 2 a
-            pair 10 points apart has .48 of a balanced pair's weight at sigma 8.33 (newborns), and .05 at sigma 1.57
+            pair 10 points apart has .48 of a balanced pair's weight at sigma 8.33 (newborns), and .04 at sigma 1.57
             (members known for long).
         seed: Seed of the matchmaker's generator. The same seed and ratings give the same matches on every rank.
 
@@ -211,7 +211,9 @@ class Matchmaker:
         """
         for match, shares in outcomes.items():
             if not shares or not all(0.0 <= share <= 1.0 for share in shares):
-                raise ValueError(f"The student's shares of {match} must be at least one, in [0, 1], got {shares}.")
+                raise ValueError(
+                    f"The student's shares of {match} must be at least one, in [0, 1] each, got {shares}."
+                )
         # A match counts once, by its score. A win or a loss would say less. Rating each task as one match
         # would say too much: sigma would collapse.
         matches = sorted(outcomes, key=lambda match: match.index)

@@ -2,7 +2,7 @@
 
 kind.py      `Task`, `TaskKind`: what a task is, and what each kind of task must answer
 archive.py   verified tasks in memory, and as a table in a file
-features.py  words for what a task uses: what is rare, what is replayed
+features.py  words for what a task uses; they decide what is rare and what is replayed
 dataset.py   tasks that a user gives, read and checked before a run
 python/      the three built-in kinds: find the output, find an input, write the program
 """
@@ -48,13 +48,13 @@ def check_names(names: Any) -> None:
     Checks the value of the option `task_kinds`.
 
     Raises:
-        `TypeError`: If the value is no list of names. An object could not be saved with the settings.
+        `TypeError`: If the value is no list of names. An instance of a kind could not be saved with the settings.
         `ValueError`: If the list is empty.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"`task_kinds` must be a list of names, got {names!r}: for example `['code_o']`, or "
-            "`['package.module:Class']` for a kind of your own. An object could not be saved with the settings."
+            "`['package.module:Class']` for a kind of your own. An instance could not be saved with the settings."
         )
     if not names:
         raise ValueError("`task_kinds` is empty; name at least one, for example `['code_o']`.")
@@ -116,6 +116,6 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
     for field in ("reference_kinds", "measures"):
         if isinstance(getattr(kind, field), str):
             raise ValueError(
-                f"Task kind {name!r} has the text {getattr(kind, field)!r} as `{field}`; it is a tuple of names."
+                f"Task kind {name!r} has the text {getattr(kind, field)!r} as `{field}`; it must be a tuple of names."
             )
     return kind

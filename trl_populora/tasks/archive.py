@@ -7,7 +7,7 @@
 
 The archive keeps the newest tasks. When a kind has `cap` tasks, the next one replaces the oldest. (Absolute Zero
 Reasoner keeps the oldest and adds no more.) Adding, looking up and replacing a task take the same time in an archive
-of any size, and sampling k tasks takes time for k.
+of any size. The time to sample k tasks grows with k alone.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# What is noted about a task once students have attempted it: the match, the solve rate, and the measures of its kind's
-# `complexity`. Every archive has columns for these, the measures of the code kinds. A user's own kind adds columns.
+# What is noted about a task once students have attempted it: the match, the solve rate, and what `complexity` measures
+# for the code kinds. The file of an archive always has a column for each. Measures of a user's own kind add columns.
 NOTED = ("match", "solve_rate", *PROGRAM_MEASURES)
 Note = Mapping[str, float]
 Entry = tuple[Task, bytes, "Note | None"]  # task, duplicate key, note
@@ -73,8 +73,8 @@ class TaskArchive:
     Verified tasks by kind, without duplicates.
 
     Two tasks are duplicates if they have the same kind, inputs and message, and programs of the same exact form
-    ([`~normal_form.normal_forms`]). Texts that define no `f` are compared letter by letter. A task that was replaced
-    may be added again.
+    ([`~normal_form.normal_forms`]). [`hash_task`] says which differences do not count. Texts that define no `f` are
+    compared letter by letter. A task that was replaced may be added again.
 
     One program with two inputs makes two tasks, because the input decides what has to be worked out. Two programs that
     differ only in constants make two tasks as well. `programs` counts programs without regard to constants.
@@ -114,11 +114,11 @@ class TaskArchive:
 
     @property
     def measures(self) -> list[str]:
-        """Names of all measures ever noted that are not in `NOTED`, in alphabetical order."""
+        """Names of the noted measures that are not in `NOTED`, in alphabetical order."""
         return sorted(self._measures)
 
     def note(self, task: Task, **facts: float) -> None:
-        """Notes how students did at a task, `facts` by name. Does nothing if the task is no longer in the archive."""
+        """Notes `facts` about a task in place of earlier ones (see `NOTED`). Without such a task it does nothing."""
         key = hash_task(task)
         if key in self._keys:
             self._rings[task.kind].entries[self._keys[key]] = (task, key, facts)
@@ -130,7 +130,7 @@ class TaskArchive:
             yield from (ring[position] for position in range(len(ring)))
 
     def restore(self, entries: Iterable[Entry], coverage: Mapping[str, Any]) -> None:
-        """Replaces all contents: by `entries`, in their order and without duplicates, and by a state of `coverage`."""
+        """Replaces the tasks by those of `entries`, without duplicates, and the coverage by a saved state."""
         self._rings, self._keys, self._measures = {}, {}, set()
         for entry in entries:
             if entry[1] not in self._keys:
@@ -178,7 +178,7 @@ class TaskArchive:
         return picked
 
     def metrics(self) -> dict[str, float]:
-        """Returns `archive/size`, and the metrics of [`Coverage`] over all tasks ever added."""
+        """Returns `archive/size`, and the metrics of [`Coverage`] over all programs ever added."""
         return {"archive/size": float(len(self)), **self.coverage.metrics()}
 
     @classmethod
@@ -226,18 +226,18 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
             if not values.is_canonical(text):
                 raise ValueError(
                     f"{where}: column `{column}` holds {text!r:.80}, which is no canonical "
-                    f"text{_suggest_text(text, column)}. `trl_populora.tasks.make_task` writes whole tasks."
+                    f"text{_suggest_text(text, column)}. `trl_populora.tasks.make_task` makes whole tasks."
                 )
             if column == "inputs" and not isinstance(values.decode(text), tuple):
                 raise ValueError(
                     f"{where}: column `inputs` holds {text!r:.80}; an input is the tuple of arguments, "
-                    "`values.encode((3,))` for `f(3)`."
+                    "`trl_populora.sandbox.values.encode((3,))` for `f(3)`."
                 )
     return task
 
 
 def _suggest_text(text: str, column: str) -> str:
-    """Ends an error with the canonical text that the user may have meant. Empty if `text` is no Python literal."""
+    """Writes for an error which canonical text the user may have meant. Empty if `text` is no Python literal."""
     try:
         value = literals.read_arguments(text) if column == "inputs" else literals.read_literal(text)
     except ValueError:
@@ -277,7 +277,12 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
 
 
 def hash_task(task: Task) -> bytes:
-    """Computes the key of a task: duplicates have the same one."""
+    """
+    Computes the key of a task: duplicates have the same one.
+
+    The order within dicts does not count, nor do letter case and blanks of the message. The order of the inputs does
+    not count if the student is shown pairs.
+    """
     inputs = [_sort_dictionaries(text) for text in task.inputs]
     # code_f, the built-in kind with visible pairs, shuffles its inputs. So their order makes no other task.
     content = [task.kind, _analyse(task.program)[0], sorted(inputs) if task.visible else inputs]
@@ -307,7 +312,7 @@ def _hash(text: str, size: int) -> bytes:
 
 
 def _sort_dictionaries(text: str) -> str:
-    """Puts the dictionaries of an input into one order: in another order they make no other task."""
+    """Sorts the dicts of an input. So inputs that differ only in the order of a dict make one task."""
     if '["d"' not in text:
         return text
     try:
@@ -321,10 +326,10 @@ def _sort_dictionaries(text: str) -> str:
 
 
 SCHEMA_VERSION = 4
-_OLDER_VERSION = "3"  # has the same columns; its keys come from another normal form
+_OLDER_VERSION = "3"  # version 3 has the same columns; its keys come from another normal form
 _VERSION_KEY, _STEP_KEY = b"populora_archive", b"populora_step"
 
-# Rows that are written or read at a time. This bounds the memory that an archive of a million tasks needs.
+# Rows that are written or read at a time. So a table of a million rows takes the memory of one such part.
 _CHUNK = 20_000
 
 
@@ -402,7 +407,7 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         coverage: Saved state of `archive.coverage`. It also counts tasks that are no longer in the archive.
 
     Raises:
-        `ValueError`: If the file is missing, cut off, or of another schema. The message names file and column.
+        `ValueError`: If the file is missing, damaged, or of another schema. The message names the file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -416,7 +421,8 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         if found not in (str(SCHEMA_VERSION), _OLDER_VERSION):
             raise ValueError(
                 f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
-                f"{SCHEMA_VERSION}. The tasks themselves can seed a new run: pass the table as `train_dataset`."
+                f"{SCHEMA_VERSION} and {_OLDER_VERSION}. The tasks themselves can seed a new run: pass the "
+                "table as `train_dataset`."
             )
         for field in make_schema():
             if field.name not in file.schema_arrow.names:
@@ -428,8 +434,8 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
             entries = _read_entries(file, path)
             archive.restore(_renew_keys(entries, forms) if found == _OLDER_VERSION else entries, coverage)
             if found == _OLDER_VERSION:
-                # The saved hashes come from the other normal form. They cannot be computed again for tasks that have
-                # left the archive, so those are forgotten, and `programs` counts only what the archive holds.
+                # The saved hashes come from the other normal form. Those of tasks that have left the archive
+                # cannot be computed again. They are forgotten, and `programs` counts only what the archive holds.
                 archive.coverage.forms = forms
         except OSError as error:  # a damaged page
             raise ValueError(f"{path} is damaged ({error}).") from error

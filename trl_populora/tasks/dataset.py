@@ -27,8 +27,8 @@ def read_tasks(source: str | None):
     Reads a table of tasks from a file or from the Hub.
 
     Args:
-        source: A `.json`, `.jsonl` or `.parquet` file, or a dataset of the Hub. With `None`, or `none` on a command
-            line, no table is read.
+        source: A `.json`, `.jsonl` or `.parquet` file, or a dataset of the Hub. With `None`, or `"none"` from a
+            command line, nothing is read and `None` is returned.
 
     Raises:
         `ValueError`: If there is no such file or dataset.
@@ -61,7 +61,7 @@ def read_held_out(source: str | None, kinds: Sequence[str]):
 
 
 def load_built_in_tasks(style: str | None) -> list[Task]:
-    """Loads the tasks that a run starts from if the user gives none. The style `"compact"` has other ones."""
+    """Loads the tasks for a run to which the user gives none: for style `"compact"` those of the embedded base."""
     return load_seed_tasks(None if style == "compact" else real_seed_tasks())
 
 
@@ -80,20 +80,20 @@ def build_archive(
         kinds: The kinds that the run plays, by name.
         style: Style of the prompts. It chooses the package's tasks.
         size: Tasks kept per kind.
-        references: Archived tasks that a proposing teacher is shown; `None` if nobody proposes.
+        references: How many archived tasks a proposing teacher is shown; `None` if nobody proposes.
 
     Raises:
         `TypeError`: If `train_dataset` is no `datasets.Dataset`.
-        `ValueError`: If the table holds prompts instead of tasks, if a column is missing or broken, or if no task is
-            of a kind that the run plays.
+        `ValueError`: If the table holds prompts instead of tasks, if a column is missing or broken, or if a task that
+            the first step needs is missing (see [`check_archive`]).
     """
     if train_dataset is None:
         tasks = load_built_in_tasks(style)
     elif isinstance(train_dataset, Dataset):
         if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
             raise ValueError(
-                "`train_dataset` holds prompts; a population writes its own. It takes tasks to start from, a row each "
-                "with `kind`, `program`, `inputs` and `outputs`, or nothing: leave it unset for the built-in tasks."
+                "`train_dataset` holds prompts, but a population starts from tasks and writes its prompts itself. "
+                "Give rows with `kind`, `program`, `inputs` and `outputs`, or leave it unset for the built-in tasks."
             )
         tasks = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]
     else:
@@ -109,7 +109,7 @@ def build_archive(
     bare = [name for name, kind in kinds.items() if kind.reference_kinds and not _has_example(archive, kind, style)]
     if bare and references:
         logger.warning(
-            "No task of %s to start from that teachers could be shown: they see no example at first, and may write "
+            "No task of %s to start from that teachers could be shown. At first they see no example, and may write "
             "nothing valid. Add seed tasks of these kinds (code_f: of `inputs_per_function` inputs or more), or leave "
             "them out of `task_kinds`.",
             ", ".join(bare),

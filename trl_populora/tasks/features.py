@@ -6,9 +6,10 @@
 The features of a program are read from its text. A user's own kind names features in `TaskKind.features`.
 [`Features`] counts the features of the last accepted tasks.
 
-A teacher cannot make features up. Names that a program binds give none. Methods count only if Python's types have
-them, and modules only if they are in Python's library. Dead code gives none, as far as [`walk_living`] finds it. A
-branch that is never taken does give features, because only running the program would show that.
+A teacher cannot make features up. A function counts only if it is builtin and the program does not bind its name, a
+method only if a builtin type has one of this name, and a module only if it is in Python's library. Dead code gives no
+features, as far as [`walk_living`] finds it. A branch that no input takes does give features, because only running the
+program would show that nothing takes it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from trl_populora.tasks.python.programs import list_bound_names, parse_function
 from .kind import Task, TaskKind, check_type
 
 
-# Steps whose accepted tasks are remembered. With 2 teachers and 8 proposals each that is about 200 tasks.
+# [`Features`] remembers as many tasks as teachers propose in these steps: 192 with 2 teachers and 8 proposals each.
 STEPS = 12
 CANDIDATES = 256  # archived tasks that are drawn at random, and from which replays are then chosen
 
@@ -53,7 +54,7 @@ def read_features(program: str) -> tuple[str, ...]:
     - operators and comparisons: `Add`, `NotIn`
     - methods and builtin functions, with the better-known keywords that they are given: `.find`, `sorted(reverse)`
     - modules: `math`
-    - kinds of index and slice: `[x]`, `[:-]`, `[::x]`, where `-` has a minus before it
+    - kinds of index and slice: `[x]`, `[:-]`, `[::x]`, where `-` is a part that begins with a minus, and `x` any other
     - constructs: `If`, `ListComp`, `Lambda`, `List`
 
     Args:
@@ -67,7 +68,7 @@ def read_features(program: str) -> tuple[str, ...]:
 
 
 def _read_words(node: ast.AST, bound: set[str]) -> Iterator[str]:
-    """Yields the features that one node of a tree gives. Names in `bound` give none."""
+    """Yields the features that one node of a tree gives. A function whose name is in `bound` gives none."""
     if isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) or (
         # `-3` is a number, not an operation.
         isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant)
@@ -88,7 +89,7 @@ def _read_words(node: ast.AST, bound: set[str]) -> Iterator[str]:
 
 
 def _name_call(call: ast.Call, bound: set[str]) -> Iterator[str]:
-    """Names a call of a builtin function or of a builtin type's method, with its keywords; nothing for others."""
+    """Names a call of a builtin function or type's method, with the keywords of `_KEYWORDS`; nothing for others."""
     function = call.func
     name = ""
     if isinstance(function, ast.Name) and function.id in _FUNCTIONS - bound:
@@ -174,8 +175,8 @@ class Features:
         Computes 1 - frequency of the rarest feature of `words` among the last `window` accepted tasks; 0 without
         features.
         """
-        # Early in a run fewer tasks were accepted than the window holds. They are divided by the whole window all the
-        # same, so everything counts as rarer then.
+        # Early in a run fewer tasks were accepted than the window holds. The counts are divided by the whole window
+        # all the same, so every feature seems rarer then.
         return 1 - min((self._counts[word] for word in words), default=self.window) / self.window
 
     def state_dict(self) -> dict[str, Any]:

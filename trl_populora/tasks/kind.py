@@ -66,7 +66,8 @@ class Reject(str, Enum):
     TOO_LONG = "too_long"
     COPIED = "copied"
 
-    # Python versions differ in what `str` makes of an enum of strings. The names of metrics need the value in all.
+    # Python versions differ in what `str` makes of an enum of strings. The names of metrics need the value in every
+    # version.
     def __str__(self) -> str:
         return self.value
 
@@ -98,13 +99,13 @@ class Task:
 
     @cached_property
     def task_id(self) -> str:
-        """Hash of the content, 16 hex digits. Author and step do not count."""
+        """Hash of kind, program, inputs and message, 16 hex digits."""
         content = json.dumps([self.kind, self.program, list(self.inputs), self.message])
         # A message may hold a lone surrogate, which cannot be encoded. `json.dumps` writes it as an ASCII escape.
         return hashlib.sha256(content.encode("ascii")).hexdigest()[:16]
 
     def to_record(self) -> dict[str, Any]:
-        """Writes the task as a row, ready for JSON. `seed_tasks.jsonl` and the archive's table have its columns."""
+        """Writes the task as a row, ready for JSON. `seed_tasks.jsonl` and the archive's table have these columns."""
         return {
             "kind": self.kind,
             "program": self.program,
@@ -119,7 +120,7 @@ class Task:
     @classmethod
     def from_record(cls, record: Mapping[str, Any], where: str = "record") -> Task:
         """
-        Reads a row that [`Task.to_record`] has written. Other columns are ignored, and optional ones may be absent.
+        Reads a row like those of [`Task.to_record`]. Other columns are ignored, and optional ones may be absent.
 
         Args:
             record: The row, a value per column.
@@ -193,7 +194,7 @@ class Attempt:
     A student's answer as its kind has read it.
 
     Args:
-        well_formed: Whether the answer could be read. Malformed answers earn the lowest reward.
+        well_formed: Whether the answer could be read. If not, it is malformed.
         answer: For code_o the canonical text of the value, for code_i that of the argument tuple, for code_f the
             program; `""` if malformed.
         reason: If malformed, why: the value of a [`Reject`].
@@ -257,7 +258,7 @@ class KindSettings:
 
 class TaskKind(ABC):
     """
-    One kind of task. All methods are pure: the same arguments give the same result, in any process.
+    One kind of task. All methods but `configure` are pure: the same arguments give the same result, in any process.
 
     A proposal goes through `proposal_prompt`, `parse_proposal`, `check` and `accept`. An attempt goes through
     `solving_prompt`, `parse_attempt`, `trial` and `correct`. The sandbox runs the jobs that `check` and `trial`
@@ -334,7 +335,7 @@ class TaskKind(ABC):
         """Says whether an attempt is right, given the verdict of its trial."""
 
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
-        """Returns a text for what a wrong attempt comes to. Attempts with equal texts make the same mistake."""
+        """Returns a text for what an attempt comes to. Wrong attempts with equal texts make the same mistake."""
         return attempt.answer
 
     def chance(self, task: Task) -> float:
@@ -383,8 +384,8 @@ logger = logging.getLogger(__name__)
 
 def estimate(kind: TaskKind, method: str, unknown: Any, *arguments: Any) -> Any:
     """
-    Calls a kind's `method`, and returns `unknown` if it raises: a failed estimate is no reason to end a run. The log
-    has it once, with the traceback.
+    Calls a kind's `method`, and returns `unknown` if it raises: a failed estimate is no reason to end a run. The
+    first such error of each type is logged with its traceback.
     """
     try:
         return getattr(kind, method)(*arguments)
@@ -397,8 +398,8 @@ def estimate(kind: TaskKind, method: str, unknown: Any, *arguments: Any) -> Any:
 @lru_cache
 def _warn_once(kind: str, method: str, error: str) -> None:
     logger.warning(
-        "task kind %r: `%s` raised %s. For such tasks it counts as if it knew nothing; `populora check-kind` tries "
-        "a kind before a run.",
+        "task kind %r: `%s` raised %s. The run goes on without this estimate. Try the kind with "
+        "`populora check-kind`.",
         *(kind, method, error),
         exc_info=True,
     )
@@ -424,7 +425,8 @@ def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
             )
         if name in _RESERVED:
             raise ValueError(
-                f"task kind {kind.name!r}: `complexity` calls a measure {name!r}, which has a meaning already."
+                f"task kind {kind.name!r}: `complexity` calls a measure {name!r}, which has a meaning already. "
+                "Give it another name."
             )
     return {name: float(value) for name, value in measures.items()}
 
@@ -477,7 +479,7 @@ def find_control_text(found: Proposal | Task, forbidden: Sequence[str]) -> str:
 
 
 def _show(found: Proposal | Task) -> Iterator[str]:
-    """Yields every text of a proposal or task that may stand in a prompt, as it would be written there."""
+    """Yields every text of a proposal or task that may stand in a prompt: values as canonical text and as literal."""
     yield found.program
     yield found.message
     for text in (*found.inputs, *(found.outputs if isinstance(found, Task) else ())):

@@ -1,7 +1,7 @@
 """Complexity: how demanding a program is, and how many shapes of programs a run has seen.
 
-These are the figures of the paper's curriculum (arXiv 2605.16727). Only the standard library's `ast` is used, with one
-walk per program. Other packages do not fit: radon is dormant, mccabe gives one of the four measures, and complexipy
+These are the figures of the paper's curriculum (arXiv 2605.16727). Programs are read with the standard
+library's `ast`. Packages for this do not fit: radon is dormant, mccabe gives one of the four measures, and complexipy
 none.
 """
 
@@ -33,17 +33,17 @@ def measure(program: str) -> dict[str, float]:
         - `ast_depth`: nodes on the longest path of the tree below the module, without operators and contexts.
         - `cyclomatic`: 1 + decisions. Decisions are branches, loops, handlers, assertions, `and` and `or`, clauses of
           comprehensions, and `case`s that can fail.
-        - `lines`: lines with code. Comments and docstrings do not count.
-        - `variables`: different names that are bound, parameters included. Functions, classes and modules do not
-          count.
+        - `lines`: lines on which a node of the tree begins. Comments, docstrings and a bare `else:` do not count.
+        - `variables`: different names that are bound, parameters included. Names of functions, classes and imports do
+          not count.
 
     Raises:
-        `ProgramError`: If the program does not parse.
+        `ProgramError`: If the program does not parse, or is too long or too deep to be parsed.
     """
     deepest, decisions = 0, 0
     lines: set[int] = set()
     variables: set[str] = set()
-    # An explicit stack: the tree may be deeper than Python's recursion limit leaves room for.
+    # An explicit stack: the tree may be deeper than Python's recursion limit allows.
     stack: list[tuple[ast.AST, int]] = [(parse_bounded(program), 0)]
     while stack:
         node, depth = stack.pop()
@@ -72,7 +72,7 @@ def _count_decisions(node: ast.AST) -> int:
 
 
 def _list_children(node: ast.AST) -> list[ast.AST]:
-    """Lists a node's children, without docstrings and the nodes for operators and contexts."""
+    """Lists a node's children, without docstrings, contexts, and operators other than comparisons."""
     children: list[ast.AST] = []
     for name, value in ast.iter_fields(node):
         if isinstance(value, list):
@@ -87,9 +87,10 @@ def hash_shape(tree: ast.Module) -> str:
     """
     Hashes the shape of a program: 16 hex digits, equal for programs of one shape.
 
-    The shape is how statements are nested, and for each statement the *set* of expression types, operators, functions
-    and methods in it. Names, constants, the order of operands and repetition within a statement make no other shape.
-    Whole trees would say nothing: nearly every program has another one.
+    The shape is how statements are nested, and for each statement the *set* of expression types, operators, attributes
+    and unbound names (such as builtins) in it. Names that the program binds, constants, the order of operands and
+    repetition within a statement make no other shape. A whole tree would say nothing: nearly every program has
+    another.
     """
     bound = {name for node in ast.walk(tree) for name in list_bound_names(node)}
     parts: list[str] = []
@@ -107,7 +108,7 @@ def hash_shape(tree: ast.Module) -> str:
 
 
 def _describe(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]:
-    """Returns what one statement uses without the statements inside it, and those statements in order."""
+    """Returns what one statement itself uses, and the statements inside it in order."""
     features: set[str] = set()
     inner: list[ast.AST] = []
     stack = _list_children(block)[::-1]
@@ -126,7 +127,7 @@ def _describe(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]
         elif isinstance(node, ast.Compare):
             features.update(type(op).__name__ for op in node.ops)
         stack.extend(reversed(_list_children(node)))
-    # The operator of `a += b` belongs to the statement itself, which is not among its children.
+    # The operator of `a += b` belongs to the statement itself, and `_list_children` leaves it out.
     if isinstance(block, ast.AugAssign):
         features.add(type(block.op).__name__)
     return features, inner
@@ -134,7 +135,7 @@ def _describe(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]
 
 class Coverage:
     """
-    Counts of the shapes of all programs that a run has accepted, and the normal forms of these programs.
+    Counts of the shapes of all programs that an archive was ever given, and the normal forms of these programs.
 
     Unlike the archive, which has a cap, it forgets nothing. Adding a program takes the same time however many there
     are.

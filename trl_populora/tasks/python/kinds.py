@@ -3,8 +3,8 @@
            teacher writes       student is shown       student writes     right if
     code_o program, input       program, input         the output         it equals the output
     code_i program, input       program, output        an input           the program gives the output for it
-    code_f inputs, message      half of the pairs      the program        it agrees on all pairs
-           of a known program   of input and output
+    code_f inputs, message      message, half of the   the program        it agrees on all pairs
+           of a known program   input-output pairs
 
 At the end stand [`guess_blindly`], which makes the answers of somebody who has not looked at a task, and
 [`make_task`], which makes a task from a user's own program.
@@ -32,12 +32,13 @@ class CodeKind(TaskKind):
     A kind whose tasks are programs with a top-level `f`.
 
     The limits are class attributes, which a subclass may change. A text over a limit is never cut, but refused.
-    Answers are compared as Python's `==` does, and as Absolute Zero Reasoner (AZR) does.
+    Answers are compared by Python's `==`, as in Absolute Zero Reasoner (AZR), but nan equals nan.
     """
 
     # AZR's prompt budget of 6144 tokens holds 6 references of about this size.
     max_program_chars = 3000
-    # Of one input or output, as a literal. AZR cuts longer outputs here, and takes the cut text as the right answer.
+    # Of one input or output, as a literal. AZR cuts outputs at this length, and takes the cut text as the right
+    # answer.
     max_value_chars = 400
     # Ten times the longest output. Longer answers are malformed, not merely wrong.
     max_answer_chars = 4000
@@ -84,7 +85,7 @@ class CodeKind(TaskKind):
 
     def read_program(self, text: str) -> str:
         """
-        Checks a program's size and syntax, and that it defines `f`. Returns it without trailing blank lines.
+        Checks a program's size and syntax, and that it defines `f`. Returns it without blanks at its end.
 
         Raises:
             `ProgramError`: If it fails a check.
@@ -210,7 +211,7 @@ class ProgramWithInput(CodeKind):
 
     @abstractmethod
     def read_answer(self, written: str) -> str:
-        """Encodes what the student wrote into its block as a canonical text."""
+        """Encodes the content of the student's block as a canonical text."""
 
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
@@ -230,7 +231,7 @@ class ProgramWithInput(CodeKind):
 
 
 def find_reason(error: FormatError | ProgramError) -> Reject:
-    """Finds the reason of an error: a wrong format has no other."""
+    """Finds the reason that an error stands for: always `FORMAT` for a `FormatError`."""
     return error.reason if isinstance(error, ProgramError) else Reject.FORMAT
 
 
@@ -270,7 +271,7 @@ GUESSES = 8  # as many as attempts at a task, by default: so the share of right 
 class CodeI(ProgramWithInput):
     """
     Abduction. The student is shown a program and an output, and must find an input. An answer is right if the program
-    gives this output for it. It need not be the teacher's input.
+    gives this output for it, even if it is not the teacher's input.
     """
 
     name = "code_i"
@@ -486,7 +487,7 @@ def _is_constant(outputs: Sequence[str]) -> bool:
 
 
 def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
-    """Exchanges a hidden pair for a visible one if all hidden outputs are equal. Changes `pairs` in place."""
+    """Exchanges a hidden pair for a visible one if several hidden outputs are all equal. Changes `pairs` in place."""
     hidden = [output for _, output in pairs[visible:]]
     if len(hidden) == 1 or not _is_constant(hidden):
         return
@@ -568,7 +569,8 @@ def make_task(
     Args:
         kind: Name of the kind.
         program: Source with a top-level `f`.
-        inputs: One sequence of arguments per call, as plain data. code_f takes several calls, other kinds take one.
+        inputs: One sequence of arguments per call, as plain data. code_f takes several calls, code_o and code_i take
+            one.
         message: Hint for the student (code_f).
         visible: The student is shown the first `visible` pairs of input and output. With `None` these are half of the
             pairs for code_f, and no pair for other kinds.
@@ -576,7 +578,8 @@ def make_task(
 
     Raises:
         `TypeError`: If the arguments of a call are no tuple or list.
-        `ValueError`: If the program fails, or if two runs of it give different outputs.
+        `ValueError`: If an argument is no plain data, if the program fails, or if two runs of it give different
+            outputs.
     """
     for arguments in inputs:
         if not isinstance(arguments, (tuple, list)):

@@ -1,7 +1,7 @@
 """Normal forms: when two programs count as the same, and which nodes of a program live.
 
-Names, layout, comments, annotations, and code that cannot change the result make no other program. One pass over the
-tree finds them:
+Names that a program binds, layout, comments, annotations, and code that cannot change the result make no other
+program. Four methods of `_Program` make the normal forms:
 
     tree -> gather   visits every node that control can reach, and learns the names of every scope
          -> note     gives every name a key; notes which keys each statement reads, binds, and changes in place
@@ -11,8 +11,8 @@ tree finds them:
 In doubt code counts as dead, and programs as equal. A pair that is wrongly taken for equal costs one refused proposal.
 A pair that is wrongly taken for different is farmed: the teacher writes it again and again, and is paid each time.
 
-The pass does not follow operators that a class defines, functions that variables hold, names that stand in texts, and
-errors that nothing catches.
+These methods do not follow operators that a class defines, functions that variables hold, names that stand in texts,
+and errors that nothing catches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 _ENDS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await)
 _MAY_RAISE = (ast.Call, ast.Subscript, ast.Import, ast.ImportFrom, *_LOOPS)
 _DECIDED = (ast.Constant, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.cmpop)
-# Fields of a node that are not written: some make no difference, and the names of the second set are written as keys.
+# Fields of a node that are not written. Those of the first line make no difference. Those of the second hold names,
+# which are written as keys.
 _UNWRITTEN = {"annotation", "ctx", "kind", "returns", "simple", "type_comment", "type_ignores"}
 _UNWRITTEN |= {"arg", "asname", "attr", "id", "name", "rest"}
 # Methods that change their object: a mutable type has them, and no immutable type does.
@@ -50,7 +51,7 @@ _GIVING_PARTS = {"enumerate", "get", "items", "iter", "max", "min", "next", "pop
 def normal_forms(tree: ast.Module) -> tuple[str, str]:
     """
     Writes a program in two forms. The exact form is equal for duplicates. The other one has the type of every constant
-    in place of the value, so it is also equal for programs that differ in constants.
+    in place of the value, so it is also equal for programs that differ only in the values of constants.
     """
     return _Program(tree).write()
 
@@ -98,13 +99,13 @@ class _Program:
 
     A name is known by its key, so that two variables of one name in two functions are not mixed up:
 
-    - an attribute: `.name`, whatever object it belongs to
-    - a name that the program does not bind, as a builtin: the name itself
+    - an attribute, or a name that a class binds: `.name`, whatever object or class it belongs to
+    - a name that the program does not bind, as a builtin, and the top-level `f`: the name itself
     - any other name: (holder, scope, name)
 
     Attributes:
         keys: The key that each node of the tree names, by the identity of the node.
-        live: Keys that are read and statements that live (by the identity of their node). Empty until `_spread`.
+        live: Keys that living statements read, and the identities of these statements' nodes. Empty until `_spread`.
         functions: The statement that defines a function and the scope inside, by the key of the function's name.
         readers, binders, changers: The statements that read a key, give it a value, or change its object in place.
         sharers: Keys of names that may hold a part of the object that a key names.
@@ -126,7 +127,7 @@ class _Program:
     def _gather(self) -> None:
         """Visits every node that control can reach. Gives names their keys, scope by scope, and then notes uses."""
         visited, module = [], ChainMap[str, Any]()
-        # An explicit stack: a tree may be deeper than Python's recursion limit leaves room for.
+        # An explicit stack: a tree may be deeper than Python's recursion limit allows.
         stack: list[tuple[Any, Any, _Statement]] = [(self.root.node, module, self.root)]
         while stack:
             node, scope, statement = stack.pop()
@@ -175,7 +176,8 @@ class _Program:
             self._note_call(node, scope, statement)
         of_class = isinstance(holder.node, ast.ClassDef) and isinstance(node, ast.stmt)
         ends = isinstance(node, _ENDS) or "*" in said or (self.catches and isinstance(node, (ast.Raise, ast.Assert)))
-        # All of a class lives with it but methods that are never named. Python itself calls `__init__` and the like.
+        # With a class lives everything in its body but methods, which live when they are named. `__init__` and the
+        # like live with the class, because Python itself calls them.
         if ends or (of_class and getattr(node, "name", "__").startswith("__")):
             holder.waiting.append(statement)
         elif isinstance(node, (ast.Break, ast.Continue)):
@@ -285,7 +287,7 @@ def _list_reachable(block: list[Any]) -> Iterator[ast.stmt]:
 
 
 def _take_decided(node: Any) -> Any:
-    """Takes the operand that constants choose, as `a` in `a if True else b` and `True and a`; else the node."""
+    """Takes the operand that constants choose, as `a` in `a if True else b` and `True and a`; else takes the node."""
     while isinstance(node, (ast.IfExp, ast.BoolOp)):
         first = node.test if isinstance(node, ast.IfExp) else node.values[0]
         if (holds := _decide(first)) is None:
@@ -302,8 +304,8 @@ def _take_decided(node: Any) -> Any:
 
 
 def _decide(test: ast.expr) -> bool | None:
-    """Says whether a condition holds; `None` if it is not made of constants alone."""
-    # Safe to evaluate: `_DECIDED` has no names, calls or powers, so this takes no time and has no effects.
+    """Says whether a condition holds; `None` if it is not made of constants alone, or cannot be computed."""
+    # Safe to evaluate: `_DECIDED` has no names, calls or powers, so this is quick and has no effects.
     if all(isinstance(node, _DECIDED) for node in ast.walk(test)):
         with suppress(TypeError):  # as `1 < "a"` raises
             return bool(eval(compile(ast.Expression(test), "<unknown>", "eval")))

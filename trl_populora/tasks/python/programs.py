@@ -4,7 +4,7 @@
 
 `ast.parse` runs nothing. But there are texts on which it recurses until the interpreter dies, or backtracks for
 minutes. So a text is bounded first: its length and then, in one linear scan, the depth of its brackets and the
-operators and clauses that nest the tree without brackets. (Python's tokenizer itself bounds indentation.) A text that
+tokens that may nest the tree without brackets. (Python's tokenizer itself bounds indentation.) A text that
 passes is parsed in some tens of milliseconds at most on Python 3.10 to 3.13.
 """
 
@@ -62,8 +62,8 @@ def parse_bounded(program: str) -> ast.Module:
     try:
         _ignore_warnings_of_parsed_text()
         return ast.parse(program)
-    # `ValueError` comes from null bytes, lone surrogates, and integers of too many digits. The last two come from
-    # trees that are too deep.
+    # `ValueError` comes from null bytes, lone surrogates, and integers of too many digits. `RecursionError` and
+    # `MemoryError` come from trees that are too deep.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ProgramError(Reject.SYNTAX, f"{type(error).__name__}: {error}") from error
 
@@ -158,7 +158,7 @@ BOUND_BY_DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.
 
 
 def list_bound_names(node: ast.AST) -> tuple[str, ...]:
-    """Lists the names to which one node of a tree gives a value. An import without `as` gives none."""
+    """Lists the names to which one node of a tree gives a value. Names of imports without `as` are left out."""
     if isinstance(node, ast.Name):
         return (node.id,) if isinstance(node.ctx, ast.Store) else ()
     if isinstance(node, ast.arg):
@@ -175,7 +175,7 @@ def list_bound_names(node: ast.AST) -> tuple[str, ...]:
 
 
 def list_bound_or_imported(node: ast.AST) -> tuple[str, ...]:
-    """Lists the same names as [`list_bound_names`], and also names of modules that are imported without `as`."""
+    """Lists the same names as [`list_bound_names`], and also the names that imports without `as` bind."""
     if isinstance(node, ast.alias) and not node.asname:
         return (node.name.partition(".")[0],)
     return list_bound_names(node)
@@ -193,7 +193,7 @@ def contains_program(message: str, program: str) -> bool:
     """
     Says whether a hint gives the program away: it holds any `def`, the program's text, or the body of its `f`.
 
-    Blanks, letter case, quotes, comments and docstrings make no difference.
+    Blanks, letter case, the marks ', " and `, comments, and a docstring of `f` make no difference.
     """
     if re.search(r"\bdef\s+\w+\s*\(", message):
         return True
@@ -204,7 +204,7 @@ def contains_program(message: str, program: str) -> bool:
 
 
 def _cut_body(program: str) -> str:
-    """Cuts out the source of `f`'s body, without its docstring. Of several top-level `f` the last one counts."""
+    """Returns the source of `f`'s body, without its docstring. Of several top-level `f` the last one counts."""
     try:
         tree = parse_bounded(program)
     except ProgramError:  # a known program that came from a user's table
@@ -223,6 +223,6 @@ def _cut_body(program: str) -> str:
 
 
 def _squeeze(text: str) -> str:
-    """Leaves out comments, blanks and quotes, and writes the rest in lower case."""
+    """Drops comments, blanks and the marks ', " and `, but not what these enclose; writes the rest in lower case."""
     kept = (match[0] for match in _TOKEN.finditer(text) if match["blank"] is None)
     return _NOT_TEXT.sub("", "".join(kept)).lower()

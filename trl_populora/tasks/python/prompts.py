@@ -5,8 +5,8 @@ The same blocks are written in three styles:
 * `turns` is for instruction-tuned models of any size. The instruction is a sentence or two. References are earlier
   turns, in which the assistant has answered in exactly the format that is wanted: small models do what they have seen.
 * `chat` is for large models. One user turn holds the references, all rules, and the answer format in full.
-* `compact` is what the embedded tiny base is trained on, byte for byte. One user turn begins with a line of role and
-  kind.
+* `compact` is what the embedded tiny base is trained on, byte for byte. One user turn begins with a line such as
+  `solve code_o`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def f(...):
 {_ARGUMENTS}
 ```"""
 
-# The short instructions, by kind and role. `prompt_texts` may replace them.
+# The short instructions, by kind and by `propose` or `solve`. The option `prompt_texts` may replace them.
 TURNS = {
     "code_o/propose": "Write one new short Python function `f` and one input for it. A reader will be shown both and "
     "must work out what `f` returns.",
@@ -146,7 +146,7 @@ REFERENCES = "Examples of earlier programs, with input and output:"
 
 
 def fence(*blocks: tuple[str, str]) -> str:
-    """Writes fenced blocks from pairs of name and content, joined by newlines. There is none at the end."""
+    """Writes fenced blocks from pairs of name and content, joined by newlines. No newline follows the last block."""
     return "\n".join(f"```{name}\n{content}\n```" for name, content in blocks)
 
 
@@ -190,7 +190,7 @@ def show_examples(pairs: Iterable[tuple[str, str]]) -> tuple[str, str]:
 
 
 def ask(content: str) -> list[dict[str, str]]:
-    """Makes a conversation of one user turn. Small models follow it better than a system turn."""
+    """Makes a conversation of one user turn. Small models follow a user turn better than a system turn."""
     return [{"role": "user", "content": content}]
 
 

@@ -5,7 +5,8 @@ Both readers first drop the thinking. The strict reader wants this format, and g
 * A block begins with a line of three backticks and its name. It ends with a line of three backticks. Blanks may
   follow.
 * The expected blocks stand once each, in order. Text around them is ignored.
-* No other line outside of a block starts with three backticks, and no line inside of a block has them with a name.
+* No other line outside of a block starts with three backticks, not even behind blanks. No line inside of a block
+  starts with three backticks and a name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def strip_thinking(text: str) -> str:
     Drops the thinking, and returns the answer that follows it.
 
     The thinking ends with the last closing tag that begins a line. If no closing tag begins a line, it ends with the
-    first one after a leading `<think>`. A text without any of these tags is an answer as a whole.
+    first one after a leading `<think>`. A text with neither is an answer as a whole.
 
     Raises:
         `FormatError`: If the thinking is never closed.
@@ -48,12 +49,12 @@ def strip_thinking(text: str) -> str:
 
 
 def has_thinking(text: str) -> bool:
-    """Says whether a text thinks inside `<think>...</think>` before it answers."""
+    """Says whether a text thinks: it begins with `<think>`, or one of its lines begins with `</think>`."""
     return text.lstrip().startswith(THINK_OPEN) or _LINE_CLOSE.search(text) is not None
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Says whether a prompt ends with the opening tag, as with some chat templates. The completion is then inside."""
+    """Says whether a prompt ends with `<think>`, as with some chat templates. The completion then thinks at once."""
     return prompt.rstrip().endswith(THINK_OPEN)
 
 
@@ -66,7 +67,8 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
         names: Names of the expected blocks, in the order in which they must stand.
 
     Raises:
-        `FormatError`: If a block is missing, repeated, out of order, unclosed or not one of `names`.
+        `FormatError`: If the thinking is never closed, or if a block is missing, repeated, out of order, unclosed,
+            indented or not one of `names`.
     """
     # Python's tokenizer takes `\r\n` and `\r` for ends of lines, too. So programs have the same lines here and
     # there.
@@ -101,11 +103,12 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
 # The tolerant reader, for chat models. It forgives how a block is fenced, never what is in it:
 #
 # * A fence may be indented, and may have more than three backticks, or tildes. Its name may be in upper case. A fence
-#   with a name inside of a block ends that block and begins the next. A block that is not closed ends with the text.
-# * Names have the aliases below. If no block has the name, a block without a name may stand for it. A value may also
-#   stand in a block of Python, JSON or plain text.
+#   with one of the names below inside of a block ends that block and begins the next. A block that is not closed ends
+#   with the text.
+# * Names have the aliases below. If no block has the name, a block without a name may stand for it. A message may also
+#   stand in a block of plain text, and a value in one of plain text, JSON or Python.
 # * If several blocks fit, the last one counts: the others are drafts. A Python block that defines no `f` counts only
-# if   no other one does. Blocks that nobody asked for are ignored.
+#   if no other one defines it. Blocks that nobody asked for are ignored.
 
 
 ALIASES = {
@@ -151,8 +154,8 @@ def find_blocks(text: str, names: Sequence[str]) -> list[str]:
         raise FormatError(f"there is no ```{first} block")
     if not second:
         return [blocks[firsts[-1]].content]
-    # The second block must stand before the next first one. Otherwise the first block of an unfinished draft would be
-    # taken together with the second block of another.
+    # The second block must stand before the next block that may be the first one. Otherwise the first block of an
+    # unfinished draft would be taken together with the second block of another draft.
     for start, end in reversed(list(zip(firsts, [*firsts[1:], len(blocks)], strict=True))):
         between = blocks[start + 1 : end]
         if found := _find_fitting(between, second[0]):
@@ -182,7 +185,10 @@ def _split_blocks(text: str) -> Iterator[Block]:
 
 
 def _ends_block(match: re.Match, fence: str) -> bool:
-    """Says whether a line ends a block: it is as long a fence without a name, or any fence with a known name."""
+    """
+    Says whether a fence ends a block: it has a name of `ALIASES`, or it has no name, the same marks and at least the
+    same length.
+    """
     if match[3]:
         return any(match[3].lower() in names for names in ALIASES.values())
     return match[2].startswith(fence)
