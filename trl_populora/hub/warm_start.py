@@ -127,8 +127,8 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
         ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
         if not ranked and population.role(role):
             raise ValueError(
-                f"{root / POPULATION_FILE}: field `members` holds no {role}. Name a population that has both roles, or an "
-                "adapter for each role (`{'student': ...}`)."
+                f"{root / POPULATION_FILE}: field `members` holds no {role}. Name a population that has both "
+                "roles, or an adapter for each role (`{'student': ...}`)."
             )
         for place, member in enumerate(population.role(role)):
             source: dict[str, Any] = ranked[place % len(ranked)]

@@ -1,8 +1,8 @@
 """Draws the pictures of a run. Needs the `report` extra (matplotlib).
 
 The first part has what all pictures share: size, colours, legend, running means. The second part draws what changes
-from step to step, the third what a run did as a whole. `plots.py` lists the pictures
-with their titles. The functions that it lists get a figure, or a part of one, and the run.
+from step to step, the third what a run did as a whole. `plots.py` lists the pictures with their
+titles. The functions that it lists get a figure, or a part of one, and the run.
 """
 
 from __future__ import annotations
