@@ -369,7 +369,10 @@ class TestOtherSettings:
     @pytest.mark.parametrize(
         ("settings", "complaint"),
         [
-            ({"learning_rate": 1e-3}, "cannot change `learning_rate` was 0.01, is 0.001. Resume with the saved"),
+            (
+                {"learning_rate": 1e-3},
+                "cannot change settings: `learning_rate` was 0.01, is 0.001. Resume with the saved",
+            ),
             ({"teacher_learning_rate": 1e-3}, "`teacher_learning_rate` was None, is 0.001"),
             ({"seed": 7}, "`seed` was 42, is 7"),
             ({"task_kinds": ["code_o"]}, r"`task_kinds` was \['tests.populora_run:Letters', 'code_o'\], is"),

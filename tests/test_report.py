@@ -261,7 +261,7 @@ def test_a_first_step_is_seen(draw):
 def test_a_legend_names_only_what_was_measured():
     figure = Figure()
     draw_thinking(figure, Run("run", [{"step": step, "solve/thinking_rate": 0.5} for step in (1, 2)], []))
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fresh tasks"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["training tasks"]
 
 
 @pytest.mark.parametrize("measures", [["words"], ["words", "letters", "signs"]])

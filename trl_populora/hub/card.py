@@ -109,10 +109,10 @@ vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vll
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 FOLDING = (
     ". vLLM scales every module by `r` and `lora_alpha` and ignores the patterns that these members have: first call "
-    "`trl_populora.lora.convert.fold_patterns(directory)`, which turns a member into an equal one without patterns"
+    "`trl_populora.lora.convert.fold_patterns(directory)`, which rewrites a member as an equal one without patterns"
 )
 _LINEAGE_ROWS = 40
-# A card shows a choice of the report's pictures. They are drawn when pushing.
+# A card shows only these of the report's pictures. They are drawn at each upload.
 PICTURES = (
     "held_out",
     "ratings_teachers",
@@ -132,7 +132,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
             `plots/*.png`.
         name: Name of the repository, best as `user/name`. The part after the slash becomes the title.
         tags: Added to the package's tags.
-        details: Further metadata. `license`, `language` and `datasets` are used.
+        details: Further metadata. Only `license`, `language` and `datasets` are used.
     """
     population = read_population(root)
     base, members = population["base_model"], population["members"]
@@ -199,7 +199,7 @@ def _describe_quantization(config: dict | None) -> str:
 
 
 def _write_base_code(base: str, revision: str) -> dict[str, str]:
-    """Writes what names the base in the card's Python and shell code."""
+    """Writes those parts of the card's Python and shell code that name the base."""
     # The embedded base lies inside the installed package, so code has to ask the package for its path.
     if base != TINY:
         if revision == "main":
@@ -222,7 +222,7 @@ def _write_ratings(members: list[dict[str, Any]]) -> str:
 
 
 def _describe_held_out_base(population: dict[str, Any]) -> str:
-    """Says what the base solves of the held-out tasks, and the step of the measurement if it was not the last one."""
+    """Writes the base's solve rate on held-out tasks, and the step of the last evaluation if the run went on."""
     rate, step = population.get("held_out_base"), population.get("held_out_step")
     earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
     return earlier if rate is None else f" (the base without an adapter: {rate:.3f}){earlier}"

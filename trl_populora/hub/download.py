@@ -1,4 +1,4 @@
-"""Finds a saved population in a local directory or on the Hub."""
+"""Finds a saved population or adapter in a local directory or on the Hub."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from trl_populora.run.read import POPULATION_FILE
 
 
-# Members and tables. Rollouts, plots and pages stay on the Hub: a run's rollouts may be larger than its members.
+# Members, archive and metrics. Rollouts, plots and pages stay on the Hub: a run's rollouts may be larger than its
+# members.
 POPULATION = (POPULATION_FILE, "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
 
 
 def fetch(path_or_repo: str, wanted: Sequence[str] = POPULATION) -> Path:
     """
-    Returns the directory of a saved population, and downloads it first if it is a repository.
+    Returns the directory of a saved population or adapter, and downloads it first if it is a repository.
 
     Args:
         path_or_repo: A local directory, or `user/name` of a repository on the Hub.
-        wanted: Patterns of the files to download; by default members and tables.
+        wanted: Patterns of the files to download; by default members, archive and metrics.
 
     Raises:
         `ValueError`: If there is no such directory and nothing could be downloaded.
@@ -42,9 +43,9 @@ def fetch(path_or_repo: str, wanted: Sequence[str] = POPULATION) -> Path:
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Says whether an error comes from the network."""
+    """Says whether an error comes from the network or the Hub."""
     # The client wraps the error of a file that it could not upload.
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         return is_connection_error(error.__cause__)
-    # Versions of the client use `requests` or `httpx`, and errors of these share no base class.
+    # The client connects with `httpx`, whose errors share no base class with the other two.
     return isinstance(error, (ConnectionError, HfHubHTTPError)) or type(error).__module__.startswith("httpx")

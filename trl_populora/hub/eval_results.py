@@ -1,12 +1,12 @@
 """Writes the scores of the best student in the two formats that the Hub reads.
 
     population.json (held-out tasks), evaluation.json (benchmarks) --read_figures--> list of Figure
-    list of Figure --make_model_index--> metadata of the model card: any task
-                   --write_results-----> .eval_results/*.yaml: only benchmarks that are datasets on the Hub
+    list of Figure --make_model_index--> metadata of the model card: every score
+                   --write_results-----> .eval_results/*.yaml: only scores of datasets on the Hub
                    --format_results----> a table in the model card
 
-The Hub's leaderboards read `.eval_results/`. Every score names the revision of its questions and the command that
-measures it again.
+The Hub's leaderboards read `.eval_results/`. Every score says how to measure it again. It names the revision of
+its questions where this is known.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Figure:
         base: Score of the base without an adapter, in percent; `None` if it is not known.
         margin: Half of the 95 % interval of `value`, in percentage points; `None` if it is not known.
         questions: Number of questions.
-        revision: Revision of the questions; empty if it is not known.
+        revision: Revision of the questions, or a digest of held-out tasks; empty if it is not known.
         how: Command or settings that measure the score again.
-        date: Day of the measurement, ISO 8601.
-        dataset, task: Dataset and task on the Hub; `None` for other questions.
+        date: Day of the measurement, ISO 8601; `None` if it is not known.
+        dataset, task: Dataset and task on the Hub; `None` if the questions have none there.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Figure:
 
     @property
     def asked(self) -> str:
-        """The revision of the questions; without one, the day on which they were taken from the Hub."""
+        """The revision of the questions; without one, the day of the measurement."""
         return self.revision or f"as of {self.date}"
 
 
@@ -153,7 +153,7 @@ def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
 
 
 def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -> None:
-    """Writes a file into `.eval_results/` for each benchmark that is a dataset on the Hub."""
+    """Writes a file into `.eval_results/` for each score that has a dataset and a task on the Hub."""
     # Files of an earlier call may hold scores of other weights.
     for path in root.glob(OURS):
         path.unlink()

@@ -19,7 +19,7 @@ from trl_populora.run.saved_population import check_one_moment
 
 logger = logging.getLogger(__name__)
 
-# The population, its adapters, and the files that tokenizers of any kind consist of.
+# `population.json`, the adapters, and all files that a tokenizer may consist of.
 _WANTED = (POPULATION_FILE, "members/*", "*token*", "chat_template*", "vocab*", "merges*")
 
 
@@ -27,11 +27,13 @@ _WANTED = (POPULATION_FILE, "members/*", "*token*", "chat_template*", "vocab*", 
 class ExportArguments:
     """Arguments of `populora export`."""
 
-    run: str = field(metadata={"help": "Directory of a run or of its checkpoint, or the Hub name of a population."})
+    run: str = field(metadata={"help": "Directory of a run or of a checkpoint, or the Hub name of a population."})
     out: str = field(metadata={"help": "Directory to write; it must not be there yet."})
     member: str | None = field(default=None, metadata={"help": "Name of the member; the best student by default."})
     merge: bool = field(default=False, metadata={"help": "Write a whole model instead of an adapter."})
-    merge_students: bool = field(default=False, metadata={"help": "Write the mean of all students instead."})
+    merge_students: bool = field(
+        default=False, metadata={"help": "Write the mean of all students instead of one member."}
+    )
 
 
 STUDENTS = "mean of the students"
@@ -51,8 +53,8 @@ def export_member(
         member: Name of the member; the best student by default.
         merge: Whether to write a whole model instead of an adapter. The model has the dtype in which the base is
             saved. A member that was trained on a quantised base is merged into the base without quantization.
-        merge_students: Whether to write the mean of all students' updates. As an adapter, the mean has the sum of
-            their ranks.
+        merge_students: Whether to write the mean of what all students add to the base. As an adapter, the mean has the
+            sum of their ranks.
 
     Returns:
         `str`: The member's name, or "mean of the students".
@@ -89,9 +91,9 @@ def export_member(
 
 
 def _write_on_base(saved: dict, adapters: Sequence[Path], directory: Path, merge: bool) -> None:
-    """Writes the mean of one or more adapters' updates, as an adapter or merged into the base."""
+    """Writes the mean of what one or more adapters add to the base, as an adapter or merged into the base."""
     if merge and saved.get("base_quantization"):
-        logger.warning("The member was trained on a quantised base. It is merged into the base without quantization.")
+        logger.warning("Training ran on a quantised base. The merge takes the base without quantization.")
     revision = saved.get("settings", {}).get("base_revision", "main")
     base = AutoModelForCausalLM.from_pretrained(
         resolve_model_path(saved["base_model"]), revision=revision, dtype="auto"

@@ -5,9 +5,9 @@
     archive.parquet              --push_archive---------> dataset repository
     report of a run              --push_space-----------> static Space
 
-A model repository has the same files as the run's directory: `members/<name>/`, `population.json`, `lineage.jsonl`,
-`archive.parquet`, `metrics.jsonl`, `times.jsonl`, `plots/` and the model card. At its root lies the best student as an
-ordinary adapter, so that `PeftModel.from_pretrained(base, repo)` works.
+A model repository has files of the run's directory: `members/<name>/`, the tokenizer, `population.json`,
+`lineage.jsonl`, `archive.parquet`, `metrics.jsonl`, `times.jsonl`, `rollouts/`, `plots/` and the model card. At its
+root lies the best student as an ordinary adapter, so that `PeftModel.from_pretrained(base, repo)` works.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ RESUME_ONLY = (
     "whole.json",
     "global_",
 )
-# Glob patterns that `push_run` leaves out. `trainer_state.json` goes up: at the root of a run it is the log of all
-# steps.
+# Glob patterns that `push_run` leaves out. `trainer_state.json` goes up: at the root of a run it is the log of the
+# whole run.
 NOT_UPLOADED = ["_*", "checkpoint-*", "*.tmp", *(f"{name}*" for name in RESUME_ONLY if name != "trainer_state")]
 STAGES = "_push"
 
@@ -73,17 +73,20 @@ class Uploads:
         self.begun: list[Future] = []
 
     def explain_hub_errors(self, repo: str | None = None) -> AbstractContextManager:
-        """Calls [`explain_hub_errors`] with the names of this run."""
+        """Calls the function `explain_hub_errors` with repository and directory of this run."""
         return explain_hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
 
     @property
     def are_due(self) -> bool:
-        """Whether a checkpoint is uploaded now: only if no upload is under way, or with `hub_always_push`."""
+        """
+        Whether a checkpoint is uploaded now: never with `hub_strategy="end"`, and while another upload is under way
+        only with `hub_always_push`.
+        """
         idle = all(job.done() for job in self.begun)
         return self.args.hub_strategy != HubStrategy.END and (idle or self.args.hub_always_push)
 
     def start(self, checkpoint: Path, repo: str, step: int) -> None:
-        """Starts to upload a whole checkpoint in the background."""
+        """Starts to upload the run as it is in a checkpoint, in the background."""
         self._drop_ended(repo)
         # Copies may go once no upload reads them. A copy of a killed run may be among them.
         if not self.begun:
@@ -158,8 +161,8 @@ def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
     """
     stage = run / STAGES / checkpoint.name
     shutil.rmtree(stage, ignore_errors=True)
-    # Hard links take no time and no space. They work because nobody changes these files: a checkpoint's are never
-    # written again, and `write_whole` replaces a file by a new one.
+    # Hard links take no time and no space. They work because nobody changes these files: those of a checkpoint are
+    # never written again, and rollouts come from `write_whole`, which replaces a file by a new one.
     shutil.copytree(
         checkpoint, stage, copy_function=_link, ignore=lambda _, names: [n for n in names if n.startswith(RESUME_ONLY)]
     )
@@ -207,7 +210,8 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
     root = Path(run)
     population = read_population(root)
     check_one_moment(root, population)
-    # Early versions saved secrets in this file. `read_population` leaves them out, so writing the file removes them.
+    # Early versions saved secrets in `population.json`. `read_population` leaves them out, so they are
+    # gone once the file is written again.
     write_json(root / POPULATION_FILE, population)
     place_best_student(root)
     draw_for_card(root)
@@ -282,7 +286,7 @@ def explain_hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[
     except HfHubHTTPError as error:
         reasons = {
             401: "the token is missing or not valid; run `hf auth login` or set `HF_TOKEN` or `hub_token`",
-            403: f"the token may not write to {repo}; use one with write access, or another `hub_model_id`",
+            403: f"the token may not write to {repo}; use one with write access, or another repository",
         }
         status = error.response.status_code
         reason = reasons.get(status, f"status {status}, {error!s:.300}")
@@ -366,7 +370,7 @@ class HubTrainer(GRPOTrainer):
     A [`~trl.GRPOTrainer`] that writes a population's card and uploads frozen copies of the run during training.
 
     transformers' own upload copies only a model's files at the root of a checkpoint, and so leaves the members out. If
-    an upload fails, the error says why, and how to complete it.
+    an upload fails, the error or warning says why, and how to complete it.
     """
 
     # `PopuLoRATrainer.__init__` sets `staging` and `uploads`.

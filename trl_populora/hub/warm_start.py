@@ -44,14 +44,14 @@ def warm_start(
         shape: The shape that a saved population has to fit.
 
     Raises:
-        `ValueError`: If a source cannot be read, a saved population has another base or shape, or an adapter cannot be
-            written as a member.
+        `ValueError`: If a source cannot be read, names unknown roles or has a wrong number of adapters; if a saved
+            population has another base or shape, or lacks a role; or if an adapter cannot be written as a member.
     """
     source = _parse_source(source)
     if isinstance(source, str):
         root = fetch(source, wanted=(*POPULATION, *ADAPTER))
         # A saved population has its best student at its root, so it looks like an adapter as well. A directory that is
-        # neither goes the first way, because that error names `population.json`.
+        # neither is read as a population, because the error then names `population.json`.
         if (root / POPULATION_FILE).exists() or not (root / ADAPTER[0]).exists():
             _start_from_population(root, model, population, shape)
             return
@@ -88,7 +88,7 @@ def _parse_source(source: str | Sequence[str] | Mapping[str, str]) -> str | Sequ
 
 
 def _write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) -> None:
-    """Writes an ordinary PEFT adapter into a member, whose rank may be higher than the adapter's."""
+    """Writes an ordinary PEFT adapter into a member. The member's rank may be higher than the adapter's."""
     try:
         config = PeftConfig.from_pretrained(root)
         check_ordinary_adapter(config)
@@ -117,8 +117,8 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
     Starts the members from those of a saved population, the best of each role first.
 
     If a role needs more members than were saved, the saved ones are cloned in turn, again the best first. A member
-    takes over the rating of its source. A clone gets the prior's sigma, because its own matches have yet to show how
-    good it is.
+    takes over mu and sigma of its source. A clone takes over mu alone and gets the prior's sigma, because its own
+    matches have yet to show how good it is.
     """
     saved = check_same_shape(root, shape)
     check_one_moment(root, saved)
@@ -126,7 +126,10 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
     for role in ROLES:
         ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
         if not ranked and population.role(role):
-            raise ValueError(f"{root / POPULATION_FILE}: field `members` holds no {role}.")
+            raise ValueError(
+                f"{root / POPULATION_FILE}: field `members` holds no {role}. Name a population that has both "
+                "roles, or an adapter for each role (`{'student': ...}`)."
+            )
         for place, member in enumerate(population.role(role)):
             source: dict[str, Any] = ranked[place % len(ranked)]
             adapter = population.adapter(member.name)

@@ -63,7 +63,7 @@ class TrackerTables(TrainerCallback):
         members = self.describe()["members"]
         now = [_make_row({"step": step, **member}, MEMBER) for member in members]
         tables: dict[str, tuple] = {"population": (MEMBER, now)}
-        # At step 0 nobody has been born yet. A file that is there belongs to an earlier run.
+        # At step 0 nobody has been born yet. A `lineage.jsonl` that is there belongs to an earlier run.
         births = read_lines(Path(args.output_dir, LINEAGE)) if step else []
         if births:
             tables["births"] = (BIRTH, [_make_row(event, BIRTH) for event in births])
@@ -79,12 +79,12 @@ def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[s
     Lists every individual that ever lived, in the order of birth.
 
     Args:
-        members: The members of now, as in `population.json`.
+        members: The current members, as in `population.json`.
         births: Lines of `lineage.jsonl`, oldest first.
 
     Returns:
-        A dictionary per individual with the keys `INDIVIDUAL`. Only individuals that were replaced have `replaced`,
-        the step at which that happened.
+        A dictionary per individual with the keys in `INDIVIDUAL`; founders may have more. `replaced` is the step at
+        which the individual was replaced, and is there only if it was.
     """
     # An individual is `name@version`: a child takes over the name of the member that it replaces.
     alive = {f"{member['name']}@{member['version']}": member for member in members}

@@ -1,8 +1,8 @@
 """Draws the pictures of a run. Needs the `report` extra (matplotlib).
 
 The first part has what all pictures share: size, colours, legend, running means. The second part draws what changes
-from step to step, the third what a run did as a whole. Every `draw_*` function gets a figure, or a part of one, and
-the run. `plots.py` says in which order pictures appear, and under which titles.
+from step to step, the third what a run did as a whole. `plots.py` lists the pictures with their
+titles. The functions that it lists get a figure, or a part of one, and the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SERIES_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#D55E00
 LINE_STYLES = ("-", "--", "-.", ":")
 GREY = "0.45"
 
-# On a phone 4.4 inches shrink to 340 pixels. Letters then still have 10 pixels.
+# On a phone 4.4 inches shrink to 340 pixels. Letters of 9.5 points then have 10 pixels.
 WIDTH, DPI = 4.4, 220
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
@@ -107,7 +107,7 @@ def name_steps(axis: Axes, ticks: int = 7) -> None:
 
 
 def locate_whole_numbers(ticks: int) -> MaxNLocator:
-    """Makes a locator that puts at most so many ticks, all at whole numbers: there is no step 2.5."""
+    """Makes a locator that puts about `ticks` ticks at most, all at whole numbers: there is no step 2.5."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True, nbins=ticks, min_n_ticks=1)
@@ -129,15 +129,15 @@ def finish(figure: Figure, lowest: Axes) -> None:
 
 
 def describe_window(run: Run) -> str:
-    """Says what a thick line is the mean of; empty for a run that is too short to smooth."""
+    """Says over how many steps a thick line is a mean; empty for a run that is too short to smooth."""
     width = _count_window(run)
     return f"thick: running mean of {width} logged steps" if width > 1 else ""
 
 
 def _count_window(run: Run) -> int:
     """Counts the logged steps that a running mean covers."""
-    # A step has few tasks, so rates jump from step to step more than they change in between. A twelfth of a run
-    # smooths that and is short enough to show what an evolution event did.
+    # A step has few tasks, so rates jump from step to step. A mean over a twelfth of the run smooths the jumps, and is
+    # short enough to show what an evolution event did.
     return 1 + len(run.history) // 12
 
 
@@ -199,7 +199,7 @@ def draw_payoff(
 
 @on_one_axis
 def draw_held_out(axis: Axes, run: Run) -> None:
-    """Draws held-out solve rates: of each student, their mean, and the base's as a dashed line."""
+    """Draws held-out solve rates: of each student (with one table), the students' mean and, dashed, the base's."""
     tables = run.tables
     # With several tables there would be too many lines, so each table has only its mean.
     if len(tables) == 1:
@@ -221,7 +221,7 @@ def draw_held_out(axis: Axes, run: Run) -> None:
 
 @on_one_axis
 def draw_held_out_kinds(axis: Axes, run: Run) -> None:
-    """Draws the students' held-out solve rate on each kind of task of the first table, and the base's dashed."""
+    """Draws the students' mean solve rate on each kind of task in the first held-out table and, dashed, the base's."""
     table = run.tables[0]
     for kind, color in zip(run.held_out_kinds, SERIES_COLORS, strict=False):
         axis.plot(*run.series(f"{table}{kind}/solve_rate"), color=color, linewidth=2, marker="o", label=kind)
@@ -234,7 +234,7 @@ def draw_held_out_kinds(axis: Axes, run: Run) -> None:
 @on_one_axis
 def draw_thinking(axis: Axes, run: Run) -> None:
     """Draws the share of attempts that think before they answer."""
-    plot_smoothed(axis, run, "solve/thinking_rate", color=COLORS["student"], linewidth=2, label="fresh tasks")
+    plot_smoothed(axis, run, "solve/thinking_rate", color=COLORS["student"], linewidth=2, label="training tasks")
     axis.plot(*run.series("eval/thinking_rate"), color="0.3", linestyle="--", marker="o", label="held-out tasks")
     axis.set(title=describe_window(run), ylabel="attempts that think first (fraction)", ylim=(-0.02, 1.02))
 
@@ -264,9 +264,12 @@ def draw_ratings(role: str) -> Draw:
 
 @on_one_axis
 def draw_solve_rates(axis: Axes, run: Run) -> None:
-    """Draws the share of right attempts at fresh tasks: of all teachers, and of each."""
+    """
+    Draws the share of right attempts at fresh tasks, of each teacher and of all. In grey: the shares of tasks that
+    nobody or every attempt solved.
+    """
     by_teacher: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    # An attempt's row has no name of a teacher. The proposals of the same match have.
+    # An attempt's row does not name the teacher. The rows of proposals in the same match do.
     teacher_of = {(r["step"], r["match"]): r["member"] for r in run.rows if r["role"] == "teacher"}
     for row in run.rows:
         if row["role"] == "student" and not row["archived"] and teacher_of:
@@ -294,7 +297,7 @@ def draw_rewards(axis: Axes, run: Run) -> None:
 
 @on_one_axis
 def draw_kinds(axis: Axes, run: Run) -> None:
-    """Draws for each kind of task how many attempts were right, and how many proposals were valid."""
+    """Draws for each kind of task the share of right attempts, and the share of valid proposals."""
     for kind, color in zip(run.kinds, SERIES_COLORS, strict=False):
         plot_smoothed(axis, run, f"solve/{kind}/rate", color=color, label=f"{kind}: solved")
         steps, rates = run.series(f"propose/{kind}/valid_rate")
@@ -302,7 +305,7 @@ def draw_kinds(axis: Axes, run: Run) -> None:
     axis.set(title=describe_window(run), ylabel="attempts solved, proposals valid\n(fraction)", ylim=(-0.03, 1.03))
 
 
-# Title and unit of each measure of programs. Measures of a user's kinds are titled by their own names.
+# Title and unit of each measure of programs. Measures of a user's kinds have their names as titles.
 CURRICULUM = dict(
     zip(
         PROGRAM_MEASURES,
@@ -322,7 +325,7 @@ def draw_curriculum(figure: Figure, run: Run) -> None:
     names = run.measures
     columns = min(2, len(names))
     rows = -(-len(names) // columns)
-    # The number of measures decides the height. The caller, who made the figure, does not know it.
+    # The number of measures decides the height. The caller made the figure without knowing this number.
     figure.set_figheight(1.0 + 1.8 * rows)
     axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
@@ -335,8 +338,8 @@ def draw_curriculum(figure: Figure, run: Run) -> None:
     for axis in axes[-1]:
         name_steps(axis, ticks=4)
     label = ",\n".join(filter(None, ["mean over the step's valid tasks", describe_window(run)]))
-    # All small pictures have the same lines, so the legend names those of the first. Its last lines are the births,
-    # and the one before them is the running mean.
+    # All small pictures have the same lines, so the legend names those of the first picture. There the births are
+    # the last lines, and the running mean is the line before them.
     drawn = axes.flat[0].lines
     named = {label: drawn[-1 - len(run.births)]} | ({"evolution": drawn[-1]} if run.births else {})
     figure.legend(named.values(), named, loc="outside lower center", ncols=2)
@@ -392,7 +395,7 @@ def draw_rejects(axis: Axes, run: Run) -> None:
 
 
 def draw_matches(figure: Figure, run: Run) -> None:
-    """Draws for each pair of teacher and student how many attempts were right, and how often they met."""
+    """Draws for each pair of teacher and student the share of right attempts, and how often they met."""
     teachers, students = run.members("teacher"), run.members("student")
     teacher_of = {(r["step"], r["match"]): r["member"] for r in run.rows if r["role"] == "teacher"}
     solved: dict[tuple[str, str], list[bool]] = defaultdict(list)
@@ -401,7 +404,7 @@ def draw_matches(figure: Figure, run: Run) -> None:
         if row["role"] == "student":
             pair = teacher_of[row["step"], row["match"]], row["member"]
             met[pair].add((row["step"], row["match"]))
-            # The teacher of the match did not write an archived task, so an attempt at it says nothing of this pair.
+            # Another teacher may have written an archived task, so an attempt at it says nothing of this pair.
             if not row["archived"]:
                 solved[pair].append(row["correct"])
     rates = [[mean(solved[t, s]) for s in students] for t in teachers]
@@ -412,7 +415,7 @@ def draw_matches(figure: Figure, run: Run) -> None:
 
 
 def draw_lineage(figure: Figure, run: Run) -> None:
-    """Draws a bar per name of a member, cut where a child took over the name, with arrows from parents to children."""
+    """Draws a bar per member's name, in another shade from each child on, and arrows from parents to children."""
     axis = figure.subplots()
     names = run.members("teacher") + run.members("student")
     height = {name: -index for index, name in enumerate(names)}
@@ -460,7 +463,7 @@ PHASE_COLORS |= {"evolve": "#CC79A7"}
 
 
 def format_seconds(value: float) -> str:
-    """Formats seconds for a legend, with two digits."""
+    """Formats seconds for a legend, with two digits below 10."""
     if value < 0.01:
         return "< 0.01"
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
@@ -468,7 +471,7 @@ def format_seconds(value: float) -> str:
 
 @on_one_axis
 def draw_times(axis: Axes, run: Run) -> None:
-    """Draws the seconds of each step as bars, a colour per phase."""
+    """Draws the seconds of each step as bars, a colour per phase and one for evolution."""
     steps = [entry["step"] for entry in run.history]
     values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in PHASE_COLORS]
     means = [sum(series) / len(series) for series in values]

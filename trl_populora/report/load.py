@@ -33,9 +33,10 @@ class Run:
     The records of a run so far.
 
     Args:
-        name: Name of the run's directory or repository.
-        history: Metrics per logged step, oldest first. With `num_iterations` some steps have no metrics of a game.
-        rows: Proposals and attempts, each with the keys in `ROW_COLUMNS`.
+        name: Title of the report; by default the name of the run's directory.
+        history: Metrics and seconds per logged step, oldest first. With `num_iterations` above 1 some steps have no
+            metrics of a game.
+        rows: Proposals and attempts, each with the keys in `ROW_COLUMNS` that its file has.
         lineage: Births, oldest first.
         population: Contents of `population.json`; empty while there is none.
         evaluations: Metrics and seconds of each evaluation on held-out tasks, oldest first.
@@ -64,8 +65,8 @@ class Run:
     def measures(self) -> list[str]:
         """What the kinds measure of each task: measures of programs first, then those of other kinds."""
         found = {key.removeprefix("curriculum/") for key in self.latest if key.startswith("curriculum/")}
-        # These three are no measures of a task: two belong to the archive, and `features` to the tasks of several
-        # steps.
+        # `coverage`, `entropy` and `features` are no measures of one task: the first two belong to the archive, the
+        # third to the tasks of several steps.
         rest = found - {"coverage", "entropy", "features", *PROGRAM_MEASURES}
         return [name for name in PROGRAM_MEASURES if name in found] + sorted(rest)
 
@@ -115,7 +116,7 @@ class Run:
 
     @property
     def held_out_kinds(self) -> list[str]:
-        """Kinds of task in the first held-out table; empty if it has only one."""
+        """Kinds of task in the first held-out table; empty if the table has only one kind."""
         known = {key for entry in self.evaluations for key in entry}
         kinds = [kind for kind in self.kinds if self.tables and f"{self.tables[0]}{kind}/solve_rate" in known]
         return kinds if len(kinds) > 1 else []
@@ -170,7 +171,7 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
     root = Path(run)
     entries = _read_checked(root / METRICS)
     if not entries:
-        raise ValueError(f"{root} holds no {METRICS}: it is not a run's directory.")
+        raise ValueError(f"{root} holds no {METRICS}. Name a run's directory; a run in its first step has none yet.")
     history = _merge_by_step(entry for entry in entries if classify_log(entry) == STEP)
     times = {e["step"]: e for e in _read_checked(root / TIMES) if classify_log(e) != EVALUATION}
     return [entry | times.get(entry["step"], {}) for entry in history]
@@ -276,13 +277,13 @@ def name_reject(proposal: Mapping[str, Any]) -> str:
 
 def load_samples(run: str | Path, number: int = 8) -> list[Sample]:
     """
-    Chooses proposals of the last steps to show, with the attempts at them.
+    Chooses proposals from the last four files of rollouts to show, with the attempts at them.
 
-    Three quarters are valid ones, ordered from hard to easy. Rejected ones follow.
+    Up to three quarters are valid ones, ordered from hard to easy. Rejected ones fill up the number.
     """
     proposals, attempts = _collect_proposals(Path(run), last=4)
     valid = sorted((row for row in proposals if row["valid"]), key=lambda row: row["solve_rate"])
-    # Every n-th of the valid ones, so that the sample covers the whole range of solve rates.
+    # Every n-th of the valid ones, because the first ones are all hard.
     step = max(1, len(valid) // max(1, number * 3 // 4))
     chosen = valid[::step][: number * 3 // 4]
     chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]

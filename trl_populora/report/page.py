@@ -1,7 +1,7 @@
 """Writes the page of a report: one self-contained `report.html` that works on a laptop and a phone, without network.
 
 The page inserts text only after `escape`: models write part of it, and a task must not become a script in somebody's
-browser. The functions below return HTML, one section each, in the order of the page.
+browser. The functions `_write_*` return HTML: a section, or a part of one.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[S
         run: Records of the run.
         plots: Pictures and their files. The page holds the pictures themselves.
         samples: Proposals with the attempts at them.
-        way: Relative path from the page to the run's directory, for links to rollouts; `None` for a page without them.
+        way: Relative path from the page to the run's directory, for links to rollouts; `None` for a page without
+            links.
     """
     figures = "\n".join(_write_figure(plot, path) for plot, path in plots)
     return f"""<!DOCTYPE html>
@@ -166,7 +167,7 @@ def _write_facts(run: Run) -> str:
 
 
 def _write_changes(run: Run) -> str:
-    """Writes the section "What changed": sentences for clear changes, then the tables."""
+    """Writes the section "What changed": sentences for held-out tasks and for clear changes, then the tables."""
     early, late = take_fifths(run)
     if not early:
         return (
@@ -211,8 +212,7 @@ def _write_change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
 
 def _write_members(run: Run) -> str:
     """Writes the table of members."""
-    # A run that has not written `population.json` yet has names and ratings in its metrics. The newest ratings are
-    # there in any case.
+    # Names and newest ratings come from the metrics, because `population.json` may not be written yet.
     known = {member["name"]: member for member in run.population.get("members", [])}
     members = [
         {**known.get(name, {}), "name": name, "role": role}
@@ -274,7 +274,7 @@ def _write_table(header: Sequence[str], body: Sequence[tuple[Sequence[str], str]
 
 
 def _write_cells(header: Sequence[str], cells: Sequence[str]) -> str:
-    # On a phone a card has two cells per line. Half a phone is too narrow for these.
+    # On a phone a card has two cells per line. Half a phone is too narrow for these columns.
     wide = {"parents", "operator", "made by", "in place of", "cosine to parents"}
     return "".join(
         f'<td data-name="{escape(name)}"{" class=wide" if name in wide else ""}>{cell}</td>'
@@ -322,7 +322,7 @@ def _write_sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, A
 
 
 def _write_source(proposal: Mapping[str, Any], way: str | None) -> str:
-    """Names the file, row and task of a proposal. The file is a link if the page lies near the run."""
+    """Names the file, row and task of a proposal. The file is a link unless `way` is `None`."""
     name = proposal["file"]
     if way is not None:
         name = f'<a href="{quote(name if way == "." else f"{way}/{name}")}">{escape(name)}</a>'

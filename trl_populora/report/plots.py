@@ -1,4 +1,4 @@
-"""Lists the pictures of a report in their order, and writes them to files. Draws the map of features.
+"""Lists the pictures of a report in their order, and writes them to files. Draws the maps of features.
 
 `PLOTS` has a title, a caption and a function for each picture. Most functions are in `charts.py`.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The map of features has a row for each of the most frequent features, and a column for each block of steps.
+# A map of features has a row for each of the most frequent features, and a column for each block of steps.
 FEATURES = 20
 BLOCKS = 12
 FEW = 4  # a share of fewer attempts says little, so its cell stays grey
@@ -50,7 +50,7 @@ Map = list[list[float]]  # `[features, blocks]`; NaN where too little was seen
 
 
 def draw_mastery(figure: Figure, run: Run) -> None:
-    """Draws two maps: how many valid proposals use a feature, and how many attempts at such tasks are right."""
+    """Draws two maps of features: the share of valid proposals that use one, and of right attempts at such tasks."""
     axes: Any = figure.subplots(1, 2, sharey=True)
     if not run.names_features:
         axes[0].set_title("the kinds of task name no features")
@@ -68,7 +68,7 @@ def draw_mastery(figure: Figure, run: Run) -> None:
 
 
 def order_features(proposals: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lists the features that most proposals use, in the order of the mean step of these proposals."""
+    """Lists the most frequent features, in the order of the mean step of the proposals that use them."""
     # Features that teachers used early stand at the top, so that a curriculum shows as a diagonal.
     steps: dict[str, list[int]] = defaultdict(list)
     for row in proposals:
@@ -103,8 +103,8 @@ def _draw_map(axis: Axes, values: Map, features: Sequence[str], width: int, role
     scale = LinearSegmentedColormap.from_list(role, ["#FFFFFF", COLORS[role]]).with_extremes(bad="0.88")
     end = 0.5 + width * len(values[0])
     image = axis.imshow(values, cmap=scale, vmin=0, aspect="auto", extent=(0.5, end, len(features), 0))
-    # Shares of right attempts use the whole scale. A feature is in few of the proposals, so that map has a scale of
-    # its own.
+    # Right attempts are shown on a scale from 0 to 1. Few proposals use any one feature, so the scale of the other map
+    # ends at its largest share.
     if role == "student":
         image.set_clim(0, 1)
     axis.set_yticks([place + 0.5 for place in range(len(features))], features, fontsize=7)
@@ -127,7 +127,8 @@ class Plot:
         caption: Says how to read the picture.
         draw: Draws it.
         height: Inches.
-        needs: Attribute of [`~trl_populora.report.load.Run`] without which the picture would be empty.
+        needs: Attribute of [`~trl_populora.report.load.Run`] that the picture shows. If it is empty or false, the
+            picture is not drawn. With `""` the picture is always drawn.
     """
 
     name: str
@@ -189,7 +190,8 @@ PLOTS = (
     Plot(
         "rewards",
         "Rewards",
-        "A teacher earns 1 - solve rate for a solved task; teacher_reward_* and student_reward_* say the rest.",
+        "By default a teacher earns 1 - solve rate for a solved task; teacher_reward_* and student_reward_* say the "
+        "rest.",
         draw_rewards,
     ),
     Plot(
@@ -221,8 +223,8 @@ PLOTS = (
         "mastery",
         "What is proposed, and what is mastered",
         "Features of tasks, by steps. Left: share of valid proposals that use the feature. Right: share of right "
-        "attempts at these tasks. A row that fades on the left is no longer taught; one that stays pale on the right "
-        "is not learned.",
+        "attempts at tasks that use it. A row that fades on the left is no longer taught; one that stays pale on the "
+        "right is not learned.",
         draw_mastery,
         4.6,
         needs="names_features",
@@ -294,7 +296,7 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
         The file.
 
     Raises:
-        `ValueError`: If the run has not logged a step yet.
+        `ValueError`: If the run has not logged a step yet, or a file is broken.
     """
     records = load_run(run)
     shown = [plot for plot in OVERVIEW if plot.can_be_drawn(records)]

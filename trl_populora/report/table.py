@@ -47,8 +47,9 @@ class Change:
     Args:
         name: Name of the metric, in words.
         form: How its values are written.
-        first, last: Mean value before and after; `None` without a value.
-        clear: Whether it changed by more than steps differ by chance; `None` if too few steps were logged to say.
+        first, last: Value before and after: the mean of a fifth, or one evaluation; `None` without a value.
+        clear: Whether it changed by more than steps differ by chance; `None` if too few steps were logged to say,
+            and for held-out tasks.
         base: Value of the base without an adapter; `None` without a value.
     """
 
@@ -111,7 +112,8 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
         return (0, 0), []
     first, last = run.evaluations[0], run.evaluations[-1]
     found = []
-    # Each table has a mean, the best student and thinking. Only the first is shown by kind, to keep the list short.
+    # Each table has a mean, the best student and thinking. Only the first table is shown by
+    # kind, to keep the list short.
     for table in run.tables:
         words = f"held-out tasks{f' ({name})' if (name := name_table(table)) else ''}"
         rows = [("solve_rate_mean", "base/solve_rate", f"{words}: attempts right")]
@@ -231,7 +233,9 @@ def print_population(run: str | Path) -> None:
         `ValueError`: If `population.json` is missing or broken.
     """
     if not Path(run, POPULATION_FILE).exists():
-        raise ValueError(f"{run} holds no population.json: no run has logged a step or an evaluation there.")
+        raise ValueError(
+            f"{run} holds no population.json. Name a run's directory; a run in its first step has none yet."
+        )
     population = read_population(run)
     title = f"Population after {population['step']} steps on {population['base_model']}"
     if (base := population.get("held_out_base")) is not None:

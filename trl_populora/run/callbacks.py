@@ -32,7 +32,7 @@ REJECT = "verify/reject/"
 
 
 class PhaseClock:
-    """A clock that adds up the seconds of each phase until the step is logged."""
+    """A clock that adds up the seconds of each phase of a step."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -51,16 +51,17 @@ class PhaseClock:
         self._seconds["update"] += time.perf_counter() - start - (sum(self._seconds.values()) - before)
 
     def take(self) -> dict[str, float]:
-        """Returns the step's metrics, and starts again at 0."""
+        """Returns the seconds as metrics of the step, and starts again at 0."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return {f"time/{phase}": seconds for phase, seconds in taken.items()}
 
 
 class StepLine(ProgressCallback):
     """
-    TRL's progress bar, which prints one readable line per log instead of the whole dict of metrics.
+    The `Trainer`'s progress bar. For a step, and for each table of an evaluation, it prints a readable line instead of
+    the dict of metrics.
 
-    The trackers in `report_to` and `trainer_state.json` still get the whole dict.
+    The trackers in `report_to` and `trainer_state.json` still get the dict.
     """
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -84,7 +85,7 @@ def format_step(step: int, max_steps: int, logs: dict[str, Any]) -> str:
 
     Args:
         step, max_steps: Steps so far, and steps of the whole run.
-        logs: Metrics of the step. A missing or NaN value prints as `-`.
+        logs: Metrics of the step. A rate or reward that is missing or NaN prints as `-`.
     """
     parts = [
         f"step {step:>{len(str(max_steps))}}/{max_steps}",
@@ -109,8 +110,8 @@ def _format_rejects(logs: dict[str, Any]) -> str:
 def format_evaluation(step: int, max_steps: int, logs: dict[str, Any]) -> list[str]:
     """Formats the metrics of one evaluation, one line per table of held-out tasks."""
     lines = []
-    # A run may evaluate on several named tables. Only keys without a prefix of a member, kind or base end in
-    # `solve_rate_mean`, so each such key stands for one table.
+    # A run may evaluate on several named tables. Each table has one key that ends in `solve_rate_mean`: there is no
+    # such key for a member, a kind or the base.
     seconds = next(value for key, value in logs.items() if key.endswith("_runtime"))
     for key in logs:
         prefix, found, rest = key.partition("solve_rate_mean")
@@ -159,14 +160,14 @@ FLAT = "frac_reward_zero_std"
 
 class Alarms(TrainerCallback):
     """
-    Warnings about a run in which nobody can learn. Each of the two comes at most once per run.
+    Warnings about a run in which nobody can learn. Each of the two comes at most once per `train()`.
 
     - "No valid proposal": no proposal of a step was valid. The text names the most frequent reason.
-    - "Students do not learn": in ten steps in a row, all attempts at each task had the same reward. This is looked at
-      only if students are compared within their group (`student_baseline="group"`).
+    - "Students do not learn": in ten steps in a row, all attempts at each task had the same reward. It comes only
+      if students are compared within their group (`student_baseline="group"`).
 
     Args:
-        played: Returns the step as it was played.
+        played: Returns the last step as it was played.
         alert: Sends a warning to trackers. Called with the names in `report_to`, a title of less than 64 characters
             and a text.
     """
@@ -210,7 +211,7 @@ class Alarms(TrainerCallback):
         self.alert(args.report_to, title, text % values)
 
     def _lasts(self, what: str, step: int, bad: bool, steps: int) -> bool:
-        """Says whether all of the last `steps` steps were bad, and the warning has not been given yet."""
+        """Says whether the warning `what` is due: the last `steps` steps were all bad, and it was not given before."""
         if what not in self._well:
             return False
         if not bad:
@@ -240,11 +241,11 @@ class StopAtSignals(TrainerCallback):
     """
     The context in which `train()` runs. A signal ends the run on all ranks after the step in which the signal came.
 
-    The first Ctrl-C or SIGTERM lets the step finish. The run then saves a checkpoint, or only the members with
-    `save_strategy="no"`. A second Ctrl-C ends the run at once.
+    The first Ctrl-C or SIGTERM lets the step finish. The run then saves a checkpoint, or with `save_strategy="no"`
+    only the members. A second Ctrl-C ends the run at once.
 
     Args:
-        trainer: The trainer that trains. Inside the context this object is one of its callbacks.
+        trainer: The trainer that trains. Inside the context, this object is one of the trainer's callbacks.
 
     Raises:
         `KeyboardInterrupt`: At the exit of the context, after Ctrl-C.
@@ -257,7 +258,7 @@ class StopAtSignals(TrainerCallback):
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopAtSignals:
-        # Python lets only the main thread set handlers. In another thread signals act as usual.
+        # Python lets only the main thread set handlers. If `train()` runs in another thread, signals act as usual.
         if threading.current_thread() is threading.main_thread():
             for number, default in DEFAULTS.items():
                 # A handler that a user or a scheduler's library has set stays.
@@ -293,7 +294,7 @@ class StopAtSignals(TrainerCallback):
         if self.received == number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.received is None and self.trainer.args.process_index == 0:
-            logger.warning("The run ends after this step and saves. Ctrl-C (once more) ends it at once.")
+            logger.warning("The run ends after this step and saves. A second Ctrl-C ends it at once.")
         self.received = number
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -304,7 +305,7 @@ class StopAtSignals(TrainerCallback):
         if self.received is not None:
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy != "no"
-            # Under "best", `Trainer` saves an evaluated step only if its score is the best. Without an evaluation it
-            # saves.
+            # With `save_strategy="best"`, `Trainer` saves a step that it evaluates only if the score is the best. A
+            # step that it does not evaluate is saved because of `should_save`.
             if args.save_strategy == "best":
                 control.should_evaluate = False

@@ -10,10 +10,11 @@ The HF `Trainer` writes optimizer, scheduler, generators and `trainer_state.json
                           held-out scores, if the run measures any
     rank_state_<n>.pt     state of rank n: count of micro-batches, rows still to train on and the step they belong to,
                           metrics and loss that are not logged yet
-    whole.json            names and sizes of all these files, and the number of processes; written last
+    whole.json            names and sizes of all other files, and the number of processes; written last
 
 A resume reads in this order: members, `trainer_state.json` (FSDP and DeepSpeed read the members after it), optimizer,
-scheduler, then [`load_game`]. The generators and the loss that is not logged yet are restored at the first update.
+scheduler, then [`load_game`]. The generators and the loss that is not logged yet are restored just before the first
+micro-batch.
 
 A checkpoint is written into `<output_dir>/_unfinished/` and moved into place once every rank is done. So a run that is
 killed at any moment leaves whole checkpoints, and at most an unfinished one that no resume looks at. With
@@ -65,8 +66,9 @@ def choose_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     Finds the checkpoint that `resume_from_checkpoint` asks for. Call it on every rank.
 
     Args:
-        wanted: Path of a checkpoint, `True` or `"newest"`. Both of these take the newest whole checkpoint in
-            `output_dir`. Where there is none, `"newest"` starts from the first step and `True` is an error.
+        wanted: Path of a checkpoint, `True` or `"newest"`. The last two take the newest checkpoint in `output_dir`
+            that is whole on all nodes. Where there is none, `"newest"` starts from the first step and `True` is an
+            error.
         output_dir: The run's directory.
 
     Returns:
@@ -84,7 +86,7 @@ def choose_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
             )
         return found
     if wanted and (flaw := find_flaw(wanted)):
-        raise ValueError(f"Cannot resume from {wanted}: {flaw}.")
+        raise ValueError(f"Cannot resume from {wanted}: {flaw}. `True` instead of a path takes the newest whole one.")
     return wanted or None
 
 
@@ -144,8 +146,8 @@ class Staging:
             before = find_newest(str(root))
             raise RuntimeError(
                 f"{target} could not be saved ({reason}). "
-                + (f"The checkpoint before it, {before}, is whole: " if before else "There is no earlier checkpoint: ")
-                + f"make room or set another `output_dir`, then {'resume from it' if before else 'start again'}."
+                + (f"The checkpoint {before} is whole: " if before else "There is no earlier checkpoint: ")
+                + f"make room or set another `output_dir`, then {'resume from there' if before else 'start again'}."
             ) from error
         finally:
             self.directory = None
@@ -157,7 +159,8 @@ class Staging:
 
 def find_newest(output_dir: str) -> str | None:
     """
-    Finds the newest whole checkpoint of a run; `None` without one. Warns of unfinished and damaged ones.
+    Finds the newest whole checkpoint of a run; `None` without one. Warns of unfinished ones, and of damaged ones that
+    are newer.
 
     Args:
         output_dir: The run's directory.
@@ -169,7 +172,7 @@ def find_newest_of_all(output_dir: str) -> str | None:
     """
     Finds the newest checkpoint that is whole on every node; `None` without one. Call it on every rank.
 
-    If a run is killed while the nodes move their parts into place, only some nodes have the last checkpoint.
+    If a run is killed while each node moves its own checkpoint into place, only some nodes have the last checkpoint.
     """
     mine = {Path(path).name: path for path in _find_whole(Path(output_dir))}
     everywhere = set.intersection(*map(set, gather_object([list(mine)])))
@@ -218,7 +221,10 @@ def is_disk_full(error: BaseException, directory: Path) -> bool:
 
 
 def _move_into_place(unfinished: Path, target: Path, world: int) -> None:
-    """Lists and flushes the files of a complete checkpoint, then moves it into place of an older one of this step."""
+    """
+    Lists and flushes the files of a complete checkpoint, then moves it to its final path. An older checkpoint of the
+    same step is replaced.
+    """
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     write_json(unfinished / MANIFEST, {"format": FORMAT, "processes": world, "files": sizes})
@@ -340,7 +346,8 @@ def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
     Puts a saved adapter into a live member. With vLLM, set the trainer's `_last_loaded_step` to -1 afterwards.
 
     Raises:
-        `ValueError`: If the file is missing, cut off, or has other matrices than the member. The message names it.
+        `ValueError`: If the file is missing, cut off, or has other matrices than the member. The message names
+            the file.
     """
     try:
         lora_members.write_member(model, name, load_file(path))
@@ -355,8 +362,8 @@ def load_game(
     Reads the state of the game, and the archive. Call it on every rank.
 
     Returns:
-        [`RankState`]: State of this rank. If another number of processes saved the checkpoint, it has no buffered
-            rows and nothing to log.
+        [`RankState`]: State of this rank. If another number of processes saved the checkpoint, the state has no
+            buffered rows and nothing to log.
 
     Raises:
         `ValueError`: If a file is missing, broken or from another population. The message names file and field.
@@ -390,7 +397,7 @@ def load_game(
     )
     # The count of micro-batches goes on from this step and not from 0. A game is played where the count reaches a
     # multiple of `num_iterations` steps. Evolution happens at such multiples as well, and a game must follow each
-    # event.
+    # evolution.
     done = saved["step"]
     return RankState(done * args.steps_per_generation, buffered=None, played=None, metrics={}, loss=0.0, logged=done)
 

@@ -3,10 +3,10 @@
     a new run, and the directory holds a run    the start is refused
     a resume in the run's own directory         records are cut back to the checkpoint
     a resume in another directory               records up to the checkpoint, and the checkpoint, are copied
-    a second `train()` of the same trainer      records of the first one move to `_previous-<n>/`
-    `"newest"`, and there is no checkpoint      records of the earlier run move there as well
+    a second `train()` of the same trainer      files of the first training move to `_previous-<n>/`
+    `"newest"`, and there is no checkpoint      files of the earlier run move to `_previous-<n>/`
 
-Records are rollouts, `metrics.jsonl`, `times.jsonl` and `lineage.jsonl`.
+Records are rollouts, TRL's tables of completions, `metrics.jsonl`, `times.jsonl` and `lineage.jsonl`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class RunDirectory:
         """
         Cuts or copies the records so that they end with the checkpoint's `step`. Call it on every rank.
 
-        Call it once the checkpoint is loaded, so that a checkpoint that cannot be loaded changes no records.
+        Call it after the checkpoint is loaded: if the checkpoint cannot be loaded, the records must not change.
         """
         if self.args.should_save:
             _bring_records_to(checkpoint, step, Path(self.args.output_dir))
@@ -167,8 +167,8 @@ class RunDirectory:
             may_begin = self._trained_in == where or (found is None and wanted)
             return None if may_begin else find_earlier_run(where)
         newest = find_newest(where)
-        # The two are equal only if the user named this checkpoint. `True` takes the newest that is whole on all nodes,
-        # although this node may have a newer one.
+        # `found` equals `wanted` only if the user named this checkpoint by its path. `True` takes the newest that is
+        # whole on all nodes, although this node may have a newer one.
         if found != wanted or newest is None or _parse_step(Path(newest)) <= _parse_step(Path(found)):
             return None
         return (
@@ -220,14 +220,14 @@ def set_aside(output_dir: str | Path) -> Path | None:
 
 
 def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:
-    """Cuts the records beside the checkpoint back to its step, or copies the records and the checkpoint elsewhere."""
+    """Cuts the records beside the checkpoint back to its step, or copies records and checkpoint to `output_dir`."""
     root = checkpoint.parent
     tables = [path for name in TABLES for path in sorted(root.glob(name))]
     if in_place := _lies_in(checkpoint, output_dir):
         for path in tables:
             if _parse_step(path) > step:
                 path.unlink()
-        # Later checkpoints are left only if they are damaged here or on another node: `claim` refuses all others.
+        # A later checkpoint can be here only if it is damaged on this or another node: otherwise `claim` refuses.
         if later := [path for path in root.glob(f"{PREFIX}*") if _parse_step(path) > step]:
             _move(later, root)
     else:

@@ -60,11 +60,11 @@ def wait_for_all(args: TrainingArguments, accelerator: Accelerator) -> None:
     """
     Waits until every process starts to train. Call it on every rank.
 
-    It uses the store, so that a time-out can name the missing ranks.
+    It uses the key-value store of `torch.distributed`, so that a time-out can name the missing ranks.
 
     Raises:
         `RuntimeError`: If a process does not start within `ddp_timeout` seconds. The message names rank and node of
-            each that is missing.
+            each missing process.
     """
     if accelerator.num_processes == 1:
         return

@@ -10,8 +10,8 @@ from typing import Any
 from trl_populora.files import drop_secrets, is_file_name, read_json
 
 
-# Only the log of a step that played a game has this key. With `num_iterations` above 1, other steps train again on
-# rows of the last game.
+# The log of a step has this key only if the step played a game. With `num_iterations` above 1, other steps train again
+# on rows of the last game.
 PLAYED = "propose/valid_rate"
 STEP, EVALUATION = "step", "evaluation"
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
@@ -46,13 +46,13 @@ def read_population(directory: str | Path) -> dict[str, Any]:
     """
     Reads `population.json`, which [`~trl_populora.run.saved_population.describe`] has made.
 
-    The file may come from a stranger on the Hub. After this check callers can join a member's name and adapter to a
-    directory: names are no paths, and adapters lie inside `members/`. Secrets are left out, because early versions
-    saved them among the settings.
+    The file may come from a stranger on the Hub. Callers may join a member's name and adapter to a directory:
+    names are no paths, and adapters lie inside `members/`. Secrets are left out, because early versions saved them
+    among the settings.
 
     Raises:
-        `ValueError`: If the file is missing, broken or of another version, or if a member's name or adapter leads out
-            of the directory.
+        `ValueError`: If the file is missing, broken or of another format, if a member's name or adapter leads out of
+            the directory, or if the best student is no member.
     """
     path = Path(directory, POPULATION_FILE)
     saved = read_json(path)
@@ -65,7 +65,7 @@ def read_population(directory: str | Path) -> dict[str, Any]:
 
 
 def _check_places(path: Path, member: Mapping[str, Any]) -> str:
-    """Refuses a member whose files would be elsewhere; returns its name."""
+    """Refuses a member whose files would be outside `members/`; returns the member's name."""
     name = member.get("name")
     if not is_file_name(name):
         raise ValueError(f"{path}: field `members.name` is {name!r}; it may hold only letters, digits, `_` and `-`.")

@@ -89,7 +89,7 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
 
     Seconds have a file of their own, because only they differ between two runs with the same seed.
     """
-    # Trackers show `eval_loss` as `eval/loss`. The files use the same keys as the trackers.
+    # Trackers show `eval_loss` as `eval/loss`, and so do the files.
     entry = {f"eval/{key[5:]}" if key.startswith("eval_") else key: value for key, value in entry.items()}
     seconds = {k: v for k, v in entry.items() if k == "step_time" or k.startswith("time/") or k.endswith("runtime")}
     metrics = {key: value for key, value in entry.items() if key not in seconds}
@@ -100,10 +100,10 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
 
 class Records(TrainerCallback):
     """
-    A callback that updates the run's files at every log, for `populora info` and `populora report`.
+    A callback that updates the run's files for `populora info` and `populora report`.
 
-    Each log adds a line to `metrics.jsonl` and to `times.jsonl`, with every key, also those without a value. Then
-    `population.json` is written again with the latest ratings.
+    Each log of a step or an evaluation adds a line to `metrics.jsonl` and to `times.jsonl`. Keys without a value are
+    kept. Then `population.json` is written again with the latest ratings.
 
     Args:
         describe: Returns the contents of `population.json`.
@@ -117,7 +117,7 @@ class Records(TrainerCallback):
         self.begun = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        # This is `evaluate()` before any training, and the files in the directory belong to an earlier run.
+        # `evaluate()` was called before any training. The files in the directory belong to an earlier run.
         if not self.begun and holds_a_run(args.output_dir):
             return
         if state.is_world_process_zero and classify_log(logs):

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")  # early versions did not write them: a file without them has none
 
-# Numbers of the base's configuration that decide whether an adapter fits.
+# Fields of the base's configuration that decide whether an adapter fits.
 _BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 # TRL's settings that decide how members sample. Cross-play samples with the same.
 SAMPLING = (
@@ -109,7 +109,7 @@ class Shape:
         if not isinstance(values["target_modules"], str):
             values["target_modules"] = sorted(values["target_modules"])
         quantization = getattr(base, "quantization_config", None)
-        # It is compared with one that was read from JSON, so it takes the same way: tuples become lists.
+        # It is compared with a config that was read from JSON, so it goes through JSON, too: tuples become lists.
         if quantization is not None:
             quantization = json.loads(json.dumps(quantization.to_dict()))
         return cls(base_model, {name: getattr(base, name, None) for name in _BASE_FIELDS}, values, quantization)
@@ -200,7 +200,7 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
 
     Args:
         root: Directory of the saved population.
-        shape: The shape that its adapters have to fit.
+        shape: The shape that the saved adapters have to fit.
         members: Names that the file must list in this order, for a resume; `None` if any members will do.
 
     Returns:
@@ -230,7 +230,7 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
         if not (os.path.isdir(ours) or os.path.isabs(saved["base_model"])):
             raise ValueError(
                 f"{path}: field `base_model` is {saved['base_model']!r}, this trainer trains on {ours!r}. Adapters "
-                "only make sense on the base they were trained on."
+                "only make sense on the base they were trained on. Train on that base."
             )
         logger.warning("%s names the base %r, this trainer's is at %r.", path, saved["base_model"], ours)
     _check_quantization(path, saved.get("base_quantization"), shape.quantization, resumes=members is not None)
@@ -274,7 +274,7 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     refused = [f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed if name in fixed]
     if refused:
         raise ValueError(
-            f"{root / POPULATION_FILE}: a resumed run cannot change {'; '.join(refused)}. Resume with "
+            f"{root / POPULATION_FILE}: a resumed run cannot change settings: {'; '.join(refused)}. Resume with "
             "the saved values, or start a new run with `warm_start` to change them."
         )
     if gone := sorted(theirs.keys() - ours.keys()):
@@ -292,8 +292,8 @@ def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[st
     """
     Refuses adapters and an archive that were saved after another step than `population.json`.
 
-    A run rewrites `population.json` at every log, and saves adapters only at its end. So a run that was killed leaves
-    a file about one step beside adapters of another.
+    A run rewrites `population.json` at every log, and saves adapters beside it only at the end. So a run that was
+    killed may leave a `population.json` of one step beside adapters of another.
 
     Args:
         root: Directory of a saved population.
@@ -323,7 +323,7 @@ def find_best_adapter(root: Path) -> Path:
     Finds the directory of the best student's adapter in a saved population.
 
     Raises:
-        `ValueError`: If `population.json` is missing or broken, or if the adapter is from another step.
+        `ValueError`: If `population.json` is missing or broken, or if the adapter is missing or from another step.
     """
     saved = read_population(root)
     best = next(member["adapter"] for member in saved["members"] if member["name"] == saved["best_student"])
