@@ -54,7 +54,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Asks for SIGKILL when the thread that forked this process ends. The kernel forgets this request when the uid changes."""
+    """Asks for SIGKILL when the thread that forked this process ends. A change of uid makes the kernel forget this."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 

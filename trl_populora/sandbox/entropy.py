@@ -119,7 +119,7 @@ def _has_stable_hash(value: Any) -> bool:
 
 
 class Address(int):
-    """The base of what `id` returns, and `hash` for all but `int` and `bool`: a number to compare for equality, no more."""
+    """The base class of what the guarded `id` returns, and the guarded `hash` for all but `int` and `bool`."""
 
     __slots__ = ()
 
@@ -134,7 +134,11 @@ _ADDRESS_USES = [
 
 
 def make_builtins(stop: Stop) -> dict[str, Callable]:
-    """Makes guarded `hash` and `id`: a program can compare their results for equality, and use them as keys, no more."""
+    """
+    Makes guarded versions of `hash` and `id`.
+
+    An address that they return can be a key and be compared for equality. Anything else stops the program.
+    """
     real_hash, real_id = hash, id
 
     def guarded_hash(value: object, /) -> int:

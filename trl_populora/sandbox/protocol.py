@@ -29,7 +29,7 @@ PROBE = 1  # the same, but the child tries the walls and runs no program
 READY = 0  # the zygote is warm; a JSON report follows the header
 DONE = 1  # the child is dead and reaped
 EXPIRED = 2  # the same, killed by the zygote at the deadline
-FAILED = 3  # the zygote ends because of an error, mostly at its start; a JSON report follows the header
+FAILED = 3  # the zygote ends because of an error; a JSON report follows the header
 
 # Status words of a child's answer. A child may claim these things about itself. Everything else, such as a time-out,
 # is observed from outside.
