@@ -1,9 +1,9 @@
 """The soft layer: keeps honest programs to what a training task may use. It improves data and protects nothing.
 
 Each program gets builtins and a few module facades of its own. The standard library itself keeps the real modules. An
-import outside the allow-list, `open`, `input` and `breakpoint` give `policy`. A clock,
-a hash or address that is used as a number, and what depends on the interpreter, give `nondeterministic`. Repeated runs
-would not find these: they see neither another year, nor a rare coin flip, nor another Python.
+import outside the allow-list, `open`, `input` and `breakpoint` give `policy`. A clock, a hash or address that is used
+as a number, and what depends on the interpreter, give `nondeterministic`. Repeated runs would not find these: they see
+neither another year, nor a rare coin flip, nor another Python.
 
 The allow-list holds modules that compute. It leaves out modules whose results nobody can work out by thinking, as
 Absolute Zero Reasoner does: digests, checksums, seeded generators. A scrambler that a program writes itself stands in
@@ -104,7 +104,7 @@ class Guard:
         self.namespace["__builtins__"] = self.builtins
 
     def stop(self, word: str, reason: str) -> None:
-        """Notes the first finding, and raises to stop the program. It stays if the program catches the exception."""
+        """Notes the first finding, and raises to stop the program. Catching the exception does not undo the finding."""
         if self.finding is None:
             self.finding = (word, [protocol.make_line(reason)])
         raise Refused(reason)

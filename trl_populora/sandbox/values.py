@@ -16,8 +16,8 @@ never evaluates anything.
 | dict | `["d",key,value,...]` |
 
 The elements of a set are sorted by their texts, and so are the pairs of a dict in an *output*. In an *input* the
-pairs keep their order, because the program can see it (`encode(arguments, ordered=True)`). Both forms
-can be read back. The trainer and the zygotes both load this file, so it imports only the standard library.
+pairs keep their order, because the program can see it (`encode(arguments, ordered=True)`). Both forms can be read
+back. The trainer and the zygotes both load this file, so it imports only the standard library.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class Worker:
             + ("; ".join(missing) or "none")
             + ". A program could: "
             + (", ".join(open_doors) or f"not be probed ({reason})")
-            + ". `allow_weak=True` (in training `sandbox_allow_weak`) runs programs all the same, with limits and a deadline"
-            " but perhaps nothing that keeps them from your files and your network: set it only where a virtual machine"
-            " or a container is the wall."
+            + ". `allow_weak=True` (in training `sandbox_allow_weak`) runs programs all the same, with limits and a"
+            " deadline but perhaps nothing that keeps them from your files and your network: set it only where a"
+            " virtual machine or a container is the wall."
         )
 
     def start(self, kind: int, job: int, fd: int, limit: float, memory: int) -> None:
