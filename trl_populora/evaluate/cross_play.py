@@ -227,8 +227,8 @@ def assemble(
     Args:
         runs: Directories (runs or their checkpoints) or Hub names of saved populations, with the same base and the
             same adapter shape. The first one decides the base's revision and quantisation, the kinds, the prompt
-            style, the lengths and the sampling. If a population was trained on other kinds than those
-            that play, a warning says so.
+            style, the lengths and the sampling. If a population was trained on other kinds than those that
+            play, a warning says so.
         tasks: Tasks to draw references from. By default the package's tasks and, for a user's own kinds, the tasks in
             the archives of the runs.
         task_kinds: Kinds that all play. By default those of the first run, if the package has them all.
@@ -253,8 +253,8 @@ def assemble(
     given = gather_references(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
     archive = build_archive(given, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
 
-    # 2. One base with an adapter for every member of every run. Each member gets a new
-    # name, by its place among all members of its role.
+    # 2. One base with an adapter for every member of every run. Each member gets a new name, by its place
+    # among all members of its role.
     set_seed(args.seed)
     base = start.load_base(saved[0]["base_model"], args)
     tokenizer = start.load_tokenizer(base, None, args)

@@ -24,11 +24,11 @@ What is covered, and by what:
   answer or another exit status is `tampered`. The trainer unpickles and evaluates nothing from a child, and no file
   here parses the program in the trainer.
 * *Files, network, processes, signals, other memory.* Seccomp alone refuses all of them. Where the host allows it, the
-  zygote also lives in namespaces of its own, in a deleted empty folder, as a user of its own, under Landlock. Before
-  a zygote serves, its first child tries the walls from inside; `Sandbox.level` sums up which of them hold.
-* *Time and memory.* The zygote kills a program when its CPU time is used up, whatever the load. The clock
-  ends a program that sleeps, or that has not ended after 120 times its limit. The kernel limits the address space, and
-  a program cannot start processes.
+  zygote also lives in namespaces of its own, in a deleted empty folder, as an unprivileged user, under Landlock.
+  Before a zygote serves, its first child tries the walls from inside; `Sandbox.level` sums up which of them hold.
+* *Time and memory.* The zygote kills a program when its CPU time is used up, whatever the load. The clock ends only a
+  program that sleeps, or that has not ended after 120 times its limit. The kernel limits the address space, and a
+  program cannot start processes.
 * *Determinism.* Each run of a job has another hash seed and another zygote. The second run also has another heap
   layout, its inputs in reverse order, and other limits of recursion and of integers. Clocks, hashes, addresses and the
   insides of the interpreter are guarded.

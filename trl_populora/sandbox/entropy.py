@@ -6,8 +6,8 @@ guards `hash` and `id`.
 
 *Between interpreters*: versions, limits and the insides of objects. Repeated runs on one host would not show these, so
 a program is stopped if its text names something that the language leaves open (`INSIDES`). Every run after the
-first also has other limits of recursion and of the digits of integers than the first. A program that reaches a limit
-then gives another result.
+first also has other limits of recursion and of the digits of integers. A program that reaches a limit then gives
+another result.
 """
 
 from __future__ import annotations

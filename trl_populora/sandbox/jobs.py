@@ -70,9 +70,9 @@ class Job:
             that the program is to see. One process calls the function with each of them in turn, until a call fails.
             Without inputs the program is only executed, and `function` must exist.
         runs:
-            Independent runs under different hash seeds, which must agree. A program that makes sets or uses
-            `hash`, `id` or `repr` gets at least six runs where two or more are asked for: a two-way choice by the
-            order of a set passes two runs half of the time.
+            Independent runs under different hash seeds, which must agree. A program that makes sets or uses `hash`,
+            `id` or `repr` gets at least six runs where two or more are asked for: a two-way choice by the order of a
+            set passes two runs half of the time.
         limits: Limits of every run of this job; those of the sandbox when not given.
         function: Name of the function that is called.
         headroom:

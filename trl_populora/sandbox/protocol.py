@@ -1,7 +1,7 @@
 """The messages between the trainer, a warm process ("zygote") and a program's process ("child").
 
     trainer -> zygote   ORDER   control socket; with the child's end of a private socket pair, without a payload
-    zygote  -> trainer  EVENT   control socket: that it is ready or has failed, and how a child ended
+    zygote  -> trainer  EVENT   control socket: that the zygote is ready or has failed, and how a child ended
     trainer -> child    frame   private pair: the program and its inputs
     child   -> trainer  frame   private pair: one frame, then end of file
 

@@ -303,7 +303,7 @@ class Supervisor:
                 break
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Gives a job to the least busy zygote of its seed, or lets it wait for one; returns `False` as `_start` does."""
+        """Gives a job to the least busy zygote of its seed, or lets it wait; returns `False` as `_start` does."""
         if pending.future.cancelled():
             self.unresolved.discard(pending)
             return True

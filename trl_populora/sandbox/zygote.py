@@ -4,8 +4,8 @@
     EVENT <--_reap-- the kernel's report of the child's end          _watch: kills a child that is past its limit
 
 The trainer runs this file as a script, with the number of the control socket and the options. The zygote never reads a
-payload: a job's private socket passes through it as a descriptor, from the trainer's message to the child. So
-neither a zygote nor a child ever holds the sockets of two jobs.
+payload: a job's private socket passes through it as a descriptor, from the trainer's message to the child. So neither
+a zygote nor a child ever holds the sockets of two jobs.
 """
 
 from __future__ import annotations
