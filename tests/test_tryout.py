@@ -149,7 +149,7 @@ def test_a_base_that_says_nothing_ends_with_one(random_base, capsys):
     said = capsys.readouterr().out
     assert "Nothing can be learned yet with" in said
     assert "recipes/cold_start.py" in said
-    assert "turns + 3 shots  not tried: The context has no room for the solved tasks." in said
+    assert "turns + 3 shots  not tried: The solved tasks do not fit into the context." in said
     assert "chat             not tried: The shortest proposal prompt of code_o is" in said
 
 

@@ -1,7 +1,7 @@
 """Tests a kind of task without a model: in a test of your own, or as `populora check-kind`.
 
 A run would meet a fault of the kind hours after its start, in a text that some model happens to write. So this plays
-the part of the model: it hands the kind a thousand mangled texts.
+the part of the model: it hands the kind more than a thousand texts, most of them mangled.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from trl_populora.tasks.kind import measure_complexity
 
 
 TEXTS = 1000  # mangled texts
-RUNS = 100  # how many of the texts that can be read are also run or graded
-SECONDS = 5  # for the kind to read one text
+RUNS = 100  # most readable texts that are also run, or graded as answers to one task
+SECONDS = 5  # for the kind to read one text twice
 # Texts that break parsers: control characters, numbers that Python reads and others do not, tags, unfinished fences,
 # and in the last line inputs of a size or depth at which a careless parser is slow or overflows the stack.
 HOSTILE = ["", " ", "\x00", "\ud800", "²", "İ", "-0", "1e999", "nan", "1_0", "<think>", "<|im_end|>", "```python\n"]
@@ -34,8 +34,8 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
     """
     Plays a configured kind and returns the problems, one sentence each.
 
-    The kind writes its prompts, judges the given tasks, and reads a thousand texts that a model might write, as
-    proposals and as answers.
+    The kind writes its prompts, judges the given tasks, and reads more than a thousand texts that a model might write,
+    as proposals and as answers.
 
     Args:
         kind: The kind.
@@ -61,13 +61,13 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
             with _note_problems(kind, problems, task):
                 texts += [task.program, *task.inputs, *task.outputs, kind.write_proposal(task)]
                 _judge_given(kind, task, referee, texts[-1])
-        # 3. Mangled texts as proposals. Those that can be read go to the sandbox.
+        # 3. Mangled texts as proposals. The first `RUNS` that can be read go to the sandbox.
         texts += [_mangle(rng.choice(texts), rng) for _ in range(TEXTS)]
         formed, made = _read_twice(kind, problems, "parse_proposal", texts, shown), list[Task]()
         for text in formed[:RUNS]:
             with _note_problems(kind, problems, text):
                 made += [t for t in referee.judge([Written(kind.name, text, shown)], rng) if isinstance(t, Task)]
-        # 4. What a run asks about each task, and the texts as answers to a few tasks.
+        # 4. What a run asks about each task, and the texts as answers to the first three tasks.
         for task in (*own, *made):
             with _note_problems(kind, problems, task):
                 _check_estimates(kind, task, referee)
@@ -85,9 +85,9 @@ def _note_problems(kind: TaskKind, problems: dict[str, str], *given: Any) -> Ite
     Notes an error of the block as a problem and goes on.
 
     Args:
-        kind: The kind; its method that raised is named.
+        kind: The kind. The problem names the method of the kind that raised.
         problems: The problems by their text up to the value received, so that each problem is noted once.
-        given: What the block worked on, for the text.
+        given: What the block worked on; the problem quotes it.
     """
     try:
         yield
@@ -131,7 +131,7 @@ def _read_twice(kind: TaskKind, problems: dict, method: str, texts: Sequence[str
 
 
 def _judge_given(kind: TaskKind, task: Task, referee: Referee, written: str) -> None:
-    """Checks that a given task survives: `accept` makes the same task again, and a written proposal can be read."""
+    """Checks that `accept` finds the outputs of a given task again, and that the kind reads the proposal it wrote."""
     proposal = Proposal(task.kind, task.program, task.inputs, task.message)
     (found,) = referee.verify([(task.kind, proposal)], random.Random(0))
     if not isinstance(found, Task) or sorted(found.outputs) != sorted(task.outputs):
@@ -148,9 +148,9 @@ def _check_estimates(kind: TaskKind, task: Task, referee: Referee) -> None:
     if not 0 <= (chance := referee.chances([task])[0]) <= 1:
         raise ValueError(f"`chance` must lie between 0 and 1, got {chance}")
     if extra := measure_complexity(kind, task).keys() - set(kind.measures):
-        raise ValueError(f"`measures` must name what `complexity` measures, got {sorted(extra)} beside")
+        raise ValueError(f"`measures` must name what `complexity` measures, got {sorted(extra)} as well")
     if not all(isinstance(word, str) for word in kind.features(task)):
-        raise ValueError("`features` must be words")
+        raise ValueError(f"`features` must be strings, got {kind.features(task)!r:.80}")
 
 
 def _mangle(text: str, rng: random.Random) -> str:

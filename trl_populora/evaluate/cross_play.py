@@ -59,7 +59,9 @@ class CrossPlayArguments:
     runs: list[str] = field(metadata={"help": "Directories of runs or of their checkpoints, or Hub names, or both."})
     proposals: int = field(default=12, metadata={"help": "Proposals per teacher, the kinds in rotation."})
     attempts: int = field(default=4, metadata={"help": "Attempts of every student at every fresh valid proposal."})
-    tasks: str | None = field(default=None, metadata={"help": "Tasks that every member solves beside, as seed_tasks."})
+    tasks: str | None = field(
+        default=None, metadata={"help": "More tasks, which every member solves; given as seed_tasks are."}
+    )
     task_kinds: list[str] | None = field(
         default=None, metadata={"help": "Kinds that all play; those of the first run by default, if built in."}
     )
@@ -81,7 +83,7 @@ def solve_rates(
         member: Name of the member, or `base`.
         tasks: What to solve.
         attempts: Attempts per task.
-        batch: Most rows that are generated at once.
+        batch: Most rows that a rank generates at once.
 
     Returns:
         `list[float]`: The solve rate of each task: the share of right attempts, in the order of the tasks.
@@ -172,7 +174,7 @@ def cross_play(
 @dataclass
 class Contest:
     """
-    Members of several saved populations on one base, ready to play. As a context it ends the sandbox.
+    Members of several saved populations on one base, ready to play. Leaving the context (`with`) closes the sandbox.
 
     Args:
         args: Settings: kinds, lengths and sampling.
@@ -225,7 +227,8 @@ def assemble(
     Args:
         runs: Directories (runs or their checkpoints) or Hub names of saved populations, with the same base and the
             same adapter shape. The first one decides the base's revision and quantisation, the kinds, the prompt
-            style, the lengths and the sampling. If another one was trained on other kinds, a warning says so.
+            style, the lengths and the sampling. If a population was trained on other kinds than those that
+            play, a warning says so.
         tasks: Tasks to draw references from. By default the package's tasks and, for a user's own kinds, the tasks in
             the archives of the runs.
         task_kinds: Kinds that all play. By default those of the first run, if the package has them all.
@@ -250,7 +253,8 @@ def assemble(
     given = gather_references(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
     archive = build_archive(given, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
 
-    # 2. One base with an adapter for every member of every run. A member's name here is that of its place among all.
+    # 2. One base with an adapter for every member of every run. Each member gets a new name, by its place
+    # among all members of its role.
     set_seed(args.seed)
     base = start.load_base(saved[0]["base_model"], args)
     tokenizer = start.load_tokenizer(base, None, args)
@@ -288,7 +292,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
 
     Args:
         saved: Contents of `population.json`.
-        settings: Settings that go before the saved ones.
+        settings: Settings that replace the saved ones.
     """
     first, on_cpu = saved["settings"], not torch.cuda.is_available()
     theirs = {name: first[name] for name in ("references_per_proposal", "inputs_per_function")}
@@ -338,7 +342,7 @@ def gather_references(kinds: Sequence[str], roots: Sequence[Path], style: str) -
     if not archives:
         raise ValueError(
             f"No archive.parquet in {', '.join(map(str, roots))}: teachers are shown tasks of the kind "
-            f"{', '.join(own)} from it. Give a run or a checkpoint that was saved whole."
+            f"{', '.join(own)} from this file. Give a run or a checkpoint that was saved whole."
         )
     records = [row for path in archives for row in pq.read_table(path, filters=[("kind", "in", own)]).to_pylist()]
     tasks = [*load_built_in_tasks(style), *(read_task(record, "archive.parquet") for record in records)]
@@ -356,7 +360,7 @@ def choose_prefixes(runs: Sequence[str]) -> list[str]:
     paths = [Path(run) for run in runs]
     one_sort = len({path.is_absolute() for path in paths}) == 1
     common = os.path.commonpath(paths) if one_sort else ""
-    if not common or Path(common) in paths:  # one run lies inside another: without the folder it would have no name
+    if not common or Path(common) in paths:  # nothing is shared, or the path that all share is a run
         return [f"{run} " for run in runs]
     return [f"{path.relative_to(common)} " for path in paths]
 
@@ -424,7 +428,7 @@ def write_payoff(payoff: Payoff, directory: str | Path) -> Path:
     values = json.dumps(asdict(payoff) | {"by_teacher": payoff.by_teacher, "by_student": payoff.by_student})
     write_json(path, json.loads(values, parse_constant=lambda _: None))  # NaN, which JSON lacks, becomes null
 
-    # rich belongs to the extra `report`. The JSON file is written even where it is missing.
+    # rich belongs to the extra `report`. The JSON file is written even where rich is missing.
     from rich.console import Console
     from rich.table import Table
 

@@ -3,8 +3,8 @@
     members x tasks x attempts --attempt--> Tried --scores--> solve rates --HeldOut--> metrics, the best student
 
 [`HeldOut`] is what `eval_dataset` becomes. Measuring changes nothing that trains: its samples have seeds of their own,
-and it leaves ratings, archive and weights as they are. So a run with an `eval_dataset`
-trains the same weights, whether it evaluates or not. (Teachers may not propose held-out tasks in either case.)
+and it leaves ratings, archive and weights as they are. So a run with an `eval_dataset` trains the same weights,
+whether it evaluates or not. (Teachers may not propose held-out tasks in either case.)
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def attempt(
     first, quiet = player.rank * share, not describe or player.rank > 0
     starts = range(first, first + len(rows), share * player.world)
     for start in tqdm(starts, desc=describe, unit="batch", leave=False, disable=quiet):
-        # All ranks have to ask for as many rows. One that has run out asks for the last row again, and drops it.
+        # All ranks have to ask for equally many rows. One that has run out asks for the last row again, and drops it.
         places = [min(place, len(rows) - 1) for place in range(start, start + share)]
         completions = player.generate(
             [prompts[tasks[rows[place][1]]] for place in places],
@@ -150,7 +150,7 @@ class HeldOut:
     The held-out tasks of a run, and how its members last did on them.
 
     Args:
-        tables: The tasks. Several tables have names; a single one is called `""`.
+        tables: The tasks, by the name of their table; `""` for a table that was given alone, without a name.
         attempts: Attempts per member and task.
         batch: Rows that a rank generates at once; all its rows when `None`.
         seed: Seed of the samples. It is the same in every evaluation, so two evaluations differ only by the weights.
@@ -171,7 +171,7 @@ class HeldOut:
         self._questions = {_key_question(task) for tasks in self.tables.values() for task in tasks}
 
     def __contains__(self, task: object) -> bool:
-        """Whether a held-out task asks about the same program and inputs, whatever its kind."""
+        """Whether a held-out task asks the same; `_key_question` says what counts as the same."""
         return isinstance(task, Task) and _key_question(task) in self._questions
 
     def measure(
@@ -234,7 +234,7 @@ class HeldOut:
             self.base[name] = {
                 key if key.startswith(f"{BASE_NAME}/") else f"{BASE_NAME}/{key}": value
                 for key, value in scores(base, tasks).items()
-                if key != "thinking_rate" and not key.startswith("solve_rate_")  # of one: said already
+                if key != "thinking_rate" and not key.startswith("solve_rate_")  # they would repeat `base/...`
             }
         return figures | self.base[name]
 
@@ -244,12 +244,12 @@ class HeldOut:
         return self.base.get(next(iter(self.tables)), {}).get(f"{BASE_NAME}/solve_rate")
 
     def describe_tasks(self) -> dict[str, Any]:
-        """Identifies the tasks behind `rates`, the first table: `digest` of their ids, how many, attempts at each."""
+        """Describes the first table, whose tasks `rates` are about: digest, number of tasks, attempts at each."""
         tasks = next(iter(self.tables.values()))
         return {"digest": _digest(tasks), "tasks": len(tasks), "attempts": self.attempts}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain data, ready for JSON, with a digest of each table. The tasks themselves come from the user."""
+        """Returns plain data, ready for JSON, with a digest of each table in place of the tasks."""
         tasks = {name: _digest(table) for name, table in self.tables.items()}
         return {"base": self.base, "rates": self.rates, "step": self.step, "tasks": tasks}
 
@@ -273,8 +273,9 @@ def _digest(tasks: Sequence[Task]) -> str:
 
 
 def _key_question(task: Task) -> tuple:
-    """Makes a key for what a task asks, so that tasks which ask the same have the same key, whatever their kinds."""
-    # Programs that differ only in names or layout have one normal form. Other texts are compared as they stand.
+    """Makes a key for what a task asks. Tasks with the same key ask the same."""
+    # Programs that differ only in names or layout have one normal form, and ask the same whatever their kinds. Other
+    # texts are compared as they stand, within one kind.
     tree = parse_function(task.program)
     if tree is None:
         return task.kind, task.program, task.inputs, task.message
@@ -301,7 +302,8 @@ def load_held_out(
             if wanted:
                 raise ValueError(
                     f"`{name}={getattr(args, name)!s}` needs held-out tasks: pass `eval_dataset=` (on the command "
-                    "line `--eval_tasks`), a table with the columns of seed tasks, or leave it unset."
+                    "line `--eval_tasks`), a table with the columns of seed tasks, or leave "
+                    f"`{name}` out."
                 )
         return None
     named = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}

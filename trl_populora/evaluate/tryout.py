@@ -45,7 +45,7 @@ from trl_populora.tasks.python.prompts import check_style
 
 ATTEMPTS = 4  # attempts at each task; only a group whose attempts differ has something to teach
 REFERENCES = 4  # archived tasks that a proposing teacher is shown
-BATCH = 48  # rows that transformers generates at once
+BATCH = 48  # rows that are generated at once
 ROUNDING = 32  # the advised completion length is a multiple of this, in tokens
 
 
@@ -65,7 +65,8 @@ class TryArguments:
             that it was trained on.
         temperature: Temperature of the samples.
         vllm: Generate with vLLM, in this process.
-        dtype: Type of the weights; by default float32 for the embedded base, bfloat16 for others.
+        dtype: Type of the weights; by default float32 for bases that name the compact style in their config, such as
+            the embedded one, and bfloat16 for others.
         seed: Seed of references, tasks and samples.
     """
 
@@ -212,9 +213,10 @@ class Tryout:
 
     def advise_length(self) -> int:
         """
-        Computes a `max_completion_length`: 1.5 times the 95th percentile of the lengths in the chosen style.
+        Computes a `max_completion_length`: 1.5 times the 95th percentile of lengths in the chosen style, rounded up.
 
-        Completions that were cut do not count, because nobody knows how long they would have been.
+        Completions that were cut do not count, because nobody knows how long they would have been. If all were cut,
+        the longest one counts.
         """
         style = self.choose().style
         rows = zip(self.questions, self.completions, self.cut, strict=True)
@@ -284,7 +286,7 @@ def try_model(options: TryArguments) -> Tryout:
 
 
 def _make_settings(options: TryArguments) -> PopuLoRAConfig:
-    """Makes the settings of a run that would ask the base the same."""
+    """Makes the settings of a run that would ask the base the same questions."""
     on_cpu = not torch.accelerator.is_available()
     args = PopuLoRAConfig(
         "unused",
@@ -305,7 +307,7 @@ def _make_settings(options: TryArguments) -> PopuLoRAConfig:
 
 
 def _pose_all(setups: Mapping[str, Setup], options: TryArguments) -> tuple[list[Question], dict[Form, str]]:
-    """Writes the questions of all forms; returns them, and the forms that cannot be tried with the reason."""
+    """Writes the questions of all forms; returns them and, with the reasons, the forms that cannot be tried."""
     questions, left_out = [], {}
     for form in [*([Form("turns", SHOTS)] if "turns" in setups else []), *map(Form, setups)]:
         try:
@@ -331,7 +333,7 @@ def _pose(setup: Setup, form: Form, options: TryArguments) -> Iterator[Question]
             # Each shown solution is two turns, and the referee leaves out what does not fit. One solution may be
             # missing for another reason: nobody is shown the solution of the task itself.
             if len(prompt) < 2 * min(form.shots, len(kind.shots)) - 1:
-                raise ValueError("The context has no room for the solved tasks.")
+                raise ValueError("The solved tasks do not fit into the context.")
             for _ in range(ATTEMPTS):
                 yield Question(form, "student", kind.name, prompt, [task])
         for _ in range(0 if form.shots else options.samples):  # teachers are never shown solved tasks
@@ -462,7 +464,7 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
 def _suggest_ways_out(obstacles: Sequence[str], options: TryArguments) -> Iterator[str]:
     """Says what the user can do about the obstacles."""
     if obstacles == ["every answer is right"]:
-        yield "The tasks are too easy for this base: give harder ones with `--seed_tasks`, or train without a try."
+        yield "The tasks are too easy for this base: give harder ones with `--seed_tasks`, or train all the same."
         return
     cooler = f"`--temperature {COOLER}` makes fewer mistakes; " if options.temperature > COOLER else ""
     yield (

@@ -2,11 +2,11 @@
 
     trainer: supervisor and judge, knows the golden answers
        |  control socket: orders and events            one private socket pair per job
-    zygote: exec'd fresh, warm, confined, own hash seed ---- forks ---->  child: one program
+    zygote: exec'd fresh, warm, confined, one hash seed ---- forks ---->  child: one program
 
 Read the files in this order:
 
-1. `jobs.py`: what is asked and what is answered. `protocol.py`: the three messages.
+1. `jobs.py`: what is asked and what is answered. `protocol.py`: the messages.
 2. `confine.py` and `seccomp.py`: the walls, and the probes that test them.
 3. `zygote.py` and `child.py`: the inside.
 4. `judge.py`: the verdict. `supervisor.py`, `worker.py` and `pool.py`: the outside.
@@ -18,19 +18,23 @@ What is covered, and by what:
 * *Attribution.* A job's source, inputs and answer travel on a socket pair that no other job's process ever holds. The
   zygote passes this socket on and reads nothing from it.
 * *Golden answers* never leave the trainer. A child that forges its answer says no more than "f returned this".
-* *Status is observed.* Exit status, signal, resource use and time come from the kernel through the zygote.
-* *Data only.* A child may send one frame of printable ASCII under a size limit, then end of file, then exit 0.
-  Anything else is `tampered`. The trainer unpickles and evaluates nothing from a child, and never parses the program.
+* *Status is observed.* Exit status, signal, CPU time and memory come from the kernel through the zygote, the wall time
+  from the zygote's clock.
+* *Data only.* A child may send one frame of ASCII lines under a size limit, then end of file, then exit 0. Another
+  answer or another exit status is `tampered`. The trainer unpickles and evaluates nothing from a child, and no file
+  here parses the program in the trainer.
 * *Files, network, processes, signals, other memory.* Seccomp alone refuses all of them. Where the host allows it, the
-  zygote also lives in namespaces of its own, in a deleted empty folder, as a user of its own, under Landlock. At its
-  start every zygote tries its walls from inside; `Sandbox.level` says which were seen to hold.
-* *Time and memory.* The zygote kills a program when its CPU time is used up, whatever the load. It kills a program
-  that sleeps by the clock. The kernel limits the address space, and a program cannot start processes.
-* *Determinism.* Each run has another hash seed and another zygote. The second run also has another heap layout, its
-  inputs in reverse order, and other limits of recursion and of integers. Clocks, hashes, addresses and the insides of
-  the interpreter are guarded.
+  zygote also lives in namespaces of its own, in a deleted empty folder, as an unprivileged user, under Landlock.
+  Before a zygote serves, its first child tries the walls from inside; `Sandbox.level` sums up which of them hold.
+* *Time and memory.* The zygote kills a program when its CPU time is used up, whatever the load. The clock ends only a
+  program that sleeps, or that has not ended after 120 times its limit. The kernel limits the address space, and a
+  program cannot start processes.
+* *Determinism.* Each run of a job has another hash seed and another zygote. The second run also has another heap
+  layout, its inputs in reverse order, and other limits of recursion and of integers. Clocks, hashes, addresses and the
+  insides of the interpreter are guarded.
 * *Coins.* Programs cannot import modules that exist to scramble: digests, checksums, random generators (`soft.py`).
-* *The end of the trainer*, also by SIGKILL. The zygotes see their socket close and end, and every child with them.
+* *The end of the trainer*, also by SIGKILL. The zygotes see their sockets close. Then they end, and every child with
+  them.
 
 What is not covered:
 
@@ -43,8 +47,8 @@ What is not covered:
 A program that tries can get past the soft layer; it then meets the walls.
 
 In a container, no root, daemon or capability is needed; `README.md` beside this file has the settings for Docker and
-Kubernetes. Set a memory limit on the container, because three programs per worker may each hold their whole memory at
-a time. Each process of a node has a `Sandbox` of its own, with its share of the cores.
+Kubernetes. Set a memory limit on the container, because three programs per worker may hold their whole memory at the
+same time. Each process of a node has a `Sandbox` of its own, with its share of the workers.
 """
 
 from .jobs import Job, Limits, Status, Verdict

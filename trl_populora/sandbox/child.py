@@ -19,7 +19,7 @@ from .soft import Guard
 from .values import NotPlainData, ValueTooLarge, decode, encode
 
 
-# Looked up once, in the zygote: see there.
+# Looked up once, in the zygote: `zygote.py` says why.
 _exit, _read, _write, _Code = os._exit, os.read, os.write, types.CodeType
 _unpack, _length_of, _LENGTH_BYTES = marshal.loads, protocol.LENGTH.unpack, protocol.LENGTH.size
 # This answer is made in advance, because a program without memory leaves none to make it.
@@ -36,7 +36,7 @@ _ORDER_CODES = frozenset(opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD",
 
 
 def read_payload(fd: int) -> Payload:
-    """Reads the program, its inputs and its limits from the trainer."""
+    """Reads what the trainer sends: the program, its inputs and how to run it."""
     (size,) = _length_of(_read_exactly(fd, _LENGTH_BYTES))
     return _unpack(_read_exactly(fd, size))
 
@@ -72,7 +72,7 @@ def run_payload(payload: Payload, guard: Guard) -> bytes:
 
 
 def _answer_failure(error: BaseException, guard: Guard) -> bytes:
-    """Makes the answer for a program that raised, or that a guard stopped."""
+    """Makes the answer for a program that raised, gave a bad output, or was stopped by a guard."""
     if guard.finding:
         return pack_answer(*guard.finding)
     if isinstance(error, MemoryError):
@@ -130,10 +130,10 @@ def _encode_output(index: int, result: object, budget: int, guard: Guard) -> str
 
 def _disturb_heap(run: int) -> list:
     """
-    Allocates blocks of all sizes and returns them.
+    Allocates blocks of many sizes and returns them.
 
-    Each run allocates other numbers of blocks. Objects of the program then get other addresses, and a result that
-    depends on their order differs between runs.
+    Each run allocates other blocks. Objects of the program then get other addresses, and a result that depends on the
+    order of addresses may differ between runs.
     """
     # CPython keeps a pool for every 16 bytes of size up to 512. Larger blocks come from the C library.
     small = [_block(size) for size in range(16, 513, 16) for _ in range(run * 13 % (64 if size <= 128 else 8))]
@@ -141,7 +141,7 @@ def _disturb_heap(run: int) -> list:
 
 
 def _block(size: int) -> object:
-    """Makes a fresh object of so many bytes."""
+    """Makes a fresh object that takes up `size` bytes."""
     # An empty `bytes` has 33 bytes, so smaller sizes need other types.
     if size == 16:
         return object()
@@ -149,7 +149,7 @@ def _block(size: int) -> object:
 
 
 def _order_matters(code: types.CodeType) -> bool:
-    """Says whether the program makes sets, hashes or addresses: by luck their order may be the same in two runs."""
+    """Says whether the program makes sets, hashes or addresses, on which two runs may agree by luck."""
     # `co_code` alternates instructions and arguments.
     if not _ORDER_NAMES.isdisjoint(code.co_names) or not _ORDER_CODES.isdisjoint(code.co_code[::2]):
         return True

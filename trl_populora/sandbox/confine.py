@@ -1,8 +1,8 @@
 """The walls, which a zygote builds around itself once before it serves, and the probes that test them.
 
-The layers are namespaces, chroot, uid, resource limits, Landlock and seccomp. The zygote builds each layer that the
-host allows, and notes why another one does not hold. A program that only computes misses nothing: all its modules are
-loaded before, and it needs no file after.
+The layers are namespaces, chroot, uid, resource limits, `no_new_privs`, Landlock and seccomp. The zygote builds each
+layer that the host allows, and notes for every other one why it does not hold. A program that only computes misses
+nothing: all its modules are loaded before, and it needs no file after.
 
 The zygote's first child then tries the walls from inside. The trainer sums up layers and probes as a level: A, B or C.
 """
@@ -54,7 +54,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Asks for SIGKILL when the thread that forked this process ends. The kernel forgets it when the uid changes."""
+    """Asks for SIGKILL when the thread that forked this process ends. A change of uid makes the kernel forget this."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
@@ -76,10 +76,11 @@ def enter_namespaces(layers: Layers) -> None:
     """
     Enters new namespaces for network, mounts, processes, IPC and host name.
 
-    It returns in a new process, which has number 1 in its namespace. The calling process stays outside, waits for the
-    new one, and ends with it. Without privileges the other namespaces need a user namespace around them.
+    Where the host allows it, the function returns in a new process, which has number 1 in its namespace. The calling
+    process stays outside, waits for the new one, and ends with it. Without privileges the other namespaces need a user
+    namespace around them.
     """
-    # Some distributions let `unshare` succeed and refuse everything after it, so a throw-away child tries it first.
+    # Some distributions let `unshare` succeed and refuse what must follow, so a throw-away child tries both first.
     for flags in (_SPACES, _SPACES | CLONE_NEWUSER):
         if _survives(_unshare, flags):
             layers.attempt("namespaces", _unshare, flags)
@@ -145,8 +146,8 @@ def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
         layers: Takes the result of each layer.
         without: Layers to leave out, to test what the others do alone.
     """
-    # No other order works. `chroot` needs privileges that `uid` gives up, Landlock and seccomp need `no_new_privs`,
-    # and seccomp refuses the system calls of all others.
+    # The order matters. `chroot` needs privileges that `uid` gives up, Landlock and seccomp need `no_new_privs`, and
+    # seccomp refuses system calls that the other layers make.
     for name, build in (
         ("chroot", _chroot_into_nothing),
         ("uid", _drop_user),
@@ -160,7 +161,7 @@ def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
         else:
             layers.attempt(name, build)
         if name == "uid" and layers["namespaces"] == "":
-            die_with_parent()  # asked again: with the change of user the kernel has forgotten it
+            die_with_parent()  # asked again: with the change of user the kernel has forgotten the first request
 
 
 def _chroot_into_nothing() -> None:
@@ -178,7 +179,7 @@ def _chroot_into_nothing() -> None:
             os.rmdir(path)
         break
     if fd < 0:
-        raise OSError(errno.EROFS, "found no folder to create an empty folder in")
+        raise OSError(errno.EROFS, "could create no empty folder in /dev/shm, /tmp, /var/tmp or the working directory")
     try:
         os.fchdir(fd)
         os.chroot(".")
@@ -187,7 +188,7 @@ def _chroot_into_nothing() -> None:
 
 
 def _drop_user() -> None:
-    """Becomes an unprivileged user of the zygote's own, without any capability."""
+    """Gives up every capability. Root also becomes an unprivileged user, if possible one that nobody else is."""
     if os.geteuid() == 0:
         uid = _OWN_UIDS + os.getpid() % 100_000_000
         os.setgroups([])
@@ -204,7 +205,7 @@ def _drop_user() -> None:
     header = struct.pack("<Ii", 0x20080522, 0)
     _call("capset", ctypes.c_char_p(header), ctypes.c_char_p(bytes(24)))
     if os.geteuid() == 0:
-        raise OSError(errno.EPERM, "still root")
+        raise OSError(errno.EPERM, "the process is still root")
 
 
 def _limit_resources() -> None:
@@ -221,7 +222,7 @@ def _lock_privileges() -> None:
 def _landlock() -> None:
     """Forbids files, TCP ports, abstract sockets and signals to the outside, as far as this kernel's Landlock goes."""
     # A ruleset lists the rights that it handles, as bits, and each that no rule allows is refused. There is no rule.
-    # Each version (`abi`) knows more rights, and refuses a set with bits that it does not know.
+    # Newer versions (`abi`) know more rights, and each refuses a set with bits that it does not know.
     abi = _call("syscall", _LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     files = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}.get(abi, (1 << 16) - 1)
     network = 3 if abi >= 4 else 0
@@ -315,7 +316,7 @@ def _limit_parent() -> None:
 
 
 def _use_another_descriptor() -> None:
-    # Reading nothing tells an open descriptor from a closed one. The only open one must be the child's own socket.
+    # Reading 0 bytes tells an open descriptor from a closed one. The only open one must be the child's own socket.
     open_ones = 0
     for fd in range(3, _MOST_DESCRIPTORS):
         try:
@@ -325,19 +326,19 @@ def _use_another_descriptor() -> None:
         else:
             open_ones += 1
     if open_ones == 1:
-        raise OSError("there is no other")
+        raise OSError("no other descriptor is open")
 
 
 def _be_root() -> None:
     if os.getuid() != 0 and os.geteuid() != 0:
-        raise OSError("not root")
+        raise OSError("this process is not root")
 
 
 def _exec() -> None:
     os.execv("/proc/self/exe", ["python", "-c", ""])  # noqa: S606 - it must not work
 
 
-# `exec` comes last: if it succeeded, this process would be gone.
+# `exec` comes last: if it succeeded, another program would run in this process.
 PROBES = {
     "open /": _open_root,
     "create a file": _create_file,
@@ -361,7 +362,7 @@ def try_walls() -> list[bool]:
     for attempt in PROBES.values():
         try:
             attempt()
-        except (OSError, ValueError):  # `resource` says EPERM as a ValueError
+        except (OSError, ValueError):  # `resource` raises ValueError for EPERM
             results.append(True)
         else:
             results.append(False)
@@ -372,7 +373,7 @@ def find_level(layers: dict[str, str], refused: dict[str, bool]) -> str:
     """
     Sums up layers and probes as `"A"`, `"B"` or `"C"`.
 
-    A needs namespaces, chroot, a uid of its own, Landlock and seccomp. B needs seccomp, and an unprivileged uid or
+    A needs namespaces, chroot, an unprivileged uid, Landlock and seccomp. B needs seccomp, and an unprivileged uid or
     Landlock. Everything else is C. A host on which a probe was not refused is C, too, whatever the layers claim.
 
     Args:

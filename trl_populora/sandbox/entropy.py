@@ -5,8 +5,9 @@ which arithmetic on given dates still works, and copies of modules that would le
 guards `hash` and `id`.
 
 *Between interpreters*: versions, limits and the insides of objects. Repeated runs on one host would not show these, so
-a program is stopped if its text names something that the language leaves open (`INSIDES`). Every run also has another
-limit of recursion and of the digits of integers. A program that reaches a limit then gives another result.
+a program is stopped if its text names something that the language leaves open (`INSIDES`). Every run after the
+first also has other limits of recursion and of the digits of integers. A program that reaches a limit then gives
+another result.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def make_facades(stop: Stop) -> dict[str, types.ModuleType]:
 
 
 def _guard_time(stop: Stop) -> types.ModuleType:
-    """Copies `time` and guards its clocks. Functions of a given time stay."""
+    """Copies `time` and guards its clocks. Functions that are given a time still work."""
     facade = _copy(time)
     for name in _CLOCKS:
         setattr(facade, name, _make_stopper(stop, f"time.{name}()"))
@@ -118,7 +119,7 @@ def _has_stable_hash(value: Any) -> bool:
 
 
 class Address(int):
-    """What `id` returns, and `hash` for all but integers. It can be compared for equality and be a key, no more."""
+    """The base class of what the guarded `id` returns, and the guarded `hash` for all but `int` and `bool`."""
 
     __slots__ = ()
 
@@ -133,12 +134,16 @@ _ADDRESS_USES = [
 
 
 def make_builtins(stop: Stop) -> dict[str, Callable]:
-    """Makes versions of `hash` and `id` whose results can only be compared for equality."""
+    """
+    Makes guarded versions of `hash` and `id`.
+
+    An address that they return can be a key and be compared for equality. Anything else stops the program.
+    """
     real_hash, real_id = hash, id
 
     def guarded_hash(value: object, /) -> int:
-        # A class's own `__hash__` may combine hashes. Its result serves sets and dicts, and comes here again if the
-        # program asks for it.
+        # A `__hash__` that the program defines may combine hashes. Sets and dicts use the result of that method. If
+        # the program asks for the result itself, it calls this function again.
         if sys._getframe(1).f_code.co_name != "__hash__":
             if not _has_stable_hash(value):
                 stop(f"hash() of {type(value).__name__} differs from run to run")
@@ -251,7 +256,8 @@ class Limits:
     """
     The limits of recursion and of the digits of integers.
 
-    The program reads the values that it has set. The values that hold differ from run to run.
+    The program reads Python's own limits, or those that it has set. In later runs other limits hold; only a limit of
+    digits that the program has set holds in every run.
     """
 
     def __init__(self) -> None:

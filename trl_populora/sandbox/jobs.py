@@ -54,7 +54,7 @@ class Limits:
             raise ValueError(f"`cpu_seconds` must be at most 3600, got {self.cpu_seconds!r}")
         if self.memory_bytes < 64 << 20:
             raise ValueError(
-                f"`memory_bytes` must leave room for the interpreter, at least {64 << 20}, got {self.memory_bytes}"
+                f"`memory_bytes` must leave memory for the interpreter, at least {64 << 20}, got {self.memory_bytes}"
             )
 
 
@@ -64,15 +64,15 @@ class Job:
     One program and what to call it with.
 
     Args:
-        program: Source text. It runs as a module of its own; the trainer never parses it.
+        program: Source text. It runs as a module of its own; the sandbox never parses it in the trainer.
         inputs:
             Canonical texts of argument *tuples* ([`encode`][trl_populora.sandbox.values]), with dicts in the order
             that the program is to see. One process calls the function with each of them in turn, until a call fails.
             Without inputs the program is only executed, and `function` must exist.
         runs:
-            Independent runs under different hash seeds, which must agree. A program that makes sets or uses `hash` or
-            `id` gets six runs where two or more are asked for: a two-way choice by the order of a set passes two runs
-            half of the time.
+            Independent runs under different hash seeds, which must agree. A program that makes sets or uses `hash`,
+            `id` or `repr` gets at least six runs where two or more are asked for: a two-way choice by the order of a
+            set passes two runs half of the time.
         limits: Limits of every run of this job; those of the sandbox when not given.
         function: Name of the function that is called.
         headroom:
@@ -80,7 +80,7 @@ class Job:
             programs may then slow it down, and what was admitted once must not fail later.
 
     Raises:
-        `TypeError`: If the program or an input is not text.
+        `TypeError`: If the program is not text, or the inputs are not a tuple of texts.
         `ValueError`: If `runs`, `headroom` or `function` is out of bounds.
     """
 
@@ -95,7 +95,10 @@ class Job:
         if not isinstance(self.program, str):
             raise TypeError(f"`program` must be a string, got {type(self.program).__name__}")
         if not isinstance(self.inputs, tuple) or not all(isinstance(text, str) for text in self.inputs):
-            raise TypeError("`inputs` must be a tuple of canonical texts; use `trl_populora.sandbox.values.encode`")
+            raise TypeError(
+                "`inputs` must be a tuple of canonical texts, which `trl_populora.sandbox.values.encode` writes, got "
+                f"{self.inputs!r:.80}"
+            )
         if not 1 <= self.runs <= 16:
             raise ValueError(f"`runs` must be between 1 and 16, got {self.runs!r}")
         if not self.headroom >= 1:

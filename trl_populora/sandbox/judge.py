@@ -1,7 +1,8 @@
 """Forms the verdict in the trainer, once the child is dead, from what the kernel said and from one frame of text.
 
 A child can claim `ok` with any outputs. That means no more than "f returned this", because the golden answers never
-left the trainer. A child cannot claim a time, a signal, an exit or another job's answer. No text of it is evaluated.
+left the trainer. A child cannot claim a time, a signal, an exit or another job's answer. Nothing that it sends is
+evaluated.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Run(NamedTuple):
 
 
 def largest_frame(limits: Limits, inputs: int) -> int:
-    """Counts the bytes that a child may send: all outputs, their line breaks, a status word and the length."""
+    """Computes the most bytes that a child may send: outputs, line breaks, and 64 + `MAX_REASON` for all the rest."""
     return limits.output_bytes + inputs + protocol.MAX_REASON + 64
 
 
@@ -144,7 +145,7 @@ def combine(runs: list[Run], seen: list[Observation]) -> Verdict:
         if later_status in (Status.TIMEOUT, Status.MEMORY, Status.TAMPERED, Status.POLICY, Status.NONDETERMINISTIC):
             status, reason = later_status, later_reason
         elif later_status is not Status.OK:  # an error or bad output that the first run did not have
-            status, reason = Status.NONDETERMINISTIC, f"a second run ended differently: {later_reason}"
+            status, reason = Status.NONDETERMINISTIC, f"a later run ended differently: {later_reason}"
         elif later_outputs != outputs:
             index = next(i for i, pair in enumerate(zip(outputs, later_outputs, strict=True)) if pair[0] != pair[1])
             pair = f"{outputs[index][:60]} and {later_outputs[index][:60]}"

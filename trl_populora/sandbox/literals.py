@@ -191,7 +191,7 @@ def _convert(node: Any) -> Any:
         return tuple(_convert(item) for item in node.elts)
     if kind is ast.Set:
         return _hashed(set, [_convert(item) for item in node.elts])
-    if kind is ast.Dict and None not in node.keys:  # `None` stands for `**`
+    if kind is ast.Dict and None not in node.keys:  # the key `None` stands for `**`
         return _hashed(dict, list(zip(map(_convert, node.keys), map(_convert, node.values), strict=True)))
     if kind is ast.Name and node.id in _NAMES:
         return _NAMES[node.id]
@@ -205,7 +205,7 @@ def _convert(node: Any) -> Any:
 
 
 def _hashed(kind: type, items: Any) -> Any:
-    """Makes a set or dict; refuses members that cannot be hashed."""
+    """Makes a set or dict; refuses elements and keys that cannot be hashed."""
     try:
         return kind(items)
     except TypeError as error:

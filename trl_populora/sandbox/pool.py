@@ -44,11 +44,12 @@ class Sandbox:
             workers, at least one.
         without: Layers of confinement to leave out, for tests of the others.
         packages:
-            Installed modules to load before the walls are built, such as `"numpy"`, which the tests of published
+            Installed packages to load before the walls are built, such as `"numpy"`, which the tests of published
             benchmarks import. Programs may import them with `soft=False`.
 
     Raises:
-        `RuntimeError`: If this host cannot confine programs and `allow_weak` is not set, or if no zygote starts.
+        `RuntimeError`: If this host is not Linux, if it cannot confine programs and `allow_weak` is not set, or if no
+            zygote starts.
         `ValueError`: If `workers` is below 1 or a package is not installed.
     """
 
@@ -98,7 +99,7 @@ class Sandbox:
         return self.report()["level"]
 
     def report(self) -> dict:
-        """Returns the level, each layer with the reason why it does not hold, and how often zygotes were replaced."""
+        """Returns the level, layers and probes, the number of zygotes, and how often and why zygotes were replaced."""
         return self._supervisor.report()
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class Sandbox:
 
 
 def _folder_of(package: str) -> str:
-    """Finds the folder of an installed package, because a zygote starts without site-packages."""
+    """Finds the folder that an installed package lies in, because a zygote starts without site-packages."""
     spec = importlib.util.find_spec(package.partition(".")[0])
     if spec is None or spec.origin is None:
         raise ValueError(f"`packages` names {package!r}, which is not installed")
@@ -159,7 +160,7 @@ def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather:
         gather: Takes a list and returns the lists of all ranks, joined.
 
     Raises:
-        `RuntimeError`: On every rank, if one of them cannot confine programs.
+        `RuntimeError`: On every rank, if the sandbox of any rank does not start.
     """
     node = rank - local_rank
     # A launcher may bind each rank to cores of its own. The programs of every rank may use the cores of all ranks of
@@ -186,7 +187,7 @@ def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather:
 
 
 def _log_level(sandbox: Sandbox) -> None:
-    """Logs which walls this run has; at level C, where there are none, as a warning."""
+    """Logs the level and the layers that do not hold; as a warning at level C."""
     missing = [f"{name} ({reason})" for name, reason in sandbox.report()["layers"].items() if reason]
     logger.log(
         logging.WARNING if sandbox.level == "C" else logging.INFO,
@@ -200,7 +201,7 @@ def _log_level(sandbox: Sandbox) -> None:
 _MEANING = {
     "A": "namespaces, chroot, a user of its own, Landlock and seccomp all hold",
     "B": "seccomp holds, with an unprivileged user or Landlock: no files, no network, no processes",
-    "C": "not confined; training refuses unless `allow_weak` is set",
+    "C": "not confined; training refuses unless `sandbox_allow_weak` is set",
 }
 _PURPOSE = {
     "namespaces": "own network, mounts, processes, IPC and host name",
@@ -224,10 +225,10 @@ def measure(sandbox: Sandbox, seconds: float = 2.0) -> float:
 
 def check(write: Callable[[str], object] = sys.stdout.write, seconds: float = 2.0) -> str:
     """
-    Writes how far this host confines programs, layer by layer, and how fast; returns the level.
+    Writes how far this host confines programs and how many it runs per second; returns the level.
 
     Args:
-        write: Takes the lines.
+        write: Takes each text to write, with its line breaks.
         seconds: How long to measure the speed.
     """
     with Sandbox(allow_weak=True) as sandbox:

@@ -1,12 +1,12 @@
 """The messages between the trainer, a warm process ("zygote") and a program's process ("child").
 
-    trainer -> zygote   ORDER   control socket; START comes with the child's end of a private socket pair, no payload
-    zygote  -> trainer  EVENT   control socket: what the kernel said about the child
+    trainer -> zygote   ORDER   control socket; with the child's end of a private socket pair, without a payload
+    zygote  -> trainer  EVENT   control socket: that the zygote is ready or has failed, and how a child ended
     trainer -> child    frame   private pair: the program and its inputs
     child   -> trainer  frame   private pair: one frame, then end of file
 
-A frame is a length of 4 bytes, then as many bytes. The child's answer consists of ASCII lines: a status word, then one
-line per output, or one line that gives the reason. No object can come back, only text.
+A frame is a number in 4 bytes, then that many bytes. The child's answer consists of ASCII lines: a status word, then
+one line per output, or one line that gives the reason. No object can come back, only text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROBE = 1  # the same, but the child tries the walls and runs no program
 READY = 0  # the zygote is warm; a JSON report follows the header
 DONE = 1  # the child is dead and reaped
 EXPIRED = 2  # the same, killed by the zygote at the deadline
-FAILED = 3  # the zygote could not start; a JSON report follows the header
+FAILED = 3  # the zygote ends because of an error; a JSON report follows the header
 
 # Status words of a child's answer. A child may claim these things about itself. Everything else, such as a time-out,
 # is observed from outside.
@@ -50,7 +50,7 @@ output; name of the function; the program; its inputs.
 
 
 def pack_payload(payload: Payload) -> bytes:
-    """Makes the trainer's one frame to a child. The child trusts the trainer, so it may be in Python's `marshal`."""
+    """Makes the trainer's one frame to a child. A child trusts the trainer, so the frame may hold `marshal` data."""
     body = marshal.dumps(payload)
     return LENGTH.pack(len(body)) + body
 

@@ -1,6 +1,6 @@
 """System-call filters: which requests to the kernel the zygote and the programs may make.
 
-Two classic BPF programs are assembled here and installed through `prctl`:
+Two filters in classic BPF are assembled here and installed through `prctl`:
 
 * `zygote_filter`, once, before any untrusted code: an allow-list of calls for pure computation, and of what the zygote
   needs to fork, kill and reap. There is no `open`, no `socket`, no `execve`, no `ptrace`, no `mount`, no `bpf`, no
@@ -8,8 +8,8 @@ Two classic BPF programs are assembled here and installed through `prctl`:
 * `child_filter`, once per program, on top of the first: refuses forking, killing, reaping, passing descriptors,
   changing limits, and installing filters. It is short, because the kernel checks and translates it each time.
 
-A refused call fails with EPERM, which Python shows as an `OSError`. The numbers for aarch64 are those of the kernel's
-generic table; nobody has tried them on such a machine.
+A refused call fails with EPERM, which Python shows as an `OSError` (`clone3` fails with ENOSYS). The numbers for
+aarch64 are those of the kernel's generic table; nobody has tried them on such a machine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ COMPUTE = {
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
-# What the zygote needs as well, and a program must not do.
+# What the zygote needs as well. Of these, a program may call only `getrlimit`.
 ZYGOTE_ONLY = {
     "clone": (56, 220),
     "wait4": (61, 260),

@@ -1,8 +1,8 @@
 """The soft layer: keeps honest programs to what a training task may use. It improves data and protects nothing.
 
 Each program gets builtins and a few module facades of its own. The standard library itself keeps the real modules. An
-import outside the allow-list, `open`, `input` and `breakpoint` give `policy`. Clocks, hashes and addresses used as
-numbers, and what depends on the interpreter, give `nondeterministic`. Repeated runs would not find these: they see
+import outside the allow-list, `open`, `input` and `breakpoint` give `policy`. A clock, a hash or address that is used
+as a number, and what depends on the interpreter, give `nondeterministic`. Repeated runs would not find these: they see
 neither another year, nor a rare coin flip, nor another Python.
 
 The allow-list holds modules that compute. It leaves out modules whose results nobody can work out by thinking, as
@@ -104,7 +104,7 @@ class Guard:
         self.namespace["__builtins__"] = self.builtins
 
     def stop(self, word: str, reason: str) -> None:
-        """Notes the first finding, and raises to stop the program. The finding stays if the program catches that."""
+        """Notes the first finding and raises. The finding stays even if the program catches the exception."""
         if self.finding is None:
             self.finding = (word, [protocol.make_line(reason)])
         raise Refused(reason)

@@ -3,7 +3,7 @@
     submit --inbox--> queue --> running (a zygote's child has it) --judge--> the next run, or the job's verdict
 
 A zygote is a warm process that forks one child per program. A `Pending` is a job on its way. Its runs come one after
-the other, each in the zygote of another hash seed.
+the other, each in a zygote of another hash seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .worker import Worker
 UNDER_WAY = 3
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
-FAILED_STARTS = 3  # zygotes in a row that may fail to start
+FAILED_STARTS = 3  # after so many failed starts in a row the sandbox gives up
 SENSITIVE_RUNS = 6  # a two-way choice by the order of a set passes 1 time in 32; with two runs, 1 time in 2
 
 
@@ -185,7 +185,8 @@ class Supervisor:
     """
     Owns every socket and every zygote of a `Sandbox`.
 
-    Everything but `submit`, `report` and `close` runs in one thread, so that nothing here needs a lock.
+    After the start only `submit`, `report` and `close` are called from other threads. All the rest runs in one thread,
+    so that nothing here needs a lock.
 
     Args:
         workers: Programs that run at a time. `UNDER_WAY` times as many may be under way.
@@ -205,7 +206,7 @@ class Supervisor:
         self.queue: deque[Pending] = deque()  # jobs that wait until fewer are under way
         self.waiting: dict[int, deque[Pending]] = {}  # jobs by seed index, until a zygote of that seed may serve
         self.running: dict[int, Pending] = {}  # jobs under way, by number of the run
-        self.unresolved: set[Pending] = set()  # all jobs without a verdict
+        self.unresolved: set[Pending] = set()  # taken from the inbox and without a verdict
         self.numbers = itertools.count(1)
         self.failed_starts = 0
         self.respawns: Counter[str] = Counter()
@@ -256,7 +257,7 @@ class Supervisor:
         """Ends the thread, which ends the zygotes and refuses the unfinished jobs."""
         self.closed = True
         self.listener.wake()
-        # The finalizer of a dropped `Sandbox` may run in any thread, also in this one, which cannot wait for itself.
+        # The finalizer of a dropped `Sandbox` may run in any thread. The supervisor's thread cannot wait for itself.
         if self.thread is not threading.current_thread():
             self.thread.join(30)
 
@@ -302,7 +303,7 @@ class Supervisor:
                 break
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Gives a job to the least busy zygote of its seed; returns `False` when no file descriptor is left."""
+        """Gives a job to the least busy zygote of its seed, or lets it wait; returns `False` as `_start` does."""
         if pending.future.cancelled():
             self.unresolved.discard(pending)
             return True
@@ -377,7 +378,7 @@ class Supervisor:
             self._lose(worker, worker.failure or "it ended")
 
     def _settle(self, number: int, pending: Pending) -> None:
-        """Finishes a run once its answer has ended and the zygote has told of its exit, in either order."""
+        """Finishes a run once the answer has ended and the zygote has reported the child's end, in either order."""
         if not pending.end_of_file:
             return
         self.listener.forget(pending.socket)
@@ -437,7 +438,7 @@ class Supervisor:
                 continue
             # A program that ends its zygote would do so again and again, so a second death counts against it.
             if pending.retried:
-                twice = "its worker process died twice while the program was running"
+                twice = "its zygote died twice while the program was running"
                 self._resolve(pending, Verdict(Status.TAMPERED, twice))
             else:
                 pending.retried = True
@@ -486,7 +487,7 @@ class Supervisor:
             pending.future.set_result(result)
 
     def _refuse_all(self) -> None:
-        """Raises in the future of every job that has no verdict."""
+        """Sets an error in the future of every job that has no verdict."""
         while self.inbox:
             self.unresolved.add(self.inbox.popleft())
         error = RuntimeError("the sandbox was closed before this job was finished")

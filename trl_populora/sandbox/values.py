@@ -1,8 +1,9 @@
 """Plain data as canonical text: what programs take in, what they give back, and when two answers are equal.
 
 Plain data is `None`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `list`, `tuple`, `set`, `frozenset` and
-`dict`, of exactly these types. The text is tagged JSON. Equal values of equal type have equal texts, so a golden
-answer can be stored, hashed and compared as a string. Reading a text back never evaluates anything.
+`dict`, of exactly these types. The text is tagged JSON. A value has one text, so a golden answer can be stored,
+hashed and compared as a string. (0.0 and -0.0 differ here; [`equal`] takes them for the same.) Reading a text back
+never evaluates anything.
 
 | value | text |
 |---|---|
@@ -14,9 +15,9 @@ answer can be stored, hashed and compared as a string. Reading a text back never
 | list, tuple, set, frozenset | `["l",...]`, `["t",...]`, `["s",...]`, `["z",...]` |
 | dict | `["d",key,value,...]` |
 
-The members of a set are sorted by their texts, and so are the pairs of a dict in an *output*. In an *input* the pairs
-keep the order in which they were written, which the program can see (`encode(arguments, ordered=True)`). Both forms
-can be read back. The trainer and the zygotes both load this file, so it imports nothing beyond `json`.
+The elements of a set are sorted by their texts, and so are the pairs of a dict in an *output*. In an *input* the
+pairs keep their order, because the program can see it (`encode(arguments, ordered=True)`). Both forms can be read
+back. The trainer and the zygotes both load this file, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class NotPlainData(ValueError):
 
 
 class ValueTooLarge(ValueError):
-    """The value is plain data but exceeds the budget of bytes, nodes or depth."""
+    """The value exceeds a budget: bytes, nodes or depth."""
 
 
 class _Encoder:
@@ -138,7 +139,7 @@ def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODE
 
     Args:
         value: Plain data. Anything else, a subclass included, is refused and never stored by its `repr`.
-        ordered: Whether dicts keep their order. If not, equal values of equal type have equal text.
+        ordered: Whether the pairs of dicts keep their order. If not, they are sorted.
         max_bytes: Longest text, in bytes.
         max_nodes: Most scalars and containers.
         max_depth: Most containers inside each other; also ends cyclic data.
@@ -160,8 +161,8 @@ def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH)
     It reads no other text than [`encode`] could have written.
 
     Raises:
-        `ValueError`: If `text` is not canonical: unknown tags, unsorted sets, repeated members, spaces, other forms of
-            numbers.
+        `ValueError`: If `text` is too large or not canonical: unknown tags, unsorted sets, repeated elements, spaces,
+            other forms of numbers.
     """
     value = _read(text, max_bytes, max_depth)
     # The surest test of the form: write the value again and compare.
@@ -222,7 +223,7 @@ def _bracket_depth(text: str) -> int:
 
 
 def _refuse(token: Any) -> Any:
-    """Raises for JSON that canonical text does not have: objects, `NaN`, long decimals."""
+    """Raises for what canonical text does not have, such as JSON's objects, `NaN` and long decimals."""
     raise ValueError(f"{str(token)[:40]!r} has no place in canonical text")
 
 
@@ -262,7 +263,7 @@ def _build_bytes(rest: list) -> bytes:
 def _build_set(rest: list, kind: type) -> Any:
     value = kind(map(_build, rest))
     if len(value) != len(rest):
-        raise ValueError("a set repeats a member")
+        raise ValueError("a set repeats an element")
     return value
 
 

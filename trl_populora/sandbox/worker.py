@@ -67,7 +67,7 @@ class Worker:
         return confine.find_level(self.layers, self.refused)
 
     def explain_weakness(self, reason: str) -> str:
-        """Explains why it may not serve. `reason` says how its probe failed, if it did."""
+        """Explains why this zygote may not serve. `reason` says why its walls could not be probed, if so."""
         missing = [f"{name}: {why}" for name, why in self.layers.items() if why]
         open_doors = [name for name, refused in self.refused.items() if not refused]
         return (
@@ -75,8 +75,9 @@ class Worker:
             + ("; ".join(missing) or "none")
             + ". A program could: "
             + (", ".join(open_doors) or f"not be probed ({reason})")
-            + ". `allow_weak=True` runs them all the same, with a process, limits and a deadline but nothing that"
-            " keeps them from your files and your network: only where a virtual machine or a container is the wall."
+            + ". `allow_weak=True` (in training `sandbox_allow_weak`) runs programs all the same, with limits and a"
+            " deadline but perhaps nothing that keeps them from your files and your network: set it only where a"
+            " virtual machine or a container is the wall."
         )
 
     def start(self, kind: int, job: int, fd: int, limit: float, memory: int) -> None:
@@ -120,8 +121,7 @@ class Worker:
     def kill(self) -> None:
         """Ends the zygote and everything under it."""
         self.control.close()
-        # Until `wait` the kernel keeps the number of a dead process, so that this kills no process that has got it
-        # since.
+        # Until `wait` the kernel gives the number of a dead process to no other one, so this cannot kill a stranger.
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -4,8 +4,8 @@
     EVENT <--_reap-- the kernel's report of the child's end          _watch: kills a child that is past its limit
 
 The trainer runs this file as a script, with the number of the control socket and the options. The zygote never reads a
-payload: a job's private socket passes through it as a descriptor, from the trainer's message to the child. So no
-process ever holds two jobs.
+payload: a job's private socket passes through it as a descriptor, from the trainer's message to the child. So neither
+a zygote nor a child ever holds the sockets of two jobs.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, 
 _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
-# A child closes all descriptors below this number. `_control` moves the only high one down, and `confine.py` allows
-# 16.
+# A child closes all descriptors from 3 to this number but its own socket. `_control` moves the only high one down, and
+# `confine.py` allows 16.
 _DESCRIPTORS = 64
 # A program counts as asleep, and is killed, if it has used no CPU time for so long; or for its limit if that is
 # longer.
@@ -101,8 +101,8 @@ class Running:
         """
         Decides at the deadline whether the child may go on, and sets its next deadline.
 
-        Only CPU time counts, so that a busy host fails no honest program. The child may go on while it has CPU time
-        left and has lately used some. A child that uses none is asleep.
+        The child may go on while it has CPU time left and has lately used some, so that a busy host fails no honest
+        program. A child that uses none is asleep. At `last_deadline` a child has to end in any case.
         """
         used = self.cpu_seconds()
         if self.limit <= used < _FOREVER or now >= self.last_deadline:
@@ -151,7 +151,7 @@ class Zygote:
                 self._watch()
 
     def end(self) -> None:
-        """Kills what runs; the rest dies with this process."""
+        """Kills all children that are not reaped yet."""
         for pid in self.children:
             os.kill(pid, signal.SIGKILL)
 
@@ -219,7 +219,7 @@ def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Calla
 
 
 def _forget_surroundings() -> None:
-    """Drops the trainer's environment and every way to look for modules."""
+    """Drops the environment and every way to look for modules, and points the standard error to nowhere."""
     os.environ.clear()
     _set_time_zone()
     sys.path.clear()
