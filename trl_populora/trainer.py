@@ -86,8 +86,8 @@ class PopuLoRATrainer(HubTrainer):
     - `save_model` and `_save` write an ordinary PEFT directory per member, and the best student at the root.
     - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` and `_load_rng_state` restore the
       members (DeepSpeed restores them itself), the state of the game, and the loss that is not logged yet.
-    - [`~trl_populora.hub.push.HubTrainer`], the base class between this one and TRL's, writes the population's card and
-      uploads checkpoints during training.
+    - [`~trl_populora.hub.push.HubTrainer`], the base class between this one and TRL's, writes the population's card
+      and uploads checkpoints during training.
 
     Args:
         model: The base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
@@ -95,7 +95,8 @@ class PopuLoRATrainer(HubTrainer):
             of [`~trl_populora.step.rows.Row`] up to `program`, and return `None` for rows that they do not judge.
             `args.reward_weights`, if set, has one weight for each of them.
         args: Settings of the run.
-        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`. When `None`, tasks of the
+        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`. When `None`, tasks of
+            the
             package: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
         eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
             `eval_strategy`.
@@ -331,7 +332,7 @@ class PopuLoRATrainer(HubTrainer):
 
     @property
     def _members_step(self) -> int:
-        """Optimizer steps of the members: those of the best ones after `load_best_model_at_end`, else `global_step`."""
+        """Optimizer steps of the members: after `load_best_model_at_end` those of the best, else `global_step`."""
         return self.state.global_step if self._best_step is None else self._best_step
 
     def predict(self, *args, **kwargs):
@@ -370,8 +371,8 @@ class PopuLoRATrainer(HubTrainer):
         untrained = {
             each.name for each in students if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
         }
-        # TRL's completion tables are for rows that train, so `log` writes none here. Outside of `pause_training` it would
-        # log training's metrics of this moment as the evaluation's, and clear them.
+        # TRL's completion tables are for rows that train, so `log` writes none here. Outside of `pause_training` it
+        # would log training's metrics of this moment as the evaluation's, and clear them.
         try:
             with pause_training(self.model), start.replace_attributes(self, log_completions=False):
                 metrics = held_out.measure(
@@ -467,7 +468,7 @@ class PopuLoRATrainer(HubTrainer):
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
     def _prepare_inputs(self, generation_batch):
-        # TRL would shuffle the rows and cut them into batches of equal size. These micro-batches follow the plan instead.
+        # TRL would shuffle the rows and cut them into equal numbers. Here micro-batches follow the plan.
         steps = self.args.steps_per_generation
         if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
             rows = self._generate_and_score_completions(generation_batch)
@@ -510,8 +511,8 @@ class PopuLoRATrainer(HubTrainer):
         def log_probs(model, ids, mask, length, **kwargs):
             found = layout.log_probs(partial(compute, **kwargs), model, ids, mask, length, self.scorer.sharing)
             if self.beta:
-                # Some rows are their own reference, so that their KL term and its gradient are 0: with `teacher_beta` the
-                # students' rows, and always filler rows, whose prompt is masked and whose KL might be infinite.
+                # Some rows are their own reference, so that their KL term and its gradient are 0: with `teacher_beta`
+                # the students' rows, and always filler rows, whose prompt is masked and whose KL might be infinite.
                 own = (inputs["pack"] < 0) | (inputs["member"] >= self.args.teachers) & bool(self.args.teacher_beta)
                 inputs["ref_per_token_logps"][own] = found[0].detach()[own]
             return found

@@ -155,7 +155,7 @@ def compute_step_advantages(
 
 
 def measure_flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> float:
-    """Measures the share of groups whose attempts all have one reward. With the baseline "group" these teach nothing."""
+    """Measures the share of groups whose attempts all have one reward: `"group"` baselines learn nothing there."""
     groups: dict[str, list[float]] = {}
     for record, reward in zip(records, rewards_R.tolist(), strict=True):
         if record["role"] == "student":
@@ -292,7 +292,8 @@ def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, 
         loss_type: TRL's `loss_type`.
 
     Returns:
-        Factors of shape `[R]`, fp32, the same for all rows of a member. Where tokens count, a member without any gets 1.
+        Factors of shape `[R]`, fp32, the same for all rows of a member. Where tokens count, a member without any gets
+        1.
 
     Raises:
         `ValueError`: If this loss type divides by something else than rows or tokens of the whole step.

@@ -259,8 +259,8 @@ def match_ranks(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[
         rows: How many rows this rank has in the step.
 
     Returns:
-        The micro-batches and metrics. Each micro-batch gets two counts over all ranks: `live`, the number of live rows,
-        and `tokens`, their completion tokens. The metrics are means over the ranks.
+        The micro-batches and metrics. Each micro-batch gets two counts over all ranks: `live`, the number of live
+        rows, and `tokens`, their completion tokens. The metrics are means over the ranks.
     """
     device = batches[0]["member"].device
     # Every rank has the same number of micro-batches. So one gather tells for each the most rows that a rank has, and
@@ -345,7 +345,8 @@ def _is_column(value: torch.Tensor) -> bool:
 #     micro-batch [B, P + C] --Layout--> forward [N, L] --TRL's method--> log-probabilities [B, C]
 #
 # Attempts of one member at one task may become branches of one row of the forward. The prompt stands there once, and a
-# completion sees the prompt and no other completion. For the completions `a0 a1` and `b0 b1 b2` of a prompt `p0 p1 p2`:
+# completion sees the prompt and no other completion. For the completions `a0 a1` and `b0 b1 b2` of a prompt `p0 p1
+# p2`:
 #
 #     input      p0 p1 | p2 a0 | p2 b0 b1
 #     position    0  1 |  2  3 |  2  3  4
@@ -603,7 +604,8 @@ def lay_out(
     def width_of(pack: Sequence[int]) -> int:
         return prompt_lengths[pack[0]] + sum(completion_lengths[row] for row in pack)
 
-    # Try wider and wider rows of the forward. Narrow rows repeat prompts. Wide rows spend more on attention and padding.
+    # Try wider and wider rows of the forward. Narrow ones repeat prompts, wide ones spend more on attention and
+    # padding.
     longest, width = max(map(width_of, ordered)), max(width_of(group[:1]) for group in ordered)
     while width < 1.5 * longest:
         # Each prompt's rows go into as few packs as the width allows, so that all packs are about equally long.
@@ -624,16 +626,17 @@ def lay_out(
 # What TRL's loss logs for each micro-batch becomes one figure per step.
 
 
-EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}  # figures that are a least or a most over rows
+# Figures that are the least or the most over rows.
+EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}
 
 
 class LossMetrics:
     """
     Collects the figures of TRL's loss over all micro-batches of a step.
 
-    TRL takes the plain mean over micro-batches. Here micro-batches differ in tokens and rows, and some hold only filler
-    rows, for which TRL logs 0. Therefore each micro-batch's mean is weighted by its number of tokens (or live rows). Of
-    `EXTREMES` the least or most is taken. A step without a token in the loss gives NaN.
+    TRL takes the plain mean over micro-batches. Here micro-batches differ in tokens and rows, and some hold only
+    filler rows, for which TRL logs 0. Therefore each micro-batch's mean is weighted by its number of tokens (or live
+    rows). Of `EXTREMES` the least or most is taken. A step without a token in the loss gives NaN.
 
     Args:
         by_row: Whether there is one ratio per row (`importance_sampling_level="sequence"`) instead of one per token.

@@ -100,7 +100,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
     with _time(seconds, "propose"):
         slots = _propose(game, matches, done, rng)
     with _time(seconds, "verify"):
-        # Archived tasks are drawn before this step's proposals enter the archive: no proposal is drawn in its own step.
+        # Archived tasks are drawn before this step's proposals enter the archive, so that none of these is drawn.
         _fill(game, slots, rng)
         slots += _draw_replays(game, matches, rng) + _draw_given(game, matches, done)
         known = game.archive.programs
@@ -124,7 +124,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
 
 
 def _propose(game: Game, matches: Sequence[Match], done: int, rng: random.Random) -> list[Slot]:
-    """Opens a slot for each proposal of this rank, and lets the teachers write. Kinds rotate, also from step to step."""
+    """Opens a slot for each proposal of this rank, and lets the teachers write. Kinds rotate, also over the steps."""
     kinds = list(game.referee.kinds.values())
     part = game.proposals // game.player.world
     slots = []

@@ -48,7 +48,7 @@ WAY_OUT = (
 )
 _JOB = (Job, type(None))
 _REFUSED = (Reject, Refusal)
-# Answers that nobody wrote ([`Referee.try_answers`]) may use a quarter of the CPU limit, so that they cost little time.
+# Answers that no student wrote (`Referee.try_answers`) may use a quarter of the CPU limit, to cost little time.
 GUESS_HEADROOM = 4.0
 
 
@@ -83,7 +83,8 @@ class Referee:
     Poses tasks, judges proposals and grades attempts.
 
     No prompt is cut. A proposal prompt leaves out references that do not fit into the context, a solving prompt leaves
-    out solved tasks, and a task that does not fit alone is refused. If a kind returns a wrong type, the error names it.
+    out solved tasks, and a task that does not fit alone is refused. If a kind returns a wrong type, the error names
+    it.
 
     Args:
         kinds: The run's kinds of task by name, in rotation order.
@@ -105,7 +106,7 @@ class Referee:
     shots: int = 0
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
-        """Draws archived tasks to show to a teacher. If the kind writes no program, a proposal is about the first one."""
+        """Draws archived tasks to show to a teacher. If `kind` writes no program, a proposal is about the first."""
         count = check_type(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
         # A kind that writes no program asks about a task of another kind. Where references are earlier turns, further

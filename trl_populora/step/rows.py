@@ -43,10 +43,10 @@ class Row:
     """
     One training row: a proposal or an attempt.
 
-    Reward functions and files see the fields of `COLUMNS`, other ranks those of [`record`]. `program` is the program of
-    the task that was accepted or attempted, and `pay` what the rules pay. `share` is the student's part of a proposal,
-    `dropped` counts references that did not fit into a proposal prompt, `reject_detail` says `reject_reason` in a
-    sentence, `features` are words for what the proposed task uses, and `group` names rows that are compared: the
+    Reward functions and files see the fields of `COLUMNS`, other ranks those of [`record`]. `program` is the program
+    of the task that was accepted or attempted, and `pay` what the rules pay. `share` is the student's part of a
+    proposal, `dropped` counts references that did not fit into a proposal prompt, `reject_detail` says `reject_reason`
+    in a sentence, `features` are words for what the proposed task uses, and `group` names rows that are compared: the
     attempts of one slot, or the proposals of one match.
     """
 
@@ -216,8 +216,8 @@ class Played:
 
     def count_tokens(self, ends: Collection[int] | None = None) -> list[int]:
         """
-        Counts the completion tokens that count in the loss, per row of this rank. With `ends`, a completion counts 0 if
-        its last token is none of `ends`, because it was cut off.
+        Counts the completion tokens that count in the loss, per row of this rank. With `ends`, a completion counts 0
+        if its last token is none of `ends`, because it was cut off.
         """
         ids = [row.completion.completion_ids for row in self.rows]
         return [len(each) if ends is None or each[-1] in ends else 0 for each in ids]
@@ -318,7 +318,7 @@ def measure_step(
     valid = [r for r in proposals if r["valid"]]
     attempts = [r for r in records if r["role"] == "student"]
     fresh = [r for r in attempts if not r["archived"]]
-    # One record per task, for its solve rate. Without teachers there are no proposals, so one attempt per group is taken.
+    # One record per task, for the solve rate. Without teachers there are no proposals: one attempt per group is taken.
     tried = valid if proposals else list({r["group"]: r for r in attempts}.values())
     written = sum(kinds[task.kind].writes_program for task in tasks)
     metrics = {
