@@ -160,7 +160,8 @@ class PopuLoRAConfig(GRPOConfig):
             `eval_strategy` and `eval_on_start` say when. Without vLLM, `per_device_eval_batch_size` rows are generated
             at once.
 
-        generation_tokens: Most tokens, prompts included, that a process caches at once. Only without vLLM.
+        generation_tokens: Most tokens, prompts included, that a process holds in the cache of keys and values at
+            once. Only without vLLM.
         vllm_engine_kwargs: Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`.
             TRL's `vllm_*` settings hold too. The engine computes in the trainer's precision unless `dtype` is
             given.

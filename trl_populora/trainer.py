@@ -95,9 +95,8 @@ class PopuLoRATrainer(HubTrainer):
             of [`~trl_populora.step.rows.Row`] up to `program`, and return `None` for rows that they do not judge.
             `args.reward_weights`, if set, has one weight for each of them.
         args: Settings of the run.
-        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`. When `None`, tasks of
-            the
-            package: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
+        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`. When `None`, the
+            package's: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
         eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
             `eval_strategy`.
         processing_class: Tokenizer with a chat template; loaded with the base when `None`.

@@ -84,7 +84,7 @@ class Referee:
 
     No prompt is cut. A proposal prompt leaves out references that do not fit into the context, a solving prompt leaves
     out solved tasks, and a task that does not fit alone is refused. If a kind returns a wrong type, the error names
-    it.
+    the kind.
 
     Args:
         kinds: The run's kinds of task by name, in rotation order.

@@ -43,7 +43,7 @@ class Row:
     """
     One training row: a proposal or an attempt.
 
-    Reward functions and files see the fields of `COLUMNS`, other ranks those of [`record`]. `program` is the program
+    Reward functions and files see the fields of `COLUMNS`, other ranks those in [`record`]. `program` is the program
     of the task that was accepted or attempted, and `pay` what the rules pay. `share` is the student's part of a
     proposal, `dropped` counts references that did not fit into a proposal prompt, `reject_detail` says `reject_reason`
     in a sentence, `features` are words for what the proposed task uses, and `group` names rows that are compared: the
