@@ -123,8 +123,8 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
         fits = max(s for s in range(1, args.students) if no_student_idles(args.teachers, s))
         raise ValueError(
             f"`teachers={args.teachers}` and `students={args.students}`: a step has one match per teacher, so some "
-            "steps would leave a student idle. DeepSpeed cannot leave that student out of the optimizer step, and "
-            f"momentum would move it. `students={fits}` or `teachers={args.students}` works; so does DDP with these numbers."
+            "steps would leave a student idle. DeepSpeed cannot leave that student out of the optimizer step: "
+            f"momentum would move it. `students={fits}` or `teachers={args.students}` works; so does DDP."
         )
 
 

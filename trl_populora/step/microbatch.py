@@ -345,8 +345,8 @@ def _is_column(value: torch.Tensor) -> bool:
 #     micro-batch [B, P + C] --Layout--> forward [N, L] --TRL's method--> log-probabilities [B, C]
 #
 # Attempts of one member at one task may become branches of one row of the forward. The prompt stands there once, and a
-# completion sees the prompt and no other completion. For the completions `a0 a1` and `b0 b1 b2` of a prompt `p0 p1
-# p2`:
+# completion sees the prompt and no other completion. For the prompt `p0 p1 p2` with the completions `a0 a1` and
+# `b0 b1 b2`:
 #
 #     input      p0 p1 | p2 a0 | p2 b0 b1
 #     position    0  1 |  2  3 |  2  3  4
