@@ -81,7 +81,7 @@ class PopuLoRATrainer(HubTrainer):
     - `create_optimizer`, `_clip_grad_norm` and `_get_grad_norm` give each member a parameter group and a gradient
       norm.
     - `evaluate` and `_evaluate` let students attempt held-out tasks. `predict` is refused; `member` lends one member.
-    - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM leave a whole checkpoint.
+    - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM end it after the step, and it saves.
     - `_get_output_dir` and `_save_checkpoint` write a checkpoint aside, and move it into place when it is whole.
     - `save_model` and `_save` write an ordinary PEFT directory per member, and the best student at the root.
     - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` and `_load_rng_state` restore the

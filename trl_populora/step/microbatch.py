@@ -21,8 +21,8 @@ There are two sorts of blank rows. All other rows are *live*.
   with masks of 0, and a micro-batch with fewer rows than on another rank gets more of them. A micro-batch of filler
   rows alone is not computed where no process waits for it: on a GPU it would take nearly as long as a full one.
 
-With half of the rows skipped, and with shared prompts, the update of eight adapters on a 7B base takes .19 of the time
-of stock TRL's update of one adapter (H200, 27 November 2026).
+With half of the rows skipped, shared prompts and lengths as on a 7B base, the update of eight adapters takes .12 of
+the time of stock TRL's update of one adapter (width 256, on a CPU, `benchmarks/RESULTS.md`).
 
 Shapes: R rows of this rank, B rows of a micro-batch, P prompt tokens (left-padded), C completion tokens
 (right-padded), N rows of the forward, L tokens of its longest row.
@@ -547,7 +547,7 @@ def score_labels_alone() -> Iterator[None]:
     """
     Lets TRL's fused head skip positions without a label on a CPU, too.
 
-    TRL skips them where Triton is installed. Elsewhere the head scores prompts and padding as well, which takes a
+    TRL skips them only on a GPU with Triton. Elsewhere its head scores prompts and padding as well, which takes a
     quarter of an update with a real vocabulary.
     """
     has_triton = trl_utils._use_triton
