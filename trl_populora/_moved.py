@@ -71,7 +71,7 @@ class _Moved(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.removeprefix(f"{PACKAGE}.") not in MOVED:
             return None
-        return ModuleSpec(name, self, is_package=True)  # old rooms hold old modules
+        return ModuleSpec(name, self, is_package=True)  # a package, because some old names hold others
 
     def exec_module(self, module: ModuleType) -> None:
         homes = [f"{PACKAGE}.{home}" for home in MOVED[module.__name__.removeprefix(f"{PACKAGE}.")]]

@@ -33,7 +33,9 @@ class TrainArguments:
 
     _argument_group_name = "This command"
     seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
-    eval_tasks: str | None = field(default=None, metadata={"help": "Held-out tasks, as seed_tasks; 'tiny'; 'none'."})
+    eval_tasks: str | None = field(
+        default=None, metadata={"help": "Held-out tasks, as seed_tasks; or 'tiny'; or 'none'."}
+    )
     resume: str | None = field(
         default=None,
         metadata={
@@ -54,7 +56,8 @@ class RecipesArguments:
     """Options of `populora recipes`."""
 
     out: str | None = field(
-        default=None, metadata={"help": "Directory that gets recipes/ and accelerate_configs/; else they are listed."}
+        default=None,
+        metadata={"help": "Directory that gets recipes/ and accelerate_configs/; else recipes are listed."},
     )
 
 
@@ -217,7 +220,7 @@ def report(arguments: Sequence[str]) -> None:
     from trl_populora.report.page import write_report
 
     (options,) = _parse(ReportArguments, "report", arguments)
-    # The report of a downloaded population has the population's name as title, not that of a folder in a cache.
+    # The report of a downloaded population has the population's name as title, not the name of a folder in a cache.
     beside = _choose_report_directory(options.run)
     _say(f"Report written to {write_report(_find_run(options.run), options.out or beside, beside and options.run)}.")
 
@@ -331,8 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
     try:
-        # The module of a user's own `module:function` lies in the current directory. That directory comes last on the
-        # path, so that no file in it hides a library.
+        # The module of a user's own `module:function` may lie in the current directory. This directory comes last on
+        # the path, so that no file there hides a library.
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)
         COMMANDS[command](given[1:])
@@ -349,8 +352,8 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
     """
     Parses the options of a command: by name, from a YAML file with `--config`, and the first one also by position.
 
-    TRL's parser does it, and its import loads torch. A command that has only texts as options, such as `info`, gets a
-    plain parser instead and starts at once.
+    TRL's parser does this, but its import loads torch. A command that has only texts as options, such as `info`, gets
+    a plain parser instead and starts at once, unless `--config` is given.
 
     Args:
         options: Dataclass of the options.
@@ -405,7 +408,7 @@ def _find_run(run: str) -> str:
 
 
 def _choose_report_directory(run: str) -> str | None:
-    """Names a directory for the report of a downloaded population, which lies in a shared cache; `None` for a run."""
+    """Names a directory for the report of a population on the Hub; `None` for a local run, which takes the report."""
     return None if Path(run).is_dir() else run.rpartition("/")[2]
 
 

@@ -60,8 +60,8 @@ def _option(default: Any, text: str) -> Any:
 
 
 def _describe(config: type[Settings]) -> type[Settings]:
-    """Copies each option's entry in the docstring to `--help` and to `docs/reference/settings.md`."""
-    # An entry starts after four blanks with one name or several; deeper lines continue it.
+    """Copies each option's entry in the docstring to its field, for `--help` and `docs/reference/settings.md`."""
+    # An entry starts after four spaces with one name or several; lines that are indented further continue it.
     entries = re.findall(r"^ {4}(\w+(?:, \w+)*): (.+\n(?: {8}.+\n)*)", f"{inspect.getdoc(config)}\n", re.MULTILINE)
     texts = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
     for option in fields(config):  # type: ignore[arg-type]
@@ -76,10 +76,11 @@ class PopuLoRAConfig(GRPOConfig):
     r"""
     Configuration of [`PopuLoRATrainer`].
 
-    It has all options of [`~trl.GRPOConfig`]. The batch follows from the population: without `replay` one population
-    step has `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows. So the config derives
-    `generation_batch_size`, `steps_per_generation`, `gradient_accumulation_steps` and `num_generations`; leave them
-    unset. Choose only `per_device_train_batch_size`: times the number of processes it must divide those rows.
+    It has all options of [`~trl.GRPOConfig`]. The batch follows from the population: with teachers and without
+    `replay` one population step has `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows. So the config
+    derives `generation_batch_size`, `steps_per_generation`, `gradient_accumulation_steps` and `num_generations`; leave
+    them unset. Choose only `per_device_train_batch_size`: times the number of processes it must divide the number of
+    rows.
 
     Args:
         teachers, students: Number of adapters of each role (paper: 4). With `teachers=0` all students attempt the same
@@ -87,8 +88,8 @@ class PopuLoRAConfig(GRPOConfig):
         single_agent: One adapter plays both roles (AZR); `teachers` and `students` become 1. A step then has the rows
             of one match.
         warm_start: Directory or Hub name of a saved population to start from, with the same base and adapter shape and
-            any number of members. Or ordinary LoRA adapters of at most the members' rank: one for all, a list with one
-            for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
+            any number of members. Or ordinary LoRA adapters of at most the members' rank: one for all members, a list
+            with one for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
 
         task_kinds: Kinds of task that teachers propose, in rotation (AZR's three). Name a kind of your own as
             `"package.module:Class"`.
@@ -96,15 +97,15 @@ class PopuLoRAConfig(GRPOConfig):
             kind with one agent.
         attempts_per_task: Attempts of the matched student at each task: the group of the GRPO baseline (AZR: 8).
         references_per_proposal: Archived tasks that a teacher is shown when it proposes code_i or code_o (AZR: 6). For
-            code_f it is shown one program and, in the style `turns`, solved examples.
+            code_f it is shown one program and, in the style `"turns"`, this many code_f tasks as earlier turns.
         inputs_per_function: Inputs that a code_f proposal must give (AZR: 10). The student is shown half of the pairs.
         prompt_style: `"turns"`: short instructions, with references as earlier chat turns. `"chat"`: everything in one
             turn, for large models. `"compact"`: the language of the embedded base. When `None`, `"compact"` for the
             embedded base, else `"turns"`.
         shots: Solved tasks that a student is shown, as earlier chat turns. When `None`, 3 for bases below a billion
             parameters, else 0. In the style `"compact"` always 0.
-        reading: How strictly the fences around answers are read, `"tolerant"` or `"strict"`. When `None`, `"strict"`
-            for the style `"compact"`, else `"tolerant"`.
+        reading: How strictly the fenced blocks of proposals and attempts are read, `"tolerant"` or `"strict"`. When
+            `None`, `"strict"` for the style `"compact"`, else `"tolerant"`.
         prompt_texts: Instructions of your own for the built-in kinds, by `"code_o/propose"`, `"code_o/solve"` and so
             on.
         archive_size: Tasks kept of each kind. The newest stay (AZR's buffer size; AZR keeps the oldest).
@@ -112,33 +113,35 @@ class PopuLoRAConfig(GRPOConfig):
             replayed task, and ratings ignore it.
 
         matchmaking: `"pfsp"` prefers pairs whose TrueSkill win probability p is near one half. `"uniform"` pairs at
-            random. Or a function of your own, `"module:function"`, that gives a student and a teacher their weight.
+            random. Or a function of your own, `"module:function"`, from a student and a teacher to the pair's weight.
         pfsp_kappa: Exponent of the weight (p(1-p))^kappa (paper, second hand: 1; 2 by `benchmarks/ratings.py`).
 
         teacher_reward: Pay for a solved task (`docs/guides/reward.md`): `"paper"` (1 - solve rate), `"learnability"`,
             `"rarity"`, or a function of your own, `"module:function"`.
         teacher_reward_invalid: Pay for a proposal that is no task (paper).
-        teacher_reward_unsolved: Pay for a task that no attempt solves (paper), or none but by guessing.
+        teacher_reward_unsolved: Pay for a task that attempts never solve (paper), or no more often than by guessing.
         student_reward: Pay for attempts: `"azr"`, or a function of your own, `"module:function"`.
         student_reward_correct: Pay for a right answer (AZR; paper, second hand).
         student_reward_wrong: Pay for a well-formed wrong answer (AZR).
         student_reward_malformed: Pay for an answer that cannot be read (AZR).
         teacher_baseline: What a proposal's reward is compared with. `"member"`: the mean of the teacher's proposals of
-            the same kind (AZR's task-relative REINFORCE++). `"group"`: the mean of the match. Or a function of your
-            own, `"module:function"`, from the role's rewards, members, kinds and groups, row by row, to advantages.
+            the same kind (AZR's task-relative REINFORCE++). `"group"`: the mean of the match's proposals. Or a
+            function of your own, `"module:function"`. It gets the rewards, members, kinds and groups of all teachers'
+            rows, and returns their advantages.
         student_baseline: What an attempt's reward is compared with. `"group"`: the mean of the attempts at one task
-            (GRPO). `"member"`: the mean of the student's attempts of the same kind. Or a function of your own, as for
-            `teacher_baseline`.
-        teacher_beta: `beta` for teachers alone. The KL term pulls them to the base and keeps their texts readable.
+            (GRPO). `"member"`: the mean of the student's attempts at tasks of the same kind. Or a function of your
+            own, as for `teacher_baseline`.
+        teacher_beta: `beta` for teachers alone. The KL term pulls them to the base, to keep their texts readable.
         teacher_learning_rate: Learning rate of the teachers; the students' when `None`. TRL logs it as
             `learning_rate`. Where it is set, a role with rate `0` is frozen: neither updates nor evolution change it.
 
         sandbox_workers: Programs that a node runs at a time, shared out among its processes; its usable cores when
             `None`.
-        sandbox_seconds: CPU seconds that one run of a program may use. A proposal may use half of them, because the
-            program runs again in the attempts and may need more beside other work. AZR waits 10 by the clock.
+        sandbox_seconds: CPU seconds that one run of a program may use. A built-in kind's proposal may use half of
+            them, because the program runs again in the attempts and may need more beside other work. AZR allows 10
+            seconds by the clock.
         sandbox_memory_mb: Memory limit of one run of a program, in MiB.
-        determinism_runs: Runs of a proposal under different hash seeds that must agree (AZR: 2).
+        determinism_runs: How often a proposal runs, each time with another hash seed. All runs must agree (AZR: 2).
         sandbox_allow_weak: Train although this host offers no kernel confinement. Only for hosts that hold nothing of
             value.
 
@@ -149,17 +152,18 @@ class PopuLoRAConfig(GRPOConfig):
         crossover_rate: Probability that a child has two parents (paper, second hand).
         tournament_size: Survivors drawn for each parent; the one with the highest mu becomes the parent.
         mutations, crossovers: Weights of the operators by name; name your own as `"module:function"`. When `None`, the
-            paper's four with equal weights.
+            paper's four of each sort with equal weights.
         mutation_strength: Factor on the strength of every mutation operator: 1 as published, 0.5 half as far from the
             parent.
 
         eval_attempts: Attempts of every student at every task of `eval_dataset`, sampled as in training.
-            `eval_strategy` and `eval_on_start` say when; `per_device_eval_batch_size` rows are generated at once.
+            `eval_strategy` and `eval_on_start` say when. Without vLLM, `per_device_eval_batch_size` rows are generated
+            at once.
 
-        generation_tokens: Most tokens, prompts included, that the cache of a process holds at once where transformers
-            generates.
+        generation_tokens: Most tokens, prompts included, that a process holds in the cache of keys and values at
+            once. Only without vLLM.
         vllm_engine_kwargs: Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`.
-            TRL's own `vllm_*` settings hold too. The engine computes in the trainer's precision unless `dtype` is
+            TRL's `vllm_*` settings hold too. The engine computes in the trainer's precision unless `dtype` is
             given.
         vllm_adapter_dir: Directory for published adapters that the trainer and every vLLM server see. When `None`,
             shared memory, or `output_dir` if a server sits on another host or memory is short. Not for colocated
@@ -181,16 +185,16 @@ class PopuLoRAConfig(GRPOConfig):
         ddp_find_unused_parameters: bool | None
         max_grad_norm: float
 
-    _argument_group_name = "Training, as in TRL and transformers, and at the end what a population has beside"
+    _argument_group_name = "Training: the options of TRL and transformers, then those of a population"
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs", "prompt_texts"]  # may be given as JSON
 
     # Defaults that differ from GRPOConfig.
-    max_steps: int = _option(200, "Optimizer steps = population steps. The paper runs 200.")
+    max_steps: int = _option(200, "Optimizer steps; `num_iterations` of them are a population step (paper: 200).")
     learning_rate: float = _option(1e-5, "AZR's 1e-6 for full weights, times 10 for LoRA.")
     lr_scheduler_type: str = _option("constant", "AZR: constant; children need it flat.")
     logging_steps: float = _option(1, "Log every population step.")
     max_completion_length: int | None = _option(2048, "Tokens per proposal or attempt.")
-    router_aux_loss_coef: float | None = _option(0.0, "0: it couples members. Fixed here.")
+    router_aux_loss_coef: float | None = _option(0.0, "Must be 0: this loss would couple members.")
 
     # Population
     teachers: int = 4
@@ -294,19 +298,20 @@ class PopuLoRAConfig(GRPOConfig):
         self.gradient_accumulation_steps = self.micro_batches(_count_processes())
         if wanted_accumulation not in (1, self.gradient_accumulation_steps):
             raise ValueError(
-                f"`gradient_accumulation_steps={wanted_accumulation}`: one population step is one optimizer step, so "
+                f"`gradient_accumulation_steps={wanted_accumulation}`: an optimizer step takes all rows of a step, so "
                 f"it must be {self.gradient_accumulation_steps} here. Leave it unset; it is derived."
             )
         if self.bf16 is None and not torch.accelerator.is_available():  # type: ignore[has-type]
             self.bf16 = False  # TRL's default is True, which transformers refuses on a machine without accelerator
-        # TRL checks that it divides the evaluation batch. Here that batch holds single rows, so 1 passes the check.
+        # TRL checks that `num_generations_eval` divides the evaluation batch. Here this batch may have any size, which
+        # 1 divides.
         self.num_generations_eval = 1
         super().__post_init__()
         check_texts(self.prompt_texts or {})
         self.num_generations_eval = self.eval_attempts
 
     def to_dict(self):
-        # Trackers get this. transformers hides a token that is a setting, but none inside a setting that is a dict.
+        # Trackers get this. transformers hides settings that are tokens, but no token inside a setting that is a dict.
         return {name: drop_secrets(value) for name, value in super().to_dict().items()}
 
     def build(self, room: type[Settings], **further: Any) -> Settings:
@@ -331,7 +336,7 @@ class PopuLoRAConfig(GRPOConfig):
         check_bounds(self, BOUNDS)
 
     def _check_rooms(self) -> list[object]:
-        """Builds the settings of all rooms, only because each checks itself when it is built."""
+        """Builds the settings of the rooms below, because each checks its values when it is built."""
         return [*map(self.build, (KindSettings, Scoring, SandboxSettings)), self.breeding]
 
     @property
@@ -341,7 +346,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of one population step over all processes: the proposals, and all attempts at proposals and replays."""
+        """Rows of one population step over all processes: the proposals and all attempts."""
         return self._size.rows
 
     @property
@@ -375,7 +380,7 @@ class PopuLoRAConfig(GRPOConfig):
         self._size.check_groups(_count_processes())
 
     def _check_choices(self):
-        """Refuses names that nothing in the package has, and loss options that couple members."""
+        """Refuses unknown names, options that couple members, and values that do not go together."""
         choices = {
             "loss_type": LOSS_NORMALISERS,
             "scale_rewards": ("group", "none", True, False),
@@ -397,8 +402,8 @@ class PopuLoRAConfig(GRPOConfig):
             )
 
     def _check_rewards(self):
-        """Refuses rules that do not exist, and numbers that only a rule of the package would read."""
-        # Each rule reads the options that start with the third text; baselines read none ("-" starts no name).
+        """Refuses rules that do not exist, and numbers that a user's own rule would not read."""
+        # The package's rules read the options that start with the third text. Baselines read none: "-" starts no name.
         for option, named, numbers in (
             ("teacher_reward", PAY, "teacher_reward_"),
             ("student_reward", STUDENT_PAY, "student_reward_"),
@@ -424,7 +429,7 @@ class PopuLoRAConfig(GRPOConfig):
 
 def _count_processes() -> int:
     """Reads the number of processes from WORLD_SIZE, which every launcher sets."""
-    # `TrainingArguments.world_size` sets up the devices, for which it is too early here.
+    # `TrainingArguments.world_size` would set up the devices, for which it is too early here.
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -486,7 +491,7 @@ class StepSize:
 
     @property
     def rows(self) -> int:
-        """The proposals, and all attempts at proposals and replays."""
+        """The proposals, and all attempts at proposed, replayed or given tasks."""
         if not self.teachers:
             return self.students * self.proposals * self.attempts
         return self.teachers * (self.proposals + (self.proposals + self.replays) * self.attempts)
@@ -591,7 +596,7 @@ def base_options(model: ModelConfig, given: Mapping[str, Any] | None) -> dict[st
 
     Args:
         model: Options of the command line.
-        given: `model_init_kwargs`, which go before the options.
+        given: `model_init_kwargs`, which win over the options.
     """
     told = {
         "dtype": model.dtype,

@@ -1,7 +1,6 @@
-"""Starts a run: checks what the user gave, builds the parts, and reads the given tasks.
+"""Starts a run: checks what the user gave, builds the parts, and checks the given tasks.
 
-All checks come before training starts, and each refusal names the value and the way out. In the order in which the
-trainer calls them:
+All these checks come before training starts. In the order of reading:
 
 1. Checks before anything is loaded, and what follows from the settings alone: prompt style, kinds, rules.
 2. The base: model, tokenizer, default adapter, and what depends on the size or the class of the model.
@@ -75,7 +74,7 @@ def check_setup(
 
     Args:
         args: Settings of the run.
-        unsupported: Arguments of `GRPOTrainer` that a population has no use for, by name.
+        unsupported: Arguments that the trainer does not know, by name.
         model: The base, or the name or directory of one.
         lora_config: Adapter of every member.
 
@@ -94,7 +93,7 @@ def check_setup(
 
 def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
     """
-    Refuses arguments of `GRPOTrainer` that a population cannot use, and backends that cannot train one.
+    Refuses arguments that the trainer does not know, and backends that cannot train these members.
 
     Raises:
         `TypeError`: If `args` has another class, or an argument is unknown.
@@ -114,8 +113,8 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
     if _fsdp_version(args) == 1:
         raise ValueError(
-            "`fsdp_version=1` is not supported: FSDP1 flattens members and base into common pieces, of which no "
-            "member's weights or gradient norm can be told. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
+            "`fsdp_version=1` is not supported: FSDP1 flattens members and base into common pieces, in which no "
+            "member's weights or gradients can be told apart. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
             "`fsdp_config={'version': 2}`)."
         )
     # DeepSpeed steps all parameters together. A member without a gradient would still be moved by its momentum.
@@ -124,8 +123,8 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
         fits = max(s for s in range(1, args.students) if no_student_idles(args.teachers, s))
         raise ValueError(
             f"`teachers={args.teachers}` and `students={args.students}`: a step has one match per teacher, so some "
-            "steps would leave a student idle, and DeepSpeed cannot leave it out of the optimizer step: its momentum "
-            f"would move it. `students={fits}` or `teachers={args.students}` works; so does DDP with these numbers."
+            "steps would leave a student idle. DeepSpeed cannot leave that student out of the optimizer step: "
+            f"momentum would move it. `students={fits}` or `teachers={args.students}` works; so does DDP."
         )
 
 
@@ -146,7 +145,7 @@ def check_output_dir(path: str) -> None:
         `ValueError`: If it cannot be made or written to.
     """
     whole = Path(path).absolute()
-    # The nearest directory that exists takes a file of a moment, because permission bits do not tell everything: a
+    # A temporary file is made in the nearest directory that exists, because permission bits do not tell everything: a
     # file system may be read-only or full.
     try:
         with tempfile.NamedTemporaryFile(dir=next(part for part in (whole, *whole.parents) if part.exists())):
@@ -171,7 +170,7 @@ def refuse_gguf(model: str) -> None:
         raise ValueError(
             f"`model={model!r}` is a GGUF file, which serves and does not train. Make an ordinary directory of it: "
             f"`AutoModelForCausalLM.from_pretrained({str(files[0].parent)!r}, gguf_file={files[0].name!r})` reads it, "
-            "`recipes/get_smollm2.py` does the rest for one."
+            "`recipes/get_smollm2.py` shows for one model what else is to do."
         )
 
 
@@ -189,7 +188,7 @@ def choose_style(
         init_kwargs: Arguments with which the base will be loaded; only `revision` is read.
 
     Raises:
-        `ValueError`: If there is no such model; the message says what is there instead.
+        `ValueError`: If there is no such model; the message says what was found.
     """
     config = _read_config(model, (init_kwargs or {}).get("revision") or "main")
     return wanted or str(config.get("populora_prompt_style", "turns"))
@@ -263,9 +262,9 @@ def make_rules(args: PopuLoRAConfig, kinds: Mapping[str, TaskKind]) -> Rules:
 
 def make_default_lora() -> LoraConfig:
     """
-    Makes the adapter config of members whose user gives none.
+    Makes the adapter config of the members, for a run whose user gives none.
 
-    Rank 32 is the paper's. Alpha = 2r and all linear layers are what PEFT and TRL advise for LoRA with RL.
+    Rank r = 32 is the paper's. Alpha = 2r and all linear layers are what PEFT and TRL advise for LoRA with RL.
     """
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
 
@@ -274,12 +273,12 @@ def load_base(
     model: str | PreTrainedModel, args: PopuLoRAConfig, quantization_config: BitsAndBytesConfig | None = None
 ) -> PreTrainedModel:
     """
-    Loads a base model as TRL does; returns a model that is loaded already.
+    Loads a base model as TRL does. A model that is loaded already is checked and returned.
 
     Args:
         model: Name or directory of a model, or the model.
         args: Settings of the run; `model_init_kwargs` are the arguments of `from_pretrained`.
-        quantization_config: Loads the model in 4 or 8 bits.
+        quantization_config: How to load the model in 4 or 8 bits.
 
     Raises:
         `ValueError`: If the model is a vision-language model; if `quantization_config` is given twice, or beside a
@@ -320,7 +319,7 @@ def check_quantised(args: PopuLoRAConfig) -> None:
     plugin = args.deepspeed_plugin
     how = f"ZeRO-{plugin.zero_stage}" if plugin is not None else "FSDP" if _fsdp_version(args) else ""
     if how:
-        raise ValueError(f"A quantised base is not supported with {how}, which holds weights in one type. Use DDP.")
+        raise ValueError(f"A quantised base is not supported with {how}, which needs weights of one type. Use DDP.")
     if args.use_vllm and not args.vllm_importance_sampling_correction:
         raise ValueError(
             "`vllm_importance_sampling_correction=False` with a quantised base: vLLM rounds the base otherwise than "
@@ -361,7 +360,7 @@ def choose_shots(wanted: int | None, style: str, base: PreTrainedModel) -> int:
         return 0  # the embedded base was not trained on them
     if wanted is not None:
         return wanted
-    # ZeRO-3 leaves an empty tensor on each rank; `ds_numel` is the number of elements before.
+    # ZeRO-3 leaves an empty tensor on each rank; `ds_numel` is the number of elements of the whole one.
     size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in base.parameters())
     return SHOTS if size < FEW_PARAMETERS else 0
 
@@ -392,7 +391,7 @@ def is_zero3(args: PopuLoRAConfig) -> bool:
 @contextmanager
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Gives attributes of an object other values inside the block."""
-    # A value may hide a method of the class. To delete it afterwards makes the method visible again.
+    # A value may hide a method of the class. Deleting the value afterwards makes the method visible again.
     given = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
     try:
@@ -407,7 +406,7 @@ def make_placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
     """
     Makes a dataset that only drives TRL's loop; its rows are never read.
 
-    It has as many rows as one generation batch has prompts, so an epoch is a population step.
+    It has as many rows as one generation batch has prompts, so TRL's epoch is a population step.
     """
     prompt = [{"role": "user", "content": "The rollout writes the prompts."}]
     return Dataset.from_dict({"prompt": [prompt] * (args.rows_per_step // args.attempts_per_task)})
@@ -422,12 +421,15 @@ def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     Args:
         args: Settings of the run.
         extra: The user's reward functions: one, a list, or `None`.
+
+    Raises:
+        `TypeError`: If a function cannot be called with the columns of rows.
     """
     extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
     for function in extra:
         if not isinstance(function, (str, PreTrainedModel)):
             check_arguments(function)
-    # TRL refuses any other number of weights itself.
+    # Any other number of weights is left to TRL, which refuses it.
     if args.reward_weights is not None and len(args.reward_weights) == len(extra):
         args.reward_weights = [1.0, 1.0, *args.reward_weights]
     return [teacher_reward, student_reward, *extra]
@@ -441,7 +443,7 @@ def list_reward_processors(given: Any) -> list | None:
 
 
 def choose_learning_rates(args: PopuLoRAConfig, population: Population) -> dict[str, float]:
-    """Chooses the learning rate of each adapter, by the name of its member."""
+    """Chooses the learning rate of each adapter, by the adapter's name."""
     rates = dict.fromkeys(population.adapters, args.learning_rate)
     if args.teacher_learning_rate is not None:
         rates |= dict.fromkeys((each.name for each in population.teachers), args.teacher_learning_rate)
@@ -531,19 +533,19 @@ def make_callbacks(describe: Callable[[], dict[str, Any]], played: Callable[[], 
 
 def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player: Player) -> None:
     """
-    Checks that given tasks are true: runs the programs of the built-in kinds and compares the outputs.
+    Checks that given tasks are true: runs the programs of code kinds and compares the outputs.
 
     About a thousand programs run in a second. Collective: the ranks share the rows.
 
     Args:
-        tables: The tasks of each dataset, in the order of its rows, by the name of the dataset.
+        tables: The tasks of each dataset, in the order of the rows, by the name of the dataset.
         referee: Has the kinds and the sandbox.
         player: Knows the ranks.
 
     Raises:
         `ValueError`: On every rank, if a program does not return the outputs that its row claims, or needs more than
             half of `sandbox_seconds`; or if a row holds a control token or a wrong number of visible pairs. The
-            message names dataset, row and values.
+            message names the dataset, the values, and the row or its program.
     """
     code = {name: kind for name, kind in referee.kinds.items() if isinstance(kind, CodeKind)}
     rows = [(field, number, task) for field, tasks in tables.items() for number, task in enumerate(tasks)]
@@ -555,8 +557,8 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
         if (text := find_control_text(task, referee.forbidden))
     ]
     mine = [row for row in rows if row[2].kind in code][player.rank :: player.world]
-    # A given task gets the CPU time of a proposal, half of an attempt's. The attempts run beside other work later, and
-    # must not fail because they take longer.
+    # A given task gets the CPU time of a proposal, half of an attempt's. Attempts run beside other work later, and
+    # must not fail because the program then takes longer.
     verdicts = referee.sandbox.run(
         [Job(task.program, task.inputs, headroom=code[task.kind].cpu_headroom) for _, _, task in mine]
     )
@@ -576,14 +578,14 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
     # All ranks learn of all flaws, so that they raise together and none waits for another.
     if found := [flaw for part in player.gather(flaws) for flaw in part]:
         raise ValueError(
-            f"{len(found)} of {len(rows)} given task(s) are wrong. {' '.join(found[:5])} `make_task(kind, program, "
-            "inputs)` writes true ones."
+            f"{len(found)} flaw(s) in {len(rows)} given task(s). {' '.join(found[:5])} `make_task(kind, program, "
+            "inputs)` writes true tasks."
         )
 
 
 def _check_visible(field: str, tasks: Iterable[Task], kinds: Mapping[str, TaskKind]) -> None:
     """
-    Checks how many input-output pairs of each given task are visible to students.
+    Checks for each given task of a code kind how many input-output pairs are visible to students.
 
     Raises:
         `ValueError`: If a task of a code kind shows all its pairs, so that none is left to grade an answer by; or if a
@@ -670,13 +672,13 @@ def check_prompts(
         referee: Has the kinds, and knows how long prompts may be.
         archive: References are drawn from it.
         references: Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
-        held_out: Tasks that nobody may be shown solved.
+        held_out: Tasks that students may not be shown solved.
         tokenizer: Counts the tokens of an answer.
         limit: Most tokens of a completion.
 
     Raises:
-        `ValueError`: If a prompt does not fit or the chat template refuses it; if a solved task is held out; or if its
-            answer has more tokens than a completion may have.
+        `ValueError`: If a prompt does not fit or the chat template refuses it; or if a solved task is held out, or has
+            an answer with more tokens than a completion may have.
     """
     for kind in referee.kinds.values():
         if references is not None:

@@ -3,7 +3,7 @@
     _play (TRL's `rollout_func`) -> play_step -> Played -> _prepare_inputs -> micro-batches -> _compute_loss ->
     optimizer
 
-The game itself is in `step/play.py`. The overrides stand in the order in which a step runs them.
+The game itself is in `step/play.py`. The overrides for a step stand in the order in which the step's rows meet them.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class PopuLoRATrainer(HubTrainer):
     """
     Trains a population of LoRA teachers and students on one frozen base, from PopuLoRA (arXiv 2605.16727).
 
-    In every step each teacher writes small tasks, the student it is matched with solves them, a sandbox decides what
-    is true, and all adapters learn in one joint policy-gradient step that equals training each of them alone.
+    In every step each teacher writes small tasks, the student that it is matched with attempts them, a sandbox decides
+    what is right, and all adapters learn in one joint policy-gradient step that equals training each of them alone.
 
     What differs from [`~trl.GRPOTrainer`]:
 
@@ -77,16 +77,17 @@ class PopuLoRATrainer(HubTrainer):
     - `_generate_and_score_completions` adds each row's member, and puts the population's advantages in TRL's place.
     - `_prepare_inputs` cuts micro-batches as they were planned with the advantages, where TRL shuffles and splits.
     - `_get_per_token_logps_and_entropies`, `_compute_loss` and `training_step` set and clear the route of the rows.
-      Without a KL term they skip rows without advantage. Attempts at one task share their prompt.
+      Without a KL term they skip rows without advantage. Where the base allows, attempts at one task share a prompt.
     - `create_optimizer`, `_clip_grad_norm` and `_get_grad_norm` give each member a parameter group and a gradient
       norm.
-    - `evaluate` and `_evaluate` let members attempt held-out tasks. `predict` is refused; `member` lends one member.
-    - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM leave a whole checkpoint.
+    - `evaluate` and `_evaluate` let students attempt held-out tasks. `predict` is refused; `member` lends one member.
+    - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM end it after the step, and it saves.
     - `_get_output_dir` and `_save_checkpoint` write a checkpoint aside, and move it into place when it is whole.
     - `save_model` and `_save` write an ordinary PEFT directory per member, and the best student at the root.
     - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` and `_load_rng_state` restore the
       members (DeepSpeed restores them itself), the state of the game, and the loss that is not logged yet.
-    - [`~trl_populora.hub.push.HubTrainer`] stands between the two: the population's card, uploads while it trains.
+    - [`~trl_populora.hub.push.HubTrainer`], the base class between this one and TRL's, writes the population's card
+      and uploads checkpoints during training.
 
     Args:
         model: The base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
@@ -94,9 +95,8 @@ class PopuLoRATrainer(HubTrainer):
             of [`~trl_populora.step.rows.Row`] up to `program`, and return `None` for rows that they do not judge.
             `args.reward_weights`, if set, has one weight for each of them.
         args: Settings of the run.
-        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`. With `None` the
-            package's
-            own: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
+        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`. When `None`, the
+            package's: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
         eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
             `eval_strategy`.
         processing_class: Tokenizer with a chat template; loaded with the base when `None`.
@@ -105,8 +105,9 @@ class PopuLoRATrainer(HubTrainer):
         peft_config: Adapter of every member; rank 32, alpha 64, all linear layers when `None`.
 
     Raises:
-        `TypeError`: If `args` is no [`PopuLoRAConfig`] or `peft_config` no `LoraConfig`.
-        `ValueError`: If base, dataset, adapters or output directory cannot be used. It names the value and a way out.
+        `TypeError`: If `args` is no [`PopuLoRAConfig`], `peft_config` no `LoraConfig`, or an argument unknown.
+        `ValueError`: If base, dataset, adapters or output directory cannot be used.
+        `RuntimeError`: If the sandbox cannot confine programs on this host.
     """
 
     _tag_names = ["trl", "populora", "lora"]
@@ -119,7 +120,7 @@ class PopuLoRATrainer(HubTrainer):
     log_completions: bool
     eos_token_ids: list[int]
 
-    # What one override leaves for another.
+    # What one method leaves for another.
     evolution: EvolutionCallback | None = None
     _closed = False
     _resumed: checkpoint.RankState | None = None  # loaded with a checkpoint, until its loss is added
@@ -330,7 +331,7 @@ class PopuLoRATrainer(HubTrainer):
 
     @property
     def _members_step(self) -> int:
-        """Optimizer steps that the members have done: after `load_best_model_at_end` fewer than `global_step`."""
+        """Optimizer steps of the members: after `load_best_model_at_end` those of the best, else `global_step`."""
         return self.state.global_step if self._best_step is None else self._best_step
 
     def predict(self, *args, **kwargs):
@@ -349,13 +350,12 @@ class PopuLoRATrainer(HubTrainer):
         Lets every student attempt each held-out task `eval_attempts` times. Nothing that trains changes. Collective.
 
         Args:
-            eval_dataset: Other tasks than the trainer's.
+            eval_dataset: Tasks to attempt; the trainer's when `None`.
             ignore_keys: Without meaning here.
             metric_key_prefix: Starts every key.
 
         Returns:
-            `dict[str, float]`: The figures of [`~trl_populora.evaluate.held_out.HeldOut.measure`], which keeps the
-                rates.
+            `dict[str, float]`: The figures of [`~trl_populora.evaluate.held_out.HeldOut.measure`].
 
         Raises:
             `ValueError`: If there are no tasks, or the given ones cannot be used.
@@ -370,8 +370,8 @@ class PopuLoRATrainer(HubTrainer):
         untrained = {
             each.name for each in students if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
         }
-        # TRL's completion tables are for rows that train. And outside of `pause_training`, `log` would take training's
-        # metrics that are not logged yet for those of the evaluation, and clear them.
+        # TRL's completion tables are for rows that train, so `log` writes none here. Outside of `pause_training` it
+        # would log training's metrics of this moment as the evaluation's, and clear them.
         try:
             with pause_training(self.model), start.replace_attributes(self, log_completions=False):
                 metrics = held_out.measure(
@@ -411,7 +411,7 @@ class PopuLoRATrainer(HubTrainer):
     def _generate_rows(
         self, prompts: list[Messages], members: Sequence[str], seeds: Sequence[int] | None = None
     ) -> list[Completion]:
-        """Samples one completion per prompt, each from its own member."""
+        """Samples one completion per prompt, each from the member at the same place of `members`."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
         if self.use_vllm:
@@ -435,11 +435,11 @@ class PopuLoRATrainer(HubTrainer):
     # Update: rewards, advantages, micro-batches
 
     def _reward(self, played: Played) -> torch.Tensor:
-        """What TRL's reward functions say of the rows of all ranks, `[W * R, functions]`."""
+        """Asks TRL's reward functions for the rewards of the rows of all ranks, `[W * R, functions]`. Collective."""
         return super()._calculate_rewards(*played.for_reward_functions)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        # TRL asks for them after generation. `play_step` had to know them earlier, and has asked `_reward`.
+        # TRL asks for rewards after generation. `play_step` needed them earlier, and has got them from `_reward`.
         prompts[:] = [row.prompt for row in self.played.rows]  # in place, because TRL logs this very list
         for column in ("role", "member", "kind"):  # columns for the tables of `log_completions`
             self._log_completion_extra(column, [getattr(row, column) for row in self.played.rows])
@@ -450,7 +450,7 @@ class PopuLoRATrainer(HubTrainer):
         played, mine = self.played, self.played.local_worth
         # TRL cuts all rows into groups of equal size, proposals too. Only a student's attempts are such groups.
         self._metrics["train"]["frac_reward_zero_std"][-1] = played.worth.flat
-        # The log is full and has a fixed length, so these push TRL's own advantages out.
+        # The log is a queue as long as a step has rows, so these push out the advantages that TRL has just put in.
         self._logs["advantages"].extend(played.worth.advantages.tolist())
         for column in ("prompt", "completion"):  # as text, because trackio shows messages as "[object Object]"
             texts = [messages[-1]["content"] if messages else "" for messages in self._logs[column]]
@@ -467,7 +467,7 @@ class PopuLoRATrainer(HubTrainer):
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
     def _prepare_inputs(self, generation_batch):
-        # TRL would shuffle the rows and cut them into equal numbers. These micro-batches follow the plan instead.
+        # TRL would shuffle the rows and cut them into equal numbers. Here micro-batches follow the plan.
         steps = self.args.steps_per_generation
         if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
             rows = self._generate_and_score_completions(generation_batch)
@@ -499,7 +499,8 @@ class PopuLoRATrainer(HubTrainer):
         )
 
     def _compute_loss(self, model, inputs):
-        # Skip an all-blank micro-batch, unless it is the last (DDP synchronises there) or DeepSpeed runs.
+        # Skip a micro-batch without live rows on any rank, unless it is the last one before the optimizer step (DDP
+        # synchronises there) or DeepSpeed runs.
         if not (inputs["live"] or self.accelerator.sync_gradients or self.is_deepspeed_enabled):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         layout = microbatch.read_layout(inputs)
@@ -509,8 +510,8 @@ class PopuLoRATrainer(HubTrainer):
         def log_probs(model, ids, mask, length, **kwargs):
             found = layout.log_probs(partial(compute, **kwargs), model, ids, mask, length, self.scorer.sharing)
             if self.beta:
-                # Some rows are their own reference, so that their KL term and its gradient are 0: students beside
-                # `teacher_beta`, and blank rows, whose context is cut away and whose KL might be infinite.
+                # Some rows are their own reference, so that their KL term and its gradient are 0: with `teacher_beta`
+                # the students' rows, and always filler rows, whose prompt is masked and whose KL might be infinite.
                 own = (inputs["pack"] < 0) | (inputs["member"] >= self.args.teachers) & bool(self.args.teacher_beta)
                 inputs["ref_per_token_logps"][own] = found[0].detach()[own]
             return found
@@ -520,7 +521,8 @@ class PopuLoRATrainer(HubTrainer):
             loss = super()._compute_loss(model, inputs)
         on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
         self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
-        # Where TRL divides by rows, it takes every micro-batch to have as many. This one may have more or fewer.
+        # Where TRL divides by rows, it takes every micro-batch to have `per_device_train_batch_size` of them. This one
+        # may have more or fewer.
         by_rows = LOSS_NORMALISERS[self.loss_type] == "rows"
         return loss * (len(inputs["member"]) / self.args.per_device_train_batch_size if by_rows else 1.0)
 
@@ -622,8 +624,8 @@ class PopuLoRATrainer(HubTrainer):
         )
 
     def save_model(self, output_dir=None, _internal_call=False):
-        # TRL's calls `_save` on the main rank alone (transformers 5.17), but under ZeRO and FSDP all ranks read
-        # together.
+        # The overridden method calls `_save` on the main rank alone (transformers 5.17), but under ZeRO and FSDP all
+        # ranks read the members together.
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -1,10 +1,10 @@
 """Update, before any forward: from rewards to advantages, and to the factors that make a joint step equal solo steps.
 
-    rewards [W * R, functions] --weights--> rewards_R --baseline--> advantages_R --> this rank's plan of micro-batches
-                                            num_tokens_R ---------> factors_R        (microbatch.py)
+    rewards [R, functions] --weights--> rewards_R --baseline--> advantages_R --> this rank's plan (microbatch.py)
+                                        num_tokens_R ---------> factors_R
 
-All functions take the rows of all ranks, because a group may span ranks. Each rank then keeps its own slice. `_R` in a
-name says that the shape is `[R]`, one entry per row.
+In this file R counts the rows of all ranks, because a group may span ranks. Each rank keeps its slice afterwards. `_R`
+in a name says that the shape is `[R]`, one entry per row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo"
 
 REORDERS = "it reorders rows, so that other members' adapters would compute them"
 
-# Options of TRL with which one member's rows would change another's update. Only this value of each is allowed.
+# Options of TRL that may mix up members or what they share. Each must keep the value beside it, for the reason after.
 COUPLE_MEMBERS = (
     ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
     ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
@@ -51,7 +51,7 @@ COUPLE_MEMBERS = (
 
 @dataclass(frozen=True)
 class Scoring:
-    """How rows are compared, and how many are computed at once. Each field is the option of the same name."""
+    """What decides advantages, factors and the size of micro-batches. Each field is the option of the same name."""
 
     teachers: int
     loss_type: str
@@ -91,14 +91,14 @@ class Scorer:
         self.rank, self.sharing, self.skips_blank_rows = rank, sharing, skips_blank_rows
 
     def score(self, played: Played) -> None:
-        """Fills in a step's `worth`, `local_worth` and `plan`; its `rewards` are known. Collective."""
+        """Fills in a step's `worth`, `local_worth` and `plan` from its `rewards`. Collective."""
         settings, rows = self.settings, len(played.rows)
         asked, answered = [len(row.completion.prompt_ids) for row in played.rows], played.count_tokens(self.ends)
         num_tokens_R = gather(torch.tensor(answered, device=played.rewards.device))
         played.worth = self._weigh(played, num_tokens_R)
         mine = played.local_worth = played.worth.part(slice(self.rank * rows, (self.rank + 1) * rows))
         if self.skips_blank_rows:
-            # A row of length 0 is blank to the plan. Normalisers have been computed before, with all rows.
+            # The plan leaves out rows of length 0. The factors have been computed before, with all rows.
             live = [bool(a) and tokens > 0 for a, tokens in zip(mine.advantages.tolist(), answered, strict=True)]
             asked, answered = ([n * alive for n, alive in zip(ns, live, strict=True)] for ns in (asked, answered))
         members, size = mine.members.tolist(), settings.per_device_train_batch_size
@@ -107,7 +107,7 @@ class Scorer:
         )
 
     def _weigh(self, played: Played, num_tokens_R: torch.Tensor) -> Worth:
-        """What the rows of all ranks are worth; `num_tokens_R` of their completion tokens count in the loss."""
+        """Computes what the rows of all ranks are worth. Of each row `num_tokens_R` tokens count in the loss."""
         device, settings = num_tokens_R.device, self.settings
         members_R = torch.tensor([self.population[each["member"]].index for each in played.records], device=device)
         rewards_R = (played.rewards * self.reward_weights.to(device)).nansum(dim=1)
@@ -130,7 +130,7 @@ def compute_step_advantages(
     scaled: bool,
 ) -> torch.Tensor:
     """
-    Advantages of all rows of a step, `[R]`, each role under its own baseline.
+    Computes the advantages of all rows of a step, `[R]`, each role with the baseline set for it.
 
     Args:
         records: The rows' `role`, `kind` and `group`.
@@ -138,11 +138,11 @@ def compute_step_advantages(
         members_R: Their member indices.
         baselines: Per role the `baseline` of [`compute_advantages`], or `module:function` for
             [`estimate_advantages`].
-        scaled: As in [`compute_advantages`].
+        scaled: As in [`compute_advantages`]; a user's own function does not see it.
     """
     kinds_R, groups_R = (_number([record[name] for record in records]) for name in ("kind", "group"))
     advantages_R = torch.zeros_like(rewards_R)
-    # Each role is computed with the other role's rows as NaN, which count nowhere; so the sum puts both together.
+    # While one role is computed, the other role's rows are NaN and get advantage 0. So the sum puts both together.
     for role, baseline in baselines.items():
         others_R = torch.tensor([record["role"] != role for record in records], device=rewards_R.device)
         own_R = rewards_R.masked_fill(others_R, float("nan"))
@@ -155,7 +155,7 @@ def compute_step_advantages(
 
 
 def measure_flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> float:
-    """The share of groups whose attempts are all worth the same. Such groups teach nothing."""
+    """Measures the share of groups whose attempts all have one reward: `"group"` baselines learn nothing there."""
     groups: dict[str, list[float]] = {}
     for record, reward in zip(records, rewards_R.tolist(), strict=True):
         if record["role"] == "student":
@@ -178,18 +178,18 @@ def compute_advantages(
     scaled: bool = True,
 ) -> torch.Tensor:
     """
-    Advantages of the rows of one role.
+    Computes the advantages of the rows of one role.
 
     Args:
         rewards_R: Rewards. Rows of the other role are NaN; their advantage is 0 and they count nowhere.
         members_R: Member index of each row.
         kinds_R: Kind of task of each row, as an integer.
-        groups_R: Which rows are compared, as an integer: attempts at one prompt, or the proposals of one match.
-        baseline: What is subtracted from a reward. `"group"` is the mean over the attempts at one prompt (GRPO, arXiv
+        groups_R: Group of each row, as an integer: the attempts of one slot, or the proposals of one match.
+        baseline: What is subtracted from a reward. `"group"` is the mean over the row's group (GRPO, arXiv
             2402.03300), the default for students. `"member"` is the mean over the member's rows of one kind, the
             default for teachers, whose prompts all differ. It follows task-relative REINFORCE++ of Absolute Zero
-            (arXiv 2505.03335). Where a member has one row of a kind, that row would be its own mean, so the group's is
-            taken.
+            (arXiv 2505.03335). The only row that a member has of a kind would be its own mean, so it is compared with
+            its group.
         scaled: Whether advantages are divided by the standard deviation of the rows that the baseline averages. Dr.
             GRPO (arXiv 2503.20783) does not divide.
 
@@ -227,13 +227,14 @@ def estimate_advantages(
     Lets a user's own function compute the advantages of one role's rows, over all ranks.
 
     The function gets the rewards (double precision), members, kinds and groups of these rows, on the CPU, so that no
-    sum depends on the device. If it compares rows of one member only, joint training stays equal to solo training.
+    sum depends on the device. If it compares each row only with rows of the same member, joint training stays equal to
+    solo training.
 
     Args:
         path: Its name, `module:function`.
         option: The option that names it, for errors.
         rewards_R: Rewards. Rows of the other role are NaN; the function does not see them, and their advantage is 0.
-        members_R, kinds_R, groups_R: Member, kind of task and prompt of each row, as integers.
+        members_R, kinds_R, groups_R: Member, kind of task and group of each row, as integers.
 
     Raises:
         `RuntimeError`: If the function raises.
@@ -256,8 +257,8 @@ def estimate_advantages(
 
 def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
-    For each row, mean, standard deviation and number n of the rows with its id, each `[R]`. NaN rows are left out. The
-    deviation divides by n - 1, and is 0 for one row.
+    Computes for each row the mean, standard deviation and number n of the rows with the same id, each `[R]`. NaN rows
+    are left out. The deviation divides by n - 1, and is 0 if n is 1.
     """
     _, numbers_R = torch.unique(ids, dim=0, return_inverse=True)
     known_R = (~values_R.isnan()).to(values_R.dtype)
@@ -275,18 +276,15 @@ def _sums(values_R: torch.Tensor, numbers_R: torch.Tensor) -> torch.Tensor:
 
 def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str) -> torch.Tensor:
     """
-    The factor per row by which the joint loss makes a member's update too small, compared with training it alone.
+    Computes per row the factor by which the joint loss makes the member's update smaller than training it alone.
 
     TRL divides the sum over all rows of an optimizer step by their number (`grpo`, `dr_grpo`) or by their completion
-    tokens (`dapo`, `cispo`). Alone, a member's sum would be divided by its own rows or tokens only. The factor is the
-    ratio of the two: a member with a third of the rows gets 3.
+    tokens (`dapo`, `cispo`). In solo training it would divide by the member's rows or tokens only. The factor is the
+    first divisor over the second: by rows, a member with a third of them gets 3.
 
     [`~trl_populora.lora.layers.Router.set`] takes the factors with the rows, and the routed layer multiplies the
-    member's *gradients* by them. So every term of the loss gets its factor, the KL term (`beta`) too. A factor on the
-    advantages would miss that term.
-
-    With several optimizer steps per generation batch, the factor by rows is exact if each of these steps holds the
-    same share of every member's rows.
+    member's *gradients* by them. So every term of the loss gets the factor, the KL term (`beta`) too. A factor on the
+    advantages would miss the KL term.
 
     Args:
         members_R: Member index of each row of the generation batch, over all ranks.
@@ -294,7 +292,8 @@ def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, 
         loss_type: TRL's `loss_type`.
 
     Returns:
-        Factors of shape `[R]`, fp32, the same for all rows of a member. A member without tokens gets 1.
+        Factors of shape `[R]`, fp32, the same for all rows of a member. Where tokens count, a member without any gets
+        1.
 
     Raises:
         `ValueError`: If this loss type divides by something else than rows or tokens of the whole step.

@@ -4,21 +4,25 @@
 
 A step's rows are dealt once, by [`plan_micro_batches`], as soon as their advantages are known. A micro-batch holds one
 role where possible. The rows of a member stand side by side. Where possible every member has the same number of rows,
-which is the fast path of the routed LoRA layer. Two ways of dealing are compared, and the cheaper one is taken: the
-attempts at one task together, or rows of similar length together. [`cut`] then makes the tensors, and leaves out
-padding that no row of the micro-batch needs.
+which is the fast path of the routed LoRA layer. If the model can share prompts, two ways of dealing are compared, and
+the cheaper one is taken: the attempts at one task together, or rows of similar length together. [`cut`] then makes the
+tensors, and leaves out padding that no row of the micro-batch needs.
 
-Tokens bound a micro-batch, not rows: it may have `per_device_train_batch_size` times the longest prompt and
-completion. So it holds few long rows or many short ones, and needs no more memory than that many of the longest rows.
+The size of a micro-batch is bounded in tokens: `per_device_train_batch_size` times the sum of the longest prompt and
+the longest completion. So a micro-batch holds few long rows or many short ones.
 
-Many rows of a step have advantage 0, because every attempt of their group did equally well. Without a KL term such a
-row has no gradient. It is *blank*: no micro-batch holds it. It still counts in every normaliser, so the update stays
-the same but for rounding. All other rows are *live*. Leaving out blank rows and sharing prompts make the update of
-eight adapters on a 7B .19 of stock TRL's with one, where half of the rows are blank (H200, 27 November 2026).
+There are two sorts of blank rows. All other rows are *live*.
 
-TRL wants the same number of micro-batches in every step, and so do processes that meet in forwards and backwards. So a
-micro-batch without rows gets one row with empty masks. Where nobody waits for it, it is not computed: on a GPU it
-would take nearly as long as a full one.
+- *Skipped rows* belong to the step, and no micro-batch holds them. Without a KL term a row has no gradient if its
+  advantage is 0 (often because every attempt of its group did equally well) or if all its tokens are masked. It still
+  counts in every normaliser, so the update without it stays the same but for rounding.
+- *Filler rows* belong to no step. TRL and processes that meet in forwards and backwards want the same number of
+  micro-batches in every step, and the same number of rows on every rank. So a micro-batch without rows gets one row
+  with masks of 0, and a micro-batch with fewer rows than on another rank gets more of them. A micro-batch of filler
+  rows alone is not computed where no process waits for it: on a GPU it would take nearly as long as a full one.
+
+With half of the rows skipped, shared prompts and lengths as on a 7B base, the update of eight adapters takes .12 of
+the time of stock TRL's update of one adapter (width 256, on a CPU, `benchmarks/RESULTS.md`).
 
 Shapes: R rows of this rank, B rows of a micro-batch, P prompt tokens (left-padded), C completion tokens
 (right-padded), N rows of the forward, L tokens of its longest row.
@@ -55,8 +59,9 @@ _COMPLETION_COLUMNS = (
     "sampling_per_token_logps",
     "importance_sampling_ratio",
 )
-# With these at 0 a row's ratio to the old policy is finite, and its tokens count nowhere. Its reference is set where
-# the forward is known: without its context a row's KL may be infinite, and infinity times the mask's 0 is NaN.
+# Columns that are 0 in filler rows. Then the ratio to the old policy is finite, and no token counts. The column
+# `ref_per_token_logps` is set after the forward, in the trainer's `_compute_loss`: without a prompt the KL of a filler
+# row may be infinite, and infinity times the mask's 0 is NaN.
 _BLANKED_COLUMNS = (
     "prompt_mask",
     "completion_mask",
@@ -81,16 +86,16 @@ def plan_micro_batches(
     Args:
         members: Member index of each row, shape `[R]`.
         prompts: A number per row. Rows with the same number have one member and one prompt.
-        asked, answered: Tokens of each row's prompt and completion. Both are 0 for blank rows.
+        asked, answered: Tokens of each row's prompt and completion. Both are 0 for rows to skip.
         num_teachers: Members below this index are teachers.
-        size: How many of the longest rows a micro-batch has room for.
+        size: How many of the longest rows a micro-batch may hold (`per_device_train_batch_size`).
         sharing: How the model takes shared prompts; `None` if it cannot.
 
     Returns:
-        The packs of each micro-batch. There are `R / size` micro-batches, rounded up, where R counts blank rows as
+        The packs of each micro-batch. There are `R / size` micro-batches, rounded up, where R counts skipped rows as
         well. The last ones may be empty.
     """
-    # The memory of so many of the longest rows, spent in tokens: many short rows may take the place of a long one.
+    # As many tokens as `size` of the longest rows have. Many short rows may take the place of a long one.
     budget = size * (max(asked) + max(answered))
 
     def lay(rows: Sequence[int]) -> Layout:
@@ -119,7 +124,7 @@ def plan_micro_batches(
         [[rows[place] for place in pack] for pack in layout.packs]
         for rows, layout in zip(ways[best], layouts[best], strict=True)
     ]
-    # The number of micro-batches is fixed, because TRL and DDP count on it. Blank rows leave some of them empty.
+    # The number of micro-batches is fixed, because TRL and DDP count on it. Where rows are skipped, some are empty.
     return packs + [[] for _ in range(-(-len(members) // size) - len(packs))]
 
 
@@ -129,11 +134,11 @@ def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence
 
     Args:
         members: Member index per row, shape `[R]`.
-        lengths: Tokens per row, shape `[R]`. Rows of length 0 are left out: blank rows, and those of the other role.
+        lengths: Tokens per row, shape `[R]`. Rows of length 0 are left out: rows to skip, and rows of the other role.
         prompts: Rows with the same number stay together; `None` if prompts do not matter.
 
     Returns:
-        Rows that should share a micro-batch: those of one prompt, or one row of each member.
+        Groups of rows that should share a micro-batch: the rows of one prompt, or one row of each member.
     """
     # Per member, its rows from long to short, grouped by prompt where prompts matter.
     queues: dict[int, dict[int, list[int]]] = {member: {} for member in sorted(set(members))}
@@ -149,11 +154,11 @@ def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence
 def _fill(
     batches: list[list[int]], groups: Sequence[list[int]], size: int, exceeds: Callable[[Sequence[int]], bool]
 ) -> None:
-    """Adds the groups of one role's rows to the last micro-batch while it has room, then to new ones."""
-    first = True  # a role begins a new micro-batch, unless the role before it left room in the last one
+    """Adds the groups of one role's rows to the last micro-batch while they fit, then to new ones."""
+    first = True  # a role begins a new micro-batch, unless the last one still has fewer than `size` rows
     for group in groups:
         splits = ([group[start::count] for start in range(count)] for count in range(1, len(group) + 1))
-        # A group that does not fit into one micro-batch is split into as few equal pieces as do.
+        # A group that does not fit into one micro-batch is split into as few pieces of equal size as possible.
         for piece in next(split for split in splits if not any(map(exceeds, split))):
             enough = bool(batches) and len(batches[-1]) >= size
             if not batches or (enough and (first or exceeds(batches[-1] + piece))):
@@ -175,7 +180,7 @@ def cut(whole: Batch, plan: Sequence[Packs], multiple: int = 1) -> list[Batch]:
         multiple: P and C of a micro-batch stay multiples of it (`pad_to_multiple_of`).
 
     Returns:
-        The micro-batches. Their column `pack` says which row of the forward a row belongs to; -1 marks a blank row.
+        The micro-batches. Their column `pack` says which row of the forward a row belongs to; -1 marks a filler row.
     """
     return [trim(_micro_batch(whole, packs), multiple) for packs in plan]
 
@@ -187,13 +192,13 @@ def compute_by_micro_batch(
     Computes log-probabilities micro-batch by micro-batch, and puts them back into the order of the rows.
 
     Args:
-        forward: Computes those of one micro-batch, `[B, C]` with the micro-batch's own C.
+        forward: Computes the log-probabilities of one micro-batch, `[B, C]`, where C is that of the micro-batch.
         batches: Micro-batches with a column `row`, the place of each row in the result.
         rows, columns: Size of the result.
-        together: Whether ranks meet in every forward. Then blank micro-batches are run, too.
+        together: Whether ranks meet in every forward. Then micro-batches of filler rows alone are computed, too.
 
     Returns:
-        Of shape `[R, C]`. Rows in no micro-batch are NaN.
+        Log-probabilities of shape `[R, C]`. Rows in no micro-batch are NaN.
     """
     found = torch.full((rows, columns), float("nan"), device=batches[0]["row"].device)
     for batch in batches:
@@ -231,12 +236,12 @@ def read_layout(batch: Batch) -> Layout:
         if number >= 0:
             packs.setdefault(number, []).append(row)
     asked, answered = _lengths(batch)
-    # A blank micro-batch is one row: other processes may wait for this forward.
+    # Without live rows one filler row is computed, because other processes may wait for this forward.
     return Layout([*packs.values()] or [[0]], asked, answered)
 
 
 def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
-    """Takes the rows of the packs; one blank row if there are none."""
+    """Takes the rows of the packs; one filler row if there are none."""
     rows = [row for pack in packs for row in pack]
     numbers = [number for number, pack in enumerate(packs) for _ in pack]
     device = whole["member"].device
@@ -246,19 +251,20 @@ def _micro_batch(whole: Batch, packs: Sequence[Sequence[int]]) -> Batch:
 
 def match_ranks(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[str, float]]:
     """
-    Pads each micro-batch with blank rows until it has as many rows as on the other ranks, because TRL gathers one
-    value per row. Collective.
+    Adds filler rows to the micro-batches, so that each has the same number of rows on every rank, because TRL gathers
+    one value per row. Collective.
 
     Args:
         batches: This rank's, from [`cut`].
         rows: How many rows this rank has in the step.
 
     Returns:
-        The micro-batches and metrics. Each micro-batch gets two counts over all ranks: `live`, the rows that are
-        computed, and `tokens`, their completion tokens. The metrics are means over the ranks.
+        The micro-batches and metrics. Each micro-batch gets two counts over all ranks: `live`, the number of live
+        rows, and `tokens`, their completion tokens. The metrics are means over the ranks.
     """
     device = batches[0]["member"].device
-    # Every rank has as many micro-batches, so one gather tells the largest of each and the sums over the ranks.
+    # Every rank has the same number of micro-batches. So one gather tells for each the most rows that a rank has, and
+    # the sums over the ranks.
     sizes = [(len(b["member"]), count_live_rows([b]), int(b["completion_mask"].sum())) for b in batches]
     everywhere = gather(torch.tensor(sizes, device=device)[None])
     most, (live, tokens) = everywhere[..., 0].amax(0), everywhere[..., 1:].sum(0).unbind(1)
@@ -273,7 +279,7 @@ def match_ranks(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[
 
 
 def add_blank_rows(batch: Batch, rows: int) -> Batch:
-    """Adds blank rows to a micro-batch until it has so many rows."""
+    """Adds filler rows to a micro-batch until it has `rows` rows."""
     own = len(batch["member"])
     more = _rows_of(batch, torch.arange(rows).where(torch.arange(rows) < own, torch.tensor(0)))
     added = torch.arange(rows, device=batch["member"].device) >= own
@@ -326,7 +332,7 @@ def measure_shared(batches: Sequence[Batch]) -> float:
 
 
 def count_live_rows(batches: Sequence[Batch]) -> int:
-    """Counts the rows of all micro-batches that are computed."""
+    """Counts the live rows of all micro-batches."""
     return sum(int((batch["pack"] >= 0).sum()) for batch in batches)
 
 
@@ -338,8 +344,9 @@ def _is_column(value: torch.Tensor) -> bool:
 #
 #     micro-batch [B, P + C] --Layout--> forward [N, L] --TRL's method--> log-probabilities [B, C]
 #
-# All attempts at one task become branches of one row. The prompt stands there once, and every completion sees the
-# prompt and itself. For two completions `a0 a1` and `b0 b1 b2` of the prompt `p0 p1 p2`:
+# Attempts of one member at one task may become branches of one row of the forward. The prompt stands there once, and a
+# completion sees the prompt and no other completion. For the prompt `p0 p1 p2` with the completions `a0 a1` and
+# `b0 b1 b2`:
 #
 #     input      p0 p1 | p2 a0 | p2 b0 b1
 #     position    0  1 |  2  3 |  2  3  4
@@ -349,9 +356,10 @@ def _is_column(value: torch.Tensor) -> bool:
 # the completion's last token, which predicts nothing. Log-probabilities and gradients equal those of separate rows,
 # but for rounding.
 
-# What TRL's method returns: log-probabilities, entropies if asked for, and the load-balancing loss (refused here).
+# What TRL's method returns: log-probabilities, entropies if asked for, and a load-balancing loss, which the config
+# refuses.
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-# TRL's method, `(model, input_ids, attention_mask, logits_to_keep) -> LogProbs`.
+# TRL's method `_get_per_token_logps_and_entropies`, `(model, input_ids, attention_mask, logits_to_keep) -> LogProbs`.
 Compute = Callable[..., LogProbs]
 
 # A dense mask makes a pair of tokens cost twice its multiplications: its score is also written, masked and
@@ -376,7 +384,7 @@ class Sharing:
 
     @classmethod
     def of(cls, base: nn.Module, multiple: int = 1) -> Sharing:
-        """Reads it from a base model, for which [`why_not_shared`] must have no reason."""
+        """Reads from a base model how it shares prompts. [`why_not_shared`] must have found no reason against it."""
         cost = estimate_pair_cost(base.config.get_text_config())
         return cls(base.config._attn_implementation == "eager", cost, multiple)
 
@@ -394,8 +402,8 @@ def why_not_shared(base: nn.Module) -> str:
     """
     Says why rows of a base model cannot share a prompt; empty if they can.
 
-    Sharing needs attention that obeys any mask, in all layers. And it needs positions that can be passed in and that
-    count only as distances.
+    Sharing needs attention that obeys any mask, in all decoder layers. And it needs positions that can be passed in,
+    and of which only the distances count.
     """
     config = base.config.get_text_config()
     attention = base.config._attn_implementation
@@ -418,10 +426,10 @@ class Layout:
     Args:
         packs: Per row of the forward, the rows of the micro-batch that it holds. These have one member and one prompt.
             A pack of several rows becomes branches.
-        prompt_lengths, completion_lengths: Tokens of each row of the micro-batch, 0 for blank rows.
+        prompt_lengths, completion_lengths: Tokens of each row of the micro-batch, 0 for filler rows.
 
     Attributes:
-        heads: The first row of each pack. Its member is the one that computes the row of the forward.
+        heads: The first row of each pack. Its member's adapter computes the row of the forward.
         branches: Whether any prompt is shared.
         width: L.
         used: Tokens that are not padding.
@@ -434,7 +442,7 @@ class Layout:
         self.heads = [pack[0] for pack in packs]
         self.branches = any(len(pack) > 1 for pack in packs)
         answers = [sum(completion_lengths[row] for row in pack) for pack in packs]
-        # With branches a prompt's last token stands at the beginning of each branch instead.
+        # With branches a prompt's last token stands at the beginning of each branch, and not in the shared part.
         asked = [prompt_lengths[row] - self.branches for row in self.heads]
         self.used = sum(asked) + sum(answers)
         if self.branches:
@@ -465,7 +473,7 @@ class Layout:
 
         Args:
             compute: TRL's method.
-            model: The model.
+            model: The model, which `compute` calls.
             ids, mask: The micro-batch, `[B, P + C]`.
             length: C.
             sharing: How the model takes branches; needed where a prompt is shared.
@@ -496,7 +504,7 @@ class Layout:
             )
             for part in zip(*self._cells(columns, columns - length), strict=True)
         )
-        scored = branches > 0  # tokens of the prompt predict nothing that counts
+        scored = branches > 0  # the shared part (0) and padding (-1) predict nothing that counts
         predicted = ids.flatten()[places + 1].masked_fill(~scored, -100)
         replaced = {
             "attention_mask": _mask_branches(branches, sharing.additive),
@@ -518,8 +526,9 @@ class Layout:
 
     def _cells(self, columns: int, first: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """
-        Tells, for each token of a row of the forward, where it stands in the flattened micro-batch, which branch it
-        belongs to (0 is the prompt), and its position. Completions begin at column `first`.
+        Yields three tensors for each row of the forward, with one entry per token: its place in the flattened
+        micro-batch, its branch (0 is the shared part of the prompt), and its position. Completions begin at column
+        `first`.
         """
         for pack in self.packs:
             shared = self.prompts[pack[0]] - 1
@@ -538,7 +547,7 @@ def score_labels_alone() -> Iterator[None]:
     """
     Lets TRL's fused head skip positions without a label on a CPU, too.
 
-    TRL skips them where Triton is installed. Elsewhere the head scores prompts and padding as well, which takes a
+    TRL skips them only on a GPU with Triton. Elsewhere its head scores prompts and padding as well, which takes a
     quarter of an update with a real vocabulary.
     """
     has_triton = trl_utils._use_triton
@@ -555,7 +564,7 @@ def _each(found: LogProbs, spread: Callable[[torch.Tensor], torch.Tensor]) -> Lo
 
 
 def _mask_branches(branches: torch.Tensor, additive: bool) -> torch.Tensor:
-    """Says which token sees which, `[N, 1, L, L]`: earlier tokens of the prompt and of its own branch, and itself."""
+    """Says which token sees which, `[N, 1, L, L]`: itself, and earlier ones of the prompt and of the same branch."""
     keys, queries = branches[:, None, None, :], branches[:, None, :, None]
     steps = torch.arange(branches.shape[1], device=branches.device)
     seen = ((keys == 0) | (keys == queries)) & (steps[None, :] <= steps[:, None])
@@ -572,15 +581,15 @@ def lay_out(
     budget: float = float("inf"),
 ) -> Layout:
     """
-    Finds the cheapest layout of a micro-batch without its blank rows, or the smallest one if none keeps to the budget.
+    Finds the cheapest layout of a micro-batch within the budget; the one with the fewest tokens if none is within it.
 
     Args:
         prompts: A number per row. Rows with the same number have one member and one prompt.
-        prompt_lengths, completion_lengths: Tokens of each row, 0 for blank rows.
-        sharing: How the model takes shared prompts; `None` if it cannot.
+        prompt_lengths, completion_lengths: Tokens of each row. A row without prompt tokens is left out.
+        sharing: How the model takes shared prompts. With `None` every row stands alone, whatever the budget.
         budget: Most tokens, padding included.
     """
-    # Rows by prompt; a row without prompt tokens is blank.
+    # Rows by prompt, without those that are left out.
     groups: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         if prompt_lengths[row]:
@@ -595,10 +604,11 @@ def lay_out(
     def width_of(pack: Sequence[int]) -> int:
         return prompt_lengths[pack[0]] + sum(completion_lengths[row] for row in pack)
 
-    # Try wider and wider rows of the forward. Narrow rows repeat prompts, wide rows make attention and padding cost.
+    # Try wider and wider rows of the forward. Narrow ones repeat prompts, wide ones spend more on attention and
+    # padding.
     longest, width = max(map(width_of, ordered)), max(width_of(group[:1]) for group in ordered)
     while width < 1.5 * longest:
-        # Each prompt's rows go into as few packs as the width allows, so that all packs have about one length.
+        # Each prompt's rows go into as few packs as the width allows, so that all packs are about equally long.
         packs = []
         for group in ordered:
             splits = ([group[part::count] for part in range(count)] for count in range(1, len(group) + 1))
@@ -613,19 +623,20 @@ def lay_out(
     )
 
 
-# What TRL's loss logs of each micro-batch, put together to one figure per step.
+# What TRL's loss logs for each micro-batch becomes one figure per step.
 
 
-EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}  # over rows
+# Figures that are the least or the most over rows.
+EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}
 
 
 class LossMetrics:
     """
     Collects the figures of TRL's loss over all micro-batches of a step.
 
-    TRL takes the plain mean over micro-batches. Here micro-batches differ in tokens and rows, and some hold blank rows
-    only, for which TRL logs 0. Therefore each micro-batch's mean is weighted by its number of tokens (or rows). A step
-    without a token in the loss gives NaN.
+    TRL takes the plain mean over micro-batches. Here micro-batches differ in tokens and rows, and some hold only
+    filler rows, for which TRL logs 0. Therefore each micro-batch's mean is weighted by its number of tokens (or live
+    rows). Of `EXTREMES` the least or most is taken. A step without a token in the loss gives NaN.
 
     Args:
         by_row: Whether there is one ratio per row (`importance_sampling_level="sequence"`) instead of one per token.
@@ -641,13 +652,13 @@ class LossMetrics:
 
         Args:
             figures: What TRL logged for it.
-            rows: Its rows on all ranks, blank ones included.
-            live: How many of these are not blank.
+            rows: The micro-batch's rows on all ranks, filler rows included.
+            live: How many of them are live.
             tokens: Completion tokens of the live rows.
         """
         for name, values in figures.items():
             parts = self._parts.setdefault(name, [])
-            # TRL averages over blank rows, too: `over` undoes that.
+            # TRL's mean over rows has the filler rows in its divisor: times `over` it is a sum again.
             over, weight = (rows, live) if self.by_row and "clip_ratio" in name else (tokens, tokens)
             parts += [(value, over, weight) for value in values if tokens]
 

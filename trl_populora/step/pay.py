@@ -4,17 +4,17 @@
                      `-> student_share    the student's part of the match's score, from which ratings follow
     Sample -> Answer --> student_reward   what the student is paid for an attempt
 
-[`Outcome`] and [`Answer`] are all that a price may depend on. [`Rules`] holds the three functions. `play.py` asks each
-of them once per record, after grading, and writes what they say into the slot. Rewards, ratings, metrics and files
-read it there.
+[`Outcome`] and [`Answer`] are all that a price may depend on. [`Rules`] holds the three functions. `play.py` calls
+each of them once per outcome or answer, after grading, and writes what they return into the slot. Rewards, ratings,
+metrics and files take it from there.
 
 A task that students solve no more often than by guessing counts as unsolved ([`Outcome.solved`]). Three estimates say
 what guessing gives, and the highest of them is the outcome's `chance`:
 
-* The form of the answer. The kind says so in `TaskKind.chance`: 1/2 for a code_o or code_i task with the output `True`
-  or `False`, and 1/2 for each truth value in a list or tuple of them.
-* Blind inputs. The kind names some in `TaskKind.guesses`, and the sandbox tries them: a program that gives its output
-  for one input in four is a lottery.
+* The form of the answer, by `TaskKind.chance`: 1/2 for a code_o or code_i task with the output `True` or `False`, and
+  1/2 to the power of n for a list or tuple of n truth values.
+* Blind inputs. The kind names some in `TaskKind.guesses`, and the sandbox tries them. A program that gives the wanted
+  output for one input in four is a lottery.
 * Repeated mistakes. Students who guess among several values make the wrong guesses several times, too. So the second
   most common mistake shows how often the right answer was a lucky hit ([`count_guessed`]). A single mistake that most
   attempts make is no guess: the task misleads, and seeing through it is worth its full price.
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def solved(self) -> bool:
-        """Whether students were right more often than guessing is."""
+        """Whether the proposal is a task, and attempts were right more often than guesses would be."""
         return self.valid and self.solve_rate > self.chance
 
 
@@ -117,10 +117,10 @@ NEED_FEATURES = ("rarity",)  # pays that need `TaskKind.features`
 
 def price_proposals(pay: str = "paper", invalid: float = -1.0, unsolved: float = 0.0) -> TeacherReward:
     """
-    Makes the teachers' reward from one of `PAY`.
+    Makes the rule that pays teachers, from one of `PAY`.
 
     Args:
-        pay: Its name there.
+        pay: A name in `PAY`, the rule for solved tasks.
         invalid: What a rejected proposal earns.
         unsolved: What a task earns that students solve no more often than by guessing.
     """
@@ -136,7 +136,7 @@ def price_proposals(pay: str = "paper", invalid: float = -1.0, unsolved: float =
 
 def price_attempts(right: float = 1.0, wrong: float = -0.5, malformed: float = -1.0) -> StudentReward:
     """
-    Makes the students' reward. The defaults are Absolute Zero Reasoner's (arXiv 2505.03335).
+    Makes the rule that pays students. The defaults are Absolute Zero Reasoner's (arXiv 2505.03335).
 
     Args:
         right: What a right answer earns.
@@ -154,8 +154,8 @@ def price_attempts(right: float = 1.0, wrong: float = -0.5, malformed: float = -
 
 def student_share(outcome: Outcome) -> float:
     """
-    The student's part of one proposal, in [0, 1]; the teacher gets the rest. A match's score is the mean over its
-    proposals.
+    Computes the student's part of one proposal, in [0, 1]; the teacher gets the rest. A match's score is the mean over
+    its proposals.
 
     - An invalid proposal gives the student 1.
     - A task that nobody solves, or nobody more often than by guessing, gives 0.5: both sides failed.
@@ -173,7 +173,7 @@ def student_share(outcome: Outcome) -> float:
 @dataclass(frozen=True)
 class Rules:
     """
-    What a proposal and an attempt are worth. `play.py` asks each rule once per record.
+    What a proposal and an attempt are worth. `play.py` calls each rule once per outcome or answer.
 
     Args:
         teacher_reward: Takes an [`Outcome`], returns what its teacher is paid; the paper's rule by default.
@@ -206,16 +206,16 @@ def choose_student_reward(name: str, right: float, wrong: float, malformed: floa
 
 def check_choice(option: str, name: object, named: Collection[str], prices: Mapping[str, float]) -> None:
     """
-    Refuses an option that names no rule, and prices that the user's own function would never see.
+    Refuses an option that names no rule, and numbers that the user's own function would never see.
 
     Args:
         option: The option's name.
         name: Its value.
         named: The rules that it may name, beside `module:function`.
-        prices: Options that the user has set and that only a named rule reads.
+        prices: Options that the user has set and that only a rule of `named` reads, with their values.
 
     Raises:
-        `ValueError`: If the value names nothing, or prices are set beside a function of the user's own.
+        `ValueError`: If the value names no rule, or `prices` are set beside a function of the user's own.
     """
     if name not in named and not is_own(name):
         raise ValueError(f"`{option}` must be {list_choices(named)}, got {name!r}.")
@@ -248,17 +248,17 @@ def find_price(path: str, option: str, choices: Iterable[str]) -> Callable[[Any]
 
 
 def count_guessed(mistakes: Iterable[str]) -> int:
-    """Lucky hits to expect: how often the second most common wrong answer was given, minus one."""
+    """Estimates the lucky hits: how often the second most common mistake was made, minus one, but at least 0."""
     _, second = ([count for _, count in Counter(mistakes).most_common(2)] + [0, 0])[:2]
     return max(0, second - 1)
 
 
 def estimate_chance(known: float, mistakes: Iterable[str], attempts: int) -> float:
     """
-    The solve rate that guessing gives.
+    Estimates the solve rate that guessing gives.
 
     Args:
-        known: What the task's kind says of it, by the answer's form and by blind inputs.
+        known: The estimate by the answer's form and by blind inputs, as the task's kind knows it.
         mistakes: What each wrong answer comes to; equal texts are the same mistake.
         attempts: All attempts, right ones included.
     """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# What all ranks' rows are worth to each reward function, `[W * R, functions]`. Collective.
+# Returns the rewards of all ranks' rows by each reward function, `[W * R, functions]`. Collective.
 Reward = Callable[[Played], "torch.Tensor"]
 
 
@@ -44,18 +44,18 @@ class Game:
 
     Args:
         population, matchmaker, archive: Their state carries over from step to step, and is the same on every rank. The
-            archive must hold a task: it takes the place of a proposal that is refused.
+            archive must hold a task, because archived tasks take the place of refused proposals.
         referee: Decides what is a task and what is right.
         player: Generates for the members.
-        proposals: Proposals per teacher over all ranks.
+        proposals: Proposals per teacher over all ranks; without teachers, given tasks in a step.
         attempts: Attempts per task, G.
         references: Archived tasks that a proposing teacher is shown, K.
-        seed: Seeds, with step and rank, everything that a step draws but pairs and tokens.
+        seed: Seeds whatever a step draws but pairs and tokens.
         iterations: Optimizer steps from one play to the next.
         replays: Archived tasks per match that its student attempts beside the proposals, over all ranks.
         shuffle: Without teachers, whether each pass through the given tasks has an order of its own.
         rules: What a proposal and an attempt are worth.
-        features: What the last accepted tasks use. Carries over from step to step, too.
+        features: What the last accepted tasks use. This state carries over from step to step, too.
         metrics: Further metrics, computed from the records of a step's rows.
     """
 
@@ -78,7 +78,8 @@ class Game:
 
 def play_step(game: Game, done: int, reward: Reward) -> Played:
     """
-    Plays one step: pairs the members, lets teachers propose and students solve, prices, and updates the ratings.
+    Plays one step: pairs the members, lets teachers propose and students attempt, prices what they wrote, and updates
+    the ratings.
 
     Every rank plays its part of every match. Ratings and archive are updated from what all ranks saw, in the order of
     ranks, so they stay the same everywhere.
@@ -86,7 +87,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
     Args:
         game: The players and the rules.
         done: Optimizer steps before this one. Files and metrics call this one step `done + 1`.
-        reward: Scores the rows of the step. The trainer passes TRL's reward functions.
+        reward: Gives the rewards of the step's rows. The trainer's asks TRL's reward functions.
 
     Returns:
         The step, with `teachers * (P + (P + replays) * G)` rows of this rank, where P and replays are this rank's
@@ -99,7 +100,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
     with _time(seconds, "propose"):
         slots = _propose(game, matches, done, rng)
     with _time(seconds, "verify"):
-        # Fillers and replays are drawn before the step's own tasks enter the archive: nobody meets a task twice.
+        # Archived tasks are drawn before this step's proposals enter the archive, so that none of these is drawn.
         _fill(game, slots, rng)
         slots += _draw_replays(game, matches, rng) + _draw_given(game, matches, done)
         known = game.archive.programs
@@ -108,7 +109,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
         _solve(game, slots)
     with _time(seconds, "verify"):
         _grade(game, slots)
-    # All ranks meet here. What follows reads the records of all of them, so that it is the same on every rank.
+    # This gathers the records of all ranks. What follows reads them, so that it is the same on every rank.
     played = _price(game, slots, reward)
     game.matchmaker.update(game.population, _collect_shares(matches, played.records))
     complexities = _note_results(game, tasks, played.records)
@@ -123,7 +124,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
 
 
 def _propose(game: Game, matches: Sequence[Match], done: int, rng: random.Random) -> list[Slot]:
-    """Opens a slot for each proposal of this rank and lets the teachers write. Kinds rotate, also over the steps."""
+    """Opens a slot for each proposal of this rank, and lets the teachers write. Kinds rotate, also over the steps."""
     kinds = list(game.referee.kinds.values())
     part = game.proposals // game.player.world
     slots = []
@@ -151,7 +152,7 @@ def _complete(game: Game, samples: Sequence[Sample]) -> None:
 
 
 def _fill(game: Game, slots: Sequence[Slot], rng: random.Random) -> None:
-    """Draws an archived task for each slot, of its kind if possible, to attempt if the proposal is refused."""
+    """Draws an archived task for each slot, of the slot's kind if possible. It stays if the proposal is refused."""
     names = list(game.referee.kinds)
     for slot in slots:
         slot.task = (game.archive.sample([slot.kind], 1, rng) or game.archive.sample(names, 1, rng))[0]
@@ -159,8 +160,8 @@ def _fill(game: Game, slots: Sequence[Slot], rng: random.Random) -> None:
 
 def _draw_replays(game: Game, matches: Sequence[Match], rng: random.Random) -> list[Slot]:
     """
-    Opens slots with archived tasks beside the proposals, drawn evenly over features: students keep practising what
-    teachers no longer propose.
+    Opens slots with archived tasks beside the proposals. They are drawn evenly over features, so that students keep
+    practising what teachers no longer propose.
     """
     owners = [match for match in matches for _ in range(game.replays // game.player.world)]
     if not owners:
@@ -174,7 +175,7 @@ def _draw_replays(game: Game, matches: Sequence[Match], rng: random.Random) -> l
 def _draw_given(game: Game, matches: Sequence[Match], done: int) -> list[Slot]:
     """
     Without teachers, opens slots with this rank's part of the step's given tasks, the same for every student. The run
-    goes through all tasks pass after pass, each pass in an order of its own.
+    goes through all tasks pass after pass. With `shuffle` each pass has another order.
     """
     students = [match for match in matches if not match.teacher]
     if not students:
@@ -194,7 +195,7 @@ def _draw_given(game: Game, matches: Sequence[Match], done: int) -> list[Slot]:
 
 def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) -> list[Task]:
     """
-    Decides which proposals are tasks. A task that anyone proposed before is a duplicate.
+    Decides which proposals are tasks. A task that is in the archive already is a duplicate.
 
     Returns:
         The accepted tasks of all ranks.
@@ -215,7 +216,7 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
                 elif rank == game.player.rank:
                     found[place] = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
     words = {task.task_id: name_features(game.referee.kinds[task.kind], task) for task in accepted}
-    for task in accepted:  # all are counted before any is priced, so rarity does not depend on their order
+    for task in accepted:  # all are counted before any is priced, so no rarity depends on the order of tasks
         game.features.add(words[task.task_id])
     for (slot, _), outcome in zip(proposed, found, strict=True):
         if isinstance(outcome, Task):
@@ -226,7 +227,7 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
 
 
 def _solve(game: Game, slots: Sequence[Slot]) -> None:
-    """Lets the student of each slot's match attempt its task G times."""
+    """Lets the student of each slot's match attempt the slot's task G times."""
     for slot in slots:
         prompt = game.referee.solving_prompt(slot.task)
         slot.attempts = [Sample(slot.match.student, prompt) for _ in range(game.attempts)]
@@ -234,13 +235,13 @@ def _solve(game: Game, slots: Sequence[Slot]) -> None:
 
 
 def _grade(game: Game, slots: Sequence[Slot]) -> None:
-    """Decides which attempts are right, and what that makes of each proposal."""
+    """Decides which attempts are right, and fills in the outcome of each proposal."""
     attempts = [(slot.task, attempt) for slot in slots for attempt in slot.attempts]
     grades = game.referee.grade([task for task, _ in attempts], [attempt.completion.text for _, attempt in attempts])
     for (_, attempt), grade in zip(attempts, grades, strict=True):
         attempt.grade = grade
     fresh = [slot for slot in slots if slot.fresh]
-    # Blind guesses are tried in the sandbox, for proposed tasks only: nobody is paid for archived ones.
+    # Blind guesses are tried in the sandbox, for fresh tasks only: no teacher is paid for archived ones.
     chances = game.referee.chances([slot.task for slot in fresh])
     for slot, chance in zip(fresh, chances, strict=True):
         slot.outcome = _conclude(game, slot, chance)
@@ -250,7 +251,7 @@ def _grade(game: Game, slots: Sequence[Slot]) -> None:
 
 
 def _conclude(game: Game, slot: Slot, chance: float) -> Outcome:
-    """What became of an accepted proposal; `chance` is what its kind says of guessing."""
+    """Makes the outcome of an accepted proposal; `chance` is the referee's estimate of guessing."""
     grades = [attempt.grade for attempt in slot.attempts if attempt.grade is not None]
     mistakes = [grade.said for grade in grades if grade.said and not grade.right]
     return Outcome(
@@ -267,7 +268,7 @@ def _conclude(game: Game, slot: Slot, chance: float) -> Outcome:
 def _price(game: Game, slots: Sequence[Slot], reward: Reward) -> Played:
     """
     Says what everything is worth, and is the only place that does: the pay of each proposal and attempt, the student's
-    share of each proposal, and, once rows are made, what the reward functions make of them. Collective.
+    share of each proposal, and, once rows are made, the rewards of the rows. Collective.
     """
     for slot in slots:
         if slot.proposal is not None and slot.outcome is not None:
@@ -285,7 +286,7 @@ def _price(game: Game, slots: Sequence[Slot], reward: Reward) -> Played:
 
 
 def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Writes into the archive how complex this step's tasks are and how often they were solved; returns the former."""
+    """Notes match, solve rate and complexity of this step's tasks in the archive, and returns the complexities."""
     results = {r["task_id"]: r for r in records if r["role"] == "teacher" and r["valid"]}
     complexities = [measure_complexity(game.referee.kinds[task.kind], task) for task in tasks]
     for task, complexity in zip(tasks, complexities, strict=True):
@@ -296,8 +297,8 @@ def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[Mapping[s
 
 def _collect_shares(matches: Sequence[Match], records: Sequence[Mapping[str, Any]]) -> dict[Match, list[float]]:
     """
-    Per match, the student's share of each proposal of its teacher; archived tasks do not count. Without teachers, the
-    student's solve rate at each given task.
+    Collects per match the student's share of each proposal; archived tasks do not count. Without teachers, it collects
+    the student's solve rate at each given task.
     """
     shares: dict[int, list[float]] = {match.index: [] for match in matches}
     seen = set()  # groups of attempts that are counted
@@ -313,7 +314,7 @@ def _collect_shares(matches: Sequence[Match], records: Sequence[Mapping[str, Any
 
 @contextmanager
 def _time(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds to the wall time of a phase."""
+    """Adds the wall time of the block to `seconds[phase]`."""
     start = time.perf_counter()
     yield
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -27,8 +27,8 @@ class Player:
 
     Args:
         generate: `(prompts, members, seeds=None) -> completions`, one completion per prompt, in order. With `seeds`,
-            one per row, the samples depend on them and the rows alone, and no other generator moves. Collective, and
-            all ranks have to ask as many.
+            one per prompt, the samples depend on seeds, prompts and members alone, and no other random generator
+            moves. Collective: all ranks must ask with the same number of prompts.
         gather: Collects one picklable object per rank into a list in rank order.
         rank, world: This process and their number.
     """

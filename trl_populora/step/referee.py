@@ -3,7 +3,7 @@
     Written (a proposal) --judge--> Task or Refusal     parse, run, accept, check for copying
     Task, answer         --grade--> Grade               parse, run, compare
 
-Programs run when a whole batch of completions is there. Running each as soon as its completion ends would hide .3 s of
+Programs run when a whole batch of completions is there. Running each as soon as its completion ends would save .3 s of
 a step of 16 s, and was not worth the code.
 """
 
@@ -48,7 +48,8 @@ WAY_OUT = (
 )
 _JOB = (Job, type(None))
 _REFUSED = (Reject, Refusal)
-GUESS_HEADROOM = 4.0  # a guess may use a quarter of the CPU limit: nobody should wait for one that runs on
+# Answers that no student wrote (`Referee.try_answers`) may use a quarter of the CPU limit, to cost little time.
+GUESS_HEADROOM = 4.0
 
 
 @dataclass(frozen=True)
@@ -81,18 +82,19 @@ class Referee:
     """
     Poses tasks, judges proposals and grades attempts.
 
-    No prompt is ever cut. A proposal prompt leaves out references that do not fit into the context, and a task that
-    does not fit is refused. A user's own kind that answers with a wrong type is named in the error.
+    No prompt is cut. A proposal prompt leaves out references that do not fit into the context, a solving prompt leaves
+    out solved tasks, and a task that does not fit alone is refused. If a kind returns a wrong type, the error names
+    the kind.
 
     Args:
         kinds: The run's kinds of task by name, in rotation order.
         sandbox: Runs every program that a model wrote.
         style: Prompt style, `"turns"`, `"chat"` or `"compact"`.
         forbidden: Texts that no task may contain, see `tasks/kind.py`.
-        held_out: Tasks that nobody may train on.
+        held_out: Tasks that are refused as proposals.
         free_tokens: Takes a prompt, and gives the tokens of the context that it leaves free beside the longest
             completion. Below 0 the prompt does not fit.
-        shots: How many solved tasks students are shown before their own.
+        shots: Most solved tasks that students are shown before the task to solve.
     """
 
     kinds: Mapping[str, TaskKind]
@@ -104,11 +106,11 @@ class Referee:
     shots: int = 0
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
-        """Draws archived tasks to show to a teacher. If proposals bring no program, they are about the first task."""
+        """Draws archived tasks to show to a teacher. If `kind` writes no program, a proposal is about the first."""
         count = check_type(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
-        # Such a kind asks about a task of another kind. Where references are earlier turns, the turns have to be tasks
-        # of its own kind.
+        # A kind that writes no program asks about a task of another kind. Where references are earlier turns, further
+        # references are drawn for the turns, of the kind that is proposed.
         if kind.shows_turns(self.style) and not kind.writes_program:
             drawn += archive.sample([kind.name], k, rng)
         return drawn
@@ -124,8 +126,8 @@ class Referee:
         prompt = self._ask_for_task(kind, kept)
         if self.free_tokens(prompt) >= 0:
             return prompt, kept
-        # The longest references go first, so that as many as possible stay. A kind that writes no program keeps the
-        # first one, because the proposal is about it.
+        # The longest references are left out first, so that as many as possible stay. A kind that writes no program
+        # keeps the first reference, because the proposal is about it.
         spare = shown if kind.writes_program else shown[1:]
         for longest in sorted(spare, key=lambda task: self.free_tokens(self._ask_for_task(kind, [task]))):
             kept.remove(longest)
@@ -142,7 +144,7 @@ class Referee:
         Writes the prompt that puts a task to a student.
 
         Raises:
-            `ValueError`: If it does not fit into the context. Tasks that [`is_too_long`] lets pass do fit.
+            `ValueError`: If it does not fit into the context. It does fit if [`is_too_long`] is false for the task.
         """
         prompt = self._pose(task)
         if (missing := -self.free_tokens(prompt)) > 0:
@@ -178,7 +180,7 @@ class Referee:
         return show_before([ask(subject) for subject in (*subjects, about)], [text for _, text in written])
 
     def _pose(self, task: Task) -> Messages:
-        """The prompt with as many solved tasks before as there is room for."""
+        """Writes the solving prompt, after as many solved tasks as fit, at most `shots`."""
         kind = self.kinds[task.kind]
 
         def pose(posed: Task) -> Messages:
@@ -187,7 +189,7 @@ class Referee:
         # No task is shown its own solution.
         shots = [shot for shot in kind.shots[: self.shots] if shot.task.program != task.program]
         asked = [*(pose(shot.task) for shot in shots), pose(task)]
-        # Shots are dropped one by one until the prompt fits.
+        # Shots are dropped one by one, the first one first, until the prompt fits. If none does, the last is returned.
         for left_out in range(len(shots) + 1):
             prompt = show_before(asked[left_out:], [shot.answer for shot in shots[left_out:]])
             if self.free_tokens(prompt) >= 0:
@@ -195,7 +197,7 @@ class Referee:
         return prompt
 
     def leave_out_long(self, archive: TaskArchive) -> None:
-        """Removes tasks from an archive that do not fit: given ones, or those of a run with shorter completions."""
+        """Removes the tasks from an archive that [`is_too_long`] finds, and warns of their number."""
         entries = list(archive.entries())
         kept = [entry for entry in entries if not self.is_too_long(entry[0])]
         if left_out := len(entries) - len(kept):
@@ -217,7 +219,7 @@ class Referee:
         return self.verify([(each.kind, self._parse(each)) for each in proposals], rng)
 
     def verify(self, proposals: Sequence[tuple[str, Proposal | Refusal]], rng: random.Random) -> list[Task | Refusal]:
-        """The checks of [`judge`] that follow reading, for proposals of these kinds that have been read."""
+        """Runs the checks of [`judge`] that follow the first two, on pairs of a kind and what it has read."""
         verdicts = self._run(
             check_type(kind, "check", self.kinds[kind].check(read), _JOB) if isinstance(read, Proposal) else None
             for kind, read in proposals
@@ -238,7 +240,7 @@ class Referee:
     def _accept(
         self, kind: str, proposal: Proposal | Refusal, verdict: Verdict | None, rng: random.Random
     ) -> Task | Refusal:
-        """Decides what a proposal is once its program has run."""
+        """Decides whether a proposal is a task once its program has run; copying is tried later."""
         if isinstance(proposal, Refusal):
             return proposal
         accepted = check_type(kind, "accept", self.kinds[kind].accept(proposal, verdict, rng), (Task, *_REFUSED))
@@ -260,7 +262,7 @@ class Referee:
             check_type(task.kind, "parse_attempt", self.kinds[task.kind].parse_attempt(text, task), (Attempt,))
             for task, text in zip(tasks, texts, strict=True)
         ]
-        # Two students often give the same answer; one run decides for all of them.
+        # Attempts at a task often give the same answer; one run decides for all of them.
         keys = [(task.task_id, task.kind, attempt) for task, attempt in zip(tasks, attempts, strict=True)]
         distinct = dict(zip(keys, tasks, strict=True))
         verdicts = self._run(
@@ -285,7 +287,7 @@ class Referee:
         )
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
-        """The solve rate that guessing gives at each task, by the answer's form and by its kind's blind inputs."""
+        """Estimates the solve rate of guessing at each task, by the answer's form or blind inputs: the higher one."""
         right = self.try_answers("guesses", tasks)
         told = [
             check_type(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks
@@ -316,7 +318,7 @@ class Referee:
 
 
 def trained_context(model: PreTrainedModel) -> int | None:
-    """Reads how many tokens of context a base was trained on; `None` if it has no limit."""
+    """Reads from the config how many tokens of context a base was trained on; `None` if no limit stands there."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -330,9 +332,9 @@ def count_free_tokens(
     Makes the function that counts the tokens of the context that a prompt leaves free beside the longest completion.
 
     Args:
-        context: Tokens that the vLLM engine or server holds, else what the base was trained on. Beyond that limit
-            transformers goes on without notice, and writes noise. `None` for a base without a limit, such as a
-            state-space model.
+        context: Tokens of context in the vLLM engine or server; where transformers generates, the tokens that the base
+            was trained on, because it goes on beyond them without notice, and writes noise. `None` for a base without
+            a limit, such as a state-space model: then every prompt fits, with 0 free tokens.
         longest: Tokens of the longest completion, `max_completion_length`.
         tokenize: Gives the token ids of a prompt.
         tokenizer: The tokenizer whose chat template is used.
@@ -356,8 +358,8 @@ def count_free_tokens(
             roles = ", ".join(message["role"] for message in prompt)
             raise ValueError(
                 f"The chat template of {tokenizer.name_or_path!r} refuses a conversation of {roles} ({error}). "
-                "`prompt_style='chat'` with `shots=0` asks in a single user turn, or pass a tokenizer with another "
-                "`chat_template`."
+                "Set `prompt_style='chat'` and `shots=0`, which ask in a single user turn, or pass a tokenizer with "
+                "another `chat_template`."
             ) from error
 
     return count

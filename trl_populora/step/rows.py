@@ -4,7 +4,7 @@
                                         |
                                         `--> TRL: prompt_ids, completion_ids, logprobs
 
-[`Played`] holds all of it: one object per step, written once and read by advantages, metrics, records and the update.
+[`Played`] holds all of this: one object per step, which advantages, metrics, records and the update read.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Row:
     """
     One training row: a proposal or an attempt.
 
-    Reward functions, records and files see the fields of `COLUMNS`. In these, `program` is the program of the task
-    that was proposed or attempted, and `pay` what the rules pay. Of the other fields, `share` is the student's part of
-    a proposal, `dropped` counts references that a proposal prompt had no room for, `reject_detail` says
-    `reject_reason` in a sentence, `features` are words for what the proposed task uses, and `group` names rows
-    that are compared: attempts of one member at one task, or the proposals of one match.
+    Reward functions and files see the fields of `COLUMNS`, other ranks those in [`record`]. `program` is the program
+    of the task that was accepted or attempted, and `pay` what the rules pay. `share` is the student's part of a
+    proposal, `dropped` counts references that did not fit into a proposal prompt, `reject_detail` says `reject_reason`
+    in a sentence, `features` are words for what the proposed task uses, and `group` names rows that are compared: the
+    attempts of one slot, or the proposals of one match.
     """
 
     role: str
@@ -74,7 +74,7 @@ class Row:
     completion: Completion = Completion([], [], "")
     group: str = ""
 
-    # The columns that the other ranks, reward functions and files get. Their names are public (docs/files.md).
+    # The columns that other ranks, reward functions and files all get. Their names are public (docs/files.md).
     TOLD = (
         *("role", "member", "kind", "match", "task_id", "valid", "reject_reason", "solve_rate", "correct"),
         *("well_formed", "chance", "rarity", "pay"),
@@ -82,7 +82,7 @@ class Row:
     COLUMNS = (*TOLD, "program")
 
     def record(self) -> dict[str, Any]:
-        """What the other ranks need to know of this row."""
+        """Returns what ratings, metrics and the other ranks need to know of this row."""
         further = ("share", "solved", "archived", "dropped", "reject_detail", "group")
         return {name: getattr(self, name) for name in (*self.TOLD, *further)} | {
             "thinking": has_thinking(self.completion.text)
@@ -90,7 +90,7 @@ class Row:
 
 
 def make_rows(slots: Sequence[Slot], rank: int) -> list[Row]:
-    """The rows of a rank's slots: the attempts, slot by slot, then the proposals. `rank` keeps groups apart."""
+    """Makes the rows of a rank's slots: the attempts, slot by slot, then the proposals. Groups are named by `rank`."""
     attempts = [
         _row_of_attempt(slot, attempt, f"rank {rank} slot {number} {attempt.member}")
         for number, slot in enumerate(slots)
@@ -159,8 +159,8 @@ class Worth:
     What the rows of a step are worth.
 
     Args:
-        rewards, advantages, members: Per row, of shape `[R]`; `members` are indices.
-        factors: As [`~trl_populora.step.advantages.compute_member_factors`] returns them, `[R]`.
+        rewards, advantages, members: One entry per row; `members` are indices.
+        factors: As [`~trl_populora.step.advantages.compute_member_factors`] returns them, one per row.
         flat: Share of the groups of attempts in which all were worth the same.
     """
 
@@ -171,7 +171,7 @@ class Worth:
     flat: float
 
     def part(self, rows: slice) -> Worth:
-        """The same of some rows."""
+        """Returns the worth of some rows; `flat` stays that of all."""
         columns = {name: getattr(self, name)[rows] for name in ("rewards", "advantages", "members", "factors")}
         return replace(self, **columns)
 
@@ -184,16 +184,16 @@ class Played:
     Args:
         rows: This rank's, as [`make_rows`] orders them.
         records: The rows of all ranks in the order of ranks, as [`Row.record`] tells them.
-        slots: This rank's, of which the rows were made; none after a resume.
-        tasks: Accepted proposals of all ranks.
-        seconds: Wall time per phase.
+        slots: This rank's slots, from which the rows were made; none after a resume.
+        tasks: Accepted proposals of all ranks; none after a resume.
+        seconds: Wall time per phase on this rank.
         metrics: Over all ranks.
-        rewards: What every reward function says of the rows of all ranks, `[W * R, functions]`, NaN where nothing.
+        rewards: What every reward function gives for the rows of all ranks, `[W * R, functions]`, NaN for `None`.
         worth, local_worth: What the rewards make of the rows of all ranks, and of this rank's.
         plan: Which of this rank's rows are computed together, as
             [`~trl_populora.step.microbatch.plan_micro_batches`] returns it.
 
-    The last three are known once the step is scored, before any of its rows enters the model.
+    [`~trl_populora.step.advantages.Scorer.score`] fills in `worth`, `local_worth` and `plan`.
     """
 
     rows: list[Row]
@@ -209,15 +209,15 @@ class Played:
 
     @property
     def for_reward_functions(self) -> tuple[list[dict], list[Messages], list[Messages], list[list[int]]]:
-        """This rank's rows as reward functions are shown them: columns, prompts, completions and their ids."""
+        """This rank's rows as reward functions get them: columns, prompts, completions and ids of completions."""
         columns = [{name: getattr(row, name) for name in Row.COLUMNS} for row in self.rows]
         said = [[{"role": "assistant", "content": row.completion.text}] for row in self.rows]
         return columns, [row.prompt for row in self.rows], said, [row.completion.completion_ids for row in self.rows]
 
     def count_tokens(self, ends: Collection[int] | None = None) -> list[int]:
         """
-        Completion tokens that count in the loss, per row of this rank. With `ends`, a completion counts 0 if its last
-        token is none of these: it was cut off.
+        Counts the completion tokens that count in the loss, per row of this rank. With `ends`, a completion counts 0
+        if its last token is none of `ends`, because it was cut off.
         """
         ids = [row.completion.completion_ids for row in self.rows]
         return [len(each) if ends is None or each[-1] in ends else 0 for each in ids]
@@ -234,7 +234,7 @@ class Played:
         """What was sampled for this rank's rows, as TRL's `rollout_func` returns it."""
         parts = ("prompt_ids", "completion_ids", "logprobs")
         found = {name: [getattr(row.completion, name) for row in self.rows] for name in parts}
-        # Only vLLM tells log-probabilities of what it sampled. TRL takes None where they are not known.
+        # Only vLLM gives log-probabilities of the sampled tokens. TRL takes `None` where they are not known.
         return {name: None if values[0] is None else values for name, values in found.items()}
 
     @property
@@ -243,7 +243,7 @@ class Played:
         return {record["member"] for record in self.records}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: what a run needs that is resumed before the last optimizer step on these rows."""
+        """Returns plain data: what a resume needs if more optimizer steps on these rows were due."""
         rows = [asdict(row) for row in self.rows]
         return {"rows": rows, "records": self.records, "seconds": {**self.seconds}, "metrics": {**self.metrics}}
 
@@ -265,12 +265,12 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_e
 
 
 def teacher_reward(role: list[str], pay: list[float], **columns: list) -> list[float | None]:
-    """TRL's reward function of proposals: what the rules paid for each. It leaves attempts (`None`) to the other."""
+    """Gives TRL the pay of each proposal as its reward, and `None` for attempts."""
     return [paid if name == "teacher" else None for name, paid in zip(role, pay, strict=True)]
 
 
 def student_reward(role: list[str], pay: list[float], **columns: list) -> list[float | None]:
-    """TRL's reward function of attempts, likewise. TRL logs the means of both side by side."""
+    """Gives TRL the pay of each attempt as its reward, and `None` for proposals."""
     return [paid if name == "student" else None for name, paid in zip(role, pay, strict=True)]
 
 
@@ -279,7 +279,7 @@ def check_arguments(function: Callable[..., list[float | None]]) -> None:
     Checks that a user's reward function can be called with all columns by name, as TRL does.
 
     Raises:
-        `TypeError`: If it asks for a column that rows do not have, or does not take all that they have.
+        `TypeError`: If it asks for an argument that nothing gives, or does not take all that are given.
     """
     parameters = inspect.signature(function).parameters.values()
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
@@ -305,20 +305,20 @@ def measure_step(
     new_programs: int,
 ) -> dict[str, float]:
     """
-    Metrics of one step over all ranks. Every key is there in every step, NaN where nothing was seen.
+    Computes the metrics of one step over all ranks. A mean of nothing is NaN, so that no key is absent.
 
     Args:
-        records: Of the rows of all ranks.
-        tasks: Their accepted proposals.
-        complexities: Of these tasks.
+        records: The records of the rows of all ranks.
+        tasks: The accepted proposals of all ranks.
+        complexities: The measures of these tasks, by name.
         kinds: The run's kinds by name.
-        new_programs: How many programs are new to the run; other constants alone make no program new.
+        new_programs: How many programs are new to the archive. Other constants alone make no program new.
     """
     proposals = [r for r in records if r["role"] == "teacher"]
     valid = [r for r in proposals if r["valid"]]
     attempts = [r for r in records if r["role"] == "student"]
     fresh = [r for r in attempts if not r["archived"]]
-    # Of each task once. Without teachers there is no proposal that could tell, but each of its attempts does.
+    # One record per task, for the solve rate. Without teachers there are no proposals: one attempt per group is taken.
     tried = valid if proposals else list({r["group"]: r for r in attempts}.values())
     written = sum(kinds[task.kind].writes_program for task in tasks)
     metrics = {
@@ -354,7 +354,8 @@ def find_metrics(paths: Iterable[str]) -> list[Metrics]:
     Finds a user's own metrics, `module:function`: each takes the records of a step and gives numbers by name.
 
     Raises:
-        `ValueError`: If there is no such function; by what is returned, if it gives anything but numbers by name.
+        `ValueError`: If there is no such function. The functions that are returned raise it if one of the user's gives
+            anything but numbers by name.
     """
     return [_find_metric(path) for path in paths]
 
@@ -380,7 +381,7 @@ def add_metrics(metrics: dict[str, float], told: Mapping[str, float]) -> None:
     Adds a user's own metrics to those of the step.
 
     Raises:
-        `ValueError`: If one has the name of another.
+        `ValueError`: If one has the name of a metric that is there already.
     """
     if taken := sorted(told.keys() & metrics.keys()):
         raise ValueError(f"`own_metrics` gives {taken[0]!r}, which is another metric's name. Choose another one.")

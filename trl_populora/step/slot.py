@@ -3,8 +3,8 @@
 A step is a list of slots. Every phase fills its part of each slot, and reads what the phases before it have filled:
 
     match      match                 who writes the task and who solves it
-    propose    kind, references, proposal
-    verify     task: what is attempted; refusal, if that is not the proposed task; features
+    propose    kind, references, dropped, proposal
+    verify     task: what is attempted; refusal, if the proposal is no task; features
     solve      attempts
     grade      each attempt's grade, and the proposal's outcome
     price      share, and the pay of the proposal and of each attempt
@@ -66,14 +66,14 @@ class Slot:
         match: The members that play it. Without teachers `match.teacher` is empty.
         kind: Name of the kind of task that the teacher was asked for, or of the task that was drawn.
         references: Archived tasks that the teacher was shown.
-        dropped: How many references its prompt had no room for.
+        dropped: How many references did not fit into the proposal prompt.
         proposal: What the teacher wrote; `None` where nobody proposes.
-        refusal: Why the proposal is no task; `None` if it is one.
-        task: What students attempt: the proposed task, else one from the archive.
-        attempts: One per member and try. Those of one member are compared with each other.
+        refusal: Why the proposal is no task; `None` if it is one, or where nobody proposes.
+        task: What the match's student attempts: the proposed task, else an archived or given one.
+        attempts: The student's attempts at the task, which are compared with each other.
         features: Words for what a proposed task uses.
-        outcome: What the price of the proposal depends on.
-        share: The student's part of this proposal in the match's score, in [0, 1].
+        outcome: What the price of the proposal depends on; `None` where nobody proposes.
+        share: The student's part of this proposal, in [0, 1]; NaN where nobody proposes.
     """
 
     match: Match
@@ -95,7 +95,7 @@ class Slot:
 
     @property
     def archived(self) -> bool:
-        """Whether a teacher's student attempts a task from the archive: a filler or a replay."""
+        """Whether the task is archived: it replaces a refused proposal, or is replayed. False without teachers."""
         return bool(self.match.teacher) and not self.fresh
 
     @property
