@@ -207,7 +207,7 @@ def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, na
                 value.zero_()
             else:
                 state[entry] = 0
-        # DeepSpeed's FusedAdam counts steps per group, not per parameter.
+        # Some optimizers, such as apex's FusedAdam, count steps per group instead of per parameter.
         if "step" in group:
             group["step"] = 0
 

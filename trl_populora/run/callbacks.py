@@ -38,7 +38,7 @@ class PhaseClock:
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Adds seconds to the phases that they are named after."""
+        """Adds to each phase the seconds given under its name."""
         for phase, spent in seconds.items():
             self._seconds[phase] += spent
 

@@ -164,7 +164,7 @@ def measure_flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch
 
 
 def _number(names: Sequence[str]) -> torch.Tensor:
-    """Numbers names in the order in which they first appear."""
+    """Gives each different name a number, from 0, in the order of first appearance; returns each entry's number."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
 

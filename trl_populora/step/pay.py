@@ -206,7 +206,8 @@ def choose_student_reward(name: str, right: float, wrong: float, malformed: floa
 
 def check_choice(option: str, name: object, named: Collection[str], prices: Mapping[str, float]) -> None:
     """
-    Refuses an option that names no rule, and numbers that the user's own function would never see.
+    Refuses an option whose value names no rule. Also refuses options that only the named rules read, if they are set
+    beside a function of the user's own.
 
     Args:
         option: The option's name.

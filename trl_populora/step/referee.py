@@ -330,6 +330,7 @@ def count_free_tokens(
 ) -> Callable[[Messages], int]:
     """
     Makes the function that counts the tokens of the context that a prompt leaves free beside the longest completion.
+    Below 0 the prompt does not fit.
 
     Args:
         context: Tokens of context in the vLLM engine or server; where transformers generates, the tokens that the base

@@ -267,7 +267,7 @@ class TaskKind(ABC):
     """
 
     name: str
-    # Kinds whose archived tasks teachers are shown as references.
+    # Names of the kinds whose archived tasks are shown to teachers as references.
     reference_kinds: tuple[str, ...] = ()
     # Whether a proposal brings its program. If not, it is about the program of the first reference.
     writes_program = True
