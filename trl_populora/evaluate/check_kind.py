@@ -131,7 +131,7 @@ def _read_twice(kind: TaskKind, problems: dict, method: str, texts: Sequence[str
 
 
 def _judge_given(kind: TaskKind, task: Task, referee: Referee, written: str) -> None:
-    """Checks that `accept` finds a task's outputs again, and that `parse_proposal` reads what `write_proposal` wrote."""
+    """Checks that `accept` finds a task's outputs again, and `parse_proposal` reads what `write_proposal` wrote."""
     proposal = Proposal(task.kind, task.program, task.inputs, task.message)
     (found,) = referee.verify([(task.kind, proposal)], random.Random(0))
     if not isinstance(found, Task) or sorted(found.outputs) != sorted(task.outputs):
