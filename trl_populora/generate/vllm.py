@@ -372,7 +372,8 @@ def make_vllm_generation(
     adapters.
 
     Args:
-        args: Settings of the run. All `vllm_*` options and those of sampling are read.
+        args: The run's settings. Of these it reads the sampling options, and the `vllm_*` options that TRL's class
+            takes.
         accelerator: The trainer's accelerator.
         tokenizer: The trainer's tokenizer.
         ends: Token ids that end a completion.

@@ -145,7 +145,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     best, best_by = population["best_student"], population.get("best_student_by", "rating")
     figures = read_figures(root, population, repo)
     write_results(root, figures, best, repo)
-    # If the Hub's client refuses the scores, the card goes without them and the client warns.
+    # If the Hub's client finds fault with the scores, it warns instead of raising; they stay in the card.
     metadata = ModelCardData(
         library_name="peft",
         tags=sorted({*TAGS, *([tags] if isinstance(tags, str) else tags or ())}),
