@@ -137,7 +137,10 @@ def test_a_command_finds_a_module_in_the_folder_where_it_runs(tmp_path, monkeypa
     ("body", "told"),
     [
         ("class K(TaskKind): name = 'k'", "cannot be made: Can't instantiate abstract class K"),
-        ("class K(CodeO): reference_kinds = ('code_o')", "has the text 'code_o' as `reference_kinds`; it is a tuple"),
+        (
+            "class K(CodeO): reference_kinds = ('code_o')",
+            "has the text 'code_o' as `reference_kinds`; it must be a tuple of names",
+        ),
         ("K = 3", "cannot be made: 'int' object is not callable"),
     ],
 )

@@ -254,7 +254,7 @@ class TestSavedPopulations:
         rows[3]["outputs"] = ["77"]
         tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
         with pytest.raises(
-            SystemExit, match="1 of 12 given task.*`tasks`, row 3: column `outputs` holds '77', the program"
+            SystemExit, match="1 flaw.* in 12 given task.*`tasks`, row 3: column `outputs` holds '77', the program"
         ):
             cli.main(
                 [

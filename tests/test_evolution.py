@@ -140,7 +140,11 @@ class TestMixture:
 
     @pytest.mark.parametrize(
         ("value", "message"),
-        [("blend", "no operator 'blend'"), ({"dare": -1}, "non-negative"), ({"dare": 0}, "weight")],
+        [
+            ("blend", "no operator 'blend'"),
+            ({"dare": -1}, "finite weights that are not negative"),
+            ({"dare": 0}, "weight"),
+        ],
     )
     def test_what_cannot_be_meant_is_refused(self, value, message):
         with pytest.raises(ValueError, match=f"`crossovers`.*{message}"):

@@ -55,7 +55,7 @@ def test_fewer_than_four_proposals_of_a_kind_are_warned_of(make_args, caplog, se
     [
         (
             {"outputs": ["99"]},
-            "1 of 12 given task.*`train_dataset`, row 1: column `outputs` holds '99', the program returns",
+            "1 flaw.* in 12 given task.*`train_dataset`, row 1: column `outputs` holds '99', the program returns",
         ),
         ({"program": "def f(a):\n    return a +"}, "`train_dataset`, row 1: the program ends with `error`"),
         ({"program": "g = 1"}, "`train_dataset`, row 1: the program ends with `error`"),

@@ -79,7 +79,9 @@ def check_setup(
         lora_config: Adapter of every member.
 
     Raises:
-        `TypeError`, `ValueError`, `RuntimeError`: As the checks below raise them.
+        `TypeError`: If `args` has another type, or an argument is unknown.
+        `ValueError`: If a value cannot be used; it names the value and the way out.
+        `RuntimeError`: If something that is needed is not installed.
     """
     refuse_unsupported(args, unsupported)
     check_output_dir(args.output_dir)
