@@ -29,7 +29,8 @@ def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mappi
     """
     Gives all modules of an adapter one rank and one scaling, because vLLM knows one of each.
 
-    Each module's scaling is multiplied into its B, and zeros fill up smaller ranks. The effect stays the same.
+    The scaling of each module is multiplied into its B. Smaller ranks are filled up with zeros. The effect stays the
+    same.
 
     Args:
         factors: For each adapted module `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.

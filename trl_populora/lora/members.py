@@ -296,7 +296,7 @@ def read_saved_step(directory: str | Path) -> int | None:
         The step; `None` if no file says it, as with adapters that other programs made.
 
     Raises:
-        `ValueError`: If the file of the weights is missing, or if a file is broken.
+        `ValueError`: If the file with the weights is missing, or if one of the files is broken.
     """
     path, about = Path(directory, "adapter_model.safetensors"), Path(directory, MEMBER_FILE)
     try:

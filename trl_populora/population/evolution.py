@@ -41,8 +41,8 @@ def read_mixture(
     Reads the weights of operators as a config, a YAML file or a command line may give them.
 
     Args:
-        value: Weights by name, or names, which then have equal weights. Both may also be text: JSON, or names with
-            commas between them. `None` stands for the names `default`.
+        value: A weight for each name, or a list of names, which all get the same weight. Both may also be text: JSON,
+            or names with commas between them. `None` stands for the names `default`.
         default: Names of operators.
         field: Name of the option, `"mutations"` or `"crossovers"`.
 

@@ -456,7 +456,7 @@ _SHORTEST = 3
 
 def find_control_texts(tokenizer: Any) -> tuple[str, ...]:
     """
-    Lists the texts that no task may contain: a tokenizer's special tokens, and the tags of thinking.
+    Lists the texts that no task may contain: a tokenizer's special tokens, and tags such as `<think>`.
 
     Args:
         tokenizer: The base model's tokenizer. Added tokens that are not special are allowed: some are common words.
