@@ -265,7 +265,7 @@ def save_cut(path: str, dtype: str, layers: int, directory: str) -> str:
 def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dict, dict, float, float]:
     """Median seconds by phase of ours and of TRL's, the share of live rows, and the ratio of peak memory."""
     settings = {"attempts_per_task": 8, "per_device_train_batch_size": 16, "max_completion_length": 200}
-    dtype = "bfloat16" if COMMON["bf16"] and options.model else "float32"
+    dtype = options.dtype if options.model else "float32"
     path = resolve_model_path(options.model or "tiny")
     if options.layers:
         path = save_cut(path, dtype, options.layers, f"{directory}/base")
@@ -435,6 +435,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="few and short rows")
     parser.add_argument("--model", help="directory of a base for the first part, in place of the embedded one")
     parser.add_argument("--layers", type=int, help="of the model, in the first part")
+    types = ("bfloat16", "float32")
+    parser.add_argument("--dtype", choices=types, default=types[0], help="of the model; a CPU may be slow with bfloat16")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="teachers, and students, in the first part")
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the first part")
     parser.add_argument("--gpu", action="store_true", help="both sides in bf16 on a GPU")
@@ -444,7 +446,7 @@ def main() -> None:
     if options.gpu:
         COMMON.update(use_cpu=False, bf16=True)
     if options.model and not options.vllm:
-        COMMON.update(bf16=True)
+        COMMON.update(bf16=options.dtype == "bfloat16")
     clock = CLOCKS[options.clock]()
     for module in (step_play, populora_trainer):  # whose own timers name the phases
         module.time = SimpleNamespace(perf_counter=clock)

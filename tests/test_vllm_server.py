@@ -209,7 +209,7 @@ def test_an_evaluation_has_the_same_figures_on_any_number_of_ranks_with_a_server
         assert colocated["refused"] == [""] * world, "an engine of one's own may be asked for any number"
         if world > 1:
             counts = ", ".join(map(str, range(1, world + 1)))
-            assert all(f"as many rows each, got {counts} rows (in rank order)" in said for said in served["refused"])
+            assert all(f"equally many rows, got {counts} rows (in rank order)" in said for said in served["refused"])
             rows = [rank for rank in range(world) for _ in range(2)]
             seeds = [10 * rank + row for rank in range(world) for row in range(2)]
             assert colocated["together"] == [[rows, seeds]] * world, "an engine over several ranks is asked alike"
