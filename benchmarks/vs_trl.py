@@ -436,7 +436,7 @@ def main() -> None:
     parser.add_argument("--model", help="directory of a base for the first part, in place of the embedded one")
     parser.add_argument("--layers", type=int, help="of the model, in the first part")
     types = ("bfloat16", "float32")
-    parser.add_argument("--dtype", choices=types, default=types[0], help="of the model; a CPU may be slow with bfloat16")
+    parser.add_argument("--dtype", choices=types, default=types[0], help="of the model; some CPUs are slow in bf16")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="teachers, and students, in the first part")
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the first part")
     parser.add_argument("--gpu", action="store_true", help="both sides in bf16 on a GPU")
