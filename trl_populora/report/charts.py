@@ -194,7 +194,7 @@ def draw_payoff(
     figure.colorbar(image, ax=axis, label="solved (fraction)", shrink=0.9)
 
 
-# Pictures of what changes from step to step. Thin lines are measured values, thick lines running means.
+# Charts over the steps of a run. Thin lines are measured values, thick lines running means.
 
 
 @on_one_axis

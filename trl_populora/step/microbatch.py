@@ -16,10 +16,10 @@ There are two sorts of blank rows. All other rows are *live*.
 - *Skipped rows* belong to the step, and no micro-batch holds them. Without a KL term a row has no gradient if its
   advantage is 0 (often because every attempt of its group did equally well) or if all its tokens are masked. It still
   counts in every normaliser, so the update without it stays the same but for rounding.
-- *Filler rows* belong to no step. TRL and processes that meet in forwards and backwards want the same number of
-  micro-batches in every step, and the same number of rows on every rank. So a micro-batch without rows gets one row
-  with masks of 0, and a micro-batch with fewer rows than on another rank gets more of them. A micro-batch of filler
-  rows alone is not computed where no process waits for it: on a GPU it would take nearly as long as a full one.
+- *Filler rows* belong to no step. They have masks of 0. TRL wants the same number of micro-batches in every step, and
+  ranks that wait for each other in forwards and backwards want the same number of rows. So an empty micro-batch gets
+  one filler row, and a micro-batch with fewer rows than on another rank is filled up. A micro-batch of filler rows
+  alone is skipped where no other rank waits for it: on a GPU it would take nearly as long as a full one.
 
 With half of the rows skipped, shared prompts and lengths as on a 7B base, the update of eight adapters takes .12 of
 the time of stock TRL's update of one adapter (width 256, on a CPU, `benchmarks/RESULTS.md`).

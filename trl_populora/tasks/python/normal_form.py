@@ -50,8 +50,12 @@ _GIVING_PARTS = {"enumerate", "get", "items", "iter", "max", "min", "next", "pop
 
 def normal_forms(tree: ast.Module) -> tuple[str, str]:
     """
-    Writes a program in two forms. The exact form is equal for duplicates. The other one has the type of every constant
-    in place of the value, so it is also equal for programs that differ only in the values of constants.
+    Writes a program in two forms.
+
+    Returns:
+        The exact form, which two programs share if they count as duplicates; and the form without constants, which
+        names the type of every constant in place of its value. Programs that differ only in the values of constants
+        share the second form as well.
     """
     return _Program(tree).write()
 
