@@ -123,7 +123,9 @@ def _read_twice(kind: TaskKind, problems: dict, method: str, texts: Sequence[str
             signal.alarm(SECONDS)  # a run parses in the trainer's own process, where nothing would end a slow parser
             found, again = (getattr(kind, method)(text, about) for _ in range(2))
             if found != again:
-                raise ValueError(f"`{method}` must read a text always alike, got {found!r:.80} and {again!r:.80}")
+                raise ValueError(
+                    f"`{method}` must read a text the same each time, got {found!r:.80} and {again!r:.80}"
+                )
             formed += [text] * getattr(found, "well_formed", not isinstance(found, Reject | Refusal))
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

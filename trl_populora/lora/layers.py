@@ -298,10 +298,10 @@ class RoutedLinear(nn.Module, LoraLayer):
             )
         if len(route.rows) != x.shape[0]:
             raise ValueError(
-                f"The route has {len(route.rows)} rows, the batch has {x.shape[0]}. Beam search and "
-                "`num_return_sequences` multiply rows: repeat the prompts and the route instead. If neither is "
-                "used, the base calls this layer with tokens of several rows at once: leave it out of "
-                "`target_modules`."
+                f"The route has {len(route.rows)} rows, the batch has {x.shape[0]}. A route needs one member for each "
+                "row of the batch. Beam search and `num_return_sequences` multiply rows: repeat the prompts and the "
+                "route instead. Or the base calls this layer with tokens of several rows at once: then leave the "
+                "layer out of `target_modules`."
             )
         if route.present and route.present[-1] >= len(self.members):
             raise ValueError(

@@ -142,8 +142,9 @@ def make_builtins(stop: Stop) -> dict[str, Callable]:
     real_hash, real_id = hash, id
 
     def guarded_hash(value: object, /) -> int:
-        # A `__hash__` that the program defines may combine hashes. Sets and dicts use the result of that method. If
-        # the program asks for the result itself, it calls this function again.
+        # Inside a `__hash__` that the program defines, `hash` gives a plain number, so that the method may combine
+        # hashes. If the program calls `hash` on its object, that call comes from outside the method and is guarded.
+        # A direct call of `x.__hash__()` is not: `_ORDER_NAMES` in child.py has the judge ask for further runs.
         if sys._getframe(1).f_code.co_name != "__hash__":
             if not _has_stable_hash(value):
                 stop(f"hash() of {type(value).__name__} differs from run to run")
