@@ -286,8 +286,8 @@ def test_a_solved_task_that_is_held_out_is_refused(make_args, roomy_base, lora, 
 @pytest.mark.parametrize(
     ("name", "files", "message"),
     [
-        ("model.gguf", ["model.gguf"], "is a GGUF file, which serves and does not train.*gguf_file='model.gguf'"),
-        ("", ["model.gguf"], "is a GGUF file"),
+        ("model.gguf", ["model.gguf"], "is a GGUF file. .*cannot be trained.*gguf_file='model.gguf'"),
+        ("", ["model.gguf"], "has GGUF files and no `config.json`"),
         ("nowhere/at-all", [], "is no directory here, and the Hub has no such model in reach"),
         ("", ["notes.txt"], "is a directory, but no model .it has no config.json"),
     ],

@@ -169,10 +169,11 @@ def refuse_gguf(model: str) -> None:
     """
     files = [Path(model)] if model.endswith(".gguf") else sorted(Path(model).glob("*.gguf"))
     if files and not Path(model, "config.json").is_file():
+        what = "is a GGUF file" if model.endswith(".gguf") else "has GGUF files and no `config.json`"
         raise ValueError(
-            f"`model={model!r}` is a GGUF file, which serves and does not train. Make an ordinary directory of it: "
-            f"`AutoModelForCausalLM.from_pretrained({str(files[0].parent)!r}, gguf_file={files[0].name!r})` reads it, "
-            "`recipes/get_smollm2.py` shows for one model what else is to do."
+            f"`model={model!r}` {what}. GGUF files serve and cannot be trained. Make an ordinary directory of it: "
+            f"`AutoModelForCausalLM.from_pretrained({str(files[0].parent)!r}, gguf_file={files[0].name!r})` reads the "
+            "weights. `recipes/get_smollm2.py` shows the other steps for one model."
         )
 
 

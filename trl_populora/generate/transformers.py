@@ -1,4 +1,4 @@
-"""Generation with transformers: a prompt is read once for all its rows, and rows that have ended leave the batch.
+"""Generation with transformers: a prompt is read once for all its rows. Tokens come in rounds, or from a CUDA graph.
 
     prompts_R, members_R --merge equal ones--> N prompts [N, P] --_read_prompts--> cache of N prompts
                                                                                       |
@@ -6,9 +6,10 @@
                  `<-- one CUDA graph, replayed for every token of all rows -----------'   on a GPU, where it can
 
 transformers' `generate` reads a prompt once for every row, and computes every row until the longest has ended. In a
-step all attempts of a member at a task share their prompt, and most answers are short while a few are long. This file
-leaves out both kinds of wasted work. Samples have the same distribution as those of `generate`, and greedy completions
-are equal to `generate`'s.
+step all attempts of a member at a task share their prompt, and most answers are short while a few are long. Here each
+prompt is read once. In rounds, rows that have ended also leave the batch. With a CUDA graph they stay until all rows
+have ended, because nothing in a recorded graph may change its shape. Samples have the same distribution as those of
+`generate`, and greedy completions are equal to `generate`'s.
 
 Shapes: R rows, N distinct pairs of member and prompt, P prompt tokens, T new tokens, L tokens in the cache, D head
 size, V vocabulary.

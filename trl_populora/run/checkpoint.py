@@ -403,7 +403,10 @@ def load_game(
 
 
 def load_stateful(root: Path, stateful: Mapping[str, Any], archive: TaskArchive) -> None:
-    """Restores each object from its state in `game.json`, and the archive from its own file."""
+    """
+    Restores each object from its state in `game.json`; only the state of `held_out` may be missing. Restores the
+    archive's tasks from `archive.parquet`, and its coverage from `game.json`.
+    """
     state = read_json(root / "game.json")
     for field, each in stateful.items():
         # A resumed run may evaluate although the saved one did not.

@@ -1,8 +1,9 @@
-"""`population.json`: describes a population in it, and checks whether a saved population fits a trainer.
+"""Makes the contents of `population.json`, and checks whether a saved population fits a trainer.
 
-Game, Shape, settings         --describe---------> population.json
-population.json, Shape        --check_same_shape-> the saved population, or an error that names the field
-population.json, settings     --check_settings---> a warning or an error for each setting that a resume changes
+Game, Shape, settings         --describe---------> contents of population.json
+population.json, Shape        --check_same_shape-> contents of the file, or an error that names the field
+population.json, settings     --check_settings---> one error for all changes that a resume may not make,
+                                                   else one warning for all changes
 population.json, files beside --check_one_moment-> an error if they were saved after different steps
 """
 

@@ -89,7 +89,10 @@ def _guard_datetime(stop: Stop) -> types.ModuleType:
             return cls.__mro__[1] in other.__mro__
 
     def guard(base: type, clocks: tuple[str, ...]) -> type:
-        """Makes a subclass that stops the program at each clock and otherwise looks like its base."""
+        """
+        Makes a subclass that looks like its base. Its methods named in `clocks`, such as `now`, stop the program when
+        they are called.
+        """
         plain_repr: Callable = base.__repr__
         body: dict[str, Any] = {name: classmethod(_make_stopper(stop, f"{base.__name__}.{name}()")) for name in clocks}
         body["__repr__"] = lambda self: "datetime." + plain_repr(self)

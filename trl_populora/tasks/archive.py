@@ -278,10 +278,10 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
 
 def hash_task(task: Task) -> bytes:
     """
-    Computes the key of a task: duplicates have the same one.
+    Computes the key of a task. Duplicates have the same key.
 
-    The order within dicts does not count, nor do letter case and blanks of the message. The order of the inputs does
-    not count if the student is shown pairs.
+    The order within the dicts of an input does not count. In the message, letter case does not count, nor does how
+    many blanks stand between two words. The order of the inputs does not count if the student is shown pairs.
     """
     inputs = [_sort_dictionaries(text) for text in task.inputs]
     # code_f, the built-in kind with visible pairs, shuffles its inputs. So their order makes no other task.

@@ -456,8 +456,9 @@ class CodeF(CodeKind):
 
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
         """
-        Returns the outputs of the student's program up to the first wrong one. Programs that differ only as text, or
-        only after that output, make the same mistake.
+        Returns the outputs of the student's program, up to and including the first wrong one. So programs that differ
+        only as text, or only after that output, make the same mistake. If the program did not run to its end, its
+        text is returned instead.
         """
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
