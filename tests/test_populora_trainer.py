@@ -595,7 +595,7 @@ class TestRefusals:
         [
             ("program", None, "column `program` is missing"),
             ("inputs", 3, "column `inputs` must be a list of strings"),
-            ("kind", "riddle", "holds no task of the kinds code_i, code_o, code_f"),
+            ("kind", "riddle", "no task of the kinds code_i, code_o, code_f to start from"),
             ("visible", 1, "code_[io] with 1 `inputs`, 1 of them `visible`: nothing is left to grade"),
             ("visible", 0, "code_f with 4 `inputs`, 0 of them `visible`: students would be shown no pair"),
         ],

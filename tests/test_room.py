@@ -169,7 +169,7 @@ class TestTrainer:
         assert len(trainer.archive) == len(tasks) - 1
         (line,) = [line for line in caplog.messages if "left out" in line]
         assert line.startswith(f"1 of {len(tasks)} tasks of the archive are left out: they do not fit")
-        with pytest.raises(ValueError, match="`train_dataset` holds no task of the kinds code_o"):
+        with pytest.raises(ValueError, match="no task of the kinds code_o to start from"):
             make_trainer(tasks[:1], max_completion_length=1024 - room + 1)
 
     def test_held_out_tasks_that_do_not_fit_are_refused(self, make_trainer, seed_tasks):

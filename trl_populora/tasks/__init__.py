@@ -48,7 +48,8 @@ def check_names(names: Any) -> None:
     Checks the value of the option `task_kinds`.
 
     Raises:
-        `TypeError`: If the value is no list of names. An instance of a kind could not be saved with the settings.
+        `TypeError`: If the value is one text, or holds anything but texts. An instance of a kind could not be saved
+            with the settings.
         `ValueError`: If the list is empty.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -64,8 +65,8 @@ def choose_kinds(run: str, saved: Sequence[str], named: Sequence[str] | None) ->
     """
     Chooses the kinds of task to play with a saved run: the kinds that the user names, or else the saved ones.
 
-    Somebody else may have made the run, and importing a kind runs its code. So a saved kind that is not the package's
-    is refused, unless the user names it.
+    Somebody else may have made the run, and importing a kind runs its code. So if the user names no kind, a saved kind
+    that is not the package's is refused.
 
     Args:
         run: Name of the run, for the error.
@@ -94,7 +95,8 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
         name: A key of `TASK_KINDS`, a class as `package.module:Class`, or an instance.
 
     Raises:
-        `ValueError`: If there is no such kind, or if the object found is no [`TaskKind`] with the fields it needs.
+        `ValueError`: If there is no such kind, if no instance of its class can be made, or if the object found is no
+            [`TaskKind`] with a `name`. Also if its `reference_kinds` or `measures` is a text.
     """
     choices = f"one of {', '.join(TASK_KINDS)}, `package.module:Class` for a class of your own"
     if isinstance(name, TaskKind):
@@ -111,7 +113,9 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
     if not isinstance(kind, TaskKind):
         raise ValueError(f"Task kind {name!r} is no TaskKind but {type(kind).__name__}; it must be {choices}.")
     if not isinstance(getattr(kind, "name", None), str):
-        raise ValueError(f'Task kind {name!r} has no `name`; give its class one, for example `name = "arithmetic"`.')
+        raise ValueError(
+            f'Task kind {name!r} has no `name` that is a text; give its class one, for example `name = "arithmetic"`.'
+        )
     # A text is a sequence, too: `("code_o")` without its comma would be taken for the kinds `c`, `o`, `d` and so on.
     for field in ("reference_kinds", "measures"):
         if isinstance(getattr(kind, field), str):

@@ -1,13 +1,13 @@
-"""The archive: all verified tasks, in memory and as a table in a file.
+"""The archive: verified tasks, in memory and as a table in a file.
 
-    accepted Task --add--> TaskArchive --sample--> references for teachers, fillers and replays for students
+    accepted Task --add--> TaskArchive --sample--> references for teachers, archived tasks for students
                                |  ^
                   save_archive v  | load_archive
-                          archive.parquet: in checkpoints, at the end of a run, as the seed of another run
+                          archive.parquet: in checkpoints and at the end of a run; users may seed a run with it
 
-The archive keeps the newest tasks. When a kind has `cap` tasks, the next one replaces the oldest. (Absolute Zero
-Reasoner keeps the oldest and adds no more.) Adding, looking up and replacing a task take the same time in an archive
-of any size. The time to sample k tasks grows with k alone.
+The archive keeps the newest tasks. When a kind has `cap` tasks, the next one of this kind replaces the oldest.
+(Absolute Zero Reasoner keeps the oldest and adds no more.) Adding, looking up and replacing a task take the same time
+in an archive of any size, and so does sampling k tasks.
 """
 
 from __future__ import annotations
@@ -74,10 +74,11 @@ class TaskArchive:
 
     Two tasks are duplicates if they have the same kind, inputs and message, and programs of the same exact form
     ([`~normal_form.normal_forms`]). [`hash_task`] says which differences do not count. Texts that define no `f` are
-    compared letter by letter. A task that was replaced may be added again.
+    compared letter by letter, without the blanks at their ends. A task that was replaced may be added again.
 
-    One program with two inputs makes two tasks, because the input decides what has to be worked out. Two programs that
-    differ only in constants make two tasks as well. `programs` counts programs without regard to constants.
+    The same program with another input makes another task, because the input decides what has to be worked out. Two
+    programs that differ only in constants make two tasks as well. `programs` counts programs without regard to the
+    values of constants.
 
     Args:
         cap: Tasks kept per kind. The default is Absolute Zero Reasoner's buffer size.
@@ -109,7 +110,7 @@ class TaskArchive:
 
     @property
     def programs(self) -> int:
-        """Number of different programs among all tasks ever added. Constants make no difference."""
+        """Number of different programs among all tasks ever added. Values of constants make no difference."""
         return len(self.coverage.forms)
 
     @property
@@ -118,7 +119,7 @@ class TaskArchive:
         return sorted(self._measures)
 
     def note(self, task: Task, **facts: float) -> None:
-        """Notes `facts` about a task in place of earlier ones (see `NOTED`). Without such a task it does nothing."""
+        """Notes `facts` about a task in place of earlier ones (see `NOTED`). Ignores a task that it does not hold."""
         key = hash_task(task)
         if key in self._keys:
             self._rings[task.kind].entries[self._keys[key]] = (task, key, facts)
@@ -218,7 +219,7 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
         where: Where the row stands, for errors.
 
     Raises:
-        `ValueError`: If a cell is broken. The message names its column and `where`.
+        `ValueError`: If a column is missing or a cell is broken. The message names the column and `where`.
     """
     task = Task.from_record(record, where)
     for column, texts in (("inputs", task.inputs), ("outputs", task.outputs)):
@@ -237,7 +238,10 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
 
 
 def _suggest_text(text: str, column: str) -> str:
-    """Writes for an error which canonical text the user may have meant. Empty if `text` is no Python literal."""
+    """
+    Writes for an error which canonical text the user may have meant. Empty if `text` can be read neither as a Python
+    literal nor, in the column `inputs`, as arguments.
+    """
     try:
         value = literals.read_arguments(text) if column == "inputs" else literals.read_literal(text)
     except ValueError:
@@ -256,8 +260,8 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
         path: The file. By default the 256 tasks that the embedded base starts from.
 
     Raises:
-        `ValueError`: If a line is no JSON object, or if a field is missing or has a wrong value. The message names the
-            file and the line, and the field if one is wrong.
+        `ValueError`: If a line is neither blank nor a JSON object, or if a field is missing or has a wrong value. The
+            message names the file and the line, and the field if one is wrong.
     """
     package = __name__.partition(".")[0]
     source = files(package) / "assets" / "seed_tasks.jsonl" if path is None else Path(path)
@@ -290,7 +294,7 @@ def hash_task(task: Task) -> bytes:
 
 
 def hash_form(program: str) -> int:
-    """Hashes a program without regard to its constants."""
+    """Hashes a program without regard to the values of its constants."""
     return _analyse(program)[1]
 
 
@@ -329,7 +333,7 @@ SCHEMA_VERSION = 4
 _OLDER_VERSION = "3"  # version 3 has the same columns; its keys come from another normal form
 _VERSION_KEY, _STEP_KEY = b"populora_archive", b"populora_step"
 
-# Rows that are written or read at a time. So a table of a million rows takes the memory of one such part.
+# Rows that are written or read at a time. So no table is ever in memory as a whole beside the tasks themselves.
 _CHUNK = 20_000
 
 
@@ -435,7 +439,7 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
             archive.restore(_renew_keys(entries, forms) if found == _OLDER_VERSION else entries, coverage)
             if found == _OLDER_VERSION:
                 # The saved hashes come from the other normal form. Those of tasks that have left the archive
-                # cannot be computed again. They are forgotten, and `programs` counts only what the archive holds.
+                # cannot be computed again. They are forgotten, and `programs` counts on from what the file holds.
                 archive.coverage.forms = forms
         except OSError as error:  # a damaged page
             raise ValueError(f"{path} is damaged ({error}).") from error

@@ -31,7 +31,7 @@ def read_tasks(source: str | None):
             command line, nothing is read and `None` is returned.
 
     Raises:
-        `ValueError`: If there is no such file or dataset.
+        `ValueError`: If there is no such file or dataset, or the Hub is out of reach.
     """
     if source in (None, "none"):
         return None
@@ -51,7 +51,7 @@ def read_held_out(source: str | None, kinds: Sequence[str]):
 
     Args:
         source: As in [`read_tasks`], or `tiny` for the held-out tasks that ship with the embedded base.
-        kinds: Kinds that the run plays. From `tiny` only tasks of these kinds are taken.
+        kinds: Kinds that the run plays. From `tiny` only tasks of these kinds are taken, or all if there are none.
     """
     if source != TINY:
         return read_tasks(source)
@@ -109,9 +109,9 @@ def build_archive(
     bare = [name for name, kind in kinds.items() if kind.reference_kinds and not _has_example(archive, kind, style)]
     if bare and references:
         logger.warning(
-            "No task of %s to start from that teachers could be shown. At first they see no example, and may write "
-            "nothing valid. Add seed tasks of these kinds (code_f: of `inputs_per_function` inputs or more), or leave "
-            "them out of `task_kinds`.",
+            "No task to start from could be shown to teachers who propose for %s. At first they see no example, and "
+            "may write nothing valid. Add seed tasks of these kinds or of their `reference_kinds` (code_f: with "
+            "`inputs_per_function` inputs or more, and different outputs), or leave them out of `task_kinds`.",
             ", ".join(bare),
         )
     return archive
@@ -135,17 +135,18 @@ def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing
 
     Raises:
         `ValueError`: If the archive holds no task of any kind that is played. Also if teachers propose, one of these
-            kinds proposes about archived programs (as code_f does), and the archive holds none of its
-            `reference_kinds`.
+            kinds proposes about archived programs (as code_f does), and the archive holds no task
+            of its `reference_kinds`.
     """
     if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
         raise ValueError(
-            f"`train_dataset` holds no task of the kinds {', '.join(kinds)}; students need at least one to start "
-            "with. Add seed tasks of these kinds, or change `task_kinds`."
+            f"There is no task of the kinds {', '.join(kinds)} to start from, at least none that fits into the "
+            "context; students need one. Add seed tasks of these kinds to `train_dataset`, or change `task_kinds`."
         )
     for kind in kinds.values() if proposing else ():
         if not kind.writes_program and not archive.sample(kind.reference_kinds, 1, random.Random(0)):
             raise ValueError(
-                f"`train_dataset` holds no task of the kinds {', '.join(kind.reference_kinds)}, and {kind.name} "
-                f"proposes about their programs. Add such a task, or leave {kind.name} out of `task_kinds`."
+                f"There is no task of the kinds {', '.join(kind.reference_kinds)} to start from, at least none that "
+                f"fits into the context, and {kind.name} proposes about their programs. Add such a task to "
+                f"`train_dataset`, or leave {kind.name} out of `task_kinds`."
             )

@@ -8,8 +8,8 @@ The features of a program are read from its text. A user's own kind names featur
 
 A teacher cannot make features up. A function counts only if it is builtin and the program does not bind its name, a
 method only if a builtin type has one of this name, and a module only if it is in Python's library. Dead code gives no
-features, as far as [`walk_living`] finds it. A branch that no input takes does give features, because only running the
-program would show that nothing takes it.
+features, as far as [`walk_living`] finds it. A branch that constants do not decide, but that no input takes, does give
+features: only running the program would show that nothing takes it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_features(program: str) -> tuple[str, ...]:
     - operators and comparisons: `Add`, `NotIn`
     - methods and builtin functions, with the better-known keywords that they are given: `.find`, `sorted(reverse)`
     - modules: `math`
-    - kinds of index and slice: `[x]`, `[:-]`, `[::x]`, where `-` is a part that begins with a minus, and `x` any other
+    - kinds of index and slice: `[x]`, `[:-]`, `[::x]`, where `-` is a negated part such as `-n`, and `x` any other
     - constructs: `If`, `ListComp`, `Lambda`, `List`
 
     Args:
@@ -68,7 +68,7 @@ def read_features(program: str) -> tuple[str, ...]:
 
 
 def _read_words(node: ast.AST, bound: set[str]) -> Iterator[str]:
-    """Yields the features that one node of a tree gives. A function whose name is in `bound` gives none."""
+    """Yields the features that one node of a tree gives. The call of a function named in `bound` gives none."""
     if isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) or (
         # `-3` is a number, not an operation.
         isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant)
@@ -89,7 +89,10 @@ def _read_words(node: ast.AST, bound: set[str]) -> Iterator[str]:
 
 
 def _name_call(call: ast.Call, bound: set[str]) -> Iterator[str]:
-    """Names a call of a builtin function or type's method, with the keywords of `_KEYWORDS`; nothing for others."""
+    """
+    Names a call of a builtin function, or of a method that a builtin type has, with its keywords in `_KEYWORDS`.
+    Yields nothing for other calls.
+    """
     function = call.func
     name = ""
     if isinstance(function, ast.Name) and function.id in _FUNCTIONS - bound:
@@ -102,7 +105,7 @@ def _name_call(call: ast.Call, bound: set[str]) -> Iterator[str]:
 
 
 def _name_index(index: ast.expr | None) -> str:
-    """Names an index or a slice: each part is `x`, or `-` for one with a minus before it, or empty."""
+    """Names an index or a slice: each part is `-` if it is negated, empty if it is absent, and `x` otherwise."""
     if isinstance(index, ast.Slice):
         return ":".join(map(_name_index, (index.lower, index.upper, index.step))).removesuffix(":")
     return "" if index is None else "-" if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub) else "x"

@@ -3,9 +3,9 @@
     proposal_prompt -> (teacher writes) -> parse_proposal -> check -> (sandbox runs) -> accept -> Task
     solving_prompt  -> (student writes) -> parse_attempt  -> trial -> (sandbox runs) -> correct -> right or wrong
 
-A [`TaskKind`] is one class in one file. It writes both prompts, reads both answers, says what the sandbox has to run,
-and decides from the verdict. It holds no state and runs nothing itself. The referee knows nothing about tasks beyond
-this interface. So a user's own kind needs no change in the package: write the class, and name it in
+A [`TaskKind`] is one class. It writes both prompts, reads both answers, says what the sandbox has to run, and decides
+from the verdict. It holds no state but its settings, and runs nothing itself. The referee knows nothing about tasks
+beyond this interface. So a user's own kind needs no change in the package: write the class, and name it in
 `PopuLoRAConfig(task_kinds=[...])`.
 
 Values travel as canonical texts (`trl_populora.sandbox.values`):
@@ -66,8 +66,8 @@ class Reject(str, Enum):
     TOO_LONG = "too_long"
     COPIED = "copied"
 
-    # Python versions differ in what `str` makes of an enum of strings. The names of metrics need the value in every
-    # version.
+    # Python versions differ in what an f-string makes of an enum of strings. The names of metrics need the value in
+    # every version.
     def __str__(self) -> str:
         return self.value
 
@@ -85,7 +85,7 @@ class Task:
         message: Hint for the student (code_f).
         visible: The student is shown the first `visible` pairs of input and output (code_f).
         author: Name of the member that proposed the task; `"seed"` if none did.
-        step: Population step at which it was proposed, from 1; 0 is before training.
+        step: Step at which it was proposed, counted in optimizer steps from 1; 0 is before training.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class Task:
         return hashlib.sha256(content.encode("ascii")).hexdigest()[:16]
 
     def to_record(self) -> dict[str, Any]:
-        """Writes the task as a row, ready for JSON. `seed_tasks.jsonl` and the archive's table have these columns."""
+        """Writes the task as a row, ready for JSON. The archive's table has these columns, among others."""
         return {
             "kind": self.kind,
             "program": self.program,
@@ -127,8 +127,8 @@ class Task:
             where: Where the row stands, for errors.
 
         Raises:
-            `ValueError`: If a column is missing or holds a value of the wrong type. The message names the column and
-                `where`.
+            `ValueError`: If a column is missing that must be there, or a column holds a wrong value. The message names
+                the column and `where`.
         """
         fields: dict[str, Any] = {}
         for column, (wanted, required) in COLUMNS.items():
@@ -235,7 +235,7 @@ class KindSettings:
 
     Args:
         inputs_per_function: Inputs that a code_f proposal must give (Absolute Zero Reasoner: 10).
-        determinism_runs: How often a proposal runs; all runs must agree (Absolute Zero Reasoner: 2).
+        determinism_runs: How often a proposal runs, at least; all runs must agree (Absolute Zero Reasoner: 2).
         prompt_style: One of `STYLES`, already chosen when kinds are configured.
         reading: One of `READINGS`. With `None` the style decides: strict for `"compact"`, tolerant for the others.
         prompt_texts: The user's own instructions. Keys are `"code_o/propose"` and so on.
@@ -347,14 +347,14 @@ class TaskKind(ABC):
 
     def guesses(self, task: Task) -> list[Attempt]:
         """
-        Returns answers of somebody who has not looked at the task, the same ones each time. The sandbox tries them. If
+        Returns answers of somebody who has not looked at the task, the same ones each time. The referee tries them. If
         the share of right ones is higher than `chance`, it counts instead.
         """
         return []
 
     def copies(self, task: Task) -> list[Attempt]:
         """
-        Returns answers that only repeat what the student is shown. The sandbox tries them. If one is right, the task
+        Returns answers that only repeat what the student is shown. The referee tries them. If one is right, the task
         is refused: students would learn to copy, which is easier than working a task out.
         """
         return []
@@ -384,8 +384,8 @@ logger = logging.getLogger(__name__)
 
 def estimate(kind: TaskKind, method: str, unknown: Any, *arguments: Any) -> Any:
     """
-    Calls a kind's `method`, and returns `unknown` if it raises: a failed estimate is no reason to end a run. The
-    first such error of each type is logged with its traceback.
+    Calls a kind's `method`, and returns `unknown` if it raises: a failed estimate is no reason to end a run. For each
+    kind and method, the first error of each type is logged with its traceback.
     """
     try:
         return getattr(kind, method)(*arguments)
@@ -456,7 +456,8 @@ _SHORTEST = 3
 
 def find_control_texts(tokenizer: Any) -> tuple[str, ...]:
     """
-    Lists the texts that no task may contain: a tokenizer's special tokens, and tags such as `<think>`.
+    Lists the texts that no task may contain: a tokenizer's special tokens of three characters or more, and the tags of
+    a thought.
 
     Args:
         tokenizer: The base model's tokenizer. Added tokens that are not special are allowed: some are common words.
@@ -470,11 +471,11 @@ def screen(found: Proposal | Task | Refusal, forbidden: Sequence[str]) -> Any:
     """Returns `found`, or a refusal if it is a proposal or task that holds one of the texts `forbidden`."""
     if isinstance(found, Refusal) or not (text := find_control_text(found, forbidden)):
         return found
-    return Refusal(Reject.CONTROL_TOKEN, f"it holds {text!r}, which ends a turn or a thought")
+    return Refusal(Reject.CONTROL_TOKEN, f"it holds {text!r}, which models read as a mark, not as text")
 
 
 def find_control_text(found: Proposal | Task, forbidden: Sequence[str]) -> str:
-    """Finds the first of the texts `forbidden` that a proposal or task holds; empty if it holds none."""
+    """Finds one of the texts `forbidden` in a proposal or task; empty if it holds none of them."""
     return next((text for shown in _show(found) for text in forbidden if text in shown), "")
 
 

@@ -30,10 +30,12 @@ def measure(program: str) -> dict[str, float]:
     Returns:
         Numbers by name:
 
-        - `ast_depth`: nodes on the longest path of the tree below the module, without operators and contexts.
+        - `ast_depth`: nodes on the longest path of the tree below the module, without operators, contexts and
+          docstrings.
         - `cyclomatic`: 1 + decisions. Decisions are branches, loops, handlers, assertions, `and` and `or`, clauses of
           comprehensions, and `case`s that can fail.
-        - `lines`: lines on which a node of the tree begins. Comments, docstrings and a bare `else:` do not count.
+        - `lines`: lines on which a node of the tree begins. Comments, a bare `else:`, docstrings and other constants
+          that stand alone in a body do not count.
         - `variables`: different names that are bound, parameters included. Names of functions, classes and imports do
           not count.
 
@@ -135,7 +137,8 @@ def _describe(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]
 
 class Coverage:
     """
-    Counts of the shapes of all programs that an archive was ever given, and the normal forms of these programs.
+    Counts of the shapes of the programs of all tasks that an archive ever took in, and the normal forms of these
+    programs.
 
     Unlike the archive, which has a cap, it forgets nothing. Adding a program takes the same time however many there
     are.
@@ -143,7 +146,7 @@ class Coverage:
     Attributes:
         counts: Programs per shape, by [`hash_shape`].
         forms: Hashes of the programs' normal forms without constants.
-        seen: Programs added.
+        seen: Programs added, one per task.
     """
 
     def __init__(self) -> None:

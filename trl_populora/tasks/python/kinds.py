@@ -99,7 +99,10 @@ class CodeKind(TaskKind):
         return program
 
     def read_arguments(self, text: str, max_chars: int) -> str:
-        """Encodes literals separated by commas as the canonical text of an argument tuple. Dicts keep their order."""
+        """
+        Encodes literals separated by commas, or one call of `f` with them, as the canonical text of an argument
+        tuple. Dicts keep their order.
+        """
         return self._read(literals.read_arguments, text, max_chars, ordered=True)
 
     def read_value(self, text: str, max_chars: int) -> str:
@@ -191,14 +194,17 @@ class ProgramWithInput(CodeKind):
     def chance(self, task: Task) -> float:
         """
         Returns 1/2 if the output is `True` or `False`, and 1/2 to the power of n if it is a list or tuple of n truth
-        values. Of other outputs nobody knows how many there could be, so they give 0.
+        values, at least one. Of other outputs nobody knows how many there could be, so they give 0.
         """
         output = values.decode(task.outputs[0])
         bits = output if isinstance(output, (list, tuple)) else [output]
         return 0.5 ** len(bits) if bits and all(isinstance(bit, bool) for bit in bits) else 0.0
 
     def copies(self, task: Task) -> list[Attempt]:
-        """Returns what the student is shown beside the program, as an answer; nothing in the style `"compact"`."""
+        """
+        Returns what the student is shown beside the program, as an answer. Returns nothing in the style `"compact"`,
+        or if what is shown cannot be read as an answer.
+        """
         _, shown = self.show_given(task)
         try:
             return [Attempt(True, self.read_answer(shown))] if self.refuses_copies else []
@@ -300,7 +306,10 @@ class CodeI(ProgramWithInput):
         return [Attempt(True, values.encode(guess_blindly(given, rng), ordered=True)) for _ in range(GUESSES)]
 
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
-        """Returns the output that the answer leads to. Two inputs with the same wrong output are the same mistake."""
+        """
+        Returns the output that the answer leads to. Two inputs with the same wrong output are the same mistake. If the
+        run failed, returns the answer itself.
+        """
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
         return self.normalize(verdict.outputs[0])
@@ -316,8 +325,8 @@ class CodeF(CodeKind):
     Induction. The student is shown a message and some pairs of input and output, and must write the program. An answer
     is right if it gives the right output for every input, shown or hidden.
 
-    The teacher is shown a program from the archive, and writes inputs and a message for it. The inputs are shuffled,
-    and then one half is hidden. So the teacher cannot choose what is hidden.
+    The teacher is shown a program from the archive, and writes inputs and a message for it. The inputs are shuffled.
+    Then one half is shown, rounded down, and the rest is hidden. So the teacher cannot choose what is hidden.
 
     Args:
         inputs_per_task: Inputs of one task. The default is Absolute Zero Reasoner's.
@@ -365,7 +374,7 @@ class CodeF(CodeKind):
     def write_proposal(self, task: Task) -> str:
         """
         Writes as many of the task's inputs as a proposal must give, and its message. Returns `""` if the task has
-        fewer inputs, or if these all give the same output. That proposal would be refused.
+        fewer inputs, or if these all give the same output. Such a proposal would be refused.
         """
         count = self.inputs_per_task
         if len(task.inputs) < count or _is_constant(task.outputs[:count]):
@@ -401,7 +410,9 @@ class CodeF(CodeKind):
         if self.reading == "tolerant":
             lines = [line for line in lines if line.strip()][: self.inputs_per_task]
         if len(lines) != self.inputs_per_task or not all(map(str.strip, lines)):
-            raise FormatError(f"the block of inputs has {len(lines)} lines, not {self.inputs_per_task}")
+            raise FormatError(
+                f"the block of inputs has {len(lines)} lines, not {self.inputs_per_task} with an input in each"
+            )
         return lines
 
     def _read_message(self, message: str) -> str:
@@ -457,8 +468,8 @@ class CodeF(CodeKind):
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
         """
         Returns the outputs of the student's program, up to and including the first wrong one. So programs that differ
-        only as text, or only after that output, make the same mistake. If the program did not run to its end, its
-        text is returned instead.
+        only as text, or only after that output, make the same mistake. If the run failed, the program's text is
+        returned instead.
         """
         if verdict is None or verdict.status is not Status.OK:
             return attempt.answer
@@ -488,7 +499,7 @@ def _is_constant(outputs: Sequence[str]) -> bool:
 
 
 def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
-    """Exchanges a hidden pair for a visible one if several hidden outputs are all equal. Changes `pairs` in place."""
+    """Exchanges a hidden pair for a visible one if there are several and their outputs are equal. Changes `pairs`."""
     hidden = [output for _, output in pairs[visible:]]
     if len(hidden) == 1 or not _is_constant(hidden):
         return
@@ -579,8 +590,8 @@ def make_task(
 
     Raises:
         `TypeError`: If the arguments of a call are no tuple or list.
-        `ValueError`: If an argument is no plain data, if the program fails, or if two runs of it give different
-            outputs.
+        `ValueError`: If an argument is no plain data or too large, if the program fails, or if two runs of it give
+            different outputs.
     """
     for arguments in inputs:
         if not isinstance(arguments, (tuple, list)):

@@ -4,7 +4,7 @@ Names that a program binds, layout, comments, annotations, and code that cannot 
 program. Four methods of `_Program` make the normal forms:
 
     tree -> gather   visits every node that control can reach, and learns the names of every scope
-         -> note     gives every name a key; notes which keys each statement reads, binds, and changes in place
+         -> note     finds every name's key; notes which keys each statement reads, binds, and changes in place
          -> spread   starts at `f` and its `return`: a statement lives if it changes what a living statement reads
          -> write    writes the living statements with numbered names -> (exact form, form without constants)
 
@@ -55,13 +55,13 @@ def normal_forms(tree: ast.Module) -> tuple[str, str]:
     Returns:
         The exact form, which two programs share if they count as duplicates; and the form without constants, which
         names the type of every constant in place of its value. Programs that differ only in the values of constants
-        share the second form as well.
+        share the second form, unless such a constant decides a condition.
     """
     return _Program(tree).write()
 
 
 def walk_living(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yields all nodes of a program but those of dead code, with the same notion of dead as [`normal_forms`]."""
+    """Yields a program's nodes without annotations, contexts and dead code; dead means what [`normal_forms`] means."""
     program, stack = _Program(tree), list[ast.AST]([tree])
     while stack:
         yield (node := stack.pop())
@@ -180,8 +180,8 @@ class _Program:
             self._note_call(node, scope, statement)
         of_class = isinstance(holder.node, ast.ClassDef) and isinstance(node, ast.stmt)
         ends = isinstance(node, _ENDS) or "*" in said or (self.catches and isinstance(node, (ast.Raise, ast.Assert)))
-        # With a class lives everything in its body but methods, which live when they are named. `__init__` and the
-        # like live with the class, because Python itself calls them.
+        # With a class lives everything in its body but methods and inner classes, which live when they are named.
+        # `__init__` and the like live with the class, because Python itself calls them.
         if ends or (of_class and getattr(node, "name", "__").startswith("__")):
             holder.waiting.append(statement)
         elif isinstance(node, (ast.Break, ast.Continue)):
@@ -275,8 +275,9 @@ class _Program:
 
 def _list_reachable(block: list[Any]) -> Iterator[ast.stmt]:
     """
-    Yields the statements of a block that control can reach. If constants decide an `if`, the statements that it runs
-    stand in its place.
+    Yields the statements of a block up to one that always leaves it, such as `return`. If constants decide an `if`,
+    or keep a `while` from running, the statements that run instead stand in its place. An `assert` that constants
+    decide is left out.
     """
     stack = block[::-1]
     while stack:
@@ -308,7 +309,10 @@ def _take_decided(node: Any) -> Any:
 
 
 def _decide(test: ast.expr) -> bool | None:
-    """Says whether a condition holds; `None` if it is not made of constants alone, or cannot be computed."""
+    """
+    Says whether a condition holds. `None` if it has other parts than constants, comparisons, minus signs, `not`, `and`
+    and `or`, or if it cannot be computed.
+    """
     # Safe to evaluate: `_DECIDED` has no names, calls or powers, so this is quick and has no effects.
     if all(isinstance(node, _DECIDED) for node in ast.walk(test)):
         with suppress(TypeError):  # as `1 < "a"` raises

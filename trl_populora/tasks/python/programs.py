@@ -21,7 +21,8 @@ from trl_populora.tasks.kind import Reject
 MAX_PROGRAM_CHARS = 8000
 # In brackets that do not close as they should the parser may take time exponential in their depth.
 MAX_BRACKET_DEPTH = 20
-# Tokens in a row between commas, summed over all open brackets. Each may be a level of the tree: `----1`, `a.b.c`.
+# Tokens in a row, summed over all open brackets. A comma ends a row, and so does the end of a line outside of
+# brackets. Each token may be a level of the tree: `----1`, `a.b.c`.
 MAX_CHAIN = 200
 FUNCTION = "f"
 # A filter of `warnings`. `ast.parse` calls the file of a parsed text `<unknown>`.
@@ -36,7 +37,7 @@ class ProgramError(ValueError):
         self.reason = reason
 
 
-# A string or a comment is one match, so that brackets inside it do not count.
+# A string or a comment is one match. Brackets inside count only in an f-string: see `_measure_string`.
 _TOKEN = re.compile(
     r"""
     (?P<string>(?P<prefix>[A-Za-z]{0,2})(?:
@@ -108,7 +109,7 @@ def _scan(program: str) -> None:
     Raises:
         `ProgramError`: If the text is over a bound.
     """
-    chains = [0]  # tokens since the last comma: outside of brackets, then for every open bracket
+    chains = [0]  # tokens of the row so far: outside of brackets, then for every open bracket
     chained = 0  # the sum of `chains`
     nested = 0  # `elif` and `lambda`, which nest the tree across commas and lines
     for match in _TOKEN.finditer(program):
@@ -191,7 +192,7 @@ _NOT_TEXT = re.compile(r"[\s`'\"]+")
 
 def contains_program(message: str, program: str) -> bool:
     """
-    Says whether a hint gives the program away: it holds any `def`, the program's text, or the body of its `f`.
+    Says whether a hint gives the program away: it holds any `def name(`, the program's text, or the body of its `f`.
 
     Blanks, letter case, the marks ', " and `, comments, and a docstring of `f` make no difference.
     """
@@ -204,7 +205,10 @@ def contains_program(message: str, program: str) -> bool:
 
 
 def _cut_body(program: str) -> str:
-    """Returns the source of `f`'s body, without its docstring. Of several top-level `f` the last one counts."""
+    """
+    Returns the source of `f`'s body, without its docstring. Of several top-level `f` the last one counts. The source
+    is empty if there is no `f`, or the program cannot be parsed.
+    """
     try:
         tree = parse_bounded(program)
     except ProgramError:  # a known program that came from a user's table

@@ -5,7 +5,7 @@ The same blocks are written in three styles:
 * `turns` is for instruction-tuned models of any size. The instruction is a sentence or two. References are earlier
   turns, in which the assistant has answered in exactly the format that is wanted: small models do what they have seen.
 * `chat` is for large models. One user turn holds the references, all rules, and the answer format in full.
-* `compact` is what the embedded tiny base is trained on, byte for byte. One user turn begins with a line such as
+* `compact` is what the embedded tiny base was trained on, byte for byte. One user turn begins with a line such as
   `solve code_o`.
 """
 
@@ -250,7 +250,7 @@ def check_style(style: str) -> None:
         `ValueError`: If `style` is none of `STYLES`.
     """
     if style not in STYLES:
-        raise ValueError(f"`style` must be one of {', '.join(STYLES)}, got {style!r}.")
+        raise ValueError(f"The prompt style must be one of {', '.join(STYLES)}, got {style!r}.")
 
 
 # Solved tasks that students may be shown first, by the option `shots`.

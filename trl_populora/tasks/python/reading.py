@@ -23,7 +23,7 @@ _FENCE = "```"
 
 
 class FormatError(ValueError):
-    """An error: a text does not hold the expected blocks."""
+    """An error: a text does not hold the expected blocks, or never closes its thinking."""
 
 
 def strip_thinking(text: str) -> str:
@@ -31,7 +31,7 @@ def strip_thinking(text: str) -> str:
     Drops the thinking, and returns the answer that follows it.
 
     The thinking ends with the last closing tag that begins a line. If no closing tag begins a line, it ends with the
-    first one after a leading `<think>`. A text with neither is an answer as a whole.
+    first one after a leading `<think>`. A text that does not think (see [`has_thinking`]) is an answer as a whole.
 
     Raises:
         `FormatError`: If the thinking is never closed.
@@ -119,7 +119,7 @@ ALIASES = {
     "message": ("message", "hint"),
 }
 _PLAIN = ("", "text", "txt", "plaintext")
-# Names that a block may have if no block has one of its aliases.
+# Names of blocks that are taken for the wanted one if no block has one of its aliases.
 STAND_INS = {"python": ("",), "message": _PLAIN} | dict.fromkeys(
     ("input", "output", "inputs"), (*_PLAIN, "json", *ALIASES["python"])
 )
