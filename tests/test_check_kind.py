@@ -82,7 +82,11 @@ def leave(self, text, references):
             "`parse_proposal` must read a text al",
         ),
         ("check", lambda *_: "job", "`check` must return Job or NoneType, got 'job'"),
-        ("accept", lambda *_: Reject.ERROR, "`accept` must make the same of a given task, got Refusal"),
+        (
+            "accept",
+            lambda *_: Reject.ERROR,
+            "`accept` must make of a given task one with the same outputs, got Refusal",
+        ),
         (
             "accept",
             lambda *_: replace(SEEDS[0], kind="code_o"),

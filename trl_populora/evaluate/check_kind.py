@@ -35,12 +35,13 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
     Plays a configured kind and returns the problems, one sentence each.
 
     The kind writes its prompts, judges the given tasks, and reads more than a thousand texts that a model might write,
-    as proposals and as answers.
+    as proposals and, if there is a task, as answers to it.
 
     Args:
         kind: The kind.
-        tasks: Tasks of this kind, which it must accept. Tasks of other kinds are shown to teachers as references.
-        say: Receives the prompts, and how many texts could be read.
+        tasks: Tasks of this kind, which it must accept, and tasks of other kinds. Those of its `reference_kinds` are
+            shown to teachers.
+        say: Receives the prompts, and how many texts could be read as proposals.
     """
     problems, rng, archive, shown = dict[str, str](), random.Random(0), TaskArchive(), list[Task]()
     own, texts = [task for task in tasks if task.kind == kind.name], HOSTILE.copy()
@@ -56,12 +57,12 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
                 told = ["\n".join("{role}: {content}".format(**each) for each in prompt) for prompt in prompts]
                 say("\n\n".join([f"--- prompts in the style {style}", *told]))
                 texts += "\n\n".join(told).split("\n\n")
-        # 2. Given tasks: what the kind accepts, writes and reads must come to the same task.
+        # 2. Given tasks: the kind must accept them with the same outputs, and read the proposals that it writes.
         for task in own:
             with _note_problems(kind, problems, task):
                 texts += [task.program, *task.inputs, *task.outputs, kind.write_proposal(task)]
                 _judge_given(kind, task, referee, texts[-1])
-        # 3. Mangled texts as proposals. The first `RUNS` that can be read go to the sandbox.
+        # 3. All these texts, and mangled ones, as proposals. The first `RUNS` that can be read go to the sandbox.
         texts += [_mangle(rng.choice(texts), rng) for _ in range(TEXTS)]
         formed, made = _read_twice(kind, problems, "parse_proposal", texts, shown), list[Task]()
         for text in formed[:RUNS]:
@@ -104,7 +105,8 @@ def _read_twice(kind: TaskKind, problems: dict, method: str, texts: Sequence[str
     """
     Lets the kind read each text twice; returns the texts that it could read.
 
-    Notes a problem if the two readings differ, because a run reads a text more than once.
+    Notes a problem if the two readings differ, because a run reads a text more than once. Also if a reading raises, or
+    if both take more than `SECONDS`.
 
     Args:
         kind: The kind.
@@ -137,7 +139,7 @@ def _judge_given(kind: TaskKind, task: Task, referee: Referee, written: str) -> 
     proposal = Proposal(task.kind, task.program, task.inputs, task.message)
     (found,) = referee.verify([(task.kind, proposal)], random.Random(0))
     if not isinstance(found, Task) or sorted(found.outputs) != sorted(task.outputs):
-        raise ValueError(f"`accept` must make the same of a given task, got {found!r:.200}")
+        raise ValueError(f"`accept` must make of a given task one with the same outputs, got {found!r:.200}")
     if written and not isinstance(kind.parse_proposal(written, [task]), Proposal):
         raise ValueError(f"`parse_proposal` must read what `write_proposal` wrote, got {written!r:.80}")
 

@@ -142,7 +142,7 @@ def cross_play(
         proposals: Proposals per teacher. The referee's kinds take turns.
         attempts: Attempts of each student at each fresh task.
         references: Tasks that a proposing teacher is shown.
-        seed: Chooses the references.
+        seed: Chooses the references, and whatever kinds draw when they accept a proposal.
 
     Returns:
         [`Payoff`]: The solve rates, `[T][S]`.
@@ -179,7 +179,8 @@ class Contest:
     Args:
         args: Settings: kinds, lengths and sampling.
         model: The base with the adapters of all members.
-        names: For the name of each member one that tells its run, too: `"a student_0"`.
+        names: By each member's name here, its name in its own run, with the run before it if there are several:
+            `"a student_0"`.
         referee, player, archive: What [`cross_play`] takes.
         teachers, students: Names of the members of each role.
     """
@@ -235,8 +236,9 @@ def assemble(
         settings: Further settings of [`PopuLoRAConfig`].
 
     Raises:
-        `ValueError`: If a population is given twice, cannot be read, or does not fit the first one; the message names
-            file and field. Also if the first one was trained on a user's own kind and `task_kinds` does not name it.
+        `ValueError`: If a population is given twice, cannot be read, or does not fit the first one; if the first one
+            was trained on a user's own kind and `task_kinds` is not given; or if tasks to draw references from are
+            missing.
     """
     roots = [fetch(run) for run in runs]
     # 1. What the files say: settings, kinds, and the tasks that teachers are shown.
@@ -272,7 +274,7 @@ def assemble(
         for place, (index, member) in zip(population.role(role), contestants, strict=True):
             write_member_file(model, place.name, roots[index] / member["adapter"] / "adapter_model.safetensors")
             names[place.name] = prefixes[index] + member["name"]
-    # 3. The referee, which starts the sandbox, and the player.
+    # 3. The referee, whose sandbox is started here, and the player.
     referee = start.make_referee(args, kinds, base, tokenizer)
     try:
         start.fit_into_context(referee, archive, None, make_free_token_counter(base, tokenizer, args))
@@ -353,7 +355,8 @@ def choose_prefixes(runs: Sequence[str]) -> list[str]:
     """
     Chooses what stands before the names of each run's members, so that members of different runs have different names.
 
-    It is the run's path without the folder that all runs share, and empty for a single run.
+    It is empty for a single run, else the run's path without the folder that all runs share. It is the whole path if
+    they share none, or if this folder is itself one of the runs.
     """
     if len(runs) == 1:
         return [""]

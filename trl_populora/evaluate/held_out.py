@@ -259,8 +259,8 @@ class HeldOut:
         same = [name for name, tasks in self.tables.items() if asked is None or asked.get(name) == _digest(tasks)]
         if len(same) < len(self.tables):
             logger.warning(
-                "The held-out tasks are not those of the checkpoint. The base is scored on them anew; a "
-                "`metric_for_best_model` goes on comparing with scores on the former ones."
+                "Some or all held-out tasks are not those of the checkpoint. The base is scored anew on each table "
+                "that differs; a `metric_for_best_model` goes on comparing with scores on the former tasks."
             )
         self.base = {name: figures for name, figures in state["base"].items() if name in same}
         self.rates = dict(state["rates"]) if next(iter(self.tables)) in same else {}
@@ -268,14 +268,14 @@ class HeldOut:
 
 
 def _digest(tasks: Sequence[Task]) -> str:
-    """Computes a short text that changes when a task, or the order of the tasks, changes."""
+    """Computes a short text that depends on the tasks' kinds, programs, inputs and messages, and on their order."""
     return hashlib.sha256(" ".join(task.task_id for task in tasks).encode()).hexdigest()[:16]
 
 
 def _key_question(task: Task) -> tuple:
     """Makes a key for what a task asks. Tasks with the same key ask the same."""
-    # Programs that differ only in names or layout have one normal form, and ask the same whatever their kinds. Other
-    # texts are compared as they stand, within one kind.
+    # Programs that differ only in names or layout have one normal form. With the same inputs they ask the same,
+    # whatever their kinds. Other texts are compared as they stand, within one kind.
     tree = parse_function(task.program)
     if tree is None:
         return task.kind, task.program, task.inputs, task.message
@@ -290,8 +290,8 @@ def load_held_out(
 
     Raises:
         `TypeError`: If a table is not a `datasets.Dataset`.
-        `ValueError`: If evaluation is wanted without tasks, or a table is empty, holds prompts, a broken cell, a kind
-            that is not played, or a task of the archive.
+        `ValueError`: If evaluation is wanted without tasks, if a dict has no table, or if a table is empty, holds
+            prompts, a broken cell, a kind that is not played, or a task of the archive.
     """
     if eval_dataset is None:
         for name, wanted in {
@@ -315,8 +315,8 @@ def load_held_out(
     if shared := [task for task in archive or () if task in held_out]:
         raise ValueError(
             f"{len(shared)} of the {len(archive or ())} tasks to start from ask what `eval_dataset` holds out, so "
-            "nothing would be learned from a high score. Take them out of `train_dataset`. The first is "
-            f"{shared[0].program!r:.200}."
+            "nothing would be learned from a high score. Take them out of `train_dataset` or `eval_dataset`. The "
+            f"first is {shared[0].program!r:.200}."
         )
     return held_out
 

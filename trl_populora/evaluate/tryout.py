@@ -59,7 +59,7 @@ class TryArguments:
         adapter: A LoRA adapter on the base, for example of a cold start. Not with `vllm`.
         task_kinds: Kinds of task to try; by default the three built in.
         prompt_style: Prompt style to try; by default every style that the base may know.
-        samples: Proposals and attempts per kind in each form, a multiple of 4.
+        samples: Attempts per kind in each form, and proposals per kind in each style; a multiple of 4.
         max_completion_length: Most tokens of a completion; a longer one is cut.
         inputs_per_function: Inputs that a code_f proposal must give. By default 4, and for the embedded base the 6
             that it was trained on.
@@ -76,7 +76,7 @@ class TryArguments:
         default_factory=lambda: ["code_o", "code_i", "code_f"], metadata={"help": "Kinds of task to try."}
     )
     prompt_style: str | None = field(default=None, metadata={"help": "Try only this prompt style."})
-    samples: int = field(default=8, metadata={"help": "Proposals and attempts per kind in each form."})
+    samples: int = field(default=8, metadata={"help": "Attempts per kind in each form, and proposals in each style."})
     max_completion_length: int = field(default=160, metadata={"help": "Tokens per completion."})
     inputs_per_function: int | None = field(
         default=None, metadata={"help": "Inputs that a code_f proposal must give; 4, and 6 for 'tiny', when unset."}
@@ -152,7 +152,7 @@ class Tryout:
     Args:
         questions, completions, findings: One of each per row, in the same order.
         ends: Tokens that end a completion. A completion whose last token is another one was cut.
-        seconds: Duration of the whole generation.
+        seconds: Duration of the whole generation, with the start of vLLM if it generates.
         left_out: Forms that could not be tried, with the reason.
     """
 
@@ -230,7 +230,7 @@ class Tryout:
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of the whole generation."""
+        """Tokens generated, divided by `seconds`."""
         return sum(map(len, self._ids())) / self.seconds
 
 
@@ -247,7 +247,7 @@ def try_model(options: TryArguments) -> Tryout:
     Lets a base propose and solve in every form, and judges what it writes.
 
     Raises:
-        `ValueError`: If the base or a kind cannot be used.
+        `ValueError`: If the base or a kind cannot be used, or no prompt style can be tried.
     """
     args = _make_settings(options)
     set_seed(options.seed)
@@ -314,7 +314,7 @@ def _pose_all(setups: Mapping[str, Setup], options: TryArguments) -> tuple[list[
             questions += list(_pose(setups[form.style], form, options))
         except ValueError as error:  # the prompt does not fit into the context, or the chat template refuses it
             left_out[form] = str(error)
-    # A style in which teachers cannot be asked is of no use, so its students' questions go as well.
+    # Teachers are asked in the plain form of a style. If that cannot be tried, the style's other questions go as well.
     questions = [question for question in questions if Form(question.form.style) not in left_out]
     if not questions:
         raise ValueError(f"No prompt style can be tried. {next(iter(left_out.values()))}")
@@ -464,7 +464,7 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
 def _suggest_ways_out(obstacles: Sequence[str], options: TryArguments) -> Iterator[str]:
     """Says what the user can do about the obstacles."""
     if obstacles == ["every answer is right"]:
-        yield "The tasks are too easy for this base: give harder ones with `--seed_tasks`, or train all the same."
+        yield "The tasks are too easy for this base: train on harder ones (`--seed_tasks`), or on these all the same."
         return
     cooler = f"`--temperature {COOLER}` makes fewer mistakes; " if options.temperature > COOLER else ""
     yield (

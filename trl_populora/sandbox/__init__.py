@@ -1,7 +1,7 @@
 """The executor: runs untrusted programs in processes of their own and judges them from outside (verify, solve).
 
     trainer: supervisor and judge, knows the golden answers
-       |  control socket: orders and events            one private socket pair per job
+       |  control socket: orders and events            one private socket pair per run
     zygote: exec'd fresh, warm, confined, one hash seed ---- forks ---->  child: one program
 
 Read the files in this order:

@@ -107,8 +107,8 @@ def _run(payload: Payload, guard: Guard) -> tuple[str, list[str]]:
     if not callable(function):
         raise NameError(f"the program defines no function {name!r}")
     outputs: list[str] = [""] * len(inputs)
-    # Every second run calls with the inputs in reverse order. A program that keeps state between calls then gives
-    # other outputs, and is found to be nondeterministic.
+    # Every second run calls with the inputs in reverse order. A program that keeps state between calls may then
+    # give other outputs, and is found to be nondeterministic.
     for index in range(len(inputs))[:: -1 if run % 2 else 1]:
         result = function(*decode(inputs[index], max_bytes=1 << 30))  # the trainer has bounded the inputs
         text = outputs[index] = _encode_output(index, result, budget, guard)
@@ -132,8 +132,8 @@ def _disturb_heap(run: int) -> list:
     """
     Allocates blocks of many sizes and returns them.
 
-    Each run allocates other blocks. Objects of the program then get other addresses, and a result that depends on the
-    order of addresses may differ between runs.
+    Each run after the first allocates other blocks. Objects of the program then get other addresses, and a result that
+    depends on the order of addresses may differ between runs.
     """
     # CPython keeps a pool for every 16 bytes of size up to 512. Larger blocks come from the C library.
     small = [_block(size) for size in range(16, 513, 16) for _ in range(run * 13 % (64 if size <= 128 else 8))]

@@ -77,8 +77,8 @@ def enter_namespaces(layers: Layers) -> None:
     Enters new namespaces for network, mounts, processes, IPC and host name.
 
     Where the host allows it, the function returns in a new process, which has number 1 in its namespace. The calling
-    process stays outside, waits for the new one, and ends with it. Without privileges the other namespaces need a user
-    namespace around them.
+    process stays outside of that namespace, waits for the new process, and ends with it. Without privileges the other
+    namespaces need a user namespace around them.
     """
     # Some distributions let `unshare` succeed and refuse what must follow, so a throw-away child tries both first.
     for flags in (_SPACES, _SPACES | CLONE_NEWUSER):
@@ -374,7 +374,8 @@ def find_level(layers: dict[str, str], refused: dict[str, bool]) -> str:
     Sums up layers and probes as `"A"`, `"B"` or `"C"`.
 
     A needs namespaces, chroot, an unprivileged uid, Landlock and seccomp. B needs seccomp, and an unprivileged uid or
-    Landlock. Everything else is C. A host on which a probe was not refused is C, too, whatever the layers claim.
+    Landlock. Everything else is C. A host on which a probe was not refused, or none was tried, is C,
+    too, whatever the layers claim.
 
     Args:
         layers: For each layer the reason why it does not hold; `""` if it holds.

@@ -122,7 +122,10 @@ def _has_stable_hash(value: Any) -> bool:
 
 
 class Address(int):
-    """The base class of what the guarded `id` returns, and the guarded `hash` for all but `int` and `bool`."""
+    """
+    The base class of what the guarded `id` returns. It is also that of what the guarded `hash` returns, except for an
+    `int` or `bool`, and inside a `__hash__` of the program.
+    """
 
     __slots__ = ()
 
@@ -140,14 +143,15 @@ def make_builtins(stop: Stop) -> dict[str, Callable]:
     """
     Makes guarded versions of `hash` and `id`.
 
-    An address that they return can be a key and be compared for equality. Anything else stops the program.
+    What they return can be a key and be compared for equality. To use an [`Address`] in any way of `_ADDRESS_USES`
+    stops the program. `hash` also stops it at a value whose hash differs from process to process.
     """
     real_hash, real_id = hash, id
 
     def guarded_hash(value: object, /) -> int:
         # Inside a `__hash__` that the program defines, `hash` gives a plain number, so that the method may combine
         # hashes. If the program calls `hash` on its object, that call comes from outside the method and is guarded.
-        # A direct call of `x.__hash__()` is not: `_ORDER_NAMES` in child.py has the judge ask for further runs.
+        # A direct call of `x.__hash__()` is not: `_ORDER_NAMES` in child.py makes the trainer ask for more runs.
         if sys._getframe(1).f_code.co_name != "__hash__":
             if not _has_stable_hash(value):
                 stop(f"hash() of {type(value).__name__} differs from run to run")

@@ -81,7 +81,7 @@ class Job:
 
     Raises:
         `TypeError`: If the program is not text, or the inputs are not a tuple of texts.
-        `ValueError`: If `runs`, `headroom` or `function` is out of bounds.
+        `ValueError`: If `runs` or `headroom` is out of bounds, or `function` is no identifier.
     """
 
     program: str

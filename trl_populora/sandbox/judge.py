@@ -69,7 +69,7 @@ def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> Ru
         limits: The limits of the run.
         seen: What was observed from outside.
     """
-    # What was observed from outside counts before anything that the child says about itself.
+    # How the process ended counts before anything that the child says about itself.
     ended = _judge_ending(seen, limits)
     if ended is not None:
         return ended

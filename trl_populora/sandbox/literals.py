@@ -4,8 +4,8 @@
 
 The scan lets through strings, numbers, brackets, commas, colons, signs and a handful of names, under limits on length,
 nesting, digits and signs. `ast.parse` gets only text that has passed. A closed list of node types turns the tree into
-plain data. There is no attribute, no comprehension and no f-string; no call but four named forms; and no operator but
-signs and the `+` or `-` of a complex number.
+plain data. There is no attribute, no comprehension and no f-string; no call but four named forms and the one
+around the arguments in [`read_arguments`]; and no operator but signs and the `+` or `-` of a complex number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_literal(text: str) -> Any:
 
     Args:
         text: What a solver wrote, for example `[1, 'a', {2.5: None}]`. Reads everything that
-            [`to_literal`][trl_populora.sandbox.values] writes, and `float('nan')`.
+            [`to_literal`][trl_populora.sandbox.values] writes within the limits, and `float('nan')`.
 
     Raises:
         `LiteralError`: If the text is anything else, or exceeds a limit.

@@ -37,7 +37,8 @@ class Sandbox:
         limits: Limits of jobs that bring none of their own.
         allow_weak: Runs programs even where the Linux kernel cannot confine them (level C).
         seed: Chooses the hash seeds, so that a run can be repeated.
-        soft: Whether the import allow-list and the guards are on. Turn them off only to test the walls.
+        soft: Whether the import allow-list and the guards are on. Turn them off only to test the walls, or to run
+            published benchmarks.
         cores: Processors that programs run on, as far as the kernel allows; those of this process when not given.
         processes:
             How many processes of this host have a `Sandbox`, this one included. This one gets its share of the
@@ -48,8 +49,8 @@ class Sandbox:
             benchmarks import. Programs may import them with `soft=False`.
 
     Raises:
-        `RuntimeError`: If this host is not Linux, if it cannot confine programs and `allow_weak` is not set, or if no
-            zygote starts.
+        `RuntimeError`: If this host is not Linux, if it cannot confine programs and `allow_weak` is not set, or if its
+            zygotes do not start.
         `ValueError`: If `workers` is below 1 or a package is not installed.
     """
 

@@ -30,8 +30,8 @@ MODULES = [
     *("operator", "pprint", "re", "statistics", "string", "struct", "sys", "textwrap", "time", "traceback", "types"),
     *("typing", "unicodedata", "urllib.parse", "warnings", "weakref"),
 ]
-# The modules above import these when they are used, and no file can be opened then. `strptime` imports the first
-# through the program's own `__import__`. Python 3.12 converts large integers with the second.
+# These are imported only while a program runs, when no file can be opened. `strptime` imports the first through the
+# program's own `__import__`. Since version 3.12 Python converts large integers with the second.
 HELPERS = frozenset(["_strptime", "_pylong"])
 CODECS = [
     *("ascii", "latin-1", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"),
@@ -40,7 +40,7 @@ CODECS = [
 # These modules exist to scramble. A task that asks for a few bits of a digest is a coin toss: it pays its teacher like
 # a hard task and teaches nothing. Some published benchmarks use these modules; they run without the soft layer.
 SCRAMBLING = ["binascii", "hashlib", "hmac", "random", "secrets", "uuid", "zlib"]
-# What a program may import without the soft layer, in benchmarks and in tests of the walls: all that an attacker
+# What a program may import, too, without the soft layer, in benchmarks and in tests of the walls: all that an attacker
 # wants.
 HOSTILE = [
     *SCRAMBLING,

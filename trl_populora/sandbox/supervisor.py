@@ -195,7 +195,7 @@ class Supervisor:
         options: Options of every zygote, passed on its command line.
 
     Raises:
-        `RuntimeError`: If no zygote starts, or the host cannot confine programs.
+        `RuntimeError`: If zygotes do not start, or the host cannot confine programs and `allow_weak` is not set.
     """
 
     def __init__(self, workers: int, *, seed: int, allow_weak: bool, options: dict):
@@ -220,7 +220,7 @@ class Supervisor:
         _alive.add(self)
         if not self.ready.wait(START_SECONDS * FAILED_STARTS) or self.failure:
             self.close()
-            raise self.failure or RuntimeError(f"no zygote was ready within {START_SECONDS * FAILED_STARTS:g} s")
+            raise self.failure or RuntimeError(f"zygotes were not ready within {START_SECONDS * FAILED_STARTS:g} s")
 
     # Called from any thread.
 
@@ -501,7 +501,7 @@ _alive: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 def _after_fork() -> None:
     """
-    Closes the copies of all sockets in a process that was forked from the trainer.
+    Closes the copies of the sockets to zygotes and programs in a process that was forked from the trainer.
 
     A zygote ends when nobody holds the other end of its socket. A copy in the fork would keep it alive after the
     trainer. The fork has no supervisor thread, so using the sandbox there raises.

@@ -64,7 +64,7 @@ class _Encoder:
         self.bytes -= size
         self.nodes -= 1
         if self.bytes < 0:
-            raise ValueTooLarge(f"the value needs more than {self.max_bytes} bytes")
+            raise ValueTooLarge(f"the value may need more than {self.max_bytes} bytes")
         if self.nodes < 0:
             raise ValueTooLarge(f"the value has more than {self.max_nodes} parts")
 
@@ -140,7 +140,8 @@ def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODE
     Args:
         value: Plain data. Anything else, a subclass included, is refused and never stored by its `repr`.
         ordered: Whether the pairs of dicts keep their order. If not, they are sorted.
-        max_bytes: Longest text, in bytes.
+        max_bytes: Longest text, in bytes. Each part counts with what it may need, a float with 20 bytes. So a value
+            may be refused whose text would be shorter.
         max_nodes: Most scalars and containers.
         max_depth: Most containers inside each other; also ends cyclic data.
 

@@ -3,8 +3,8 @@
     ORDER + descriptor of a job's socket --_accept--> fork --_become_child--> child: reads, runs, answers, exits
     EVENT <--_reap-- the kernel's report of the child's end          _watch: kills a child that is past its limit
 
-The trainer runs this file as a script, with the number of the control socket and the options. The zygote never reads a
-payload: a job's private socket passes through it as a descriptor, from the trainer's message to the child. So neither
+The trainer runs this file as a script, with the number of the control socket and the options. The zygote never reads
+a job's payload: its private socket passes through as a descriptor, from the trainer's message to the child. So neither
 a zygote nor a child ever holds the sockets of two jobs.
 """
 
@@ -61,8 +61,8 @@ _close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, 
 _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
-# A child closes all descriptors from 3 to this number but its own socket. `_control` moves the only high one down, and
-# `confine.py` allows 16.
+# A child closes all descriptors from 3 up to this number but its own socket. `_control` moves the only high one down,
+# and `confine.py` allows 16.
 _DESCRIPTORS = 64
 # A program counts as asleep, and is killed, if it has used no CPU time for so long; or for its limit if that is
 # longer.
@@ -160,7 +160,10 @@ class Zygote:
         self.control.send(EVENT.pack(kind, status, job, cpu, wall, peak))
 
     def _timeout(self) -> int | None:
-        """Computes the milliseconds until the next deadline; `None` waits without end."""
+        """
+        Computes the milliseconds to wait: until the next deadline; without end (`None`) if there is no child; and one
+        second if all children are killed and none is reaped yet.
+        """
         if not self.children:
             return None
         moment = min((each.deadline for each in self.children.values() if not each.expired), default=_FOREVER)
@@ -265,7 +268,7 @@ def main() -> None:
         gc.freeze()
         zygote.loop()
         zygote.end()
-    except Exception as error:  # noqa: BLE001 - the trainer hears of a failure in no other way
+    except Exception as error:  # noqa: BLE001 - the trainer hears of any failure by this event
         report = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
         control.send(EVENT.pack(FAILED, 0, 0, 0.0, 0.0, 0) + report)
     os._exit(0)
