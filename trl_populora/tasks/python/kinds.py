@@ -391,7 +391,7 @@ class CodeF(CodeKind):
         except (FormatError, ProgramError) as error:
             return refuse(error)
         if contains_program(message, program):
-            return Refusal(Reject.LEAKED_PROGRAM, "the message holds the program or its body")
+            return Refusal(Reject.LEAKED_PROGRAM, "the message holds a `def`, the program or its body")
         # Inputs count as equal if `==` finds them equal, as `1` and `True`: a program may not be able to tell them
         # apart.
         decoded = [values.decode(text) for text in inputs]

@@ -4,7 +4,8 @@ The same blocks are written in three styles:
 
 * `turns` is for instruction-tuned models of any size. The instruction is a sentence or two. References are earlier
   turns, in which the assistant has answered in exactly the format that is wanted: small models do what they have seen.
-* `chat` is for large models. One user turn holds the references, all rules, and the answer format in full.
+* `chat` is for large models. One user turn holds the references, all rules, and the answer format in full. An
+  instruction of the user's own replaces rules and format.
 * `compact` is what the embedded tiny base was trained on, byte for byte. One user turn begins with a line such as
   `solve code_o`.
 """
