@@ -107,7 +107,7 @@ def test_a_cut_completion_is_none_that_a_length_follows_from():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples": 6}, "`samples` must be a multiple of 4, got 6"),
+        ({"samples": 6}, "`samples` must be a multiple of 4 above 0, got 6"),
         ({"vllm": True, "adapter": "x"}, "leave `vllm` out"),
         ({"prompt_style": "verse"}, "must be one of turns, chat, compact, got 'verse'"),
     ],

@@ -90,7 +90,7 @@ class TryArguments:
         check_numbers(self)
         check_bounds(self, {">= 1": "max_completion_length", ">= 2": "inputs_per_function", "> 0": "temperature"})
         if self.samples < ATTEMPTS or self.samples % ATTEMPTS:
-            raise ValueError(f"`samples` must be a multiple of {ATTEMPTS}, got {self.samples}.")
+            raise ValueError(f"`samples` must be a multiple of {ATTEMPTS} above 0, got {self.samples}.")
         if self.vllm and self.adapter:
             raise ValueError("`adapter` is tried with transformers; leave `vllm` out.")
         if self.prompt_style is not None:

@@ -129,7 +129,7 @@ class SandboxSettings:
     What programs may use. Each field is the option of [`~trl_populora.PopuLoRAConfig`] of the same name.
 
     Raises:
-        `ValueError`: If a number is too small.
+        `ValueError`: If a number is not positive. [`Limits`] checks further bounds when `limits` is read.
     """
 
     sandbox_workers: int | None = None

@@ -592,6 +592,7 @@ def make_task(
         `TypeError`: If the arguments of a call are no tuple or list.
         `ValueError`: If an argument is no plain data or too large, if the program fails, or if two runs of it give
             different outputs.
+        `RuntimeError`: If no sandbox is given, and none can be started here.
     """
     for arguments in inputs:
         if not isinstance(arguments, (tuple, list)):
