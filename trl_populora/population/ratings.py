@@ -130,8 +130,8 @@ class Matchmaker:
     Args:
         strategy: `"pfsp"`, `"uniform"`, or a function of two members, student and teacher, as `"module:function"`.
         kappa: Exponent on p (1 - p). 1 is PFSP's weighting `var`. A larger value prefers balanced pairs more. With 2 a
-            pair 10 points apart has .48 of a balanced pair's weight at sigma 8.33 (newborns), and .04 at sigma 1.57
-            (members known for long).
+            pair 10 points apart has .48 of a balanced pair's weight at sigma 8.33 (the beginning of a run), and .04 at
+            sigma 1.57 (members known for long).
         seed: Seed of the matchmaker's generator. The same seed and ratings give the same matches on every rank.
 
     Attributes:

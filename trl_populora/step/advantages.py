@@ -155,7 +155,9 @@ def compute_step_advantages(
 
 
 def measure_flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> float:
-    """Measures the share of groups whose attempts all have one reward. There the baseline `"group"` leaves nothing."""
+    """
+    Measures the share of groups whose attempts all have one reward. There the baseline `"group"` leaves no advantage.
+    """
     groups: dict[str, list[float]] = {}
     for record, reward in zip(records, rewards_R.tolist(), strict=True):
         if record["role"] == "student":

@@ -4,10 +4,10 @@
 
 A step's rows are dealt once, by [`plan_micro_batches`], as soon as their advantages are known. At most one micro-batch
 holds rows of both roles; a single agent's rows count as one role. In a micro-batch the rows of a member stand side by
-side. The members take turns at dealing, so that they often have equally many rows there, which is the fast path of the
-routed LoRA layer. If the model can share prompts, two ways of dealing are compared, and the cheaper one is taken: the
-attempts at one task together, or rows of similar length together. [`cut`] then makes the tensors, and leaves out
-padding that no row of the micro-batch needs.
+side. Rows are dealt from each member in turn, so that members often have equally many rows there. Then the routed LoRA
+layer computes all of them at once. If the model can share prompts, two ways of dealing are compared, and the cheaper
+one is taken: the attempts at one task together, or rows of similar length together. [`cut`] then makes the tensors,
+and leaves out padding that no row of the micro-batch needs.
 
 The size of a micro-batch is bounded in tokens: `per_device_train_batch_size` times the sum of the longest prompt and
 the longest completion. So a micro-batch holds few long rows or many short ones.
