@@ -80,7 +80,9 @@ class LoRAServer(VLLMClient):
             seconds = kwargs["timeout"]
             raise VLLMServerError(self._note_failure(url, f"did not answer within {seconds:g} seconds")) from error
         except requests.RequestException as error:
-            raise VLLMServerError(self._note_failure(url, f"cannot be reached ({error})")) from error
+            raise VLLMServerError(
+                self._note_failure(url, f"cannot be reached, or its answer broke off ({error})")
+            ) from error
         except Exception as error:  # TRL raises a plain `Exception` for every status but 200
             raise VLLMServerError(self._note_failure(url, f"refused: {error}")) from error
 

@@ -2,9 +2,10 @@
 
     ratings --pair--> matches of a step --(the step is played)--> shares --update--> ratings
 
-Pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair depends on the
-TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then follow the scores of
-the matches. `benchmarks/ratings.py` compares this with ratings that follow wins and losses. Nothing here needs torch.
+By default pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair
+depends on the TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then
+follow the scores of the matches. `benchmarks/ratings.py` compares this with ratings that follow wins and losses.
+Nothing here needs torch.
 """
 
 from __future__ import annotations

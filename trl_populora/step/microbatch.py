@@ -176,7 +176,7 @@ def _fill(
 
 def cut(whole: Batch, plan: Sequence[Packs], multiple: int = 1) -> list[Batch]:
     """
-    Cuts the micro-batches of a plan, without padding that none of their rows needs.
+    Cuts the rows of a step into the micro-batches of a plan. Padding that no row of a micro-batch needs is left out.
 
     Args:
         whole: The rows of a step as TRL has made them, a dict of columns.

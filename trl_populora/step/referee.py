@@ -82,9 +82,9 @@ class Referee:
     """
     Poses tasks, judges proposals and grades attempts.
 
-    No prompt is cut. A proposal prompt leaves out references that do not fit into the context, a solving prompt leaves
-    out solved tasks, and a task that does not fit alone is refused. If a kind returns a wrong type, the error names
-    the kind.
+    No prompt is cut. A proposal prompt leaves out references, and a solving prompt leaves out solved tasks, until the
+    prompt fits into the context. A proposed task that does not fit alone is refused. If a kind returns a wrong type,
+    the error names the kind.
 
     Args:
         kinds: The run's kinds of task by name, in rotation order.
@@ -109,8 +109,8 @@ class Referee:
         """Draws archived tasks to show to a teacher. If `kind` writes no program, a proposal is about the first."""
         count = check_type(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
-        # A kind that writes no program asks about a task of another kind. Where references are earlier turns, further
-        # references are drawn for the turns, of the kind that is proposed.
+        # A kind that writes no program asks about a task of its `reference_kinds`. Where references are earlier turns,
+        # further tasks are drawn for these turns, of the kind that is proposed.
         if kind.shows_turns(self.style) and not kind.writes_program:
             drawn += archive.sample([kind.name], k, rng)
         return drawn

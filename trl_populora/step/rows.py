@@ -43,11 +43,11 @@ class Row:
     """
     One training row: a proposal or an attempt.
 
-    Reward functions and files see the fields of `COLUMNS`, other ranks those in [`record`]. `program` is the program
-    of the task that was accepted or attempted, and `pay` what the rules pay. `share` is the student's part of a
-    proposal, `dropped` counts references that did not fit into a proposal prompt, `reject_detail` says `reject_reason`
-    in a sentence, and `features` are words for what the proposed task uses. `group` names the rows that the baseline
-    `"group"` compares: the attempts of one slot, or the proposals of one match.
+    Reward functions see the fields of `COLUMNS`, files hold these and more, and other ranks get [`record`]. `program`
+    is the program of the task that was accepted or attempted, and `pay` what the rules pay. `share` is the student's
+    part of a proposal, `dropped` counts references that did not fit into a proposal prompt, `reject_detail` says
+    `reject_reason` in a sentence, and `features` are words for what the proposed task uses. `group` names the rows
+    that the baseline `"group"` compares: the attempts of one slot, or the proposals of one match.
     """
 
     role: str
