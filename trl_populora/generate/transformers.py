@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a round. A longer round computes ended rows for longer, and a shorter one calls `generate` more often.
 ROUND = 8
-# Prompts are read in parts of at most an eighth of the tokens that the cache may hold. In a 7B model a token takes 4
-# to 5 times as much memory while it is read as it takes in the cache.
+# Prompts are read in parts of one prompt, or of more with at most an eighth of the tokens that the cache may hold. In
+# a 7B model a token takes 4 to 5 times as much memory while it is read as it takes in the cache.
 READ_SHARE = 8
 # Types of decoder layers from whose cache single rows can be taken.
 _SELECTABLE = {"full_attention", "sliding_attention"}
@@ -464,7 +464,7 @@ def why_no_graph(base: PreTrainedModel, sampling: GenerationConfig) -> str:
 
 
 def why_no_memory(cache: Cache, rows: int, length: int) -> str:
-    """Says why `rows` rows of `length` tokens do not fit into the GPU's memory; empty if they do."""
+    """Says why `rows` rows of `length` tokens do not fit into the GPU's memory; empty if they do, and on a CPU."""
     device = cache.layers[0].keys.device
     if device.type != "cuda":
         return ""

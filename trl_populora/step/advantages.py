@@ -29,7 +29,8 @@ FLAT = 1e-6  # rewards that differ by less count as equal
 
 BASELINES = ("group", "member")  # what may be subtracted from a reward, see [`compute_advantages`]
 
-# What TRL's `_compute_loss` divides the sum over all rows by: their number, or the number of their completion tokens.
+# What TRL's `_compute_loss` divides the sum over all rows by: their number (in `dr_grpo` times a constant), or the
+# number of their completion tokens.
 LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo": "tokens"}
 
 REORDERS = "it reorders rows, so that other members' adapters would compute them"
@@ -280,9 +281,9 @@ def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, 
     """
     Computes per row the factor by which the joint loss makes the member's update smaller than training it alone.
 
-    TRL divides the sum over all rows of an optimizer step by their number (`grpo`, `dr_grpo`) or by their completion
-    tokens (`dapo`, `cispo`). In solo training it would divide by the member's rows or tokens only. The factor is the
-    first divisor over the second: by rows, a member with a third of them gets 3.
+    TRL divides the sum over all rows of an optimizer step by their number (`grpo`; `dr_grpo` also by a constant) or by
+    their completion tokens (`dapo`, `cispo`). In solo training it would divide by the member's rows or tokens only.
+    The factor is the first divisor over the second: by rows, a member with a third of them gets 3.
 
     [`~trl_populora.lora.layers.Router.set`] takes the factors with the rows, and the routed layer multiplies the
     member's *gradients* by them. So every term of the loss gets the factor, the KL term (`beta`) too. A factor on the

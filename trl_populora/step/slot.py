@@ -1,6 +1,6 @@
 """A slot: one task of a step, and all that becomes of it.
 
-A step is a list of slots. Every phase fills its part of each slot, and reads what the phases before it have filled:
+A step is a list of slots. Every phase fills its part of the slots, and reads what the phases before it have filled:
 
     match      match                 who writes the task and who solves it
     propose    kind, references, dropped, proposal
