@@ -1,6 +1,6 @@
 """vLLM servers over HTTP. A server reads an adapter from a path, and a request names the adapter as its `model`.
 
-    directory of a version --load--> every server --probe--> StaleAdapterError if a server answers as before
+    directory of a version --load--> every server --probe--> StaleAdapterError if the answer is as before a move
 
     prompts_R, versions_R, seeds_R --merge_asks--> asks --spread over the servers--> completions_R, logprobs_R
 
@@ -162,8 +162,8 @@ class LoRAServer(VLLMClient):
             moved: Whether the member has changed so much that its answer must differ.
 
         Raises:
-            `StaleAdapterError`: If the answer is the former one, bit by bit. The message names server, member and
-                version.
+            `StaleAdapterError`: If the member has moved and the answer is the former one, bit by bit. The message
+                names server, member and version.
         """
         # A greedy token draws no random numbers, so later samples do not depend on whether a probe was made.
         server = copy.copy(self)

@@ -3,7 +3,7 @@
     prompts_R, members_R --merge equal ones--> N prompts [N, P] --_read_prompts--> cache of N prompts
                                                                                       |
     completions_R <-- rounds of 8 tokens by `generate`, without the rows that ended --+   cache [R, heads, L, D]
-                 `<-- one CUDA graph, replayed for every token of all rows -----------'   on a GPU, where it can
+                 `<-- one CUDA graph, replayed for the tokens of all rows ------------'   on a GPU, where it can
 
 transformers' `generate` reads a prompt once for every row, and computes every row until the longest has ended. In a
 step all attempts of a member at a task share their prompt, and most answers are short while a few are long. Here each

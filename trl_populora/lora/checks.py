@@ -129,8 +129,8 @@ def check_ordinary_adapter(config: PeftConfig) -> None:
     Checks that an adapter trained elsewhere is a plain LoRA: it adds `scaling * B A x` to an unchanged base.
 
     Raises:
-        `ValueError`: If it is another method, a variant of LoRA, or changes the base. The message does not name the
-            adapter: the caller does.
+        `ValueError`: If it is another method or a variant of LoRA, or if it may change the base. The message does not
+            name the adapter: the caller does.
     """
     if type(config) is not LoraConfig:
         raise ValueError(f"it is a `{type(config).__name__}`, and members are LoRA adapters.")

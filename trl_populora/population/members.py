@@ -15,7 +15,7 @@ from typing import Any
 
 ROLES = ("teacher", "student")
 
-# TrueSkill's prior (Herbrich et al., 2006), which PopuLoRA keeps: the rating of a member before its first match.
+# TrueSkill's prior (Herbrich et al., 2006), which PopuLoRA keeps: the rating of a member without matches or parents.
 PRIOR_MU = 25.0
 PRIOR_SIGMA = 25.0 / 3
 

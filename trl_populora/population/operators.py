@@ -199,7 +199,7 @@ def svd_perturb(cores: list[Tensor], generator: Generator, strength: float, *, s
 def component_mask(factors: Factors, generator: Generator, strength: float, *, fraction: float = 0.3) -> Factors:
     """
     Drops some singular components of each module, and keeps the others unchanged. A dropped direction starts again
-    like a fresh LoRA: A still passes something on in it, and B makes that zero.
+    like a fresh LoRA: A still reads it, and B gives nothing for it.
 
     Args:
         fraction: Fraction of the components that are dropped, chosen at random. About 30 % in the paper.
@@ -227,7 +227,7 @@ def clone(better: Factors, worse: Factors, generator: Generator, strength: float
 
 @_core_operator
 def average(cores: list[Tensor], generator: Generator, strength: float) -> Tensor:
-    """Takes the mean of the two products, truncated to rank r. The worse parent has the weight `strength / 2`."""
+    """Takes a weighted mean of the two products, truncated to rank r. The worse parent's weight is `strength / 2`."""
     return _weigh(cores, (1 - strength / 2, strength / 2))
 
 

@@ -141,7 +141,8 @@ def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence
         prompts: Rows with the same number stay together; `None` if prompts do not matter.
 
     Returns:
-        Groups of rows that should share a micro-batch: the rows of one prompt, or one row of each member.
+        Groups of rows that should share a micro-batch: the rows of one prompt, or one row of each member that still
+        has one.
     """
     # Per member, its rows from long to short, grouped by prompt where prompts matter.
     queues: dict[int, dict[int, list[int]]] = {member: {} for member in sorted(set(members))}

@@ -198,7 +198,7 @@ class Referee:
         return prompt
 
     def leave_out_long(self, archive: TaskArchive) -> None:
-        """Removes the tasks from an archive that [`is_too_long`] finds, and warns of their number."""
+        """Removes from an archive the tasks that [`is_too_long`] finds, and warns of their number."""
         entries = list(archive.entries())
         kept = [entry for entry in entries if not self.is_too_long(entry[0])]
         if left_out := len(entries) - len(kept):
