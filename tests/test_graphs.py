@@ -104,7 +104,7 @@ def test_what_rows_need_is_compared_with_the_free_memory(monkeypatch, free, fits
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
     reason = decoding.why_no_memory(SimpleNamespace(layers=[layer, layer]), rows=2, length=10)  # 1920 bytes
     assert fits == (not reason)
-    assert fits or "need over 80% of the free memory; lower `generation_tokens`" in reason
+    assert fits or "need over 80% of the free memory; set a lower `generation_tokens`" in reason
 
 
 def test_rows_that_would_not_fit_are_generated_in_rounds(on_a_gpu, monkeypatch):

@@ -22,8 +22,8 @@ from trl_populora.lora.convert import find_largest_rank
 logger = logging.getLogger(__name__)
 
 WAY_OUT = "Set `use_vllm=False` to generate with transformers."
-# The versions that the vLLM tests have run on. TRL 1.16 warns of 0.32 because of its way to send base weights, and
-# here base weights are never sent.
+# The versions that the vLLM tests have run on. TRL 1.16 warns of 0.32 because of the way in which TRL sends base
+# weights, and here base weights are never sent.
 WINDOW = SpecifierSet(">=0.31,<0.33")
 
 
@@ -38,7 +38,7 @@ def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: Lora
 
     Raises:
         `ImportError`: If vLLM is not installed, or if its version is outside [`WINDOW`].
-        `ValueError`: If vLLM cannot serve the rank or the base.
+        `ValueError`: If vLLM cannot serve the rank or the base, or if the base has no path to load it from.
     """
     # The checks that take longest come last: `check_base` reads the base's configuration, perhaps from the Hub.
     check_installed()
@@ -82,8 +82,8 @@ def warn_of_truncation(args: GRPOConfig) -> None:
     Warns if TRL's correction for vLLM would mistake truncated sampling for another policy.
 
     `top_p`, `top_k` and `min_p` leave some tokens out. vLLM normalises its log-probabilities over the tokens that
-    remain, and the trainer normalises over the whole vocabulary. So at every token the trainer's probability is
-    smaller than vLLM's. The ratio is the total probability of the tokens that remain
+    remain, and the trainer normalises over the whole vocabulary. So wherever tokens are left out, the trainer's
+    probability is smaller than vLLM's. The ratio is the total probability of the tokens that remain
     (github.com/huggingface/trl/issues/6789).
     """
     cut = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
@@ -111,7 +111,7 @@ def find_permitted_rank(lora_config: LoraConfig) -> int:
     if rank > permitted[-1]:
         raise ValueError(
             f"The adapters have rank {rank}, and vLLM serves at most {permitted[-1]} (its `max_lora_rank` is one of "
-            f"{', '.join(map(str, permitted))}). Choose a smaller `r`. {WAY_OUT}"
+            f"{', '.join(map(str, permitted))}). Choose a smaller rank (`r`, `rank_pattern`). {WAY_OUT}"
         )
     return next(size for size in permitted if size >= rank)
 

@@ -115,10 +115,10 @@ class RoutedLLM(LLM):
         Answers each prompt with the adapter that `versions` names for it, and returns one output per prompt, in order.
 
         Rows with the same prompt, version and seed become one request for several samples, so vLLM reads the prompt
-        once.
+        once. Greedy rows stay apart.
         """
         asks = merge_asks([prompt["prompt_token_ids"] for prompt in prompts], self.versions, self.seeds)
-        # vLLM refuses several samples of a greedy request, so greedy rows stay apart.
+        # vLLM refuses several samples of a greedy request.
         if sampling_params.temperature == 0:
             asks = [replace(ask, rows=(row,)) for ask in asks for row in ask.rows]
         requests, params = [], []

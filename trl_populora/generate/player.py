@@ -3,8 +3,8 @@
     messages_R, members_R --tokenize--> prompt ids_R --complete (transformers.py)--> completion ids_R
                                                      --make_completions--> Completions_R, with text
 
-The trainer has its own way to generate (`PopuLoRATrainer._generate_rows`). It takes the end tokens and the last step
-from this file.
+The trainer has its own way to generate (`PopuLoRATrainer._generate_rows`), which shares the end tokens, the seeds and
+`make_completions` with this file.
 
 Shapes: R rows.
 """
@@ -170,7 +170,7 @@ def find_end_tokens(
 
 
 def _find_end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> list[int]:
-    """Finds the special token that the chat template puts after an assistant's words; empty if it puts none."""
+    """Finds the special token that the chat template puts right after an assistant's words; empty if there is none."""
     # Some models end a turn with a token that neither tokenizer nor config names. Without it
     # their rows would run on to the limit.
     said = "said"
@@ -195,7 +195,7 @@ def warn_of_unknown(generation_kwargs: Mapping[str, Any] | None) -> None:
 
 def make_vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]) -> dict[str, Any]:
     """Makes vLLM's sampling options: the user's, with all end tokens as stops."""
-    # By itself the engine stops at the end tokens of the base's config only.
+    # By itself the engine stops only at the end tokens that the base's own files name.
     given = {name: value for name, value in (generation_kwargs or {}).items() if name not in STOPS}
     return given | {"stop_token_ids": list(ends)}
 
@@ -222,7 +222,8 @@ def make_completions(
     return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, found, strict=True)]
 
 
-# Generation in the middle of training must not change the training: it has no dropout, and seeds apart.
+# An evaluation in the middle of training must not change the training: it runs without dropout, and draws from seeds
+# of its own.
 
 
 @contextmanager

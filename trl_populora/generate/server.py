@@ -1,6 +1,6 @@
 """vLLM servers over HTTP. A server reads an adapter from a path, and a request names the adapter as its `model`.
 
-    directory of a version --load--> every server --probe--> StaleAdapterError if a server answers as before
+    directory of a version --load--> every server --probe--> StaleAdapterError if the answer is as before a move
 
     prompts_R, versions_R, seeds_R --merge_asks--> asks --spread over the servers--> completions_R, logprobs_R
 
@@ -35,8 +35,8 @@ class LoRAServer(VLLMClient):
     """
     The client of one vLLM server that holds the members as adapters.
 
-    It differs from [`~trl.generation.vllm_client.VLLMClient`] in two ways. Requests for answers and adapters have a
-    time limit. If such a request fails, the error names the server and the way out.
+    It adds requests for adapters to [`~trl.generation.vllm_client.VLLMClient`]. Requests for answers and adapters have
+    a time limit. If such a request fails, the error names the server and the way out.
 
     Args:
         base_url: `http://host:port`.
@@ -54,8 +54,9 @@ class LoRAServer(VLLMClient):
         self._probed: dict[str, tuple] = {}
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
         for adapter in self.session.adapters.values():
-            # If no connection comes about, TRL's retries remain. After a broken or late answer there is no retry: a
-            # server that has restarted has lost the adapters, and six tries of a stuck one take six time limits.
+            # TRL's retries remain where no connection comes about, or where the server answers 500, 502 or 503. After
+            # an answer that breaks off or is late there is no retry: a server that has restarted has lost the
+            # adapters, and six tries of a stuck one take six time limits.
             adapter.max_retries = adapter.max_retries.new(read=False, raise_on_status=False)
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +80,9 @@ class LoRAServer(VLLMClient):
             seconds = kwargs["timeout"]
             raise VLLMServerError(self._note_failure(url, f"did not answer within {seconds:g} seconds")) from error
         except requests.RequestException as error:
-            raise VLLMServerError(self._note_failure(url, f"cannot be reached ({error})")) from error
+            raise VLLMServerError(
+                self._note_failure(url, f"cannot be reached, or its answer broke off ({error})")
+            ) from error
         except Exception as error:  # TRL raises a plain `Exception` for every status but 200
             raise VLLMServerError(self._note_failure(url, f"refused: {error}")) from error
 
@@ -97,8 +100,8 @@ class LoRAServer(VLLMClient):
             rank: Value that `max_lora_rank` must have at least.
 
         Raises:
-            `ValueError`: If the server cannot hold an adapter of every member, or if its log-probabilities leave
-                out the sampling temperature.
+            `ValueError`: If the server cannot hold an adapter of every member, or if its `--logprobs-mode` is not
+                `processed_logprobs`.
         """
         config = self.get_server_info()
         lora, mode = config["lora_config"], config["model_config"]["logprobs_mode"]
@@ -159,8 +162,8 @@ class LoRAServer(VLLMClient):
             moved: Whether the member has changed so much that its answer must differ.
 
         Raises:
-            `StaleAdapterError`: If the answer is the former one, bit by bit. The message names server, member and
-                version.
+            `StaleAdapterError`: If the member has moved and the answer is the former one, bit by bit. The message
+                names server, member and version.
         """
         # A greedy token draws no random numbers, so later samples do not depend on whether a probe was made.
         server = copy.copy(self)

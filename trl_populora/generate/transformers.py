@@ -3,13 +3,14 @@
     prompts_R, members_R --merge equal ones--> N prompts [N, P] --_read_prompts--> cache of N prompts
                                                                                       |
     completions_R <-- rounds of 8 tokens by `generate`, without the rows that ended --+   cache [R, heads, L, D]
-                 `<-- one CUDA graph, replayed for every token of all rows -----------'   on a GPU, where it can
+                 `<-- one CUDA graph, replayed for the tokens of all rows ------------'   on a GPU, where it can
 
 transformers' `generate` reads a prompt once for every row, and computes every row until the longest has ended. In a
 step all attempts of a member at a task share their prompt, and most answers are short while a few are long. Here each
 prompt is read once. In rounds, rows that have ended also leave the batch. With a CUDA graph they stay until all rows
 have ended, because nothing in a recorded graph may change its shape. Samples have the same distribution as those of
-`generate`, and greedy completions are equal to `generate`'s.
+`generate`, and greedy completions are equal to `generate`'s. Where [`why_no_rounds`] objects, `generate` makes all
+tokens in one call after all.
 
 Shapes: R rows, N distinct pairs of member and prompt, P prompt tokens, T new tokens, L tokens in the cache, D head
 size, V vocabulary.
@@ -50,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a round. A longer round computes ended rows for longer, and a shorter one calls `generate` more often.
 ROUND = 8
-# Prompts are read in parts of at most an eighth of the tokens that the cache may hold. In a 7B model a token takes 4
-# to 5 times as much memory while it is read as it takes in the cache.
+# Prompts are read in parts of one prompt, or of more with at most an eighth of the tokens that the cache may hold. In
+# a 7B model a token takes 4 to 5 times as much memory while it is read as it takes in the cache.
 READ_SHARE = 8
 # Types of decoder layers from whose cache single rows can be taken.
 _SELECTABLE = {"full_attention", "sliding_attention"}
@@ -354,8 +355,8 @@ def join_caches(parts: list[Cache], spare: int) -> Cache:
     """
     Joins the caches of several parts of the prompts into one cache of all N prompts.
 
-    Layers that hold every token become [`SpareLayer`]s with `spare` empty places. The parts are emptied layer by
-    layer, so memory holds one layer twice at most.
+    Layers that hold every token become [`SpareLayer`]s, with `spare` empty places after each selection of rows. The
+    parts are emptied layer by layer, so memory holds one layer twice at most.
     """
     first, *others = parts
     for number, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
@@ -463,7 +464,7 @@ def why_no_graph(base: PreTrainedModel, sampling: GenerationConfig) -> str:
 
 
 def why_no_memory(cache: Cache, rows: int, length: int) -> str:
-    """Says why `rows` rows of `length` tokens do not fit into the GPU's memory; empty if they do."""
+    """Says why `rows` rows of `length` tokens do not fit into the GPU's memory; empty if they do, and on a CPU."""
     device = cache.layers[0].keys.device
     if device.type != "cuda":
         return ""
@@ -473,7 +474,10 @@ def why_no_memory(cache: Cache, rows: int, length: int) -> str:
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if needed <= FREE_SHARE * (torch.cuda.mem_get_info(device)[0] + unused):
         return ""
-    return f"{rows} rows of {length} tokens need over {FREE_SHARE:.0%} of the free memory; lower `generation_tokens`"
+    return (
+        f"{rows} rows of {length} tokens need over {FREE_SHARE:.0%} of the free memory; set a lower "
+        "`generation_tokens`"
+    )
 
 
 def can_record(base: PreTrainedModel, sampling: GenerationConfig, cache: Cache, rows: int, length: int) -> bool:
@@ -502,7 +506,7 @@ def generate_with_graph(
     sampling: GenerationConfig,
 ) -> torch.Tensor:
     """
-    Generates all rows with one CUDA graph, which is replayed for every token.
+    Generates all rows with one CUDA graph, which is replayed for every token but the first.
 
     The first token is computed as usual. Then a forward is recorded, and every later token is a replay. A replay reads
     and writes the same addresses as the recording, so nothing may move: the cache has its full length from the start,

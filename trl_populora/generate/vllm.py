@@ -6,7 +6,8 @@
 The base is frozen, so vLLM loads it once and it is never sent again. Only adapters change. `sync_weights` *publishes*
 every member that has changed: it loads the new version under a new name and id, and *probes* it, which means that it
 checks whether vLLM uses the new weights. A colocated engine gets tensors. Servers get directories, because vLLM loads
-adapters over HTTP by path only. The directories lie in shared memory if it has space and all servers run on this host.
+adapters over HTTP by path only. The directories lie where `adapter_dir` says. Without it they lie in shared memory, if
+that has space and all servers run on this host, or else in `output_dir`.
 
 TRL calls `sync_weights` before the first `generate` of an optimizer step (`_last_loaded_step` in the trainer).
 
@@ -125,7 +126,7 @@ class PopulationGeneration(VLLMGeneration):
             super()._init_vllm()
 
     def _choose_engine_arguments(self) -> dict[str, Any]:
-        """Chooses engine arguments that TRL lacks or gets wrong. Those of the user come before them."""
+        """Chooses engine arguments that TRL lacks or gets wrong. The user's own override them."""
         count, config = len(self.members), self.model.peft_config[self.members[0]]
         computed_in = {"bf16": "bfloat16", "fp16": "float16"}
         base_dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
@@ -227,7 +228,7 @@ class PopulationGeneration(VLLMGeneration):
         return lora_members.read_member(self.model, member, dtype)
 
     def _serve(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> Published:
-        """Writes an adapter's directory, lets all servers load it, and probes them."""
+        """Writes an adapter's directory, lets all servers load the adapter, and probes it on each of them."""
         save = partial(lora_members.save_factors, factors, config)
         adapter = replace(adapter, path=self._open_shelf().put(adapter.name, save))
         self.backend.load(adapter)
@@ -259,8 +260,8 @@ class PopulationGeneration(VLLMGeneration):
         """
         Generates one completion per prompt, with the member that the router names for the prompt's row. Collective.
 
-        Arguments and results are TRL's. `num_generations` has to be 1: each attempt at a task is a row, and equal rows
-        are merged into one request here.
+        Arguments and results are TRL's. `num_generations` has to be 1: each attempt at a task is a row. The backend
+        merges equal rows into one request.
 
         Raises:
             `RuntimeError`: If the router names no rows, or another number of rows than there are prompts.
@@ -372,8 +373,7 @@ def make_vllm_generation(
     adapters.
 
     Args:
-        args: The run's settings. Of these it reads the sampling options, and the `vllm_*` options that TRL's class
-            takes.
+        args: The run's settings. Each argument of TRL's class that is an option gets the value set here.
         accelerator: The trainer's accelerator.
         tokenizer: The trainer's tokenizer.
         ends: Token ids that end a completion.

@@ -103,7 +103,7 @@ def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
     Rank-stabilised scaling (`use_rslora`), `rank_pattern`, `alpha_pattern` and `layers_to_transform` are supported.
 
     Raises:
-        `TypeError`: If the configuration is not a `LoraConfig`.
+        `TypeError`: If the configuration is not a `LoraConfig`, or is of a subclass.
         `ValueError`: If an option or a target is not supported, for example because rows cannot be routed through it.
             Also if the base is quantised by anything but bitsandbytes, or if its output head is quantised.
     """
@@ -111,7 +111,7 @@ def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
     if type(lora_config) is not LoraConfig:
         raise TypeError(
             f"The population needs a `peft.LoraConfig`, got `{type(lora_config).__name__}`. A forward "
-            "stacks the members' LoRA factors; other PEFT methods have none."
+            "stacks the members' LoRA factors; other PEFT methods compute in other ways."
         )
     if lora_config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(f"`task_type` must be 'CAUSAL_LM' or unset, got {str(lora_config.task_type)!r}.")
@@ -129,8 +129,8 @@ def check_ordinary_adapter(config: PeftConfig) -> None:
     Checks that an adapter trained elsewhere is a plain LoRA: it adds `scaling * B A x` to an unchanged base.
 
     Raises:
-        `ValueError`: If it is another method, a variant of LoRA, or changes the base. The message does not name the
-            adapter: the caller does.
+        `ValueError`: If it is another method or a variant of LoRA, or if it may change the base. The message does not
+            name the adapter: the caller does.
     """
     if type(config) is not LoraConfig:
         raise ValueError(f"it is a `{type(config).__name__}`, and members are LoRA adapters.")

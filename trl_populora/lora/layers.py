@@ -89,7 +89,7 @@ class Route:
 
     @property
     def equal(self) -> bool:
-        """Whether all present members have the same number of rows."""
+        """Whether there are present members, and all of them have the same number of rows."""
         return len(set(self.counts)) == 1
 
     def order(self, device: torch.device) -> torch.Tensor:
@@ -175,7 +175,7 @@ class RoutedLinear(nn.Module, LoraLayer):
 
     The base layer may hold 4-bit or 8-bit weights: bitsandbytes' layers are subclasses of `nn.Linear`.
 
-    The layer differs from `peft.tuners.lora.Linear` in three ways:
+    The main differences from `peft.tuners.lora.Linear`:
 
     - A [`Router`] says which adapter a row has, not `set_adapter`. So gradient checkpointing, which computes the
       forward again in the backward, finds the same adapters.
@@ -345,8 +345,8 @@ def add_members(
     """
     Puts one trainable LoRA adapter per member on a base model.
 
-    All members start from the same `A` and from `B = 0`, because crossover averages the factors of two members: the
-    average is closer to both if they began with one `A`.
+    All members start from the same `A` and from `B = 0`. So a member adds nothing at first, and a crossover of two
+    members, which is truncated to rank r, loses less of them than if they had begun with different `A`.
 
     Args:
         model: Base model; it is changed in place and frozen.

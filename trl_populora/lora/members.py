@@ -251,7 +251,8 @@ def save_member(
     model: nn.Module, name: str, directory: str | Path, write: bool = True, step: int | None = None
 ) -> None:
     """
-    Saves one member as an ordinary PEFT adapter directory, which stock PEFT and vLLM load.
+    Saves one member as an ordinary PEFT adapter directory, which stock PEFT loads. vLLM loads it, too, unless the
+    adapter has a `rank_pattern` or `alpha_pattern` (see [`~trl_populora.lora.convert.fold_patterns`]).
 
     Args:
         model: The model, wrapped or not.
@@ -455,7 +456,7 @@ class MemberClipper:
         """
         Clips every member, and removes the gradients of idle members (see [`withhold_gradients`]).
 
-        A DeepSpeed engine has clipped the members already. Then only the norms of its last step are returned.
+        A DeepSpeed engine has clipped the members already. Then the norms of its last step are returned.
 
         Args:
             model: The model after the backward, wrapped or not.
@@ -463,6 +464,9 @@ class MemberClipper:
 
         Returns:
             Norm of each member before clipping.
+
+        Raises:
+            `RuntimeError`: Under ZeRO, if a member is idle.
         """
         norms = self._found_inside
         if norms is None:

@@ -50,8 +50,8 @@ def read_mixture(
         Weights by name. Only their ratios matter.
 
     Raises:
-        `ValueError`: If a text is no JSON, a name is unknown, a weight is no finite number from 0, or no weight is
-            positive.
+        `ValueError`: If a text begins as JSON and is none, a name is unknown, a weight is no finite number from 0, or
+            no weight is positive.
     """
     if isinstance(value, str):
         is_json = value.lstrip().startswith(("{", "["))
@@ -103,7 +103,7 @@ class Breeding:
     Args:
         evolve_every: Optimizer steps from one evolution to the next; 0 for none.
         evolve_burn_in: Matches that a member has played before it can be replaced.
-        cull_fraction: Fraction of each role that is replaced, at least one member; 0 replaces nobody.
+        cull_fraction: Fraction of each role that may be replaced, at least one member; 0 replaces nobody.
         crossover_rate: Probability that a child has two parents instead of one.
         tournament_size: Survivors drawn for each parent. The fittest of them is the parent.
         mutations, crossovers: Weights of the operators, see [`read_mixture`].
@@ -146,7 +146,7 @@ def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Membe
 
     Args:
         members: All members of the role.
-        fraction: Fraction of the members to replace, rounded down, but at least one; 0 replaces nobody.
+        fraction: Fraction of the members that may be replaced, rounded down, but at least one; 0 replaces nobody.
         burn_in: Members with fewer matches stay, because their ratings say little.
     """
     if fraction <= 0:

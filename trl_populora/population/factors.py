@@ -38,7 +38,7 @@ def pair_factors(factors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     Finds the keys of each adapted module, pairs (A, B), in the order of the dict.
 
     Raises:
-        `ValueError`: If a key is no LoRA factor, if a factor has no partner, or if the ranks of the two differ.
+        `ValueError`: If an entry is no 2-D LoRA factor, if a factor has no partner, or if the ranks of the two differ.
     """
     pairs = []
     for key, value in factors.items():
@@ -99,8 +99,9 @@ def _factor_gram(gram: Tensor) -> tuple[Tensor, Tensor]:
     Factors a batch of Gram matrices X^T X, `[n, R, R]` in fp64. Returns F with X = Q F, and M with Q = X M, where the
     columns of Q are orthonormal. Directions that X does not have are zero in F, M and Q.
     """
-    # This is a thin QR decomposition that never stores Q, in a third of Householder's time. A Gram matrix squares the
-    # condition number. That loses nothing here, because fp64 has more than twice the digits of fp32 factors.
+    # This does the work of a thin QR decomposition, never stores Q, and takes a third of Householder's time. A Gram
+    # matrix squares the condition number. That loses nothing here, because fp64 has more than twice the digits of fp32
+    # factors.
     values, vectors = torch.linalg.eigh(gram)
     alive = values > values[..., -1:] * RELATIVE_ZERO**2
     roots = values.clamp(min=0).sqrt() * alive
@@ -133,8 +134,8 @@ def on_cores(
     Makes a child from what `combine` makes of the parents' cores, truncated to rank r.
 
     Args:
-        parents: Factors with the same keys and shapes. The child has the first parent's keys and dtypes, and factors
-            as near to that parent's as the child's product allows.
+        parents: Factors with the same keys and shapes. The child has the first parent's keys and dtypes. Its A is
+            turned to be as near as possible to that parent's.
         combine: Takes the parents' cores, one tensor `[n, R, R]` in fp64 per parent for the n modules of one rank.
             Returns the child's core, a tensor of the same shape.
         norm_of: A weight per parent. Each module of the child is rescaled to the weighted mean of the norms of the

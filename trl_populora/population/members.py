@@ -1,7 +1,7 @@
 """Members and the population: names, roles, ratings, ages and parents.
 
-There are plain numbers only, no tensors, so every rank keeps an identical copy. The weights of a member are an adapter
-of the model, which `trl_populora.lora` holds.
+There is plain data only, no tensors, and every rank keeps an identical copy. The weights of a member are an adapter of
+the model, which `trl_populora.lora` reads and writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 ROLES = ("teacher", "student")
 
-# TrueSkill's prior (Herbrich et al., 2006), which PopuLoRA keeps: the rating of a member before its first match.
+# TrueSkill's prior (Herbrich et al., 2006), which PopuLoRA keeps: the rating of a member without matches or parents.
 PRIOR_MU = 25.0
 PRIOR_SIGMA = 25.0 / 3
 
@@ -65,8 +65,8 @@ class Population:
         single_agent: Whether one adapter plays the only teacher and the only student, as in Absolute Zero.
 
     Raises:
-        `ValueError`: If there is no student, or if a single agent is asked for and there are not 1 teacher and 1
-            student.
+        `ValueError`: If there is no student, if `teachers` is negative, or if a single agent is asked for and there
+            are not 1 teacher and 1 student.
     """
 
     def __init__(self, teachers: int, students: int, single_agent: bool = False):
@@ -188,7 +188,7 @@ class Population:
         Restores a state that `state_dict` returned.
 
         Raises:
-            `ValueError`: If the saved population has other members than this one.
+            `ValueError`: If the members of the saved population have other names than those of this one.
         """
         members = [Member(**{**fields, "parents": tuple(fields["parents"])}) for fields in state["members"]]
         if [m.name for m in members] != self.names:

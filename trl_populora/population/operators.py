@@ -199,7 +199,7 @@ def svd_perturb(cores: list[Tensor], generator: Generator, strength: float, *, s
 def component_mask(factors: Factors, generator: Generator, strength: float, *, fraction: float = 0.3) -> Factors:
     """
     Drops some singular components of each module, and keeps the others unchanged. A dropped direction starts again
-    like a fresh LoRA: its row of A is not zero, and its column of B is.
+    like a fresh LoRA: A still reads it, and B gives nothing for it.
 
     Args:
         fraction: Fraction of the components that are dropped, chosen at random. About 30 % in the paper.
@@ -227,7 +227,7 @@ def clone(better: Factors, worse: Factors, generator: Generator, strength: float
 
 @_core_operator
 def average(cores: list[Tensor], generator: Generator, strength: float) -> Tensor:
-    """Takes the mean of the two products, truncated to rank r. The worse parent has the weight `strength / 2`."""
+    """Takes a weighted mean of the two products, truncated to rank r. The worse parent's weight is `strength / 2`."""
     return _weigh(cores, (1 - strength / 2, strength / 2))
 
 
@@ -261,8 +261,8 @@ def extrapolate(
     Goes from the worse parent through the better one and beyond: worse + factor * (better - worse).
 
     Args:
-        reach: The factor is drawn once per child, uniformly from [1, 1 + reach]. The paper has 1 to 1.5.
-        keep_norm: Whether each module is rescaled to the mean norm of the parents.
+        reach: At strength 1 the factor is drawn once per child, uniformly from [1, 1 + reach]. The paper has 1 to 1.5.
+        keep_norm: Whether each module is rescaled to the weighted mean of the parents' norms, see [`_weigh_norms`].
     """
     factor = 1 + strength * reach * float(torch.rand((), generator=generator, device=generator.device))
 
@@ -281,8 +281,9 @@ def dare(cores: list[Tensor], generator: Generator, strength: float, *, drop: fl
     """
     Adds to the better parent half of a random part of the difference between the parents (DARE, Yu et al., 2023).
 
-    Entries of the difference are dropped at random, and the others are rescaled. So the expected child, before
-    truncation, is that of [`average`]. What both parents share is never dropped, because it is not in the difference.
+    Entries of the difference are dropped at random, and the others are rescaled. So the expected child, before it is
+    truncated and gets its norm, is that of [`average`]. What both parents share is never dropped, because it is not in
+    the difference.
 
     Args:
         drop: Probability that an entry is dropped, at strength 1. The paper gives none.
@@ -376,7 +377,7 @@ def find_operator(name: str, field: str) -> Callable[..., Factors]:
 
     Raises:
         `ValueError`: If there is no such operator. The function that is returned raises it if a user's own operator
-            makes a child that is no adapter like the (better) parent.
+            makes a child that is no adapter like the (better) parent, or has numbers that are not finite.
     """
     table = MUTATIONS if field == "mutations" else CROSSOVERS
     if name in table:

@@ -2,9 +2,10 @@
 
     ratings --pair--> matches of a step --(the step is played)--> shares --update--> ratings
 
-Pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair depends on the
-TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then follow the scores of
-the matches. `benchmarks/ratings.py` compares this with ratings that follow wins and losses. Nothing here needs torch.
+By default pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair
+depends on the TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then
+follow the scores of the matches. `benchmarks/ratings.py` compares this with ratings that follow wins and losses.
+Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ class Matchmaker:
     Args:
         strategy: `"pfsp"`, `"uniform"`, or a function of two members, student and teacher, as `"module:function"`.
         kappa: Exponent on p (1 - p). 1 is PFSP's weighting `var`. A larger value prefers balanced pairs more. With 2 a
-            pair 10 points apart has .48 of a balanced pair's weight at sigma 8.33 (newborns), and .04 at sigma 1.57
-            (members known for long).
+            pair 10 points apart has .48 of a balanced pair's weight at sigma 8.33 (the beginning of a run), and .04 at
+            sigma 1.57 (members known for long).
         seed: Seed of the matchmaker's generator. The same seed and ratings give the same matches on every rank.
 
     Attributes:

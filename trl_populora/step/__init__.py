@@ -1,11 +1,11 @@
-"""One population step: match, propose, verify, solve, grade, price.
+"""One population step: match, propose, verify, solve, grade, price, rate. Then its update.
 
 slot.py        a task of a step, and all that becomes of it
 play.py        `play_step`: a list of slots goes through all phases
 player.py      who answers prompts
 referee.py     what is a task and what is right
-pay.py         every price and every chance
+pay.py         what proposals and attempts are worth, and what guessing would give
 rows.py        the rows that TRL trains on, and the metrics of a step
-advantages.py  baselines, and the factor that makes joint training equal solo training
+advantages.py  baselines, and the factors that make joint training equal solo training
 microbatch.py  which rows are computed together, and how they enter the model
 """

@@ -25,16 +25,17 @@ from trl_populora.step.rows import Played, Worth
 
 # Added to a standard deviation before dividing by it, as in TRL's GRPO.
 STD_EPSILON = 1e-4
-FLAT = 1e-6  # rewards that differ by less count as equal, as in TRL's GRPO
+FLAT = 1e-6  # rewards that differ by less count as equal
 
 BASELINES = ("group", "member")  # what may be subtracted from a reward, see [`compute_advantages`]
 
-# What TRL's `_compute_loss` divides the sum over all rows by: their number, or the number of their completion tokens.
+# What TRL's `_compute_loss` divides the sum over all rows by: their number (in `dr_grpo` times a constant), or the
+# number of their completion tokens.
 LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo": "tokens"}
 
 REORDERS = "it reorders rows, so that other members' adapters would compute them"
 
-# Options of TRL that may mix up members or what they share. Each must keep the value beside it, for the reason after.
+# Options of TRL that may couple members or change what they share: the name, the value to keep, and the reason.
 COUPLE_MEMBERS = (
     ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
     ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
@@ -45,7 +46,7 @@ COUPLE_MEMBERS = (
     ("optim_target_modules", None, "such optimizers group parameters by module instead of by member"),
     ("sync_ref_model", False, "it would move the reference, which is the frozen base that all members share"),
     ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
-    ("off_policy_mask_threshold", None, "it thresholds on the sign of normalised advantages of one policy"),
+    ("off_policy_mask_threshold", None, "it drops rows by the sign of advantages, as if all were of one policy"),
 )
 
 
@@ -67,7 +68,7 @@ class Scorer:
     Takes a step from the rewards of its rows to advantages and micro-batches.
 
     Args:
-        settings: The run's.
+        settings: The run's settings.
         population: Whose members play.
         reward_weights: One per reward function.
         ends: A completion whose last token is one of these was not cut off.
@@ -107,7 +108,7 @@ class Scorer:
         )
 
     def _weigh(self, played: Played, num_tokens_R: torch.Tensor) -> Worth:
-        """Computes what the rows of all ranks are worth. Of each row `num_tokens_R` tokens count in the loss."""
+        """Computes what the rows of all ranks are worth. `num_tokens_R` are the tokens of each row in the loss."""
         device, settings = num_tokens_R.device, self.settings
         members_R = torch.tensor([self.population[each["member"]].index for each in played.records], device=device)
         rewards_R = (played.rewards * self.reward_weights.to(device)).nansum(dim=1)
@@ -155,7 +156,9 @@ def compute_step_advantages(
 
 
 def measure_flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> float:
-    """Measures the share of groups whose attempts all have one reward: `"group"` baselines learn nothing there."""
+    """
+    Measures the share of groups whose attempts all have one reward. There the baseline `"group"` leaves no advantage.
+    """
     groups: dict[str, list[float]] = {}
     for record, reward in zip(records, rewards_R.tolist(), strict=True):
         if record["role"] == "student":
@@ -202,7 +205,7 @@ def compute_advantages(
     if baseline not in BASELINES:
         raise ValueError(f"`baseline` must be one of {', '.join(BASELINES)}, got {baseline!r}.")
     # On the CPU and in double precision: a sum on a GPU depends on the order in which rows arrive, and no member's
-    # advantage may depend on another's rows by a single bit.
+    # advantage may depend on another's rows, not even in its last bit.
     rewards = rewards_R.detach().to(device="cpu", dtype=torch.float64)
     means, deviations, _ = of_group = _moments(rewards, groups_R.cpu())
     if baseline == "member":
@@ -278,9 +281,9 @@ def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, 
     """
     Computes per row the factor by which the joint loss makes the member's update smaller than training it alone.
 
-    TRL divides the sum over all rows of an optimizer step by their number (`grpo`, `dr_grpo`) or by their completion
-    tokens (`dapo`, `cispo`). In solo training it would divide by the member's rows or tokens only. The factor is the
-    first divisor over the second: by rows, a member with a third of them gets 3.
+    TRL divides the sum over all rows of an optimizer step by their number (`grpo`; `dr_grpo` also by a constant) or by
+    their completion tokens (`dapo`, `cispo`). In solo training it would divide by the member's rows or tokens only.
+    The factor is the first divisor over the second: by rows, a member with a third of them gets 3.
 
     [`~trl_populora.lora.layers.Router.set`] takes the factors with the rows, and the routed layer multiplies the
     member's *gradients* by them. So every term of the loss gets the factor, the KL term (`beta`) too. A factor on the

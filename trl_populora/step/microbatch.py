@@ -2,11 +2,12 @@
 
     rows of a step [R, P + C] --plan_micro_batches--> packs --cut--> micro-batches [B, P' + C'], B, P', C' of their own
 
-A step's rows are dealt once, by [`plan_micro_batches`], as soon as their advantages are known. A micro-batch holds one
-role where possible. The rows of a member stand side by side. Where possible every member has the same number of rows,
-which is the fast path of the routed LoRA layer. If the model can share prompts, two ways of dealing are compared, and
-the cheaper one is taken: the attempts at one task together, or rows of similar length together. [`cut`] then makes the
-tensors, and leaves out padding that no row of the micro-batch needs.
+A step's rows are dealt once, by [`plan_micro_batches`], as soon as their advantages are known. At most one micro-batch
+holds rows of both roles; a single agent's rows count as one role. In a micro-batch the rows of a member stand side by
+side. Rows are dealt from each member in turn, so that members often have equally many rows there. Then the routed LoRA
+layer computes all of them at once. If the model can share prompts, two ways of dealing are compared, and the cheaper
+one is taken: the attempts at one task together, or rows of similar length together. [`cut`] then makes the tensors,
+and leaves out padding that no row of the micro-batch needs.
 
 The size of a micro-batch is bounded in tokens: `per_device_train_batch_size` times the sum of the longest prompt and
 the longest completion. So a micro-batch holds few long rows or many short ones.
@@ -17,9 +18,9 @@ There are two sorts of blank rows. All other rows are *live*.
   advantage is 0 (often because every attempt of its group did equally well) or if all its tokens are masked. It still
   counts in every normaliser, so the update without it stays the same but for rounding.
 - *Filler rows* belong to no step. They have masks of 0. TRL wants the same number of micro-batches in every step, and
-  ranks that wait for each other in forwards and backwards want the same number of rows. So an empty micro-batch gets
-  one filler row, and a micro-batch with fewer rows than on another rank is filled up. A micro-batch of filler rows
-  alone is skipped where no other rank waits for it: on a GPU it would take nearly as long as a full one.
+  gathers one value per row from all ranks. So an empty micro-batch gets one filler row, and a micro-batch with fewer
+  rows than on another rank is filled up. A micro-batch of filler rows alone is skipped where the trainer's
+  `_compute_loss` can do without it: on a GPU it would take nearly as long as a full one.
 
 With half of the rows skipped, shared prompts and lengths as on a 7B base, the update of eight adapters takes .12 of
 the time of stock TRL's update of one adapter (width 256, on a CPU, `benchmarks/RESULTS.md`).
@@ -87,7 +88,7 @@ def plan_micro_batches(
         members: Member index of each row, shape `[R]`.
         prompts: A number per row. Rows with the same number have one member and one prompt.
         asked, answered: Tokens of each row's prompt and completion. Both are 0 for rows to skip.
-        num_teachers: Members below this index are teachers.
+        num_teachers: Members below this index are teachers; so is a single agent.
         size: How many of the longest rows a micro-batch may hold (`per_device_train_batch_size`).
         sharing: How the model takes shared prompts; `None` if it cannot.
 
@@ -95,7 +96,8 @@ def plan_micro_batches(
         The packs of each micro-batch. There are `R / size` micro-batches, rounded up, where R counts skipped rows as
         well. The last ones may be empty.
     """
-    # As many tokens as `size` of the longest rows have. Many short rows may take the place of a long one.
+    # As many tokens as `size` rows with the longest prompt and the longest completion have. Many short rows may take
+    # the place of a long one.
     budget = size * (max(asked) + max(answered))
 
     def lay(rows: Sequence[int]) -> Layout:
@@ -124,13 +126,14 @@ def plan_micro_batches(
         [[rows[place] for place in pack] for pack in layout.packs]
         for rows, layout in zip(ways[best], layouts[best], strict=True)
     ]
-    # The number of micro-batches is fixed, because TRL and DDP count on it. Where rows are skipped, some are empty.
+    # The number of micro-batches is fixed, because TRL and DDP count on it. Where rows are skipped or short, some are
+    # empty.
     return packs + [[] for _ in range(-(-len(members) // size) - len(packs))]
 
 
 def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int] | None) -> list[list[int]]:
     """
-    Orders rows from long to short. The members take turns as long as they have rows.
+    Orders each member's rows from long to short, and lets the members take turns as long as they have rows.
 
     Args:
         members: Member index per row, shape `[R]`.
@@ -138,7 +141,8 @@ def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence
         prompts: Rows with the same number stay together; `None` if prompts do not matter.
 
     Returns:
-        Groups of rows that should share a micro-batch: the rows of one prompt, or one row of each member.
+        Groups of rows that should share a micro-batch: the rows of one prompt, or one row of each member that still
+        has one.
     """
     # Per member, its rows from long to short, grouped by prompt where prompts matter.
     queues: dict[int, dict[int, list[int]]] = {member: {} for member in sorted(set(members))}
@@ -158,7 +162,8 @@ def _fill(
     first = True  # a role begins a new micro-batch, unless the last one still has fewer than `size` rows
     for group in groups:
         splits = ([group[start::count] for start in range(count)] for count in range(1, len(group) + 1))
-        # A group that does not fit into one micro-batch is split into as few pieces of equal size as possible.
+        # A group that does not fit into one micro-batch is split into as few pieces as possible, of about
+        # equal size.
         for piece in next(split for split in splits if not any(map(exceeds, split))):
             enough = bool(batches) and len(batches[-1]) >= size
             if not batches or (enough and (first or exceeds(batches[-1] + piece))):
@@ -172,7 +177,7 @@ def _fill(
 
 def cut(whole: Batch, plan: Sequence[Packs], multiple: int = 1) -> list[Batch]:
     """
-    Cuts the micro-batches of a plan, without padding that none of their rows needs.
+    Cuts the rows of a step into the micro-batches of a plan. Padding that no row of a micro-batch needs is left out.
 
     Args:
         whole: The rows of a step as TRL has made them, a dict of columns.
@@ -362,8 +367,8 @@ LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 # TRL's method `_get_per_token_logps_and_entropies`, `(model, input_ids, attention_mask, logits_to_keep) -> LogProbs`.
 Compute = Callable[..., LogProbs]
 
-# A dense mask makes a pair of tokens cost twice its multiplications: its score is also written, masked and
-# exponentiated. Measured in benchmarks/RESULTS.md.
+# A dense mask makes a pair of tokens cost about twice its multiplications: its score is also written, masked and
+# exponentiated. benchmarks/RESULTS.md has measured .5 to 2.2 times.
 PAIR_SLOWDOWN = 2.0
 
 
@@ -564,7 +569,7 @@ def _each(found: LogProbs, spread: Callable[[torch.Tensor], torch.Tensor]) -> Lo
 
 
 def _mask_branches(branches: torch.Tensor, additive: bool) -> torch.Tensor:
-    """Says which token sees which, `[N, 1, L, L]`: itself, and earlier ones of the prompt and of the same branch."""
+    """Says what each token sees, `[N, 1, L, L]`: itself, and earlier tokens of the shared part and of its branch."""
     keys, queries = branches[:, None, None, :], branches[:, None, :, None]
     steps = torch.arange(branches.shape[1], device=branches.device)
     seen = ((keys == 0) | (keys == queries)) & (steps[None, :] <= steps[:, None])

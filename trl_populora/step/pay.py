@@ -1,4 +1,4 @@
-"""Every price and every chance: what a proposal and an attempt are worth, on one page.
+"""Prices: what a proposal and an attempt are worth, and what guessing would give.
 
     Slot --> Outcome --> teacher_reward   what the teacher is paid for a proposal
                      `-> student_share    the student's part of the match's score, from which ratings follow
@@ -13,8 +13,8 @@ what guessing gives, and the highest of them is the outcome's `chance`:
 
 * The form of the answer, by `TaskKind.chance`: 1/2 for a code_o or code_i task with the output `True` or `False`, and
   1/2 to the power of n for a list or tuple of n truth values.
-* Blind inputs. The kind names some in `TaskKind.guesses`, and the sandbox tries them. A program that gives the wanted
-  output for one input in four is a lottery.
+* Blind answers, such as random inputs for code_i. The kind names some in `TaskKind.guesses`, and the sandbox tries
+  them. The estimate is the share of right ones.
 * Repeated mistakes. Students who guess among several values make the wrong guesses several times, too. So the second
   most common mistake shows how often the right answer was a lucky hit ([`count_guessed`]). A single mistake that most
   attempts make is no guess: the task misleads, and seeing through it is worth its full price.
@@ -44,7 +44,7 @@ class Outcome:
         solve_rate: Share rho of the attempts that were right, from 0 to 1.
         attempts: How many attempts there were.
         chance: The solve rate that guessing gives.
-        rarity: 1 minus the share of the last accepted tasks that have the task's rarest feature.
+        rarity: How rare the task's rarest feature is, as [`~trl_populora.tasks.features.Features.rarity`] computes it.
         program: The task's program.
 
     Raises:
@@ -111,7 +111,7 @@ PAY: Mapping[str, TeacherReward] = {
     "learnability": pay_spread,
     "rarity": pay_rare,
 }
-STUDENT_PAY = ("azr",)  # what `student_reward` may name
+STUDENT_PAY = ("azr",)  # what `student_reward` may name, beside a user's own function
 NEED_FEATURES = ("rarity",)  # pays that need `TaskKind.features`
 
 
@@ -158,7 +158,7 @@ def student_share(outcome: Outcome) -> float:
     its proposals.
 
     - An invalid proposal gives the student 1.
-    - A task that nobody solves, or nobody more often than by guessing, gives 0.5: both sides failed.
+    - A task that attempts never solve, or no more often than guesses would, gives 0.5: both sides failed.
     - Any other task gives the solve rate.
 
     The paper does not state this rule. What teachers are paid does not change it. A teacher whose proposals are all
@@ -222,7 +222,9 @@ def check_choice(option: str, name: object, named: Collection[str], prices: Mapp
         raise ValueError(f"`{option}` must be {list_choices(named)}, got {name!r}.")
     if name not in named and prices:
         given = " and ".join(f"`{price}={value}`" for price, value in prices.items())
-        raise ValueError(f"{given} says nothing to `{option}={name}`, which decides alone. Leave it unset.")
+        raise ValueError(
+            f"{given} says nothing to `{option}={name}`, which decides alone. Leave unset what it does not read."
+        )
 
 
 def find_price(path: str, option: str, choices: Iterable[str]) -> Callable[[Any], float]:
@@ -259,8 +261,8 @@ def estimate_chance(known: float, mistakes: Iterable[str], attempts: int) -> flo
     Estimates the solve rate that guessing gives.
 
     Args:
-        known: The estimate by the answer's form and by blind inputs, as the task's kind knows it.
-        mistakes: What each wrong answer comes to; equal texts are the same mistake.
+        known: The estimate that needs no attempts, from the answer's form and from blind answers.
+        mistakes: What each readable wrong answer comes to; equal texts are the same mistake.
         attempts: All attempts, right ones included.
     """
     return max(known, count_guessed(mistakes) / attempts)

@@ -2,8 +2,9 @@
 
     match -> propose -> verify -> solve -> grade -> price -> rate
 
-A list of slots goes through these phases (see `slot.py`), and each phase fills its part of every slot. A [`Player`]
-answers prompts, a [`Referee`] decides what is true, [`Rules`] say what is paid. Nothing here knows TRL.
+A list of slots goes through the phases from `propose` to `price`, and each of them fills its part of the slots (see
+`slot.py`). A [`Player`] answers prompts, a [`Referee`] decides what is true, [`Rules`] say what is paid. Nothing here
+knows TRL.
 
 On several processes every rank holds an equal part of each match: P proposals per teacher, G attempts at each task.
 """
@@ -49,8 +50,8 @@ class Game:
         player: Generates for the members.
         proposals: Proposals per teacher over all ranks; without teachers, given tasks in a step.
         attempts: Attempts per task, G.
-        references: Archived tasks that a proposing teacher is shown, K.
-        seed: Seeds whatever a step draws but pairs and tokens.
+        references: K, the number of archived tasks to show a proposing teacher. A kind of task may choose another one.
+        seed: Seeds all that a step draws, except pairs and tokens.
         iterations: Optimizer steps from one play to the next.
         replays: Archived tasks per match that its student attempts beside the proposals, over all ranks.
         shuffle: Without teachers, whether each pass through the given tasks has an order of its own.
@@ -109,7 +110,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
         _solve(game, slots)
     with _time(seconds, "verify"):
         _grade(game, slots)
-    # This gathers the records of all ranks. What follows reads them, so that it is the same on every rank.
+    # `_price` gathers the records of all ranks. Ratings, notes and metrics come from these, the same on every rank.
     played = _price(game, slots, reward)
     game.matchmaker.update(game.population, _collect_shares(matches, played.records))
     complexities = _note_results(game, tasks, played.records)
@@ -301,7 +302,7 @@ def _collect_shares(matches: Sequence[Match], records: Sequence[Mapping[str, Any
     the student's solve rate at each given task.
     """
     shares: dict[int, list[float]] = {match.index: [] for match in matches}
-    seen = set()  # groups of attempts that are counted
+    seen = set()  # groups of attempts that are counted already
     for record in records:
         if record["role"] == "teacher":
             shares[record["match"]].append(record["share"])

@@ -12,7 +12,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion: token ids as the trainer needs them, and the text without the end-of-turn token."""
+    """One sampled completion: token ids as the trainer needs them, and the text without special tokens."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -30,7 +30,7 @@ class Player:
             one per prompt, the samples depend on seeds, prompts and members alone, and no other random generator
             moves. Collective: all ranks must ask with the same number of prompts.
         gather: Collects one picklable object per rank into a list in rank order.
-        rank, world: This process and their number.
+        rank, world: The number of this process, from 0, and how many processes there are.
     """
 
     generate: Callable[..., list[Completion]]

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAY_OUT = (
-    "Lower `max_completion_length`, raise `vllm_max_model_length` if it is set, or choose a base with a longer "
-    "context."
+    "Lower `max_completion_length`, raise vLLM's own limit if one is set (`vllm_max_model_length`; for a server its "
+    "`--max-model-len`), or choose a base with a longer context."
 )
 _JOB = (Job, type(None))
 _REFUSED = (Reject, Refusal)
@@ -82,9 +82,9 @@ class Referee:
     """
     Poses tasks, judges proposals and grades attempts.
 
-    No prompt is cut. A proposal prompt leaves out references that do not fit into the context, a solving prompt leaves
-    out solved tasks, and a task that does not fit alone is refused. If a kind returns a wrong type, the error names
-    the kind.
+    No prompt is cut. A proposal prompt leaves out references, and a solving prompt leaves out solved tasks, until the
+    prompt fits into the context. A proposed task that does not fit alone is refused. If a kind returns a wrong type,
+    the error names the kind.
 
     Args:
         kinds: The run's kinds of task by name, in rotation order.
@@ -109,8 +109,8 @@ class Referee:
         """Draws archived tasks to show to a teacher. If `kind` writes no program, a proposal is about the first."""
         count = check_type(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
-        # A kind that writes no program asks about a task of another kind. Where references are earlier turns, further
-        # references are drawn for the turns, of the kind that is proposed.
+        # A kind that writes no program asks about a task of its `reference_kinds`. Where references are earlier turns,
+        # further tasks are drawn for these turns, of the kind that is proposed.
         if kind.shows_turns(self.style) and not kind.writes_program:
             drawn += archive.sample([kind.name], k, rng)
         return drawn
@@ -120,7 +120,7 @@ class Referee:
         Writes a proposal prompt that fits into the context. Returns it with the references that are left in it.
 
         Raises:
-            `ValueError`: If the prompt does not fit even without references.
+            `ValueError`: If the prompt does not fit even without the references that may be left out.
         """
         kept = list(shown)
         prompt = self._ask_for_task(kind, kept)
@@ -186,10 +186,11 @@ class Referee:
         def pose(posed: Task) -> Messages:
             return check_type(task.kind, "solving_prompt", kind.solving_prompt(posed, self.style), (list,))
 
-        # No task is shown its own solution.
+        # A solved task with the same program could give the answer away.
         shots = [shot for shot in kind.shots[: self.shots] if shot.task.program != task.program]
         asked = [*(pose(shot.task) for shot in shots), pose(task)]
-        # Shots are dropped one by one, the first one first, until the prompt fits. If none does, the last is returned.
+        # Shots are dropped one by one, the first one first, until the prompt fits. A prompt that does not fit even
+        # without shots is returned all the same.
         for left_out in range(len(shots) + 1):
             prompt = show_before(asked[left_out:], [shot.answer for shot in shots[left_out:]])
             if self.free_tokens(prompt) >= 0:
@@ -197,7 +198,7 @@ class Referee:
         return prompt
 
     def leave_out_long(self, archive: TaskArchive) -> None:
-        """Removes the tasks from an archive that [`is_too_long`] finds, and warns of their number."""
+        """Removes from an archive the tasks that [`is_too_long`] finds, and warns of their number."""
         entries = list(archive.entries())
         kept = [entry for entry in entries if not self.is_too_long(entry[0])]
         if left_out := len(entries) - len(kept):
@@ -212,9 +213,9 @@ class Referee:
     def judge(self, proposals: Sequence[Written], rng: random.Random) -> list[Task | Refusal]:
         """
         Decides what each proposal is: a task, or the first reason why not. The checks in order: its kind can read it;
-        it has no control tokens; the sandbox ran it; its kind accepts it; its outputs have no control tokens; it is
-        not held out; it fits into the context; copying what is shown does not solve it. `play.py` finds duplicates
-        later, where ranks meet.
+        it holds no control text; its kind accepts it, given what the sandbox found; its outputs hold no control text;
+        it is not held out; it fits into the context; copying what is shown does not solve it. `play.py` finds
+        duplicates later, where ranks meet.
         """
         return self.verify([(each.kind, self._parse(each)) for each in proposals], rng)
 
@@ -253,7 +254,7 @@ class Referee:
         if outcome in self.held_out:
             return Refusal(Reject.HELD_OUT, "it asks what a held-out task asks")
         if self.is_too_long(outcome):
-            return Refusal(Reject.TOO_LONG, "its prompt leaves no room for a completion")
+            return Refusal(Reject.TOO_LONG, "its prompt leaves too little room for a completion")
         return outcome
 
     def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Grade]:
@@ -287,7 +288,7 @@ class Referee:
         )
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
-        """Estimates the solve rate of guessing at each task, by the answer's form or blind inputs: the higher one."""
+        """Estimates the solve rate of guessing at each task, by the answer's form or blind answers: the higher one."""
         right = self.try_answers("guesses", tasks)
         told = [
             check_type(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks
@@ -334,9 +335,9 @@ def count_free_tokens(
 
     Args:
         context: Tokens of context in the vLLM engine or server; where transformers generates, the tokens that the base
-            was trained on, because it goes on beyond them without notice, and writes noise. `None` for a base without
-            a limit, such as a state-space model: then every prompt fits, with 0 free tokens.
-        longest: Tokens of the longest completion, `max_completion_length`.
+            was trained on, because beyond them a base goes on without notice, and writes noise. `None` for a base
+            without a limit, such as a state-space model: then every prompt fits, with 0 free tokens.
+        longest: Tokens of the longest completion, `max_completion_length`. `None` counts as 1.
         tokenize: Gives the token ids of a prompt.
         tokenizer: The tokenizer whose chat template is used.
 

@@ -43,11 +43,11 @@ class Row:
     """
     One training row: a proposal or an attempt.
 
-    Reward functions and files see the fields of `COLUMNS`, other ranks those in [`record`]. `program` is the program
-    of the task that was accepted or attempted, and `pay` what the rules pay. `share` is the student's part of a
-    proposal, `dropped` counts references that did not fit into a proposal prompt, `reject_detail` says `reject_reason`
-    in a sentence, `features` are words for what the proposed task uses, and `group` names rows that are compared: the
-    attempts of one slot, or the proposals of one match.
+    Reward functions see the fields of `COLUMNS`, files hold these and more, and other ranks get [`record`]. `program`
+    is the program of the task that was accepted or attempted, and `pay` what the rules pay. `share` is the student's
+    part of a proposal, `dropped` counts references that did not fit into a proposal prompt, `reject_detail` says
+    `reject_reason` in a sentence, and `features` are words for what the proposed task uses. `group` names the rows
+    that the baseline `"group"` compares: the attempts of one slot, or the proposals of one match.
     """
 
     role: str
@@ -90,7 +90,10 @@ class Row:
 
 
 def make_rows(slots: Sequence[Slot], rank: int) -> list[Row]:
-    """Makes the rows of a rank's slots: the attempts, slot by slot, then the proposals. Groups are named by `rank`."""
+    """
+    Makes the rows of a rank's slots: the attempts, slot by slot, then the proposals. The names of the attempts' groups
+    hold `rank`, so no two ranks have the same.
+    """
     attempts = [
         _row_of_attempt(slot, attempt, f"rank {rank} slot {number} {attempt.member}")
         for number, slot in enumerate(slots)
@@ -127,7 +130,7 @@ def _row_of_attempt(slot: Slot, attempt: Sample, group: str) -> Row:
 
 def _row_of_proposal(slot: Slot, proposal: Sample) -> Row:
     outcome, task = slot.outcome, slot.task if slot.fresh else None
-    assert outcome is not None, "proposals are priced before rows are made"
+    assert outcome is not None, "proposals have an outcome before rows are made"
     return Row(
         "teacher",
         proposal.member,
@@ -189,11 +192,12 @@ class Played:
         seconds: Wall time per phase on this rank.
         metrics: Over all ranks.
         rewards: What every reward function gives for the rows of all ranks, `[W * R, functions]`, NaN for `None`.
-        worth, local_worth: What the rewards make of the rows of all ranks, and of this rank's.
+        worth, local_worth: What the rows of all ranks are worth, and what this rank's are.
         plan: Which of this rank's rows are computed together, as
             [`~trl_populora.step.microbatch.plan_micro_batches`] returns it.
 
-    [`~trl_populora.step.advantages.Scorer.score`] fills in `worth`, `local_worth` and `plan`.
+    The last four are no arguments of the constructor. [`~trl_populora.step.play.play_step`] sets `rewards`, and
+    [`~trl_populora.step.advantages.Scorer.score`] sets the others. After a resume all four are absent.
     """
 
     rows: list[Row]
@@ -231,7 +235,7 @@ class Played:
 
     @property
     def tokens(self) -> dict[str, list | None]:
-        """What was sampled for this rank's rows, as TRL's `rollout_func` returns it."""
+        """Token ids of prompts and completions, and log-probabilities, of this rank: what `rollout_func` returns."""
         parts = ("prompt_ids", "completion_ids", "logprobs")
         found = {name: [getattr(row.completion, name) for row in self.rows] for name in parts}
         # Only vLLM gives log-probabilities of the sampled tokens. TRL takes `None` where they are not known.
@@ -239,7 +243,7 @@ class Played:
 
     @property
     def members(self) -> set[str]:
-        """Who has a row on any rank."""
+        """Names of the members that have a row on any rank."""
         return {record["member"] for record in self.records}
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,7 +253,7 @@ class Played:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Played:
-        """Makes an object of what `state_dict` returned; columns that an earlier version had are left out."""
+        """Makes an object of what `state_dict` returned; columns that this version does not know are left out."""
         rows = [
             Row(
                 **{name: row[name] for name in row.keys() & Row.__dataclass_fields__.keys()}
@@ -288,11 +292,11 @@ def check_arguments(function: Callable[..., list[float | None]]) -> None:
     if absent:
         raise TypeError(
             f"The reward function `{function.__name__}` asks for {', '.join(absent)}. Columns of a dataset do not "
-            f"arrive here, as teachers write the tasks; these do: {', '.join(given)}."
+            f"arrive here; these do: {', '.join(given)}."
         )
     if not all(name in named for name in given) and all(each.kind is not each.VAR_KEYWORD for each in parameters):
         raise TypeError(
-            f"The reward function `{function.__name__}` is called with more columns by name than it takes. End its "
+            f"The reward function `{function.__name__}` is called with more arguments by name than it takes. End its "
             "arguments with `**columns`."
         )
 
@@ -318,7 +322,7 @@ def measure_step(
     valid = [r for r in proposals if r["valid"]]
     attempts = [r for r in records if r["role"] == "student"]
     fresh = [r for r in attempts if not r["archived"]]
-    # One record per task, for the solve rate. Without teachers there are no proposals: one attempt per group is taken.
+    # One record per proposed task, for figures of its solve rate. Without teachers: one record per group of attempts.
     tried = valid if proposals else list({r["group"]: r for r in attempts}.values())
     written = sum(kinds[task.kind].writes_program for task in tasks)
     metrics = {
@@ -384,5 +388,5 @@ def add_metrics(metrics: dict[str, float], told: Mapping[str, float]) -> None:
         `ValueError`: If one has the name of a metric that is there already.
     """
     if taken := sorted(told.keys() & metrics.keys()):
-        raise ValueError(f"`own_metrics` gives {taken[0]!r}, which is another metric's name. Choose another one.")
+        raise ValueError(f"`own_metrics` gives {taken[0]!r}, which is another metric's name. Choose another name.")
     metrics.update(told)

@@ -1,6 +1,6 @@
 """A slot: one task of a step, and all that becomes of it.
 
-A step is a list of slots. Every phase fills its part of each slot, and reads what the phases before it have filled:
+A step is a list of slots. Every phase fills its part of the slots, and reads what the phases before it have filled:
 
     match      match                 who writes the task and who solves it
     propose    kind, references, dropped, proposal
@@ -60,7 +60,7 @@ class Slot:
 
     - A teacher proposes its task. Where the proposal is refused, an archived task takes its place.
     - An archived task is replayed.
-    - Without teachers, it is one of the given tasks.
+    - Without teachers, its task is one of the given tasks.
 
     Args:
         match: The members that play it. Without teachers `match.teacher` is empty.
@@ -70,7 +70,7 @@ class Slot:
         proposal: What the teacher wrote; `None` where nobody proposes.
         refusal: Why the proposal is no task; `None` if it is one, or where nobody proposes.
         task: What the match's student attempts: the proposed task, else an archived or given one.
-        attempts: The student's attempts at the task, which are compared with each other.
+        attempts: The student's attempts at the task.
         features: Words for what a proposed task uses.
         outcome: What the price of the proposal depends on; `None` where nobody proposes.
         share: The student's part of this proposal, in [0, 1]; NaN where nobody proposes.
