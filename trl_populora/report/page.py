@@ -124,7 +124,7 @@ def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[S
 <h2>Members</h2>
 {_write_members(run)}
 <h2>The run in pictures</h2>
-<p class="note">Dotted vertical lines mark evolution events. One population step is one optimizer step.</p>
+<p class="note">Dotted vertical lines mark evolution events. Steps are counted as optimizer steps.</p>
 <div class="columns">
 {figures}
 </div>

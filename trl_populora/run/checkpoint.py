@@ -19,8 +19,8 @@ micro-batch.
 
 A checkpoint is written into `<output_dir>/_unfinished/` and moved into place once every rank is done. So a run that is
 killed at any moment leaves whole checkpoints, and at most one that is unfinished or half deleted. No resume takes such
-a one. With `save_on_each_node` every node writes a checkpoint into its own `output_dir`. The newest checkpoint is then
-the newest that is whole on all nodes.
+a one. With `save_on_each_node` every node writes a checkpoint into its own `output_dir`. A resume with `True` or
+`"newest"` then takes the newest checkpoint that is whole on all nodes.
 """
 
 from __future__ import annotations
