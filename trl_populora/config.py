@@ -372,7 +372,7 @@ class PopuLoRAConfig(GRPOConfig):
         )
 
     def _check_population(self):
-        """Refuses numbers of members, proposals, attempts and steps that do not go together."""
+        """Refuses numbers of members, proposals, attempts and steps that clash, and teachers' options without any."""
         if self.evolve_every % self.num_iterations:
             raise ValueError(
                 f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, "
@@ -383,7 +383,7 @@ class PopuLoRAConfig(GRPOConfig):
         self._size.check_groups(_count_processes())
 
     def _check_choices(self):
-        """Refuses unknown names, options that couple members, and values that do not go together."""
+        """Refuses unknown names, options that couple members, `beta` with `teacher_beta`, and `max_steps` below 1."""
         choices = {
             "loss_type": LOSS_NORMALISERS,
             "scale_rewards": ("group", "none", True, False),

@@ -84,5 +84,5 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read ({error}).") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"{path} must be a JSON object with field `format` {FORMAT}, found {found!r}.")
+        raise ValueError(f"{path}: found {found!r}, wanted a JSON object with field `format` {FORMAT}.")
     return state

@@ -420,9 +420,10 @@ def make_placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
 
 def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     """
-    Lists the reward functions in TRL's order: the two built in, with weight 1 each, then the user's.
+    Lists the reward functions in TRL's order: the two built in, then the user's.
 
-    Also puts the two weights before the user's in `args.reward_weights`, where TRL reads them.
+    If `args.reward_weights` has one weight for each of the user's functions, it also gets a weight of 1 for each of
+    the two built in, in front. TRL reads the weights there.
 
     Args:
         args: Settings of the run.
@@ -654,7 +655,8 @@ def fit_into_context(
         proposing: Whether there are teachers, which need tasks to be shown.
 
     Raises:
-        `ValueError`: If a held-out task does not fit, or no task is left to start from.
+        `ValueError`: If a held-out task does not fit, or if the archive is left without tasks that the first step
+            needs.
     """
     referee.free_tokens = free_tokens
     referee.leave_out_long(archive)

@@ -36,7 +36,7 @@ class Run:
         name: Title of the report; by default the name of the run's directory.
         history: Metrics and seconds per logged step, oldest first. With `num_iterations` above 1 some steps have no
             metrics of a game.
-        rows: Proposals and attempts, each with the keys in `ROW_COLUMNS` that its file has.
+        rows: Proposals and attempts, each with `file`, `row` and the keys in `ROW_COLUMNS` that its file has.
         lineage: Births, oldest first.
         population: Contents of `population.json`; empty while there is none.
         evaluations: Metrics and seconds of each evaluation on held-out tasks, oldest first.

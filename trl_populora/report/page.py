@@ -140,7 +140,7 @@ def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[S
 
 
 def _write_facts(run: Run) -> str:
-    """Writes the list of facts at the top: steps, base, tokens, duration, versions."""
+    """Writes the list of facts at the top, such as steps, base, tokens, duration and versions."""
     last, population = run.latest, run.population
     done = f"{run.step} of {run.planned}" if run.planned else str(run.step)
     # The files of a run that trains and of one that was killed look alike.

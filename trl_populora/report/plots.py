@@ -217,7 +217,8 @@ PLOTS = (
         "coverage",
         "How wide the tasks range",
         "Distinct structures of programs over the whole run, with the seed tasks, and how evenly they are used. "
-        "Below: the number of different features (operators, methods, builtins) in tasks of the last twelve steps.",
+        "Below: the number of different features (operators, methods, builtins) in the last accepted tasks, as many "
+        "as twelve steps propose.",
         draw_coverage,
         5.6,
         needs="breadth",

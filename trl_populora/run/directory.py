@@ -2,7 +2,8 @@
 
     a new run, and the directory holds a run    the start is refused
     a resume in the run's own directory         records are cut back to the checkpoint
-    a resume in another directory               records up to the checkpoint, and the checkpoint, are copied
+    a resume in another directory               records up to the checkpoint, and the checkpoint, are copied; if this
+                                                directory holds a run, the start is refused
     a second `train()` of the same trainer      files of the first training move to `_previous-<n>/`
     `"newest"`, and there is no checkpoint      files of the earlier run move to `_previous-<n>/`
 
