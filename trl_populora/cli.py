@@ -116,7 +116,7 @@ def train(arguments: Sequence[str]) -> None:
 
     from trl_populora.config import MemberConfig, PopuLoRAConfig
 
-    # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename.
+    # transformers announces its changes to those who call it. Users of this command cannot mend such calls.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
     if arguments[-1:] == ["--config"]:  # TRL's parser would pop the missing value from an empty list: an IndexError

@@ -155,8 +155,8 @@ class PopuLoRAConfig(GRPOConfig):
         tournament_size: Survivors drawn for each parent; the one with the highest mu becomes the parent.
         mutations, crossovers: Weights of the operators by name; name your own as `"module:function"`. When `None`, the
             paper's four of each sort with equal weights.
-        mutation_strength: Factor on the strength of every mutation operator: 1 as published, 0.5 half as far from the
-            parent.
+        mutation_strength: Factor on the strength of every mutation operator: 1 as published; with 0.5 children are
+            nearer to the parent.
 
         eval_attempts: Attempts of every student at every task of `eval_dataset`, sampled as in training.
             `eval_strategy` and `eval_on_start` say when. Without vLLM a process generates at most

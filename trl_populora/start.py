@@ -542,7 +542,7 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
     """
     Checks that given tasks are true: runs the programs of code kinds and compares the outputs.
 
-    About a thousand programs run in a second. Collective: the ranks share the rows.
+    `populora sandbox-check` says how many programs run per second. Collective: the ranks share the rows.
 
     Args:
         tables: The tasks of each dataset, in the order of the rows, by the name of the dataset.
