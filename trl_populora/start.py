@@ -465,7 +465,7 @@ def make_sandbox(args: PopuLoRAConfig) -> Sandbox:
     Starts this process's sandbox. Collective.
 
     Raises:
-        `RuntimeError`: On every rank, if one of them cannot confine programs.
+        `RuntimeError`: On every rank, if the sandbox of one of them does not start.
     """
     return start_sandbox(args.build(SandboxSettings), args.process_index, args.local_process_index, gather_object)
 

@@ -67,8 +67,8 @@ class PopuLoRATrainer(HubTrainer):
     Trains a population of LoRA teachers and students on one frozen base, from PopuLoRA (arXiv 2605.16727).
 
     In every step each teacher writes small tasks, the student that it is matched with attempts them, a sandbox decides
-    what is right, and all adapters that played learn in one joint policy-gradient step. It equals training each of
-    them alone.
+    what is right, and all adapters that played learn in one joint policy-gradient step. This step equals training each
+    of them alone.
 
     What differs from [`~trl.GRPOTrainer`]:
 
@@ -109,7 +109,7 @@ class PopuLoRATrainer(HubTrainer):
     Raises:
         `TypeError`: If `args` is no [`PopuLoRAConfig`], `peft_config` no `LoraConfig`, or an argument unknown.
         `ValueError`: If base, dataset, adapters or output directory cannot be used.
-        `RuntimeError`: If the sandbox cannot confine programs on this host.
+        `RuntimeError`: If the sandbox does not start, as on a host that cannot confine programs.
         `ImportError`: If vLLM is wanted and is not installed, or not in a version that fits.
     """
 
@@ -588,7 +588,7 @@ class PopuLoRATrainer(HubTrainer):
 
         Raises:
             `KeyError`: If there is no such member.
-            `ValueError`: If keys or shapes of the factors differ from the member's.
+            `ValueError`: If keys or shapes of the factors differ from the member's, or if `sigma` is not positive.
         """
         adapter = self.population.adapter(name)
         lora_members.write_member(self.model_wrapped, adapter, factors)
