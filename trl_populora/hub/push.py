@@ -137,7 +137,7 @@ def place_best_student(root: Path) -> None:
 
 
 def draw_for_card(root: Path) -> None:
-    """Draws the pictures of the model card into `plots/`; warns if matplotlib or the records of a step are missing."""
+    """Draws the pictures of the model card into `plots/`. If matplotlib or readable records are missing, it warns."""
     try:
         draw_plots(load_run(root), root / "plots", PICTURES)
     # The `report` extra is not installed, no step was logged, or a file is broken.
