@@ -292,7 +292,7 @@ class TestDamage:
         [
             (cut_off("optimizer.pt"), r"the file optimizer.pt has \d+ bytes instead of \d+"),
             (lambda root: (root / "members/student_0/adapter_model.safetensors").unlink(), "student_0.*is missing"),
-            (lambda root: (root / MANIFEST).unlink(), "it lacks whole.json, so it was never finished"),
+            (lambda root: (root / MANIFEST).unlink(), "it lacks whole.json, which is written last"),
             (cut_off(MANIFEST), "whole.json is broken"),
             (cut_off("game.json", listed=True), r"game.json cannot be read"),
             (
@@ -304,7 +304,10 @@ class TestDamage:
                 rewrite("game.json", lambda s: s.pop("population")),
                 "game.json: field `population` is missing or broken",
             ),
-            (rewrite("game.json", lambda s: s.update(format=7)), "game.json: field `format` is 7, this version reads"),
+            (
+                rewrite("game.json", lambda s: s.update(format=7)),
+                "game.json: found 7, wanted a JSON object with field `format` 1",
+            ),
             (rewrite("population.json", lambda s: s.update(base_model="Qwen/Other")), None),
             (
                 rewrite("population.json", lambda s: s["base_config"].update(hidden_size=64)),
@@ -323,7 +326,7 @@ class TestDamage:
             (other_rank, r"student_1/adapter_model.safetensors cannot be read into member.*must have shape"),
             (older_archive, "archive.parquet: field `populora_archive` of the schema is 0, this version reads 4"),
             (archive_without_a_column, "archive.parquet: column `outputs` is missing"),
-            (of_an_earlier_version, "rank_state_0.pt is of an earlier version of this package"),
+            (of_an_earlier_version, "rank_state_0.pt is of another version of this package"),
         ],
     )
     def test_is_refused_by_file_and_field(self, saved, tmp_path, damage, complaint):
@@ -360,7 +363,7 @@ class TestDamage:
     def test_nothing_to_resume_from(self, base, tmp_path):
         assert find_newest(str(tmp_path)) is None
         trainer = make_trainer(base, str(tmp_path), {"max_steps": 1})
-        with pytest.raises(ValueError, match="holds no whole checkpoint. Leave it unset"):
+        with pytest.raises(ValueError, match='holds no checkpoint that is whole on all nodes. `"newest"` instead'):
             trainer.train(resume_from_checkpoint=True)
         trainer.close()
 

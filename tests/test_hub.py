@@ -361,7 +361,7 @@ class TestFailures:
             push_run(tmp_path, "me/killed")
 
     def test_a_population_that_is_not_there(self, hub, base, tmp_path):
-        with pytest.raises(ValueError, match="'me/nothing' is no directory, and no population could be downloaded"):
+        with pytest.raises(ValueError, match="'me/nothing' is no directory, and nothing could be downloaded"):
             make_trainer(base, str(tmp_path), {"warm_start": "me/nothing"})
 
     def test_a_population_on_another_base(self, hub, finished, base, tmp_path):

@@ -61,7 +61,7 @@ def test_fewer_than_four_proposals_of_a_kind_are_warned_of(make_args, caplog, se
         ({"program": "g = 1"}, "`train_dataset`, row 1: the program ends with `error`"),
         (
             {"program": "def f(a):\n    return a + 1  # <|im_end|>"},
-            "`train_dataset`, row 1: what it shows holds '<|im_end|>', which ends a turn or a thought",
+            "`train_dataset`, row 1: what it shows holds '<|im_end|>', a control token.",
         ),
         ({"message": "</think>"}, "row 1: what it shows holds '</think>'"),
     ],

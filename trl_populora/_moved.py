@@ -1,6 +1,7 @@
 """Keeps earlier module names importable for one release, because users' scripts import them.
 
-An import of an old name warns and names the modules that hold its content. The table `MOVED` is the only list.
+The first import of an old name in a process warns, and names the modules that hold its content. The table `MOVED` is
+the only list.
 """
 
 from __future__ import annotations
@@ -90,5 +91,5 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def keep_old_names() -> None:
-    """Installs the hook; Python asks it before it looks for files."""
+    """Installs the hook. Python asks the hook before it looks for files."""
     sys.meta_path.insert(0, _Moved())

@@ -2,10 +2,12 @@
 
     arguments --main--> one command --_parse--> its dataclass of options --> what it does, in lines on stdout
 
+`quickstart`, `train` and `sandbox-check` parse their options themselves.
+
 `populora train` trains in one process. For several, start `recipes/train_populora.py` with `accelerate launch`; it
 takes the same options.
 
-The functions import what they need themselves, because torch takes longer to import than most commands take to run.
+The functions import what they need themselves, because torch takes longer to import than some commands take to run.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class TrainArguments:
     )
 
     def __post_init__(self) -> None:
-        # A recipe in YAML says `resume: true`, which arrives as a text.
+        # A recipe in YAML may say `resume: true` or `resume: false`.
         self.resume = {"true": "newest", "false": None}.get(str(self.resume).lower(), self.resume)
 
 
@@ -114,7 +116,7 @@ def train(arguments: Sequence[str]) -> None:
 
     from trl_populora.config import MemberConfig, PopuLoRAConfig
 
-    # TRL 1.16 still says `gradient_checkpointing`, which transformers announces to rename.
+    # transformers announces its changes to those who call it. Users of this command cannot mend such calls.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
     if arguments[-1:] == ["--config"]:  # TRL's parser would pop the missing value from an empty list: an IndexError
@@ -124,7 +126,7 @@ def train(arguments: Sequence[str]) -> None:
     run_training(*_parse_known(parser, "train", arguments))
 
 
-# Without this line argparse's own usage would list all 250 options a second time.
+# Without this line argparse's own usage would list all options a second time.
 USAGE = "populora train --config FILE.yaml [--option value ...]"
 
 
@@ -234,7 +236,7 @@ def push(arguments: Sequence[str]) -> None:
     uploads = (push_run, options.repo), (push_archive, options.archive_repo), (push_page, options.space)
     if not any(repo for _, repo in uploads):
         raise ValueError(
-            "nothing to push to; give `--repo user/name`, `--archive_repo user/tasks`, `--space user/page`."
+            "nothing to push to; give `--repo user/name`, `--archive_repo user/tasks` or `--space user/page`."
         )
     for upload, repo in uploads:
         if repo is not None:
@@ -242,7 +244,7 @@ def push(arguments: Sequence[str]) -> None:
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Writes one member as an ordinary PEFT adapter, or merged into the base."""
+    """Writes one member, or the mean of all students, as an ordinary PEFT adapter or merged into the base."""
     from trl_populora.hub.export import ExportArguments, export_member
 
     (options,) = _parse(ExportArguments, "export", arguments)
@@ -334,12 +336,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
     try:
-        # The module of a user's own `module:function` may lie in the current directory. This directory comes last on
-        # the path, so that no file there hides a library.
+        # The module of a user's own `module:function` may lie in the current directory. If this directory is not on
+        # the path yet, it comes last, so that no file in it hides a library.
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)
         COMMANDS[command](given[1:])
-    except KeyboardInterrupt as stop:  # the run has said how it can be resumed
+    except KeyboardInterrupt as stop:  # a training that has begun has said how to resume it
         raise SystemExit(128 + signal.SIGINT) from stop
     except Exception as error:
         sentence = describe_error(error)
@@ -352,8 +354,8 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
     """
     Parses the options of a command: by name, from a YAML file with `--config`, and the first one also by position.
 
-    TRL's parser does this, but its import loads torch. A command that has only texts as options, such as `info`, gets
-    a plain parser instead and starts at once, unless `--config` is given.
+    TRL's parser knows names and YAML files, but its import loads torch. A command that has only texts as options, such
+    as `info`, gets a plain parser instead and starts at once, unless `--config` is given.
 
     Args:
         options: Dataclass of the options.
@@ -391,7 +393,7 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
 
 
 def _parse_known(parser: typing.Any, command: str, arguments: Sequence[str]) -> tuple:
-    """Parses with TRL's parser and refuses unknown options, which that parser would ignore."""
+    """Parses with TRL's parser, and refuses unknown options in words of its own."""
     *options, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
     if unknown:
         raise ValueError(f"there is no option `{' '.join(unknown)}`. `populora {command} --help` lists all.")
@@ -408,7 +410,7 @@ def _find_run(run: str) -> str:
 
 
 def _choose_report_directory(run: str) -> str | None:
-    """Names a directory for the report of a population on the Hub; `None` for a local run, which takes the report."""
+    """Names a directory for the report of a population on the Hub; `None` for a local run, which has its own."""
     return None if Path(run).is_dir() else run.rpartition("/")[2]
 
 

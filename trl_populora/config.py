@@ -38,8 +38,8 @@ from trl_populora.tasks.python.prompts import check_texts
 
 Settings = TypeVar("Settings")
 
-# Bounds of the numbers that no room below checks. TRL and transformers would train with any number, or refuse it only
-# after they have loaded a model.
+# Bounds of the numbers that no room's settings check (`Breeding`, `KindSettings` and so on). Unchecked, a number out
+# of bounds would be trained with, or refused only after a model is loaded.
 BOUNDS = {
     ">= 0": "teachers references_per_proposal shots replay pfsp_kappa teacher_beta beta top_k min_p "
     "teacher_learning_rate learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon epsilon epsilon_high "
@@ -102,8 +102,8 @@ class PopuLoRAConfig(GRPOConfig):
         prompt_style: `"turns"`: short instructions, with references as earlier chat turns. `"chat"`: everything in one
             turn, for large models. `"compact"`: the language of the embedded base. When `None`, `"compact"` for the
             embedded base, else `"turns"`.
-        shots: Solved tasks that a student is shown, as earlier chat turns. When `None`, 3 for bases below a billion
-            parameters, else 0. In the style `"compact"` always 0.
+        shots: Most solved tasks that a student is shown, as earlier chat turns. When `None`, 3 for bases below a
+            billion parameters, else 0. In the style `"compact"` always 0.
         reading: How strictly the fenced blocks of proposals and attempts are read, `"tolerant"` or `"strict"`. When
             `None`, `"strict"` for the style `"compact"`, else `"tolerant"`.
         prompt_texts: Instructions of your own for the built-in kinds, by `"code_o/propose"`, `"code_o/solve"` and so
@@ -132,10 +132,10 @@ class PopuLoRAConfig(GRPOConfig):
             (GRPO). `"member"`: the mean of the student's attempts at tasks of the same kind. Or a function of your
             own, as for `teacher_baseline`.
         teacher_beta: `beta` for teachers alone. The KL term pulls them to the base, to keep their texts readable.
-        teacher_learning_rate: Learning rate of the teachers; the students' when `None`. TRL logs it as
-            `learning_rate`. Where it is set, a role with rate `0` is frozen: neither updates nor evolution change it.
+        teacher_learning_rate: Learning rate of the teachers; the students' when `None`. The logged `learning_rate` is
+            the teachers'. Where it is set, a role with rate `0` is frozen: neither updates nor evolution change it.
 
-        sandbox_workers: Programs that a node runs at a time, shared out among its processes; its usable cores when
+        sandbox_workers: Cores that programs may fill on a node, shared out among its processes; all usable ones when
             `None`.
         sandbox_seconds: CPU seconds that one run of a program may use. A built-in kind's proposal may use half of
             them, because the program runs again in the attempts and may need more beside other work. AZR allows 10
@@ -148,17 +148,19 @@ class PopuLoRAConfig(GRPOConfig):
         evolve_every: Optimizer steps between two evolution events (paper, second hand: 10). `0` switches evolution
             off.
         evolve_burn_in: Matches that a member must have played before it may be replaced.
-        cull_fraction: Share of each role that an event replaces, at least one member (paper, second hand).
-        crossover_rate: Probability that a child has two parents (paper, second hand).
+        cull_fraction: Share of each role that an event may replace, but at least one member; `0` replaces nobody
+            (paper, second hand).
+        crossover_rate: Probability that a child has two parents, if its role has several survivors (paper, second
+            hand).
         tournament_size: Survivors drawn for each parent; the one with the highest mu becomes the parent.
         mutations, crossovers: Weights of the operators by name; name your own as `"module:function"`. When `None`, the
             paper's four of each sort with equal weights.
-        mutation_strength: Factor on the strength of every mutation operator: 1 as published, 0.5 half as far from the
-            parent.
+        mutation_strength: Factor on the strength of every mutation operator: 1 as published; with 0.5 children are
+            nearer to the parent.
 
         eval_attempts: Attempts of every student at every task of `eval_dataset`, sampled as in training.
-            `eval_strategy` and `eval_on_start` say when. Without vLLM, `per_device_eval_batch_size` rows are generated
-            at once.
+            `eval_strategy` and `eval_on_start` say when. Without vLLM a process generates at most
+            `per_device_eval_batch_size` rows at once.
 
         generation_tokens: Most tokens, prompts included, that a process holds in the cache of keys and values at
             once. Only without vLLM.
@@ -192,7 +194,7 @@ class PopuLoRAConfig(GRPOConfig):
     max_steps: int = _option(200, "Optimizer steps; `num_iterations` of them are a population step (paper: 200).")
     learning_rate: float = _option(1e-5, "AZR's 1e-6 for full weights, times 10 for LoRA.")
     lr_scheduler_type: str = _option("constant", "AZR: constant; children need it flat.")
-    logging_steps: float = _option(1, "Log every population step.")
+    logging_steps: float = _option(1, "Optimizer steps from one log to the next.")
     max_completion_length: int | None = _option(2048, "Tokens per proposal or attempt.")
     router_aux_loss_coef: float | None = _option(0.0, "Must be 0: this loss would couple members.")
 
@@ -273,7 +275,8 @@ class PopuLoRAConfig(GRPOConfig):
         self._check_population()
         self._check_choices()
         self._check_rewards()
-        # What follows from the population is derived. A value that the user gave is refused if it says something else.
+        # What follows from the population is derived. A value that is neither the default nor the derived one is
+        # refused, and `steps_per_generation` with any value.
         rows = self.rows_per_step
         if self.generation_batch_size not in (None, rows) or self.steps_per_generation is not None:
             raise ValueError(
@@ -369,7 +372,7 @@ class PopuLoRAConfig(GRPOConfig):
         )
 
     def _check_population(self):
-        """Refuses numbers of members, proposals and attempts with which no step can be played."""
+        """Refuses numbers of members, proposals, attempts and steps that clash, and teachers' options without any."""
         if self.evolve_every % self.num_iterations:
             raise ValueError(
                 f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, "
@@ -380,7 +383,7 @@ class PopuLoRAConfig(GRPOConfig):
         self._size.check_groups(_count_processes())
 
     def _check_choices(self):
-        """Refuses unknown names, options that couple members, and values that do not go together."""
+        """Refuses unknown names, options that couple members, `beta` with `teacher_beta`, and `max_steps` below 1."""
         choices = {
             "loss_type": LOSS_NORMALISERS,
             "scale_rewards": ("group", "none", True, False),
@@ -397,8 +400,8 @@ class PopuLoRAConfig(GRPOConfig):
             raise ValueError(f"`teacher_beta={self.teacher_beta}` is for teachers alone: leave `beta` at 0.")
         if self.max_steps <= 0:
             raise ValueError(
-                f"`max_steps` must be positive, got {self.max_steps}: the population writes its own tasks, so there "
-                "is no dataset that an epoch could count."
+                f"`max_steps` must be positive, got {self.max_steps}: a population trains for a number of steps, and "
+                "counts no epochs."
             )
 
     def _check_rewards(self):
@@ -428,14 +431,14 @@ class PopuLoRAConfig(GRPOConfig):
 
 
 def _count_processes() -> int:
-    """Reads the number of processes from WORLD_SIZE, which every launcher sets."""
+    """Reads the number of processes from WORLD_SIZE, which every launcher sets; 1 without a launcher."""
     # `TrainingArguments.world_size` would set up the devices, for which it is too early here.
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_no_teachers(given: Mapping[str, Any], known: Mapping[str, Field]) -> None:
     """
-    Refuses, in a run without teachers, the options that pay or train teachers, and `replay`.
+    Refuses, in a run without teachers, `replay` and the options for teachers' pay, KL term and learning rate.
 
     Args:
         given: The value of each option, by name.
@@ -467,7 +470,7 @@ class StepSize:
     Args:
         teachers: Number of teachers, each with one match.
         students: Number of students. Without teachers each student has one match.
-        proposals: Proposals per teacher.
+        proposals: Proposals per teacher; without teachers, given tasks that each student attempts.
         attempts: Attempts per task.
         per_device: Rows of a micro-batch on one process.
         replay: Share of replayed archived tasks among the tasks that students attempt, in [0, 1). Archived tasks that
@@ -491,7 +494,7 @@ class StepSize:
 
     @property
     def rows(self) -> int:
-        """The proposals, and all attempts at proposed, replayed or given tasks."""
+        """Number of the rows: the proposals, and all attempts."""
         if not self.teachers:
             return self.students * self.proposals * self.attempts
         return self.teachers * (self.proposals + (self.proposals + self.replays) * self.attempts)
@@ -536,7 +539,7 @@ class StepSize:
         return self.rows // (self.per_device * world)
 
     def find_way_out(self, world: int) -> str:
-        """Finds the sizes nearest to the given ones that satisfy every check, as a sentence for an error."""
+        """Finds sizes close to the given ones that satisfy every check, as a sentence for an error."""
         # Proposals per teacher must be a multiple of `world`, and all teachers' proposals a multiple of `attempts`.
         multiple = math.lcm(world, self.attempts // math.gcd(self.teachers, self.attempts))
         size, changed = self, []

@@ -15,8 +15,8 @@ import yaml
 
 # The types of error that checks raise: this package's checks, and those of TRL, transformers and other libraries.
 REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, yaml.YAMLError)
-# Two methods of transformers' `Trainer`: one computes a step, the other logs, evaluates and saves after it. An error
-# inside them has stopped a running training.
+# Two methods of transformers' `Trainer`: one computes a micro-batch, the other logs, evaluates and saves after a step.
+# An error inside them has stopped a running training.
 TRAINING = {"training_step", "_maybe_log_save_evaluate"}
 
 
@@ -24,11 +24,12 @@ def describe_error(error: Exception) -> str | None:
     """
     Puts an error into one line for the user, or returns `None` where a traceback is due.
 
-    The user can mend a full disk and a missing package of the extra `report`. These always get one line. Other errors
-    get one line if they are an `OSError`, or if a check raised them on purpose. Two sorts of error keep their
-    traceback:
+    A full disk, and a missing package of the extra `report`, get one line wherever they happen. Outside of training an
+    `OSError` gets one line, too, and so does an error in `REFUSALS` that a `raise` statement made. All other errors
+    keep their traceback:
 
     - A bug: no `raise` statement made the error. A wrong call, for example, makes a `TypeError` by itself.
+    - Another package that is missing.
     - Any other error in the midst of training, because days of computing may hang on its cause.
 
     With `POPULORA_TRACEBACK` in the environment every error keeps its traceback.
@@ -39,13 +40,13 @@ def describe_error(error: Exception) -> str | None:
     full = errno.ENOSPC, errno.EDQUOT
     # safetensors raises an error of its own without `errno`, so its text is searched for the system's words.
     if getattr(error, "errno", None) in full or any(os.strerror(number) in told for number in full):
-        return f"disk full ({told}). Make room; training can go on with `--resume`."
+        return f"disk full ({told}). Make room. A training can then go on with `--resume`."
     if isinstance(error, ModuleNotFoundError):
         return say_how_to_install(error)
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.name in TRAINING for frame in frames):
         return None
-    # The last frame is the line that failed. Only a check has a `raise` there.
+    # The last frame is the line that failed. It is a `raise` only if the error was made on purpose.
     refused = isinstance(error, REFUSALS) and (frames[-1].line or "").startswith("raise ")
     return told if refused or isinstance(error, OSError) else None
 
@@ -72,10 +73,11 @@ def make_printable(text: str, keep: str = "", instead: str = " ") -> str:
 
 def end_with(sentence: str) -> NoReturn:
     """
-    Writes a sentence to stderr and ends this process with exit code 1.
+    Ends this process with exit code 1 and a sentence on stderr.
 
-    torchrun and Accelerate start several processes on a node, which often fail for the same reason. The first one that
-    fails writes the sentence to stderr. Each writes it to its error file, which the launcher quotes.
+    torchrun and Accelerate start several processes on a node, which often fail for the same reason. Of these only the
+    first that fails writes the sentence to stderr. Each writes the sentence to its error file, which the launcher
+    quotes.
     """
     sentence = make_printable(sentence)  # it may quote a file that somebody else wrote
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -21,7 +21,10 @@ _SPECIAL_TOKEN = re.compile(r"(bos|eos|pad|unk|sep|cls|mask)token")
 
 
 def is_file_name(name: Any) -> bool:
-    """Says whether a name has only letters, digits, `_` and `-`. As a path it cannot lead out of a directory then."""
+    """
+    Says whether a name consists of ASCII letters, digits, `_` and `-`, and does not start with `-`. As a path such a
+    name cannot lead out of a directory.
+    """
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name) is not None
 
 
@@ -43,7 +46,7 @@ def _is_secret(name: object) -> bool:
 def write_whole(path: str | Path) -> Iterator[Path]:
     """Gives the block a temporary path. If the block ends without an error, what stands there is renamed to `path`."""
     path = Path(path)
-    unfinished = path.with_name(f"{path.name}.tmp")  # readers and uploads pass over names that end in `.tmp`
+    unfinished = path.with_name(f"{path.name}.tmp")  # readers pass over names that end in `.tmp`
     yield unfinished
     unfinished.replace(path)
 
@@ -81,5 +84,5 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read ({error}).") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"{path}: field `format` is {found!r}, this version reads {FORMAT}.")
+        raise ValueError(f"{path}: found {found!r}, wanted a JSON object with field `format` {FORMAT}.")
     return state

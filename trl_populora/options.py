@@ -33,7 +33,7 @@ def find_own(path: str, what: str, choices: str) -> Any:
         choices: All that may be named; for the error.
 
     Raises:
-        `ValueError`: If the module cannot be imported, or has no such attribute.
+        `ValueError`: If there is no such module, or no such attribute in it.
     """
     module_name, _, attribute = path.partition(":")
     try:
@@ -147,7 +147,7 @@ def check_bounds(settings: object, bounds: Mapping[str, str]) -> None:
         holds, words = _RELATIONS[relation]
         for name in names.split():
             value = getattr(settings, name)
-            # NaN compares false with everything. So this asks whether the bound holds: NaN would also break no bound.
+            # NaN compares false with everything: it neither keeps a bound nor breaks one. `not holds` refuses it.
             if value is not None and not holds(value, float(limit)):
                 raise ValueError(f"`{name}` must be {words} {limit}, got {value}.")
 

@@ -80,8 +80,8 @@ def check_setup(
 
     Raises:
         `TypeError`: If `args` has another type, or an argument is unknown.
-        `ValueError`: If a value cannot be used; it names the value and the way out.
-        `RuntimeError`: If something that is needed is not installed.
+        `ValueError`: If a value cannot be used. The message names the value and the way out.
+        `ImportError`: If vLLM is wanted and is not installed, or not in a version that fits.
     """
     refuse_unsupported(args, unsupported)
     check_output_dir(args.output_dir)
@@ -161,7 +161,7 @@ def check_output_dir(path: str) -> None:
 
 def refuse_gguf(model: str) -> None:
     """
-    Refuses a GGUF file as base.
+    Refuses a GGUF file, or a directory of GGUF files, as base.
 
     Raises:
         `ValueError`: If the base is a GGUF file, or a directory with GGUF files and no `config.json`; the message says
@@ -171,9 +171,9 @@ def refuse_gguf(model: str) -> None:
     if files and not Path(model, "config.json").is_file():
         what = "is a GGUF file" if model.endswith(".gguf") else "has GGUF files and no `config.json`"
         raise ValueError(
-            f"`model={model!r}` {what}. GGUF files serve and cannot be trained. Make an ordinary directory of it: "
-            f"`AutoModelForCausalLM.from_pretrained({str(files[0].parent)!r}, gguf_file={files[0].name!r})` reads the "
-            "weights. `recipes/get_smollm2.py` shows the other steps for one model."
+            f"`model={model!r}` {what}. GGUF files are for serving and cannot be trained. Make an ordinary directory "
+            f"of it: `AutoModelForCausalLM.from_pretrained({str(files[0].parent)!r}, gguf_file={files[0].name!r})` "
+            "reads the weights. `recipes/get_smollm2.py` shows the other steps for one model."
         )
 
 
@@ -226,7 +226,7 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     for kind in kinds:
         kind.configure(args.build(KindSettings))
     if len({kind.name for kind in kinds}) < len(kinds):
-        raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice. All take equal turns: list each once.")
+        raise ValueError(f"`task_kinds={args.task_kinds}` has two kinds of one name. List each kind once.")
     if args.teachers and args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
         logger.warning(
             "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "
@@ -316,8 +316,8 @@ def check_quantised(args: PopuLoRAConfig) -> None:
     Checks that a quantised base can be used with these settings.
 
     Raises:
-        `ValueError`: If DeepSpeed or FSDP is on; or if vLLM generates and importance sampling is off, because vLLM
-            rounds the base differently.
+        `ValueError`: If DeepSpeed or FSDP is on; or if vLLM generates and `vllm_importance_sampling_correction` is
+            off, because vLLM may round the base differently.
     """
     plugin = args.deepspeed_plugin
     how = f"ZeRO-{plugin.zero_stage}" if plugin is not None else "FSDP" if _fsdp_version(args) else ""
@@ -350,7 +350,7 @@ def load_tokenizer(
         )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"The tokenizer of {name!r} has no chat template, and tasks are posed as conversations in every "
+            f"The tokenizer for {name!r} has no chat template, and tasks are posed as conversations in every "
             "`prompt_style`. Pass `processing_class=` with `chat_template` set (any ChatML template works), save such "
             "a tokenizer beside the model, or start from an instruction-tuned base."
         )
@@ -358,7 +358,10 @@ def load_tokenizer(
 
 
 def choose_shots(wanted: int | None, style: str, base: PreTrainedModel) -> int:
-    """Chooses how many solved tasks a student is shown: the wanted number, else by the size of the base."""
+    """
+    Chooses how many solved tasks a student is shown at most: none in the style `"compact"`, else the wanted number,
+    else a number by the size of the base.
+    """
     if style == "compact":
         return 0  # the embedded base was not trained on them
     if wanted is not None:
@@ -417,9 +420,10 @@ def make_placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
 
 def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     """
-    Lists the reward functions in TRL's order: the two built in, with weight 1 each, then the user's.
+    Lists the reward functions in TRL's order: the two built in, then the user's.
 
-    Also puts the two weights before the user's in `args.reward_weights`, where TRL reads them.
+    If `args.reward_weights` has one weight for each of the user's functions, it also gets a weight of 1 for each of
+    the two built in, in front. TRL reads the weights there.
 
     Args:
         args: Settings of the run.
@@ -432,7 +436,7 @@ def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     for function in extra:
         if not isinstance(function, (str, PreTrainedModel)):
             check_arguments(function)
-    # Any other number of weights is left to TRL, which refuses it.
+    # Any other number of weights is left to TRL. It refuses all but one weight per function, built-in ones included.
     if args.reward_weights is not None and len(args.reward_weights) == len(extra):
         args.reward_weights = [1.0, 1.0, *args.reward_weights]
     return [teacher_reward, student_reward, *extra]
@@ -461,7 +465,7 @@ def make_sandbox(args: PopuLoRAConfig) -> Sandbox:
     Starts this process's sandbox. Collective.
 
     Raises:
-        `RuntimeError`: On every rank, if one of them cannot confine programs.
+        `RuntimeError`: On every rank, if the sandbox of one of them does not start.
     """
     return start_sandbox(args.build(SandboxSettings), args.process_index, args.local_process_index, gather_object)
 
@@ -480,7 +484,7 @@ def make_referee(
     Args:
         args: Settings of the run. Its `shots` are set here.
         kinds: The kinds of task by name.
-        base: The base; its size decides how many solved tasks students are shown.
+        base: The base. If `shots` is unset, its size decides how many solved tasks students are shown.
         tokenizer: Its control tokens may stand in no task.
         held_out: Tasks that teachers may not propose.
         sandbox: Runs the programs.
@@ -538,7 +542,7 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
     """
     Checks that given tasks are true: runs the programs of code kinds and compares the outputs.
 
-    About a thousand programs run in a second. Collective: the ranks share the rows.
+    `populora sandbox-check` says how many programs run per second. Collective: the ranks share the rows.
 
     Args:
         tables: The tasks of each dataset, in the order of the rows, by the name of the dataset.
@@ -555,7 +559,7 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
     for field, tasks in tables.items():
         _check_visible(field, tasks, referee.kinds)
     flaws = [
-        f"`{field}`, row {number}: what it shows holds {text!r}, which ends a turn or a thought."
+        f"`{field}`, row {number}: what it shows holds {text!r}, a control token."
         for field, number, task in rows[player.rank :: player.world]
         if (text := find_control_text(task, referee.forbidden))
     ]
@@ -621,6 +625,7 @@ def choose_held_out(
         args: Settings of the run.
 
     Raises:
+        `TypeError`: If a given table is no `datasets.Dataset`.
         `ValueError`: If there are no tasks, or the given ones cannot be used.
     """
     found = own if eval_dataset is None else load_held_out(eval_dataset, referee.kinds, None, args)
@@ -650,7 +655,8 @@ def fit_into_context(
         proposing: Whether there are teachers, which need tasks to be shown.
 
     Raises:
-        `ValueError`: If a held-out task does not fit, or no task is left to start from.
+        `ValueError`: If a held-out task does not fit, or if the archive is left without tasks that the first step
+            needs.
     """
     referee.free_tokens = free_tokens
     referee.leave_out_long(archive)

@@ -3,7 +3,7 @@
     _play (TRL's `rollout_func`) -> play_step -> Played -> _prepare_inputs -> micro-batches -> _compute_loss ->
     optimizer
 
-The game itself is in `step/play.py`. The overrides for a step stand in the order in which the step's rows meet them.
+The game itself is in `step/play.py`. The overrides for a step stand in the order of its phases.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class PopuLoRATrainer(HubTrainer):
     Trains a population of LoRA teachers and students on one frozen base, from PopuLoRA (arXiv 2605.16727).
 
     In every step each teacher writes small tasks, the student that it is matched with attempts them, a sandbox decides
-    what is right, and all adapters learn in one joint policy-gradient step that equals training each of them alone.
+    what is right, and all adapters that played learn in one joint policy-gradient step. This step equals training each
+    of them alone.
 
     What differs from [`~trl.GRPOTrainer`]:
 
@@ -83,7 +84,8 @@ class PopuLoRATrainer(HubTrainer):
     - `evaluate` and `_evaluate` let students attempt held-out tasks. `predict` is refused; `member` lends one member.
     - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM end it after the step, and it saves.
     - `_get_output_dir` and `_save_checkpoint` write a checkpoint aside, and move it into place when it is whole.
-    - `save_model` and `_save` write an ordinary PEFT directory per member, and the best student at the root.
+    - `save_model` and `_save` write an ordinary PEFT directory per member, and outside of checkpoints the best student
+      at the root.
     - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` and `_load_rng_state` restore the
       members (DeepSpeed restores them itself), the state of the game, and the loss that is not logged yet.
     - [`~trl_populora.hub.push.HubTrainer`], the base class between this one and TRL's, writes the population's card
@@ -107,7 +109,8 @@ class PopuLoRATrainer(HubTrainer):
     Raises:
         `TypeError`: If `args` is no [`PopuLoRAConfig`], `peft_config` no `LoraConfig`, or an argument unknown.
         `ValueError`: If base, dataset, adapters or output directory cannot be used.
-        `RuntimeError`: If the sandbox cannot confine programs on this host.
+        `RuntimeError`: If the sandbox does not start, as on a host that cannot confine programs.
+        `ImportError`: If vLLM is wanted and is not installed, or not in a version that fits.
     """
 
     _tag_names = ["trl", "populora", "lora"]
@@ -156,7 +159,8 @@ class PopuLoRATrainer(HubTrainer):
         base = start.load_base(model, args, quantization_config)
         tokenizer = start.load_tokenizer(base, processing_class, args)
         self.population = Population(args.teachers, args.students, args.single_agent)
-        self.router, self.uploads = Router(), push.Uploads(args)  # `Trainer` makes the repository
+        # `uploads` comes before `Trainer.__init__`, which makes the repository and explains errors with it.
+        self.router, self.uploads = Router(), push.Uploads(args)
         in_fp32 = not start.is_zero3(args)
         members = add_members(base, self.population.adapters, lora_config, self.router, args.seed, in_fp32)
         # Three settings are hidden from TRL's constructor. With `beta` it would copy an adapter as reference, where
@@ -274,7 +278,7 @@ class PopuLoRATrainer(HubTrainer):
         return self.game.archive
 
     def close(self) -> None:
-        """Ends the sandbox's processes and unpublishes the adapters, as `train` does at its end."""
+        """Ends the sandbox's processes, and with vLLM unpublishes the adapters, as `train` does at its end."""
         self.game.referee.sandbox.close()
         self._closed = True
         if self.use_vllm:
@@ -358,6 +362,7 @@ class PopuLoRATrainer(HubTrainer):
             `dict[str, float]`: The figures of [`~trl_populora.evaluate.held_out.HeldOut.measure`].
 
         Raises:
+            `TypeError`: If a given table is no `datasets.Dataset`.
             `ValueError`: If there are no tasks, or the given ones cannot be used.
             `RuntimeError`: Before training under DeepSpeed, whose engine does not exist yet.
         """
@@ -370,8 +375,8 @@ class PopuLoRATrainer(HubTrainer):
         untrained = {
             each.name for each in students if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
         }
-        # TRL's completion tables are for rows that train, so `log` writes none here. Outside of `pause_training` it
-        # would log training's metrics of this moment as the evaluation's, and clear them.
+        # TRL's completion tables are for rows that train, so `log` writes none here. Outside of `pause_training`,
+        # `log` would report training's metrics of this moment as the evaluation's, and clear them.
         try:
             with pause_training(self.model), start.replace_attributes(self, log_completions=False):
                 metrics = held_out.measure(
@@ -504,7 +509,7 @@ class PopuLoRATrainer(HubTrainer):
         if not (inputs["live"] or self.accelerator.sync_gradients or self.is_deepspeed_enabled):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         layout = microbatch.read_layout(inputs)
-        self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # outlives the backward
+        self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # the backward needs it
         compute = super()._get_per_token_logps_and_entropies
 
         def log_probs(model, ids, mask, length, **kwargs):
@@ -583,7 +588,7 @@ class PopuLoRATrainer(HubTrainer):
 
         Raises:
             `KeyError`: If there is no such member.
-            `ValueError`: If keys or shapes of the factors differ from the member's.
+            `ValueError`: If keys or shapes of the factors differ from the member's, or if `sigma` is not positive.
         """
         adapter = self.population.adapter(name)
         lora_members.write_member(self.model_wrapped, adapter, factors)
@@ -624,7 +629,7 @@ class PopuLoRATrainer(HubTrainer):
         )
 
     def save_model(self, output_dir=None, _internal_call=False):
-        # The overridden method calls `_save` on the main rank alone (transformers 5.17), but under ZeRO and FSDP all
+        # The overridden method calls `_save` only on ranks that write (transformers 5.17), but under ZeRO and FSDP all
         # ranks read the members together.
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:

@@ -16,7 +16,7 @@ def tiny_base_path() -> str:
 
 
 def tiny_eval_tasks() -> str:
-    """Returns the file of held-out tasks for the embedded base: it was never trained on what they combine."""
+    """Returns the file of held-out tasks for the embedded base, which was never trained on their combinations."""
     return str(files("trl_populora").joinpath("assets", "eval_tasks.jsonl"))
 
 

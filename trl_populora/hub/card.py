@@ -1,4 +1,4 @@
-"""Writes the two cards that are pushed: the model card of a population, and the dataset card of its archive.
+"""Writes two cards for the Hub: the model card of a population, and the dataset card of its archive.
 
 population.json, lineage.jsonl, evaluation.json, plots/*.png --write_card--> README.md, .eval_results/
 archive.parquet, population.json              --format_archive_card--> text of a dataset's README.md

@@ -33,12 +33,12 @@ def fetch(path_or_repo: str, wanted: Sequence[str] = POPULATION) -> Path:
         return Path(snapshot_download(path_or_repo, allow_patterns=list(wanted)))
     except Exception as error:
         # No network, no such repository, or a path that is no valid repository name: for the user all of these mean
-        # that the name is wrong or out of reach. Other errors are bugs and pass through.
+        # that the name is wrong or out of reach. Other errors pass through.
         if not (isinstance(error, (LocalEntryNotFoundError, ValueError)) or is_connection_error(error)):
             raise
         raise ValueError(
-            f"{path_or_repo!r} is no directory, and no population could be downloaded from {constants.ENDPOINT} under "
-            f"that name ({error!s:.200})."
+            f"{path_or_repo!r} is no directory, and nothing could be downloaded from {constants.ENDPOINT} under that "
+            f"name ({error!s:.200})."
         ) from error
 
 

@@ -112,7 +112,8 @@ def _read_published(found: dict[str, Any], best: str, repo: str) -> list[Figure]
         # The name becomes part of a path, and the file may come from a stranger on the Hub.
         if not is_file_name(name):
             raise ValueError(
-                f"{EVALUATION}: field `benchmarks` names {name!r}; a name may hold only letters, digits, `_` and `-`."
+                f"{EVALUATION}: field `benchmarks` names {name!r}; it must have only letters, digits, `_` and `-`, "
+                "and not start with `-`."
             )
         scores, margins = found["scores"][name], found["margins"].get(name, {})
         if (value := scores.get(best)) is None:
@@ -153,7 +154,7 @@ def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
 
 
 def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -> None:
-    """Writes a file into `.eval_results/` for each score that has a dataset and a task on the Hub."""
+    """Writes a file into `.eval_results/` for each score that has a dataset and a task on the Hub; drops old ones."""
     # Files of an earlier call may hold scores of other weights.
     for path in root.glob(OURS):
         path.unlink()

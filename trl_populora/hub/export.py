@@ -60,7 +60,7 @@ def export_member(
         `str`: The member's name, or "mean of the students".
 
     Raises:
-        `ValueError`: If there is no such population or member, the adapter is from another step than
+        `ValueError`: If there is no such population or member, an adapter is missing or from another step than
             `population.json`, `out` exists already, or `member` is given together with `merge_students`.
     """
     if merge_students and member:

@@ -137,12 +137,12 @@ def place_best_student(root: Path) -> None:
 
 
 def draw_for_card(root: Path) -> None:
-    """Draws the pictures of the model card into `plots/`. If that fails, it warns and the card has no pictures."""
+    """Draws the pictures of the model card into `plots/`. If matplotlib or readable records are missing, it warns."""
     try:
         draw_plots(load_run(root), root / "plots", PICTURES)
-    # The `report` extra is not installed, or no step was logged.
+    # The `report` extra is not installed, no step was logged, or a file is broken.
     except (ImportError, ValueError) as reason:
-        logger.warning("The model card of %s goes without pictures: %s", root, reason)
+        logger.warning("The pictures for the model card of %s are not drawn: %s", root, reason)
 
 
 def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
@@ -248,8 +248,8 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
         `str`: URL of the commit.
 
     Raises:
-        `ValueError`: If the directory holds no saved archive, or if the archive is from another step than
-            `population.json`.
+        `ValueError`: If the directory holds no `population.json` or no archive, or if the two are from different
+            steps.
         `RuntimeError`: If the upload fails. The message says why, and how to complete it.
     """
     path, population = Path(run, "archive.parquet"), read_population(run)
@@ -285,7 +285,7 @@ def explain_hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[
         raise RuntimeError(_advise(reason, repo, run, option)) from error
     except HfHubHTTPError as error:
         reasons = {
-            401: "the token is missing or not valid; run `hf auth login` or set `HF_TOKEN` or `hub_token`",
+            401: "the token is missing or not valid; run `hf auth login`, or set `HF_TOKEN`, `hub_token` or `--token`",
             403: f"the token may not write to {repo}; use one with write access, or another repository",
         }
         status = error.response.status_code
@@ -300,8 +300,8 @@ def explain_hub_errors(repo: str, run: str, option: str = "--repo") -> Iterator[
 def _advise(reason: str, repo: str, run: str, option: str) -> str:
     """Writes the message of a failed upload."""
     return (
-        f"Pushing {run} to {repo} at {constants.ENDPOINT} failed: {reason}. The local files are intact; "
-        f"`populora push {run} {option} {repo}` completes the upload."
+        f"Pushing {run} to {repo} at {constants.ENDPOINT} failed: {reason}. The local files are intact. Once "
+        f"the run is saved, `populora push {run} {option} {repo}` completes the upload."
     )
 
 
@@ -325,7 +325,7 @@ def push_space(
         `str`: URL of the commit.
 
     Raises:
-        `ValueError`: If the run has not logged a step yet.
+        `ValueError`: If the run has not logged a step yet, or a file is broken.
         `RuntimeError`: If the upload fails. The message says why, and how to complete it.
     """
     with TemporaryDirectory() as place:

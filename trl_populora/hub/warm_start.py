@@ -37,7 +37,7 @@ def warm_start(
 
             - a saved population
             - one adapter for all members
-            - a list with an adapter for each member, teachers first
+            - a list with an adapter for each member, teachers first; for a single agent with one adapter
             - a dictionary with an adapter for a role, such as `{"student": "runs/sft"}`; the other role starts afresh
         model: The members' model.
         population: The members.

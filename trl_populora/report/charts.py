@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # matplotlib is imported inside functions: `import trl_populora.report.charts` works without it, and is quick.
 Draw = Callable[["Figure", Run], None]  # paints into a figure or a part of one
 
-# The palette of Okabe and Ito, which colour-blind people can tell apart. A role has the same colour in every picture.
+# Mostly the palette of Okabe and Ito, which colour-blind people can tell apart. A role has one colour in all pictures.
 COLORS = {"teacher": "#D55E00", "student": "#0072B2"}
 SERIES_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#8C6D00", "#444444")
 LINE_STYLES = ("-", "--", "-.", ":")
@@ -142,7 +142,7 @@ def _count_window(run: Run) -> int:
 
 
 def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
-    """Draws the running mean of a metric, and behind it a faint line through the measured values."""
+    """Draws the running mean of a metric and, if it smooths at all, behind it a faint line of the measured values."""
     steps, values = run.series(key)
     if _count_window(run) > 1:
         axis.plot(steps, values, color=style["color"], linewidth=0.7, alpha=0.35, zorder=1)
@@ -194,7 +194,7 @@ def draw_payoff(
     figure.colorbar(image, ax=axis, label="solved (fraction)", shrink=0.9)
 
 
-# Charts over the steps of a run. Thin lines are measured values, thick lines running means.
+# Charts over the steps of a run. Where a thick line is a running mean, the faint line behind it has measured values.
 
 
 @on_one_axis
@@ -265,8 +265,8 @@ def draw_ratings(role: str) -> Draw:
 @on_one_axis
 def draw_solve_rates(axis: Axes, run: Run) -> None:
     """
-    Draws the share of right attempts at fresh tasks, of each teacher and of all. In grey: the shares of tasks that
-    nobody or every attempt solved.
+    Draws the share of right attempts at the fresh tasks of each teacher, if there are several, and at all fresh tasks.
+    In grey: the share of tasks that no attempt solved, and the share of tasks that every attempt solved.
     """
     by_teacher: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     # An attempt's row does not name the teacher. The rows of proposals in the same match do.
@@ -370,7 +370,7 @@ def draw_coverage(figure: Figure, run: Run) -> None:
 
 @on_one_axis
 def draw_rejects(axis: Axes, run: Run) -> None:
-    """Draws the number of rejected proposals per step as bars, a colour per reason, the most frequent one lowest."""
+    """Draws rejected proposals per step as bars: a colour or hatch per reason, the most frequent reason lowest."""
     prefix = "verify/reject/"
     totals: Counter[str] = Counter()
     # Steps that played no game have no such keys (`num_iterations`).
@@ -415,7 +415,7 @@ def draw_matches(figure: Figure, run: Run) -> None:
 
 
 def draw_lineage(figure: Figure, run: Run) -> None:
-    """Draws a bar per member's name, in another shade from each child on, and arrows from parents to children."""
+    """Draws a bar per member's name, whose shade changes with each child, and arrows from parents to children."""
     axis = figure.subplots()
     names = run.members("teacher") + run.members("student")
     height = {name: -index for index, name in enumerate(names)}

@@ -36,7 +36,7 @@ class Run:
         name: Title of the report; by default the name of the run's directory.
         history: Metrics and seconds per logged step, oldest first. With `num_iterations` above 1 some steps have no
             metrics of a game.
-        rows: Proposals and attempts, each with the keys in `ROW_COLUMNS` that its file has.
+        rows: Proposals and attempts, each with `file`, `row` and the keys in `ROW_COLUMNS` that its file has.
         lineage: Births, oldest first.
         population: Contents of `population.json`; empty while there is none.
         evaluations: Metrics and seconds of each evaluation on held-out tasks, oldest first.
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def thinks(self) -> bool:
-        """Whether any attempt thought before its answer."""
+        """Whether any attempt in training, or at a held-out table without a name, thought before its answer."""
         return any(any(self.series(key)[1]) for key in ("solve/thinking_rate", "eval/thinking_rate"))
 
     @property
@@ -257,7 +257,7 @@ def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[di
     import pyarrow.parquet as pq
 
     paths = sorted(root.glob("rollouts/step_*.parquet"))[-last:]
-    # Files of version 0.1 lack some of the columns.
+    # Files of early versions lack some of the columns.
     present = {path: [name for name in columns if name in pq.read_schema(path).names] for path in paths}
     return [
         row | {"file": f"rollouts/{path.name}", "row": number}

@@ -124,7 +124,7 @@ def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[S
 <h2>Members</h2>
 {_write_members(run)}
 <h2>The run in pictures</h2>
-<p class="note">Dotted vertical lines mark evolution events. One population step is one optimizer step.</p>
+<p class="note">Dotted vertical lines mark evolution events. Steps are counted as optimizer steps.</p>
 <div class="columns">
 {figures}
 </div>
@@ -140,7 +140,7 @@ def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[S
 
 
 def _write_facts(run: Run) -> str:
-    """Writes the list of facts at the top: steps, base, tokens, duration, versions."""
+    """Writes the list of facts at the top, such as steps, base, tokens, duration and versions."""
     last, population = run.latest, run.population
     done = f"{run.step} of {run.planned}" if run.planned else str(run.step)
     # The files of a run that trains and of one that was killed look alike.

@@ -50,7 +50,10 @@ Map = list[list[float]]  # `[features, blocks]`; NaN where too little was seen
 
 
 def draw_mastery(figure: Figure, run: Run) -> None:
-    """Draws two maps of features: the share of valid proposals that use one, and of right attempts at such tasks."""
+    """
+    Draws two maps of features. One has the share of valid proposals that use each feature. The other has the share of
+    right attempts at tasks that use it.
+    """
     axes: Any = figure.subplots(1, 2, sharey=True)
     if not run.names_features:
         axes[0].set_title("the kinds of task name no features")
@@ -147,7 +150,7 @@ PLOTS = (
     Plot(
         "held_out",
         "Held-out tasks",
-        "Share of right attempts of each student at tasks that nobody trains on. Dashed: the base without an adapter.",
+        "Share of right attempts of the students at tasks that nobody trains on. Dashed: the base without an adapter.",
         draw_held_out,
         4.1,
         needs="evaluations",
@@ -214,7 +217,8 @@ PLOTS = (
         "coverage",
         "How wide the tasks range",
         "Distinct structures of programs over the whole run, with the seed tasks, and how evenly they are used. "
-        "Below: the number of different features (operators, methods, builtins) in tasks of the last twelve steps.",
+        "Below: the number of different features (operators, methods, builtins) in the last accepted tasks, as many "
+        "as twelve steps propose.",
         draw_coverage,
         5.6,
         needs="breadth",

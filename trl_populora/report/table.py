@@ -112,8 +112,8 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
         return (0, 0), []
     first, last = run.evaluations[0], run.evaluations[-1]
     found = []
-    # Each table has a mean, the best student and thinking. Only the first table is shown by
-    # kind, to keep the list short.
+    # Each table has a mean, the best student and thinking. Only the first table is shown by kind, to keep the list
+    # short.
     for table in run.tables:
         words = f"held-out tasks{f' ({name})' if (name := name_table(table)) else ''}"
         rows = [("solve_rate_mean", "base/solve_rate", f"{words}: attempts right")]
@@ -154,7 +154,7 @@ def _differ(first: Sequence[float], last: Sequence[float]) -> bool | None:
 
     # The test takes steps as independent of each other. Apart from slow drifts they are.
     with warnings.catch_warnings():
-        # scipy warns of values that hardly differ. The answer is right even so: no clear change.
+        # scipy warns if the values of a sample hardly differ. The answer is right even so.
         warnings.simplefilter("ignore", RuntimeWarning)
         return bool(ttest_ind(first, last, equal_var=False).pvalue < CHANCE)
 

@@ -1,8 +1,8 @@
 """What a run says while it trains, and how it ends early.
 
 metrics of a step --StepLine, BareStepLine--> one line on the terminal
-                  --Alarms--> a warning in the log, W&B and trackio, once per reason
-Ctrl-C, SIGTERM   --StopAtSignals--> the step ends, a checkpoint is saved, the process ends
+                  --Alarms--> a warning in the log, W&B and trackio; each of two at most once
+Ctrl-C, SIGTERM   --StopAtSignals--> the step ends, the run saves, `KeyboardInterrupt` or `SystemExit` is raised
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _format_number(value: float | None) -> str:
     return f"{value:+.2f}" if value is not None and _is_known(value) else "-"
 
 
-# Alarms: warnings that a run goes on although nobody can learn in it.
+# Alarms: warnings that a run goes on although its teachers or its students do not learn.
 
 
 logger = logging.getLogger(__name__)
@@ -160,11 +160,11 @@ FLAT = "frac_reward_zero_std"
 
 class Alarms(TrainerCallback):
     """
-    Warnings about a run in which nobody can learn. Each of the two comes at most once per `train()`.
+    Warnings about a run in which teachers or students do not learn. Each of the two comes at most once in a `train()`.
 
     - "No valid proposal": no proposal of a step was valid. The text names the most frequent reason.
-    - "Students do not learn": in ten steps in a row, all attempts at each task had the same reward. It comes only
-      if students are compared within their group (`student_baseline="group"`).
+    - "Students do not learn": in ten optimizer steps in a row, all attempts at each task had the same reward. It comes
+      only if students are compared within their group (`student_baseline="group"`).
 
     Args:
         played: Returns the last step as it was played.
@@ -174,7 +174,8 @@ class Alarms(TrainerCallback):
 
     def __init__(self, played: Callable[[], Played], alert: Callable[[Sequence[str], str, str], None]) -> None:
         self.played, self.alert = played, alert
-        # For each warning, the last step at which all was well. An entry is removed once its warning is given.
+        # For each warning, the last step at which all was well, at first the step before training. An entry is removed
+        # once its warning is given.
         self._well: dict[str, int] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -189,8 +190,8 @@ class Alarms(TrainerCallback):
             self._warn(
                 args,
                 "No valid proposal",
-                "No proposal of step %d was valid, so teachers learn little. %s `rollouts/` shows what they wrote; "
-                "`populora try` shows which prompts a base can follow.",
+                "No proposal of step %d was valid, so teachers learn little. %s With `save_rollouts`, `rollouts/` "
+                "shows what they wrote; `populora try` shows which prompts a base can follow.",
                 step,
                 _name_reason(self.played()),
             )
@@ -201,7 +202,8 @@ class Alarms(TrainerCallback):
                 args,
                 "Students do not learn",
                 "All attempts at each task were worth the same in the last %d steps, so students do not learn: the "
-                "tasks are too easy or too hard for them (%s are solved), or `attempts_per_task` is too small.",
+                "tasks are too easy or too hard for them (of attempts at fresh tasks %s are right), or "
+                "`attempts_per_task` is too small.",
                 STEPS,
                 "none" if math.isnan(rate) else f"{100 * rate:.0f} %",
             )

@@ -6,6 +6,7 @@ The HF `Trainer` writes optimizer, scheduler, generators and `trainer_state.json
     population.json       base model, adapter shape, settings, members, step; a resume compares shape and settings
     lineage.jsonl         every replacement so far
     archive.parquet       the task archive
+    tokenizer.json, ...   the tokenizer
     game.json             state of the population, the matchmaker and the features, and coverage of the archive;
                           held-out scores, if the run measures any
     rank_state_<n>.pt     state of rank n: count of micro-batches, rows still to train on and the step they belong to,
@@ -17,9 +18,9 @@ scheduler, then [`load_game`]. The generators and the loss that is not logged ye
 micro-batch.
 
 A checkpoint is written into `<output_dir>/_unfinished/` and moved into place once every rank is done. So a run that is
-killed at any moment leaves whole checkpoints, and at most an unfinished one that no resume looks at. With
-`save_on_each_node` every node writes a checkpoint into its own `output_dir`. A resume then takes the newest checkpoint
-that is whole on all nodes.
+killed at any moment leaves whole checkpoints, and at most one that is unfinished or half deleted. No resume takes such
+a one. With `save_on_each_node` every node writes a checkpoint into its own `output_dir`. A resume with `True` or
+`"newest"` then takes the newest checkpoint that is whole on all nodes.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def choose_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     Finds the checkpoint that `resume_from_checkpoint` asks for. Call it on every rank.
 
     Args:
-        wanted: Path of a checkpoint, `True` or `"newest"`. The last two take the newest checkpoint in `output_dir`
-            that is whole on all nodes. Where there is none, `"newest"` starts from the first step and `True` is an
-            error.
+        wanted: Path of a checkpoint, `True`, `"newest"` or nothing. `True` and `"newest"` take the newest checkpoint
+            in `output_dir` that is whole on all nodes. Where there is none, `"newest"` starts from the first step and
+            `True` is an error.
         output_dir: The run's directory.
 
     Returns:
@@ -81,8 +82,8 @@ def choose_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
         found = find_newest_of_all(output_dir)
         if found is None and wanted is True:
             raise ValueError(
-                f"`resume_from_checkpoint=True`, but {output_dir} holds no whole checkpoint. Leave it unset to start "
-                "afresh."
+                f"`resume_from_checkpoint=True`, but {output_dir} holds no checkpoint that is whole on all nodes. "
+                '`"newest"` instead of `True` starts afresh then.'
             )
         return found
     if wanted and (flaw := find_flaw(wanted)):
@@ -147,7 +148,8 @@ class Staging:
             raise RuntimeError(
                 f"{target} could not be saved ({reason}). "
                 + (f"The checkpoint {before} is whole: " if before else "There is no earlier checkpoint: ")
-                + f"make room or set another `output_dir`, then {'resume from there' if before else 'start again'}."
+                + "mend the cause (a full disk needs room or another `output_dir`), then "
+                f"{'resume from there' if before else 'start again'}."
             ) from error
         finally:
             self.directory = None
@@ -200,7 +202,7 @@ def find_flaw(checkpoint: str | Path) -> str | None:
     try:
         sizes = json.loads((root / MANIFEST).read_text())["files"]
     except FileNotFoundError:
-        return f"it lacks {MANIFEST}, so it was never finished"
+        return f"it lacks {MANIFEST}, which is written last"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} is broken ({error!r})"
     for name, size in sizes.items():
@@ -333,7 +335,7 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
     Reads the members of a checkpoint into a population of the same shape. Call it on every rank.
 
     Raises:
-        `ValueError`: If a file is missing, broken or from another population. The message names file and field.
+        `ValueError`: If a file is missing, broken or from another population. The message names the file.
     """
     root = Path(directory)
     check_same_shape(root, shape, population.names)
@@ -366,7 +368,9 @@ def load_game(
             buffered rows and nothing to log.
 
     Raises:
-        `ValueError`: If a file is missing, broken or from another population. The message names file and field.
+        `ValueError`: If `population.json`, `game.json` or the archive is missing or broken, or if the checkpoint has
+            another population, settings that a resume cannot change, or a file of another version. The message names
+            the file.
     """
     root = Path(directory)
     saved = check_same_shape(root, shape, game.population.names)
@@ -385,7 +389,7 @@ def load_game(
             return RankState(**torch.load(path, map_location=place, weights_only=True))
         except TypeError as error:
             raise ValueError(
-                f"{path} is of an earlier version of this package ({error}). Resume with that version, or start a new "
+                f"{path} is of another version of this package ({error}). Resume with that version, or start a new "
                 "run with `warm_start`."
             ) from error
     logger.warning(

@@ -2,7 +2,8 @@
 
     a new run, and the directory holds a run    the start is refused
     a resume in the run's own directory         records are cut back to the checkpoint
-    a resume in another directory               records up to the checkpoint, and the checkpoint, are copied
+    a resume in another directory               records up to the checkpoint, and the checkpoint, are copied; if this
+                                                directory holds a run, the start is refused
     a second `train()` of the same trainer      files of the first training move to `_previous-<n>/`
     `"newest"`, and there is no checkpoint      files of the earlier run move to `_previous-<n>/`
 
@@ -65,7 +66,9 @@ class RunDirectory:
         accelerator: Lets ranks wait for each other.
 
     Raises:
-        `ValueError`: On every rank, if another process trains in this directory.
+        `ValueError`: On every rank, if another process trains in this directory, or if
+            [`~trl_populora.run.nodes.check_nodes`] refuses it.
+        `RuntimeError`: If a process of the run does not start.
     """
 
     def __init__(self, args: TrainingArguments, accelerator: Accelerator):
@@ -135,8 +138,8 @@ class RunDirectory:
             The checkpoint to resume from; `None` to start from the first step.
 
         Raises:
-            `ValueError`: On every rank, if a new run would start where a run lies, or if the run in this directory has
-                later checkpoints than the one that is wanted.
+            `ValueError`: If the wanted checkpoint is missing or damaged. On every rank, if another run lies in the
+                directory, or if the run in it has later checkpoints than the wanted one.
         """
         where = self.args.output_dir
         found = choose_checkpoint(wanted, where)
@@ -182,8 +185,8 @@ def find_earlier_run(output_dir: str) -> str | None:
     if not holds_a_run(output_dir):
         return None
     return (
-        f"{output_dir} holds a run. `--resume`, or `train(resume_from_checkpoint=True)`, goes on with it; a new one "
-        "needs another `output_dir`."
+        f"{output_dir} holds a run. `--resume`, or `train(resume_from_checkpoint=True)`, goes on from its newest "
+        "whole checkpoint, if it has one; a new run needs another `output_dir`."
     )
 
 
@@ -227,7 +230,7 @@ def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:
         for path in tables:
             if _parse_step(path) > step:
                 path.unlink()
-        # A later checkpoint can be here only if it is damaged on this or another node: otherwise `claim` refuses.
+        # A later checkpoint can be here only if it is not whole on this or another node: otherwise `claim` refuses.
         if later := [path for path in root.glob(f"{PREFIX}*") if _parse_step(path) > step]:
             _move(later, root)
     else:

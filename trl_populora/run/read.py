@@ -51,8 +51,8 @@ def read_population(directory: str | Path) -> dict[str, Any]:
     among the settings.
 
     Raises:
-        `ValueError`: If the file is missing, broken or of another format, if a member's name or adapter leads out of
-            the directory, or if the best student is no member.
+        `ValueError`: If the file is missing, broken or of another format, if a member's name or adapter is not of the
+            form that [`~trl_populora.files.is_file_name`] asks for, or if the best student is no member.
     """
     path = Path(directory, POPULATION_FILE)
     saved = read_json(path)
@@ -65,14 +65,17 @@ def read_population(directory: str | Path) -> dict[str, Any]:
 
 
 def _check_places(path: Path, member: Mapping[str, Any]) -> str:
-    """Refuses a member whose files would be outside `members/`; returns the member's name."""
+    """Checks that a member's name is a file name, and its adapter such a name in `members/`. Returns the name."""
     name = member.get("name")
     if not is_file_name(name):
-        raise ValueError(f"{path}: field `members.name` is {name!r}; it may hold only letters, digits, `_` and `-`.")
+        raise ValueError(
+            f"{path}: field `members.name` is {name!r}; it must have only letters, digits, `_` and `-`, and not start "
+            "with `-`."
+        )
     directory, _, adapter = str(member.get("adapter")).partition("/")
     if directory != "members" or not is_file_name(adapter):
         raise ValueError(
-            f"{path}: field `members.adapter` is {member.get('adapter')!r}; it must be `members/<name>`, a name of "
-            "letters, digits, `_` and `-`."
+            f"{path}: field `members.adapter` is {member.get('adapter')!r}; it must be `members/<name>`. Such "
+            "a name has only letters, digits, `_` and `-`, and does not start with `-`."
         )
     return str(name)

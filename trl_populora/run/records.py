@@ -42,7 +42,7 @@ def write_rollouts(
 
     Args:
         output_dir: The run's directory.
-        step: Population step, from 1, as in `metrics.jsonl`.
+        step: Optimizer step that trains first on the rows, from 1, as in `metrics.jsonl`.
         game: Has the population and the number of this rank.
         rows: Rows of this rank, shape `[R]`.
         rewards, advantages: Reward and advantage of each row, shape `[R]`.

@@ -208,8 +208,8 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
         The contents of the file.
 
     Raises:
-        `ValueError`: If the file is broken, or if base, adapter shape or members differ. The message names file and
-            field.
+        `ValueError`: If the file is missing or broken, or if base, adapter shape or members differ. The message names
+            the file and, where fields differ, the field.
     """
     path, saved = root / POPULATION_FILE, read_population(root)
     for field in ("base_model", "base_config", "lora", "members"):
@@ -233,7 +233,7 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
                 f"{path}: field `base_model` is {saved['base_model']!r}, this trainer trains on {ours!r}. Adapters "
                 "only make sense on the base they were trained on. Train on that base."
             )
-        logger.warning("%s names the base %r, this trainer's is at %r.", path, saved["base_model"], ours)
+        logger.warning("%s names the base %r, this trainer's is %r.", path, saved["base_model"], ours)
     _check_quantization(path, saved.get("base_quantization"), shape.quantization, resumes=members is not None)
     names = [member["name"] for member in saved["members"]]
     if members is not None and names != list(members):
@@ -302,11 +302,14 @@ def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[st
         adapters: Directories of the adapters to check, below `root`; by default those of all members.
 
     Raises:
-        `ValueError`: If an adapter is missing or a file is from another step. The message names both steps.
+        `ValueError`: If an adapter is missing, or if a file is from another step. In the second case the message names
+            both steps.
     """
     wanted = [member["adapter"] for member in saved["members"]] if adapters is None else adapters
     if not all((root / each / "adapter_model.safetensors").exists() for each in wanted):
-        raise ValueError(f"{root} was not saved to its end; use a checkpoint of it, or resume it.")
+        raise ValueError(
+            f"{root} lacks an adapter, so it was not saved to its end; use a checkpoint of it, or resume it."
+        )
     steps = {each: read_saved_step(root / each) for each in wanted}
     if (archive := root / "archive.parquet").exists():
         steps[archive.name] = read_archive_step(archive)
