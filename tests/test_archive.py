@@ -259,6 +259,7 @@ ROW = make(1).to_record()
             {"inputs": ["f(3)"]},
             r"which is no canonical text; as one, it is '\[\"t\",3\]'. `trl_populora.tasks.make_task`",
         ),
+        ({"outputs": [str([1.5] * 4000)]}, "row 1: column `outputs` holds .*, which is no canonical text"),
         ({"outputs": ["os"]}, "row 1: column `outputs` holds 'os', which is no canonical text. `trl_populora.tasks"),
         ({"inputs": ["3"]}, "row 1: column `inputs` holds '3'; an input is the tuple of arguments"),
         ({"outputs": ["nan"]}, "row 1: column `outputs` holds 'nan', which is no canonical text"),

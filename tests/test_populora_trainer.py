@@ -303,6 +303,9 @@ class TestStep:
         trainer._generate_rows(*ask)
         assert len(published) == 1
         child = {key: value + 1 for key, value in published[0].items()}
+        with pytest.raises(ValueError, match="`sigma` must be positive"):
+            trainer.replace_member("student_0", child, step=0, sigma=0.0)
+        assert same(read_member(trainer.model, "student_0"), published[0]), "nothing is replaced by half"
         trainer.replace_member("student_0", child, step=0)
         trainer._generate_rows(*ask)
         assert len(published) == 2

@@ -125,6 +125,13 @@ class TestPage:
         assert {row["step"] for row in found.rows} == {1, 2}
         assert "births: 2" in visible_text(page_of(run))
 
+    def test_steps_of_six_digits_come_after_those_of_five(self, finished, tmp_path):
+        run = tmp_path / "run"
+        shutil.copytree(finished, run)
+        (run / "rollouts" / "step_00004.parquet").rename(run / "rollouts" / "step_100000.parquet")
+        (run / "rollouts" / "step_00003.parquet").rename(run / "rollouts" / "step_99999.parquet")
+        assert [row["step"] for row in load_run(run).rows][-1] == 4
+
     def test_a_run_without_rollouts(self, finished, tmp_path):
         run = tmp_path / "run"
         shutil.copytree(finished, run, ignore=shutil.ignore_patterns("rollouts"))

@@ -590,6 +590,8 @@ class PopuLoRATrainer(HubTrainer):
             `KeyError`: If there is no such member.
             `ValueError`: If keys or shapes of the factors differ from the member's, or if `sigma` is not positive.
         """
+        if not sigma > 0:  # said before anything is replaced
+            raise ValueError(f"`sigma` must be positive, got {sigma}.")
         adapter = self.population.adapter(name)
         lora_members.write_member(self.model_wrapped, adapter, factors)
         if self.optimizer is not None:

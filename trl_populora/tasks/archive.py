@@ -244,12 +244,12 @@ def _suggest_text(text: str, column: str) -> str:
     """
     try:
         value = literals.read_arguments(text) if column == "inputs" else literals.read_literal(text)
-    except ValueError:
+        # Users write the same input in three ways: `3`, `(3,)` and `f(3)`.
+        if column == "inputs" and len(value) == 1 and isinstance(value[0], tuple):
+            (value,) = value
+        return f"; as one, it is {values.encode(value, ordered=column == 'inputs')!r}"
+    except ValueError:  # it is no literal, or too large to be written
         return ""
-    # Users write the same input in three ways: `3`, `(3,)` and `f(3)`.
-    if column == "inputs" and len(value) == 1 and isinstance(value[0], tuple):
-        (value,) = value
-    return f"; as one, it is {values.encode(value, ordered=column == 'inputs')!r}"
 
 
 def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
