@@ -228,7 +228,7 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def push(arguments: Sequence[str]) -> None:
-    """Uploads to the Hub: a run, its archive as a dataset, its report as a Space."""
+    """Uploads to the Hub what a repository is named for: the run, its archive (a dataset), its report (a Space), or all."""
     from trl_populora.hub.push import push_archive, push_run, push_space
 
     (options,) = _parse(PushArguments, "push", arguments)

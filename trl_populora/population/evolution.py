@@ -151,7 +151,7 @@ def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Membe
     """
     if fraction <= 0:
         return []
-    # Between equal ratings the later member goes, on every rank the same one.
+    # Of members with equal ratings the one with the highest index goes, so that every rank chooses the same one.
     ranked = sorted(members, key=lambda member: (Population.fitness(member), -member.index))
     eligible = [member for member in ranked[:-1] if member.age >= burn_in]
     return eligible[: max(1, int(fraction * len(members)))]

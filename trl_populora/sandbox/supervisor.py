@@ -464,7 +464,7 @@ class Supervisor:
                 self._listen(number, self.running[number])
 
     def _shut_down(self) -> None:
-        """Ends all zygotes and refuses the unfinished jobs."""
+        """Ends all zygotes, and sets an error in the future of each unfinished job."""
         workers = self._workers()
         # All sockets are closed first, so that the zygotes end at the same time and not one after the other.
         for worker in workers:

@@ -275,9 +275,9 @@ class _Program:
 
 def _list_reachable(block: list[Any]) -> Iterator[ast.stmt]:
     """
-    Yields the statements of a block up to one that always leaves it, such as `return`. If constants decide an `if`,
-    or keep a `while` from running, the statements that run instead stand in its place. An `assert` that constants
-    decide is left out.
+    Yields the statements of a block up to and including its first `return`, `raise`, `break` or `continue`. If
+    constants decide an `if`, or keep a `while` from running, the statements that run instead stand in its place. An
+    `assert` that constants decide is left out. An `if` whose branches all return does not end the block.
     """
     stack = block[::-1]
     while stack:
