@@ -228,7 +228,7 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def push(arguments: Sequence[str]) -> None:
-    """Uploads to the Hub what you name a repository for: the run, its archive (dataset), its report (Space), or all."""
+    """Uploads to the Hub what you name a repository for: a run, its archive (dataset), its report (Space), or all."""
     from trl_populora.hub.push import push_archive, push_run, push_space
 
     (options,) = _parse(PushArguments, "push", arguments)

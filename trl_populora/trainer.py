@@ -116,7 +116,7 @@ class PopuLoRATrainer(HubTrainer):
     _tag_names = ["trl", "populora", "lora"]
     _name = "PopuLoRA"
 
-    # Attributes of the base classes, which do not annotate them.
+    # Attributes that the base classes set. `HubTrainer` gives `args` a wider type, and the others have no annotation.
     args: PopuLoRAConfig
     optimizer: Any
     _buffered_inputs: Any

@@ -22,8 +22,8 @@ from trl_populora.lora.convert import find_largest_rank
 logger = logging.getLogger(__name__)
 
 WAY_OUT = "Set `use_vllm=False` to generate with transformers."
-# The versions that the vLLM tests have run on. TRL 1.16 warns of 0.32 because of the way in which TRL sends base
-# weights, and here base weights are never sent.
+# The versions that the vLLM tests have run on. TRL's own window is another one: TRL 1.16 warns of all versions below
+# 0.22 or above 0.31.0, so of 0.32 too.
 WINDOW = SpecifierSet(">=0.31,<0.33")
 
 
