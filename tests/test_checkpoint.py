@@ -374,7 +374,7 @@ class TestOtherSettings:
         [
             (
                 {"learning_rate": 1e-3},
-                "cannot change settings: `learning_rate` was 0.01, is 0.001. Resume with the saved",
+                "cannot change these settings: `learning_rate` was 0.01, is 0.001. Resume with the saved",
             ),
             ({"teacher_learning_rate": 1e-3}, "`teacher_learning_rate` was None, is 0.001"),
             ({"seed": 7}, "`seed` was 42, is 7"),

@@ -377,7 +377,7 @@ def _find_gradients(model: nn.Module, name: str) -> list[torch.Tensor]:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
     if hasattr(next(iter(parameters)), "ds_id"):
         return [_find_stage3_gradient(parameter) for parameter in parameters]
-    # The whole of a parameter without a mapping lies in another rank's partition.
+    # A parameter without a mapping has no element in this rank's partition.
     owned = [parameter for parameter in parameters if parameter._hp_mapping is not None]
     return [parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group) for parameter in owned]
 

@@ -275,8 +275,8 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     refused = [f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed if name in fixed]
     if refused:
         raise ValueError(
-            f"{root / POPULATION_FILE}: a resumed run cannot change settings: {'; '.join(refused)}. Resume with "
-            "the saved values, or start a new run with `warm_start` to change them."
+            f"{root / POPULATION_FILE}: a resumed run cannot change these settings: {'; '.join(refused)}. Resume "
+            "with the saved values, or start a new run with `warm_start` to change them."
         )
     if gone := sorted(theirs.keys() - ours.keys()):
         logger.warning(

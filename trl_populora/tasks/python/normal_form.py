@@ -186,7 +186,7 @@ class _Program:
             holder.waiting.append(statement)
         elif isinstance(node, (ast.Break, ast.Continue)):
             statement.find_around(_LOOPS).waiting.append(statement)
-        # What may raise inside a `try` may decide which handler runs.
+        # A call, a subscript, an import or a loop inside a `try` may raise, and so decide which handler runs.
         elif self.catches and isinstance(node, _MAY_RAISE) and statement.find_around(_TRIES) is not self.root:
             statement.find_around(_TRIES).waiting.append(statement)
 
