@@ -281,7 +281,7 @@ def save_factors(
     if not isinstance(config.target_modules, str):
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(directory)
-    # Saving arrays gives the same bytes as saving tensors, in half the time.
+    # Saving arrays gives the same bytes as saving tensors, in less time.
     arrays = {key: value.numpy() for key, value in factors.items()}
     save_file(arrays, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     # The step is written last. If the process is killed before that, the adapter counts as older or as undated.

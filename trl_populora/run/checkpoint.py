@@ -230,8 +230,8 @@ def _move_into_place(unfinished: Path, target: Path, world: int) -> None:
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     write_json(unfinished / MANIFEST, {"format": FORMAT, "processes": world, "files": sizes})
-    # Files first, then the rename: after a power cut a checkpoint under its final name has all its bytes.
-    for path in (*files, unfinished / MANIFEST, unfinished):
+    # First everything inside, then the rename: after a power cut a checkpoint under its final name has all its bytes.
+    for path in (*unfinished.rglob("*"), unfinished):
         _flush(path)
     replaced = unfinished.with_name("replaced")
     if target.exists():
@@ -287,7 +287,8 @@ class RankState:
 
     Args:
         step: TRL's count of micro-batches.
-        buffered: Micro-batches that are still to train on.
+        buffered: All micro-batches of the step that was played last, if a later optimizer step trains on them again
+            (`num_iterations` above 1); else `None`.
         played: The step to which the buffered micro-batches belong, as `Played.state_dict` returns it.
         metrics: Metrics that are not logged yet.
         loss: Sum of the loss since the last log.
@@ -394,7 +395,7 @@ def load_game(
             ) from error
     logger.warning(
         "%s was saved by %d processes and is resumed by %d. Every rank samples anew, so this run differs from one "
-        "that was never interrupted. Rows that were still to be trained on are dropped.",
+        "that was never interrupted. Rows that were to be trained on again are dropped.",
         root,
         processes,
         args.world_size,

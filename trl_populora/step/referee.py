@@ -220,7 +220,10 @@ class Referee:
         return self.verify([(each.kind, self._parse(each)) for each in proposals], rng)
 
     def verify(self, proposals: Sequence[tuple[str, Proposal | Refusal]], rng: random.Random) -> list[Task | Refusal]:
-        """Runs the checks of [`judge`] that follow the first two, on pairs of a kind and what it has read."""
+        """
+        Runs those checks of [`judge`] that come after the first two. Each entry of `proposals` is the name of a kind,
+        and what this kind has read: a proposal, or a refusal, which is returned as it is.
+        """
         verdicts = self._run(
             check_type(kind, "check", self.kinds[kind].check(read), _JOB) if isinstance(read, Proposal) else None
             for kind, read in proposals
