@@ -253,7 +253,7 @@ class Played:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Played:
-        """Makes an object of what `state_dict` returned. Fields of rows that this version does not know are left out."""
+        """Makes an object of what `state_dict` returned. Row fields that this version does not know are left out."""
         rows = [
             Row(
                 **{name: row[name] for name in row.keys() & Row.__dataclass_fields__.keys()}
