@@ -138,6 +138,22 @@ class TestWithVLLM:
         assert str(tmp_path / "base") in str(error.value)
         assert "use_vllm=False" in str(error.value)
 
+    @pytest.mark.parametrize(
+        ("engine", "reason"),
+        [
+            ({"max_loras": 2, "max_cpu_loras": 4}, r"max_cpu_loras=4, and 4 member\(s\) need 6"),
+            ({"max_loras": 2, "max_cpu_loras": 5}, r"max_cpu_loras=5, and 4 member\(s\) need 6"),
+            ({"max_lora_rank": 8}, "max_lora_rank=8, and the adapters have rank 16"),
+            ({"enable_lora": False}, "enable_lora=False"),
+        ],
+    )
+    def test_an_engine_without_room_for_all_members_is_refused_before_anything_is_loaded(
+        self, engine, reason, make_args
+    ):
+        args = make_args(use_vllm=True, teachers=2, students=2, vllm_engine_kwargs=engine)
+        with pytest.raises(ValueError, match=reason):
+            PopuLoRATrainer("no/such-base", args=args, peft_config=LoraConfig(r=16, target_modules="all-linear"))
+
     def test_a_server_that_is_not_up_leaves_the_arguments_as_they_were(self, make_args, lora, tmp_path):
         """In a notebook, the cell that failed is run again when the server is up."""
         server = {"vllm_server_base_url": f"http://127.0.0.1:{free_port()}", "vllm_server_timeout": 0.1}
