@@ -234,7 +234,11 @@ def test_a_thought_that_the_template_opens_is_none_until_it_is_closed():
 def test_a_thought_between_special_tokens_is_no_answer(tags):
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(tags)})
-    task, draft, answer = Task("code_o", DOUBLE, (encode((1,)),), (encode(2),)), "```output\n3\n```", "```output\n2\n```"
+    task, draft, answer = (
+        Task("code_o", DOUBLE, (encode((1,)),), (encode(2),)),
+        "```output\n3\n```",
+        "```output\n2\n```",
+    )
     opened, closed = tags
     for prompt, said in (
         ("ask", f"{opened}\nis it\n{draft}\nor\n{closed}\n{answer}"),

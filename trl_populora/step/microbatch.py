@@ -647,7 +647,7 @@ def measure_sampling(output: Batch) -> dict[str, float]:
     differences = (old - output["sampling_per_token_logps"]).abs()[computed]
     # In sequence modes there is one ratio per row instead of one per token.
     ratios = ratios[computed] if ratios.shape == computed.shape else ratios[computed.any(dim=1)].flatten()
-    found = {}
+    found: dict[str, float] = {}
     for name, values in {
         "sampling_logp_difference": differences[~differences.isnan()],  # vLLM could not score every token
         "importance_sampling_ratio": ratios,
