@@ -28,5 +28,5 @@ for size in 1 8 16 32 64 128 256 320 512; do
 done
 export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_SERVER_DEV_MODE=1
 exec "$python" -m vllm.entrypoints.openai.api_server --model "$base" \
-    --enable-lora --max-loras "$members" --max-cpu-loras $((2 * members)) --max-lora-rank "$size" \
+    --enable-lora --max-loras "$members" --max-cpu-loras $((2 * members + 1)) --max-lora-rank "$size" \
     --logprobs-mode processed_logprobs "$@"

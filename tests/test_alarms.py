@@ -11,7 +11,8 @@ from trl_populora.run.callbacks import STEPS, Alarms
 from trl_populora.step.rows import Played
 
 
-ARGS = SimpleNamespace(student_baseline="group", report_to=["a tracker"])
+MODE = "vllm_importance_sampling_mode"
+ARGS = SimpleNamespace(student_baseline="group", report_to=["a tracker"], **{MODE: "sequence_mask"})
 WELL = {"propose/valid_rate": 0.5, "frac_reward_zero_std": 0.5, "solve/rate": 0.5}
 
 
@@ -52,9 +53,21 @@ def test_flat_groups_for_long_are_told_once(caplog, rate):
 
 
 def test_flat_groups_do_not_matter_where_a_member_is_compared_with_itself(caplog):
-    args = SimpleNamespace(student_baseline="member", report_to=[])
+    args = SimpleNamespace(student_baseline="member", report_to=[], **{MODE: "sequence_mask"})
     play([{"frac_reward_zero_std": 1.0}] * 3 * STEPS, args)
     assert not caplog.messages
+
+
+def test_a_low_mean_weight_of_whole_completions_for_long_is_told_once_with_the_option(caplog):
+    weight = "sampling/importance_sampling_ratio/mean"
+    for well in (0.91, float("nan"), None):
+        play([{weight: 0.5}] * (STEPS - 1) + [{weight: well}] + [{weight: 0.5}] * (STEPS - 1))
+    play([{weight: 0.5}] * STEPS, SimpleNamespace(**vars(ARGS) | {MODE: "token_truncate"}))
+    assert not caplog.messages
+    play([{weight: 0.5}] * 3 * STEPS)
+    (line,) = caplog.messages
+    assert f"below 0.9 in the last {STEPS} steps (now 0.50)" in line
+    assert f"`{MODE}=token_truncate`" in line
 
 
 def test_a_run_in_which_nothing_is_valid_says_so(random_base, make_args, lora, seed_dataset, monkeypatch, caplog):

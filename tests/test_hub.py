@@ -26,6 +26,7 @@ from trl_populora.assets import tiny_base_path
 from trl_populora.hub.card import PICTURES, write_card
 from trl_populora.hub.download import fetch
 from trl_populora.hub.push import make_stage, push_archive, push_run, push_space
+from trl_populora.lora.checks import check_is_base
 from trl_populora.lora.members import read_member
 from trl_populora.population.members import Population
 from trl_populora.run.read import read_population
@@ -157,6 +158,11 @@ class TestPushed:
         best = max(finished.population.students, key=Population.fitness).name
         weights = Path(finished.args.output_dir, "members", best, "adapter_model.safetensors")
         assert (evaluate.find_adapter("me/scored") / weights.name).read_bytes() == weights.read_bytes()
+
+    def test_a_pushed_population_is_refused_as_a_base(self, hub, finished):
+        push_run(finished.args.output_dir, "me/no-base")
+        with pytest.raises(ValueError, match=r"'me/no-base'` is a saved population.*`warm_start='me/no-base'`"):
+            check_is_base("me/no-base")
 
     def test_the_card_tells_how_to_load(self, hub, finished):
         push_run(finished.args.output_dir, "me/card")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,3 +71,28 @@ def test_means_do_not_depend_on_how_rows_are_dealt(logged, options):
     for key in means - {"clip_ratio/low_min"}:  # of a row, also a blank one
         assert dealt[key] == pytest.approx(whole[key], rel=1e-3), key
     assert any(0 < whole[key] < 1 for key in means if key.endswith(("mean", "cispo_clip_ratio")))
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_figures_of_the_sampling_engine_are_over_the_rows_that_are_computed(mode, random_base, lora, tmp_path):
+    """An engine that held every token for far less likely than the trainer: each weight is cut at TRL's cap."""
+    options = POPULATION | {"evolve_every": 0, "max_steps": 2, "vllm_importance_sampling_mode": mode}
+    args = PopuLoRAConfig(str(tmp_path), vllm_importance_sampling_clip_max=3.0, **options)
+    trainer = PopuLoRATrainer(random_base, args=args, peft_config=lora)
+
+    def rows_of(step: int) -> list[Row]:
+        rows = [worth_the_same(row) if step or row.role == "teacher" else row for row in rows_of_step(step)]
+        said = [row.completion for row in rows]
+        told = [dataclasses.replace(each, logprobs=[-30.0] * len(each.completion_ids)) for each in said]
+        return [dataclasses.replace(row, completion=each) for row, each in zip(rows, told, strict=True)]
+
+    play_fixed_rows(trainer, rows_of)
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
+    trainer.vllm_generation = SimpleNamespace(sync_weights=int, close=int)
+    trainer.train()
+    live, blank = (entry for entry in trainer.state.log_history if "loss" in entry)
+    ratios = [f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")]
+    differences = [f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")]
+    assert [live[key] for key in ratios] == [3, 3, 3], "a row that is not computed is no row with the weight 1"
+    assert 20 < live[differences[0]] < live[differences[1]]
+    assert {blank[key] for key in (*ratios, *differences)} == {None}

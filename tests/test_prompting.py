@@ -230,6 +230,28 @@ def test_a_thought_that_the_template_opens_is_none_until_it_is_closed():
             assert [kind.parse_attempt(text, task).well_formed for text in texts] == formed
 
 
+@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("[THINK]", "[/THINK]")], ids=["angles", "brackets"])
+def test_a_thought_between_special_tokens_is_no_answer(tags):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tags)})
+    task, draft, answer = (
+        Task("code_o", DOUBLE, (encode((1,)),), (encode(2),)),
+        "```output\n3\n```",
+        "```output\n2\n```",
+    )
+    opened, closed = tags
+    for prompt, said in (
+        ("ask", f"{opened}\nis it\n{draft}\nor\n{closed}\n{answer}"),
+        (f"ask{opened}\n", f"is it\n{draft}\nor{closed}{answer}"),
+    ):
+        ids = tokenizer.encode(f"{said}{tokenizer.eos_token}")
+        assert tokenizer.decode(ids, skip_special_tokens=True) != said, "the tags are special tokens"
+        (completion,) = make_completions(tokenizer, [tokenizer.encode(prompt)], [ids])
+        assert CodeO().parse_attempt(completion.text, task) == CodeO().parse_attempt(answer, task), prompt
+        assert completion.text.startswith("<think>\n")
+        assert tokenizer.eos_token not in completion.text
+
+
 @pytest.fixture
 def saved(roomy_base, tmp_path):
     """Saves the random base with another chat template."""

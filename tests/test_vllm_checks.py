@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from peft import LoraConfig
 from transformers import BloomConfig, CTRLConfig, Qwen3Config, Qwen3ForCausalLM
 
 from trl_populora.generate.checks import WINDOW, check_vllm, warn_of_truncation
-from trl_populora.generate.server import VLLMServerError
+from trl_populora.generate.server import LoRAServer, VLLMServerError
 from trl_populora.trainer import PopuLoRATrainer
 
 from .vllm_models import make_served_base
@@ -138,6 +142,22 @@ class TestWithVLLM:
         assert str(tmp_path / "base") in str(error.value)
         assert "use_vllm=False" in str(error.value)
 
+    @pytest.mark.parametrize(
+        ("engine", "reason"),
+        [
+            ({"max_loras": 2, "max_cpu_loras": 4}, r"max_cpu_loras=4, and 4 member\(s\) need 6"),
+            ({"max_loras": 2, "max_cpu_loras": 5}, r"max_cpu_loras=5, and 4 member\(s\) need 6"),
+            ({"max_lora_rank": 8}, "max_lora_rank=8, and the adapters have rank 16"),
+            ({"enable_lora": False}, "enable_lora=False"),
+        ],
+    )
+    def test_an_engine_without_room_for_all_members_is_refused_before_anything_is_loaded(
+        self, engine, reason, make_args
+    ):
+        args = make_args(use_vllm=True, teachers=2, students=2, vllm_engine_kwargs=engine)
+        with pytest.raises(ValueError, match=reason):
+            PopuLoRATrainer("no/such-base", args=args, peft_config=LoraConfig(r=16, target_modules="all-linear"))
+
     def test_a_server_that_is_not_up_leaves_the_arguments_as_they_were(self, make_args, lora, tmp_path):
         """In a notebook, the cell that failed is run again when the server is up."""
         server = {"vllm_server_base_url": f"http://127.0.0.1:{free_port()}", "vllm_server_timeout": 0.1}
@@ -147,6 +167,33 @@ class TestWithVLLM:
             with pytest.raises(VLLMServerError):
                 PopuLoRATrainer(base, args=args, peft_config=lora)
         assert (args.use_vllm, args.beta) == (True, 0.5)
+
+    @pytest.mark.parametrize("stuck", ["/health", "/v1/models", "/server_info"])
+    def test_a_server_that_hangs_is_given_up_whatever_it_is_asked(self, stuck, monkeypatch):
+        released = threading.Event()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):  # noqa: N802
+                if self.path.startswith(stuck):
+                    released.wait(60)
+                body = json.dumps({"data": [{"id": "base"}]}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *arguments):
+                pass
+
+        monkeypatch.setattr("trl_populora.generate.server.HEALTH_TIMEOUT", 0.5)
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as stub:
+            threading.Thread(target=stub.serve_forever, daemon=True).start()
+            url, start = f"http://127.0.0.1:{stub.server_port}", time.monotonic()
+            with pytest.raises(VLLMServerError, match=url):
+                LoRAServer(url, 0.1, 0.5, lambda: "Restart it.").check_serves(4, 16, [])
+            assert time.monotonic() - start < 20
+            released.set()
+            stub.shutdown()
 
     def test_a_base_that_vllm_could_not_load_again_is_refused(self, args, lora):
         config = Qwen3Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=16, head_dim=32)

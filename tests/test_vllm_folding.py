@@ -1,4 +1,4 @@
-"""vLLM samples from the policy that is trained, also where modules have ranks and alphas of their own."""
+"""vLLM samples from the policy that is trained, also with patterns of ranks and alphas, and in a cramped engine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ pytestmark = pytest.mark.vllm
 PATTERNS = {"rank_pattern": {"q_proj": 2, "down_proj": 8}, "alpha_pattern": {"o_proj": 2, "layers.1.mlp.up_proj": 24}}
 
 
-def test_the_engine_has_the_logprobs_of_members_with_rank_and_alpha_patterns(tmp_path, monkeypatch):
+CRAMPED = {"max_loras": 2, "max_cpu_loras": 5}  # the least that three members may have
+
+
+@pytest.mark.parametrize(("options", "engine"), [(PATTERNS, {}), ({}, CRAMPED)], ids=["patterns", "cramped"])
+def test_the_engine_has_the_logprobs_of_its_members(options, engine, tmp_path, monkeypatch):
     for name, value in ENGINE_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     base = make_served_base(tmp_path / "base")
-    model, names, router = make_population(base, 3, **PATTERNS)
-    generation = colocate(model, names, router, base, tmp_path / "run")
+    model, names, router = make_population(base, 3, **options)
+    generation = colocate(model, names, router, base, tmp_path / "run", **engine)
     for publishing in range(2):
         for index, name in enumerate(names):
             randomise(model, name, seed=10 * publishing + index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -20,10 +21,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_populora.generate.publish import Published, StaleAdapterError
+from trl_populora.generate.publish import StaleAdapterError
 from trl_populora.generate.server import VLLMServerError
 from trl_populora.generate.vllm import PopulationGeneration
-from trl_populora.lora.members import read_member
+from trl_populora.lora.members import read_member, write_member
 
 from .recipe_runs import check_zero2, save_qwen
 from .vllm_models import largest_difference, logprobs_of, make_population, randomise
@@ -142,10 +143,64 @@ def test_a_server_that_answers_as_before_is_found_stale(client, server):
     # The server reads the former version under the name of the next.
     lora_server.load = lambda adapter: load(replace(adapter, path=former.path))
     randomise(client.model, "member_2", seed=1400)
-    with pytest.raises(StaleAdapterError, match=rf"{server.url} .* from 'member_2-.*', .* 'member_2'"):
-        client.generation.sync_weights()
-    names = [name for name in server.models() if name.startswith("member_2") and name != former.name]
-    lora_server.unload(Published("member_2", *names, 0))
+    for _ in range(2):  # what failed is neither remembered nor left on the server
+        with pytest.raises(StaleAdapterError, match=rf"{server.url} .* from 'member_2-.*', .* 'member_2'"):
+            client.generation.sync_weights()
+        assert len(server.models()) == 1 + MEMBERS
+    lora_server.load = load
+    client.generation.sync_weights()
+
+
+def creep(client) -> int:
+    """Moves a member by a step at an ordinary rate and publishes it, twenty times; the step that was found stale."""
+    for step in range(1, 21):
+        moved = {key: value + 1e-5 for key, value in read_member(client.model, "member_2").items()}
+        write_member(client.model, "member_2", moved)
+        try:
+            client.generation.sync_weights()
+        except StaleAdapterError:
+            return step
+    return 0
+
+
+def test_a_member_that_never_arrives_is_found_when_small_steps_add_up(client, tmp_path):
+    client.publish_all(14)
+    assert creep(client) == 0
+    (lora_server,) = client.generation.vllm_client.servers
+    kept = shutil.copytree(client.generation.published["member_2"].path, tmp_path / "kept")
+    load = lora_server.load
+    lora_server.load = lambda adapter: load(replace(adapter, path=str(kept)))
+    assert 9 < creep(client) < 12, "above 1e-4 in all"
+
+
+def test_a_server_that_knows_the_modules_by_other_names_is_refused(client, server, monkeypatch):
+    """vLLM loads such an adapter and ignores its weights, as for the text part of a larger model."""
+    read = client.generation._read_factors
+
+    def read_nested(name):
+        return {key.replace(".layers.", ".language_model.layers."): value for key, value in read(name).items()}
+
+    monkeypatch.setattr(client.generation, "_read_factors", read_nested)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{server.url} ignores .* q_proj, .*down_proj.*target_modules"):
+            client.generation.sync_weights()
+    assert len(server.models()) == 1
+
+
+def test_a_server_that_serves_other_modules_than_the_members_have_is_refused_by_their_names(
+    base, tmp_path, monkeypatch
+):
+    flags = ["--lora-target-modules", "down_proj", "q_proj"]
+    with served(base, MEMBERS, tmp_path / "log", 8, 256, *flags) as server:
+        others = "gate_proj, k_proj, o_proj, up_proj, v_proj"
+        with pytest.raises(ValueError, match=f"for down_proj, q_proj alone, .* in {others}. .*--lora-target-modules"):
+            Client(base, tmp_path, server.url)
+        # Whatever a server says of itself, its answers are looked at.
+        monkeypatch.setattr("trl_populora.generate.server.LoRAServer.check_serves", lambda *arguments: None)
+        client = Client(base, tmp_path, server.url)
+        with pytest.raises(ValueError, match=f"{server.url} ignores .* gate_proj"):
+            client.generation.sync_weights()
+        client.generation.close()
 
 
 def test_a_member_that_did_not_move_may_answer_as_before(client):

@@ -42,7 +42,7 @@ def make_population(base: str, members: int, rank: int = 4, **options):
     return add_members(model, names, config, router, seed=0), names, router
 
 
-def colocate(model, names: list[str], router: Router, base: str, directory: Path):
+def colocate(model, names: list[str], router: Router, base: str, directory: Path, **engine):
     """A `PopulationGeneration` with an engine in this process."""
     from trl_populora.generate.vllm import PopulationGeneration
 
@@ -52,7 +52,7 @@ def colocate(model, names: list[str], router: Router, base: str, directory: Path
         router=router,
         output_dir=str(directory),
         # Compiling the two layers takes half a minute; what is tested does not depend on it.
-        engine_kwargs={"enforce_eager": True},
+        engine_kwargs={"enforce_eager": True} | engine,
         accelerator=Accelerator(cpu=True),
         processing_class=AutoTokenizer.from_pretrained(base),
         max_model_length=256,

@@ -48,11 +48,11 @@ def end(process: subprocess.Popen) -> None:
 class Server:
     """A vLLM server started by `recipes/serve.sh`."""
 
-    def __init__(self, base: str, members: int, log: Path, rank: int, length: int):
+    def __init__(self, base: str, members: int, log: Path, rank: int, length: int, *further: str):
         port, self.log = free_port(), log
         self.url = f"http://127.0.0.1:{port}"
         flags = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(length)]
-        flags += ["--no-enable-chunked-prefill", "--enforce-eager"]
+        flags += ["--no-enable-chunked-prefill", "--enforce-eager", *further]
         self.command = [str(ROOT / "recipes" / "serve.sh"), base, str(members), str(rank), *flags]
         self.start()
 
@@ -77,8 +77,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(base: str, members: int, log: Path, rank: int, length: int) -> Iterator[Server]:
-    server = Server(base, members, log, rank, length)
+def served(base: str, members: int, log: Path, rank: int, length: int, *further: str) -> Iterator[Server]:
+    server = Server(base, members, log, rank, length, *further)
     try:
         yield server.wait()
     finally:

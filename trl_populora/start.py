@@ -37,7 +37,7 @@ from trl.trainer.utils import create_model_from_path
 from trl_populora.assets import resolve_model_path
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.evaluate.held_out import HeldOut, list_given_tables, load_held_out
-from trl_populora.generate.checks import check_vllm
+from trl_populora.generate.checks import check_engine_arguments, check_vllm
 from trl_populora.lora.checks import check_is_base, is_quantised
 from trl_populora.population.members import Population
 from trl_populora.population.ratings import Matchmaker, no_student_idles
@@ -90,6 +90,9 @@ def check_setup(
         refuse_gguf(source)
     check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
     if args.use_vllm:
+        if args.vllm_mode == "colocate":
+            adapters = 1 if args.single_agent else args.teachers + args.students
+            check_engine_arguments(args.vllm_engine_kwargs or {}, adapters, lora_config)
         check_vllm(source, args, lora_config)
 
 

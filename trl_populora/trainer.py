@@ -454,7 +454,11 @@ class PopuLoRATrainer(HubTrainer):
         output = super()._generate_and_score_completions(inputs)
         played, mine = self.played, self.played.local_worth
         # TRL cuts all rows into groups of equal size, proposals too. Only a student's attempts are such groups.
-        self._metrics["train"]["frac_reward_zero_std"][-1] = played.worth.flat
+        figures = {"frac_reward_zero_std": played.worth.flat}
+        # TRL counts rows as sampled exactly that are not computed.
+        figures |= microbatch.measure_sampling(output)
+        for name, value in figures.items():
+            self._metrics["train"][name][-1] = value
         # The log is a queue as long as a step has rows, so these push out the advantages that TRL has just put in.
         self._logs["advantages"].extend(played.worth.advantages.tolist())
         for column in ("prompt", "completion"):  # as text, because trackio shows messages as "[object Object]"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from importlib.metadata import packages_distributions, version
-from typing import get_args
+from typing import Any, get_args
 
 from packaging.specifiers import SpecifierSet
 from peft import LoraConfig
@@ -17,6 +18,8 @@ from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
 from trl_populora.lora.convert import find_largest_rank
+
+from .publish import count_adapters
 
 
 logger = logging.getLogger(__name__)
@@ -51,6 +54,37 @@ def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: Lora
             f"the base by itself. Save it with `save_pretrained` and pass that path. {WAY_OUT}"
         )
     check_base(path, args)
+
+
+def check_engine_arguments(given: Mapping[str, Any], members: int, lora_config: LoraConfig) -> None:
+    """
+    Checks that a colocated engine with the user's arguments has room for the adapters of all members.
+
+    An engine in this process cannot load an adapter again that it has dropped from host memory.
+
+    Args:
+        given: `vllm_engine_kwargs`.
+        members: Number of members.
+        lora_config: The LoRA configuration of all members.
+
+    Raises:
+        `ValueError`: If the engine would serve no adapters, or too few or too small ones.
+    """
+    least, rank = count_adapters(members)[0], find_largest_rank(lora_config)
+    if (slots := given.get("max_cpu_loras")) is not None and slots < least:
+        raise ValueError(
+            f"`vllm_engine_kwargs` gives max_cpu_loras={slots}, and {members} member(s) need {least}: one each, one "
+            "for the version that is being published, and one for the base. Leave it out, or raise it."
+        )
+    if (largest := given.get("max_lora_rank")) is not None and largest < rank:
+        raise ValueError(
+            f"`vllm_engine_kwargs` gives max_lora_rank={largest}, and the adapters have rank {rank}. Leave it out."
+        )
+    if not given.get("enable_lora", True):
+        raise ValueError(
+            f"`vllm_engine_kwargs` gives enable_lora={given['enable_lora']}, and every member is a LoRA adapter. "
+            "Leave it out."
+        )
 
 
 def check_installed() -> None:

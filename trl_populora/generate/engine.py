@@ -176,7 +176,10 @@ def _install(
     )
     # vLLM would silently leave out the weights of a module without a LoRA layer.
     if manager.add_adapter(lora) and (unknown := lora.loras.keys() - manager.modules.keys()):
-        raise ValueError(f"vLLM has no LoRA layer for {', '.join(sorted(unknown))}: choose other `target_modules`.")
+        raise ValueError(
+            f"vLLM has no LoRA layer for {', '.join(sorted(unknown))}: choose other `target_modules`. If the base is "
+            "the text part of a larger model, save it alone with `save_pretrained`, and pass that path."
+        )
     manager.activate_adapter(adapter.id)
     return lora
 

@@ -26,7 +26,7 @@ from trl import GRPOConfig
 from trl_populora.lora.layers import BASE, BASE_NAME, Router
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import count_free_tokens, trained_context
-from trl_populora.tasks.python.reading import THINK_OPEN, opens_thinking
+from trl_populora.tasks.python.reading import THINK_CLOSE, THINK_OPEN, opens_thinking
 
 from . import transformers as decoding
 
@@ -200,6 +200,9 @@ def make_vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence
     return given | {"stop_token_ids": list(ends)}
 
 
+# How bases spell the tags of a thought, and how they are read here. Some tokenizers declare them special.
+THINK_TOKENS = {THINK_OPEN: THINK_OPEN, "[THINK]": THINK_OPEN, THINK_CLOSE: THINK_CLOSE, "[/THINK]": THINK_CLOSE}
+
 _TAIL = 8  # tokens at the end of a prompt: enough for an opening tag and the white space behind it
 
 
@@ -210,16 +213,36 @@ def make_completions(
     logprobs: Sequence[list[float]] | None = None,
 ) -> list[Completion]:
     """
-    Makes a `Completion` of each row. Its text has no special tokens.
+    Makes a `Completion` of each row. Its text has no special tokens but the tags of a thought, spelt as they are read.
 
     Some chat templates open a thought at the end of the prompt. The text then gets the opening tag in front, because
     without the tag a thought that is never closed would be read as an answer.
     """
-    said = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    tails = tokenizer.batch_decode([ids[-_TAIL:] for ids in prompt_ids])
+    said = _decode(tokenizer, completion_ids)
+    tails = map(_spell_tags, tokenizer.batch_decode([ids[-_TAIL:] for ids in prompt_ids]))
     texts = [f"{THINK_OPEN}\n{text}" if opens_thinking(tail) else text for tail, text in zip(tails, said, strict=True)]
     found = [None] * len(texts) if logprobs is None else logprobs
     return [Completion(*row) for row in zip(prompt_ids, completion_ids, texts, found, strict=True)]
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]]) -> list[str]:
+    """Turns token ids into text without special tokens but the tags of a thought."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+    tags = {number for number in special if number in added and added[number].content in THINK_TOKENS}
+    texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    for row, ids in enumerate(rows):
+        # This text lacks tags that are special tokens, so a row that has some is decoded once more.
+        if tags.intersection(ids):
+            texts[row] = _spell_tags(tokenizer.decode([number for number in ids if number not in special - tags]))
+    return texts
+
+
+def _spell_tags(text: str) -> str:
+    """Spells the tags of a thought as they are read."""
+    for spelt, read in THINK_TOKENS.items():
+        text = text.replace(spelt, read)
+    return text
 
 
 # An evaluation in the middle of training must not change the training: it runs without dropout, and draws from seeds

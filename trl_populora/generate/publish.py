@@ -38,6 +38,16 @@ PREFIX = "populora-"  # the name of every shelf's directory begins with it
 VERSIONS_KEPT = 3
 
 
+def count_adapters(members: int) -> tuple[int, int]:
+    """
+    Counts the adapters for which vLLM needs room in host memory (`max_cpu_loras`): at the least, and better.
+
+    While a member is published, there are one version of each member, this member's next version, and the base's
+    adapter of zeros. A server keeps all former versions until it needs their room.
+    """
+    return members + 2, 2 * members + 1
+
+
 class ChangeDetector:
     """
     Finds the members that have changed since the last call, by checksums of this rank's part of their tensors.

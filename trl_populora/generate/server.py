@@ -12,19 +12,27 @@ from __future__ import annotations
 import copy
 import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 from urllib.parse import urlparse
 
 import requests
+import torch
 from trl.generation.vllm_client import VLLMClient
 
-from .publish import Ask, Published, StaleAdapterError, merge_asks
+from .publish import Ask, Published, StaleAdapterError, count_adapters, merge_asks
 
 
 REQUESTS_AT_A_TIME = 64  # with seeds every ask is a request of its own
 PROBE = range(1, 9)  # the prompt of a probe: token ids that every vocabulary has
+HEALTH_TIMEOUT = 10.0  # seconds; a server that is up answers `/health` at once
+
+# A root mean square. If a member's B has changed by more, its log-probabilities change in any precision. A server that
+# then answers with the former log-probabilities, bit by bit, still has the former version. Adam changes B by about the
+# learning rate in a step. A birth changes it by more than this, ten steps at the default rate by about as much.
+SEEN_IN_ANY_PRECISION = 1e-4
 
 
 class VLLMServerError(RuntimeError):
@@ -35,8 +43,8 @@ class LoRAServer(VLLMClient):
     """
     The client of one vLLM server that holds the members as adapters.
 
-    It adds requests for adapters to [`~trl.generation.vllm_client.VLLMClient`]. Requests for answers and adapters have
-    a time limit. If such a request fails, the error names the server and the way out.
+    It differs from [`~trl.generation.vllm_client.VLLMClient`] in two ways. Every request has a time limit. If a
+    request fails, the error names the server and the way out.
 
     Args:
         base_url: `http://host:port`.
@@ -51,26 +59,58 @@ class LoRAServer(VLLMClient):
     def __init__(self, base_url: str, connection_timeout: float, request_timeout: float, advice: Callable[[], str]):
         self.request_timeout, self.advice = request_timeout, advice
         self.failed = threading.Event()  # an event, because `answer` works on copies of the client, which share it
-        self._probed: dict[str, tuple] = {}
+        # For each member the answer of the last version that was seen to arrive, and its B.
+        self._arrived: dict[str, tuple[tuple, torch.Tensor]] = {}
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """
+        Waits until the server is up.
+
+        Args:
+            total_timeout: Seconds to wait.
+            retry_interval: Seconds between two requests.
+
+        Raises:
+            `VLLMServerError`: If the server is not up in time.
+        """
+        # TRL's constructor calls this method when the session is made, and asks for the first answer after it.
         for adapter in self.session.adapters.values():
             # TRL's retries remain where no connection comes about, or where the server answers 500, 502 or 503. After
             # an answer that breaks off or is late there is no retry: a server that has restarted has lost the
             # adapters, and six tries of a stuck one take six time limits.
             adapter.max_retries = adapter.max_retries.new(read=False, raise_on_status=False)
-
-    def check_server(self, *args: Any, **kwargs: Any) -> None:
-        """Waits until the server is up, as TRL's client does."""
-        try:
-            super().check_server(*args, **kwargs)
-        except requests.RequestException as error:
-            raise VLLMServerError(f"{error} `recipes/serve.sh` starts one for a population.") from error
+        # TRL's method sends a request without a time limit, so it would wait for ever for a server that hangs.
+        deadline = time.monotonic() + total_timeout
+        while True:
+            try:
+                requests.get(f"{self.base_url}/health", timeout=HEALTH_TIMEOUT).raise_for_status()
+                return
+            except requests.RequestException as error:
+                if time.monotonic() >= deadline:
+                    raise VLLMServerError(
+                        f"The vLLM server at {self.base_url} is not up after {total_timeout:g} seconds ({error}). "
+                        "`recipes/serve.sh` starts one for a population."
+                    ) from error
+            time.sleep(retry_interval)
 
     def _post(self, url: str, **kwargs: Any) -> dict:
         return self._send(super()._post, url, timeout=self.request_timeout, **kwargs)
 
     def _get(self, url: str, **kwargs: Any) -> dict:
         return self._send(super()._get, url, timeout=self.request_timeout, **kwargs)
+
+    def get_server_info(self) -> dict:
+        """Asks for the configuration with which the server runs, as TRL's client does."""
+
+        def ask(url: str, timeout: float) -> dict:
+            response = self.session.get(url, params={"config_format": "json"}, timeout=timeout)
+            if response.status_code != 200:
+                needs = " It must run with `VLLM_SERVER_DEV_MODE=1`." if response.status_code == 404 else ""
+                raise RuntimeError(f"status {response.status_code}, {response.text}.{needs}")
+            return response.json()["vllm_config"]
+
+        return self._send(ask, f"{self.base_url}/server_info", timeout=self.request_timeout)
 
     def _send(self, send: Callable, url: str, **kwargs: Any) -> Any:
         """Sends a request, and turns every failure into a `VLLMServerError` that names the server."""
@@ -91,26 +131,34 @@ class LoRAServer(VLLMClient):
         self.failed.set()
         return f"The vLLM server at {self.base_url} {what}. It was asked for {urlparse(url).path}. {self.advice()}"
 
-    def check_serves(self, members: int, rank: int) -> None:
+    def check_serves(self, members: int, rank: int, modules: Collection[str]) -> None:
         """
         Checks the flags with which the server was started.
 
         Args:
             members: Number of members.
             rank: Value that `max_lora_rank` must have at least.
+            modules: Names of the base's modules that members adapt.
 
         Raises:
-            `ValueError`: If the server cannot hold an adapter of every member, or if its `--logprobs-mode` is not
-                `processed_logprobs`.
+            `ValueError`: If the server cannot hold an adapter of every member, if it serves adapters for some of the
+                modules only, or if its `--logprobs-mode` is not `processed_logprobs`.
         """
         config = self.get_server_info()
         lora, mode = config["lora_config"], config["model_config"]["logprobs_mode"]
-        # While a new version is loaded and probed, the old one is still there: hence two adapters per member.
-        wanted = f"--enable-lora --max-loras {members} --max-cpu-loras {2 * members} --max-lora-rank {rank}"
-        if lora is None or int(lora["max_loras"]) < members or int(lora["max_lora_rank"]) < rank:
+        needed = {"max_loras": members, "max_cpu_loras": count_adapters(members)[0], "max_lora_rank": rank}
+        better = count_adapters(members)[1]
+        wanted = f"--enable-lora --max-loras {members} --max-cpu-loras {better} --max-lora-rank {rank}"
+        if lora is None or any(int(lora[name]) < least for name, least in needed.items()):
             raise ValueError(
                 f"The vLLM server at {self.base_url} cannot hold {members} adapters of rank {rank}. Restart it with "
                 f"`{wanted}` (see `recipes/serve.sh`)."
+            )
+        served = lora.get("target_modules")
+        if served is not None and (ignored := _find_ignored(modules, served)):
+            raise ValueError(
+                f"The vLLM server at {self.base_url} serves adapters for {', '.join(served)} alone, and would ignore "
+                f"what members learn in {', '.join(ignored)}. Restart it without `--lora-target-modules`."
             )
         if mode != "processed_logprobs":
             raise ValueError(
@@ -149,22 +197,59 @@ class LoRAServer(VLLMClient):
             )
         raise VLLMServerError(self._note_failure(url, reasons))
 
-    def probe(self, adapter: Published, moved: bool) -> None:
+    def probe(self, adapter: Published, b: torch.Tensor) -> None:
         """
-        Checks that a server answers with a new version of a member, and not with the former one.
+        Checks that a server answers with a new version of a member, and not with a former one.
 
-        The server is asked for one greedy token after a fixed prompt. The log-probabilities of the five likeliest
-        tokens must differ from the former version's if the member has moved. They are not compared with the trainer's:
-        the two differ by more than one optimizer step changes them.
+        The server is asked for one greedy token after a fixed prompt. A version is seen to arrive if the
+        log-probabilities of the five likeliest tokens differ from those of the version that was seen before. One step
+        at a low rate may change none of them. So the movement adds up since that version, and when it is above
+        `SEEN_IN_ANY_PRECISION`, they must differ. They are not compared with the trainer's: the two differ by more
+        than one optimizer step changes them.
 
         Args:
             adapter: The version that was just loaded.
-            moved: Whether the member has changed so much that its answer must differ.
+            b: One B of this version, always of the same module.
 
         Raises:
             `StaleAdapterError`: If the member has moved and the answer is the former one, bit by bit. The message
                 names server, member and version.
         """
+        answer = self._ask(adapter)
+        former, former_b = self._arrived.get(adapter.member, (None, b))
+        if answer != former:
+            self._arrived[adapter.member] = answer, b
+        elif float((b - former_b).square().mean().sqrt()) > SEEN_IN_ANY_PRECISION:
+            raise StaleAdapterError(
+                f"The vLLM server at {self.base_url} does not sample from {adapter.name!r}, the last published "
+                f"version of {adapter.member!r}: it answers with the log-probabilities of an earlier version. "
+                f"{self.advice()}"
+            )
+
+    def check_modules(self, nothing: Published, probes: Mapping[str, Published]) -> None:
+        """
+        Checks that the server uses what adapters add to the modules that members adapt.
+
+        vLLM ignores weights of a module that it knows by another name, without a word.
+
+        Args:
+            nothing: An adapter that adds nothing.
+            probes: For the last part of each module's name, an adapter that adds something to these modules alone.
+
+        Raises:
+            `ValueError`: If the answers with a probe are those with `nothing`, bit by bit.
+        """
+        base = self._ask(nothing)
+        if ignored := [name for name, probe in probes.items() if self._ask(probe) == base]:
+            raise ValueError(
+                f"The vLLM server at {self.base_url} ignores what adapters add to {', '.join(ignored)}, so it would "
+                "not sample from what members learn there. Does it serve another base, or the text part of a larger "
+                "model, which was saved alone for the trainer? Serve the base from the path that the trainer has, or "
+                "choose other `target_modules`."
+            )
+
+    def _ask(self, adapter: Published) -> tuple:
+        """Asks for one greedy token after a fixed prompt; returns the five likeliest and their log-probabilities."""
         # A greedy token draws no random numbers, so later samples do not depend on whether a probe was made.
         server = copy.copy(self)
         server.model = adapter.name
@@ -172,14 +257,7 @@ class LoRAServer(VLLMClient):
         output = VLLMClient.generate(
             server, [list(PROBE)], **greedy, generation_kwargs={"cache_salt": adapter.cache_salt}
         )
-        answer = (output["logprob_token_ids"], output["logprobs"])
-        former, self._probed[adapter.member] = self._probed.get(adapter.member), answer
-        if moved and answer == former:
-            raise StaleAdapterError(
-                f"The vLLM server at {self.base_url} does not sample from {adapter.name!r}, the last published "
-                f"version of {adapter.member!r}: it answers with the log-probabilities of the version before. "
-                f"{self.advice()}"
-            )
+        return output["logprob_token_ids"], output["logprobs"]
 
     def answer(self, asks: Sequence[Ask], **params: Any) -> list[list[tuple]]:
         """
@@ -203,6 +281,13 @@ class LoRAServer(VLLMClient):
         rows = list(zip(output["completion_ids"], *columns, strict=True))
         answers = [rows[start : start + samples] for start in range(0, count, samples)]
         return [[(prompt, *row) for row in answer] for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def _find_ignored(modules: Collection[str], served: Sequence[str]) -> list[str]:
+    """Finds the last parts of the names of modules for which a server with `--lora-target-modules` has no adapters."""
+    # vLLM takes whole names and last parts.
+    lasts = {module: module.rpartition(".")[2] for module in modules}
+    return sorted({last for module, last in lasts.items() if not {module, last} & {*served}})
 
 
 class LoRAServers:
@@ -247,10 +332,15 @@ class LoRAServers:
         for server in self.servers:
             server.unload(adapter)
 
-    def probe(self, adapter: Published, moved: bool) -> None:
+    def probe(self, adapter: Published, b: torch.Tensor) -> None:
         """Probes an adapter on every server; arguments are as in [`LoRAServer.probe`]."""
         for server in self.servers:
-            server.probe(adapter, moved)
+            server.probe(adapter, b)
+
+    def check_modules(self, nothing: Published, probes: Mapping[str, Published]) -> None:
+        """Checks the modules of every server; arguments are as in [`LoRAServer.check_modules`]."""
+        for server in self.servers:
+            server.check_modules(nothing, probes)
 
     def generate(self, prompts: Sequence[Sequence[int]], features: None = None, n: int = 1, **params: Any) -> dict:
         """

@@ -44,14 +44,8 @@ from trl_populora.lora.layers import BASE, BASE_NAME, Router
 from . import publish
 from .checks import find_permitted_rank
 from .player import make_vllm_kwargs
-from .publish import Published
+from .publish import Published, StaleAdapterError
 from .server import LoRAServers, VLLMServerError
-
-
-# A root mean square. If a member's B has changed by more, its log-probabilities change in any precision. A server that
-# then answers with the former log-probabilities, bit by bit, still has the former version. Adam changes B by about the
-# learning rate in a step. A birth changes it by more than this, one step at a low rate by less.
-SEEN_IN_ANY_PRECISION = 1e-4
 
 
 class PopulationGeneration(VLLMGeneration):
@@ -102,7 +96,7 @@ class PopulationGeneration(VLLMGeneration):
         self.published: dict[str, Published] = {}
         self._detector = publish.ChangeDetector()
         self._shelf: publish.AdapterShelf | None = None
-        self._probed: dict[str, torch.Tensor] = {}
+        self._modules_checked = False
         self._count = 0
         super().__init__(model, **kwargs)
         # All ranks use the main process's draw. It goes into adapter names, which one server may get from several
@@ -134,8 +128,8 @@ class PopulationGeneration(VLLMGeneration):
             {
                 "enable_lora": True,
                 "max_loras": count,
-                # Two versions of each member while members are published, and the base's adapter of zeros.
-                "max_cpu_loras": 2 * count + 1,
+                # vLLM refuses fewer in host memory than on the device.
+                "max_cpu_loras": max(publish.count_adapters(count)[1], self.engine_kwargs.get("max_loras") or 0),
                 "max_lora_rank": find_permitted_rank(config),
                 # By itself vLLM casts an fp32 base to bf16. Its log-probabilities would then differ from the
                 # trainer's.
@@ -174,8 +168,10 @@ class PopulationGeneration(VLLMGeneration):
             advice=partial(_advise, self.output_dir),
         )
         config = self.model.peft_config[self.members[0]]
+        keys = lora_members.member_parameters(self.model, self.members[0])
+        modules = {_name_module(key) for key in keys}
         for server in servers.servers:
-            server.check_serves(len(self.members), find_permitted_rank(config))
+            server.check_serves(len(self.members), find_permitted_rank(config), modules)
         return servers
 
     def sync_weights(self) -> None:
@@ -197,7 +193,12 @@ class PopulationGeneration(VLLMGeneration):
         flags = gather_object([self._detector.detect_changes(self.model, self.members)])
         changed = [name for name, *moved in zip(self.members, *flags, strict=True) if any(moved)]
         if changed:
-            self._publish(changed)
+            try:
+                self._publish(changed)
+            except Exception:
+                # What failed must be published and probed again, if the caller goes on at all.
+                self._detector.forget()
+                raise
 
     def _publish(self, members: Sequence[str]) -> None:
         """Publishes members. Every rank takes part, because reading a member is collective."""
@@ -228,21 +229,47 @@ class PopulationGeneration(VLLMGeneration):
         return lora_members.read_member(self.model, member, dtype)
 
     def _serve(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> Published:
-        """Writes an adapter's directory, lets all servers load the adapter, and probes it on each of them."""
+        """Lets all servers load an adapter, and probes them. The first time it checks the modules, too."""
+        if not self._modules_checked:
+            self._check_modules(factors, config)
+            self._modules_checked = True
+        adapter = self._load(adapter, factors, config)
+        try:
+            self.backend.probe(adapter, next(value for key, value in factors.items() if "lora_B" in key))
+        except StaleAdapterError:
+            self.backend.unload(adapter)
+            raise
+        return adapter
+
+    def _load(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> Published:
+        """Writes an adapter's directory, and lets all servers load it."""
         save = partial(lora_members.save_factors, factors, config)
         adapter = replace(adapter, path=self._open_shelf().put(adapter.name, save))
         self.backend.load(adapter)
-        self.backend.probe(adapter, self._has_moved(adapter.member, factors))
         return adapter
 
-    def _has_moved(self, member: str, factors: Mapping[str, torch.Tensor]) -> bool:
-        """
-        Says whether the B of a member's first module differs from the former version's by more than
-        `SEEN_IN_ANY_PRECISION`. Remembers the B for the next call.
-        """
-        b = next(value for key, value in factors.items() if "lora_B" in key)
-        former, self._probed[member] = self._probed.get(member), b
-        return former is not None and float((b - former).square().mean().sqrt()) > SEEN_IN_ANY_PRECISION
+    def _check_modules(self, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
+        """Lets the servers answer with adapters that each adapt one kind of module alone, such as all `q_proj`."""
+        generator = torch.Generator().manual_seed(0)
+        kinds: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in factors.items():
+            # Large enough to be seen in any precision, and small enough to leave the answer finite.
+            size = 0.1 if ".lora_B." in key else value.shape[1] ** -0.5
+            drawn = size * torch.randn(value.shape, generator=generator)
+            kinds.setdefault(_name_module(key).rpartition(".")[2], {})[key] = drawn
+        first = next(iter(kinds.values()))
+        nothing = {key: torch.zeros_like(value) for key, value in first.items()}
+        self._count += 1  # a check that failed and is made again needs names of its own
+        probes = [
+            self._load(Published(name, f"{name}-{self._run}-{self._count}", self._count), values, config)
+            for name, values in {"nothing": nothing, **kinds}.items()
+        ]
+        try:
+            self.backend.check_modules(probes[0], dict(zip(kinds, probes[1:], strict=True)))
+        finally:
+            for probe in probes:
+                self.backend.unload(probe)
+                self._open_shelf().retire(probe.path)
 
     def _open_shelf(self) -> publish.AdapterShelf:
         """Makes the shelf when it is needed for the first time."""
@@ -333,6 +360,11 @@ class PopulationGeneration(VLLMGeneration):
         """Shuts down a colocated engine. Call it before the process group ends: vLLM needs the group."""
         if self.mode == "colocate":
             self.llm.llm_engine.engine_core.shutdown()
+
+
+def _name_module(key: str) -> str:
+    """Returns the name of the base's module that a factor belongs to, by the factor's PEFT state-dict key."""
+    return key.removeprefix("base_model.model.").partition(".lora_")[0]
 
 
 @contextmanager

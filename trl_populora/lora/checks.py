@@ -16,7 +16,7 @@ from pathlib import Path
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
-from transformers.utils import find_adapter_config_file
+from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils.quantization_config import QuantizationMethod
 
 from trl_populora.files import is_file_name
@@ -40,6 +40,12 @@ _FIXED_OPTIONS = {
 }
 
 
+def _find_file(model: str, name: str, revision: str | None) -> str | None:
+    """Finds a file beside a model, in its directory or on the Hub; `None` if there is none, or no connection."""
+    quietly = ("gated_repo", "missing_entries", "connection_errors")
+    return cached_file(model, name, revision=revision, **{f"_raise_exceptions_for_{what}": False for what in quietly})
+
+
 def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
     """
     Checks that a base has no adapters.
@@ -51,8 +57,7 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
         revision: Revision of the Hub id.
 
     Raises:
-        `ValueError`: If the model has adapters, if the path holds a saved population, or if the path or id is an
-            adapter's.
+        `ValueError`: If the model has adapters, or if the path or id is a saved population's or an adapter's.
     """
     if not isinstance(model, str):
         if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
@@ -61,7 +66,7 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
                 "population brings its own. Pass the base model alone. To go on from a saved adapter, set "
                 "`warm_start` to its directory."
             )
-    elif (Path(model) / "population.json").is_file():
+    elif _find_file(model, "population.json", revision):
         raise ValueError(
             f"`model={model!r}` is a saved population, which is adapters without a base. Pass the base that it names "
             f"(`populora info {model}`) and go on from its members with `warm_start={model!r}`."

@@ -156,15 +156,19 @@ logger = logging.getLogger(__name__)
 
 STEPS = 10  # one step in which all attempts are worth the same is bad luck; one without a valid task is a wrong prompt
 FLAT = "frac_reward_zero_std"
+WEIGHT, LEAST_WEIGHT = "sampling/importance_sampling_ratio/mean", 0.9
 
 
 class Alarms(TrainerCallback):
     """
-    Warnings about a run in which teachers or students do not learn. Each of the two comes at most once in a `train()`.
+    Warnings about a run in which teachers or students learn little. Each of the three comes at most once in a
+    `train()`.
 
     - "No valid proposal": no proposal of a step was valid. The text names the most frequent reason.
     - "Students do not learn": in ten optimizer steps in a row, all attempts at each task had the same reward. It comes
       only if students are compared within their group (`student_baseline="group"`).
+    - "Long completions count less": in ten steps in a row, vLLM's samples had a mean weight below `LEAST_WEIGHT`. It
+      comes only if each completion has one weight (`vllm_importance_sampling_mode="sequence_..."`).
 
     Args:
         played: Returns the last step as it was played.
@@ -179,7 +183,7 @@ class Alarms(TrainerCallback):
         self._well: dict[str, int] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._well = {"valid": state.global_step, "flat": state.global_step}
+        self._well = dict.fromkeys(("valid", "flat", "weight"), state.global_step)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # With `num_iterations` above 1 some optimizer steps play no game, and their logs say nothing of proposals.
@@ -206,6 +210,20 @@ class Alarms(TrainerCallback):
                 "`attempts_per_task` is too small.",
                 STEPS,
                 "none" if math.isnan(rate) else f"{100 * rate:.0f} %",
+            )
+
+        # The product of a completion's ratios is the further from 1 the more tokens it has, and a mode cuts it.
+        by_row, weight = args.vllm_importance_sampling_mode.startswith("sequence"), logs.get(WEIGHT)
+        if self._lasts("weight", step, by_row and weight is not None and weight < LEAST_WEIGHT, STEPS):
+            self._warn(
+                args,
+                "Long completions count less",
+                "vLLM's samples had mean weights below %s in the last %d steps (now %.2f), so long completions hardly "
+                "count in the loss. Set `vllm_importance_sampling_mode=token_truncate`, which weighs each token by "
+                "itself, or let vLLM and the trainer compute in one precision.",
+                LEAST_WEIGHT,
+                STEPS,
+                weight,
             )
 
     def _warn(self, args: Any, title: str, text: str, *values: Any) -> None:

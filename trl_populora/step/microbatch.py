@@ -628,6 +628,44 @@ def lay_out(
     )
 
 
+# What TRL tells of vLLM's samples, over the rows that are computed.
+
+
+def measure_sampling(output: Batch) -> dict[str, float]:
+    """
+    Measures how far vLLM's probabilities of the samples are from the trainer's, over the computed rows of all ranks.
+    Collective.
+
+    TRL's figures take in rows that are not computed: their ratio counts as 1, and a rank without a computed row
+    counts as no difference at all.
+
+    Args:
+        output: What TRL made of this rank's rows. `old_per_token_logps`, `[R, C]`, is NaN where a row is not computed.
+
+    Returns:
+        TRL's figures by their names, NaN if no row is computed. Empty without TRL's correction for vLLM.
+    """
+    if "importance_sampling_ratio" not in output:
+        return {}
+    old, ratios = output["old_per_token_logps"], output["importance_sampling_ratio"]
+    computed = output["completion_mask"].bool() & ~old.isnan()
+    differences = (old - output["sampling_per_token_logps"]).abs()[computed]
+    # In sequence modes there is one ratio per row instead of one per token.
+    ratios = ratios[computed] if ratios.shape == computed.shape else ratios[computed.any(dim=1)].flatten()
+    found: dict[str, float] = {}
+    for name, values in {
+        "sampling_logp_difference": differences[~differences.isnan()],  # vLLM could not score every token
+        "importance_sampling_ratio": ratios,
+    }.items():
+        least, most = values.aminmax() if len(values) else (values.new_tensor(math.inf), values.new_tensor(-math.inf))
+        parts = gather(torch.stack([values.sum(), values.new_tensor(len(values)), least, most])[None])
+        count = float(parts[:, 1].sum())
+        known = {"mean": parts[:, 0].sum() / count, "min": parts[:, 2].min(), "max": parts[:, 3].max()}
+        found |= {f"sampling/{name}/{what}": float(value) if count else math.nan for what, value in known.items()}
+    del found["sampling/sampling_logp_difference/min"]  # TRL has none
+    return found
+
+
 # What TRL's loss logs for each micro-batch becomes one figure per step.
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
-THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 # Only the closing tag is needed: with some chat templates the opening tag stands in the prompt.
 _LINE_CLOSE = re.compile(r"^[ \t]*</think>", re.MULTILINE)
 _FENCE = "```"
@@ -42,7 +42,7 @@ def strip_thinking(text: str) -> str:
     body = text.lstrip()
     if not body.startswith(THINK_OPEN):
         return text
-    _, found, answer = body.partition(_THINK_CLOSE)
+    _, found, answer = body.partition(THINK_CLOSE)
     if not found:
         raise FormatError(f"the text opens {THINK_OPEN} and never closes it")
     return answer
