@@ -7,6 +7,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
   second step with learning rate 0;
 - `evolve` has an evolution event after the second of three steps;
 - `plain` is the same run without the event; for ZeRO-3 the user has everything partitioned;
+- `broken` is a run in whose second step the loss of a member is NaN;
 - `savings` is the first step of each loss, with and without blank rows and shared prompts;
 - `resume` and `resume quantised` play a game straight, and again cut in two by a checkpoint;
 - `evaluate` is one evaluation on held-out tasks;
@@ -208,6 +209,21 @@ def plain(base: str, output: str) -> dict:
     return seen | {"zero": zero_options() if launched_by_deepspeed() else {}}
 
 
+BROKEN = (1, "student_1")
+
+
+def broken(base: str, output: str) -> dict:
+    """A run of three steps, and the norms that it logs."""
+    trainer = make_trainer(base, output, evolve_every=0, **CLIPPED)
+    play_fixed_rows(trainer, broken=BROKEN)
+    trainer.train()
+    names = trainer.population.names
+    return identity(trainer) | {
+        "members": {name: read_member(trainer.model_wrapped, name) for name in names},
+        "norms": [entry[f"member/{BROKEN[1]}/grad_norm"] for entry in trainer.state.log_history if "loss" in entry],
+    }
+
+
 def launched_by_deepspeed() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
 
@@ -308,6 +324,7 @@ SCENARIOS = {
     "replace": replace,
     "evolve": evolve,
     "plain": plain,
+    "broken": broken,
     "savings": savings,
     "resume": resume,
     "resume quantised": resume_quantised,

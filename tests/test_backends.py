@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from pathlib import Path
 
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 from tests import backend_worker, fsdp_worker, held_out_worker
-from tests.backend_worker import EVENT, LOSS_SCALE, REPLACED, new_factors
-from tests.fixed_rows import SETTINGS
+from tests.backend_worker import BROKEN, CLIPPED, EVENT, LOSS_SCALE, REPLACED, new_factors
+from tests.fixed_rows import SETTINGS, solo_run
 from tests.launching import BACKENDS, launch, run_script
+from trl_populora.lora.members import save_member
 from trl_populora.population.factors import compare
 from trl_populora.population.operators import average
 
@@ -25,9 +27,9 @@ from trl_populora.population.operators import average
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 SCENARIOS = {
-    "ddp": ["replace", "evolve", "plain", "savings", "resume", "evaluate", "shard"],
-    "zero2": ["replace", "evolve", "plain", "savings", "resume", "half", "unwritable"],
-    "zero3": ["replace", "evolve", "plain", "savings", "half"],
+    "ddp": ["replace", "evolve", "plain", "broken", "savings", "resume", "evaluate", "shard"],
+    "zero2": ["replace", "evolve", "plain", "broken", "savings", "resume", "half", "unwritable"],
+    "zero3": ["replace", "evolve", "plain", "broken", "savings", "half"],
 }
 
 
@@ -155,6 +157,30 @@ def test_every_member_is_clipped_by_its_own_norm(alone, ranks):
     assert min(max(step) for step in alone["norms"]) > 0.02, "clipping must bite"
     for rank in ranks:
         torch.testing.assert_close(torch.tensor(rank["norms"]), torch.tensor(alone["norms"]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def solo(base, tmp_path_factory) -> dict:
+    """What stock TRL makes of each member alone, but of the one that is to break."""
+    directory = tmp_path_factory.mktemp("solo")
+    trainer, members = backend_worker.make_trainer(base, str(directory / "run"), evolve_every=0), {}
+    trainer.close()
+    for name in trainer.population.names:
+        if name != BROKEN[1]:
+            save_member(trainer.model, name, directory / "start")
+            members[name], *_ = solo_run(base, directory / "start", name, directory / name, **CLIPPED)
+    return members
+
+
+def test_a_member_whose_loss_is_nan_leaves_the_others_to_train_as_if_alone(solo, runs):
+    for rank in runs["broken"]:
+        for name, factors in solo.items():
+            for key, expected in factors.items():
+                difference = (rank["members"][name][key] - expected).norm() / expected.norm()
+                assert difference < 1e-5, f"{name} {key}: {difference:.1e}"
+        assert [math.isfinite(norm) for norm in rank["norms"]] == [True, False, True]
+        assert all(value.isfinite().all() for value in rank["members"][BROKEN[1]].values())
+    assert runs["log"].count(f"The gradient norm of {BROKEN[1]} is nan.") == 1, "the main process alone says it"
 
 
 @only("zero2", "zero3")

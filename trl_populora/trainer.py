@@ -9,6 +9,7 @@ The game itself is in `step/play.py`. The overrides for a step stand in the orde
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -220,7 +221,8 @@ class PopuLoRATrainer(HubTrainer):
             skips_blank_rows=self.beta == 0,  # a KL term reaches every row; entropy terms are refused
         )
         self._phases = PhaseClock()
-        self._clipper = lora_members.MemberClipper(self.population.adapters, args.max_grad_norm)
+        main = args.process_index == 0
+        self._clipper = lora_members.MemberClipper(self.population.adapters, args.max_grad_norm, warns=main)
         self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
         if self.is_deepspeed_enabled:
             lora_members.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
@@ -550,6 +552,8 @@ class PopuLoRATrainer(HubTrainer):
         if not self.is_deepspeed_enabled:
             self.accelerator.unscale_gradients()
         norms = self._clipper.clip(model, {self.population.adapter(name) for name in self.played.members})
+        if self.accelerator.scaler is not None and not all(map(math.isfinite, norms.values())):
+            lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer)
         self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters})
         return torch.tensor(list(norms.values())).norm()
 

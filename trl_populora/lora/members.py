@@ -16,6 +16,8 @@ Shapes: M members, r LoRA rank.
 from __future__ import annotations
 
 import copy
+import logging
+import math
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
@@ -33,9 +35,14 @@ from trl_populora.files import FORMAT, read_json, write_json
 from .layers import routed_layers
 
 
+logger = logging.getLogger(__name__)
+
 # This file lies beside the weights of an adapter and says at which optimizer step they were saved. The file of the
 # weights does not say it, so that equal adapters are equal files.
 MEMBER_FILE = "member.json"
+
+# A member whose gradients are not finite in so many steps in a row ends the run.
+BROKEN_STEPS = 10
 
 # What `torch.compile` and activation checkpointing add to the names of modules. Saved adapters must not hold it.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -341,8 +348,10 @@ def clip_member_grad_norms(
     """
     Clips the gradients of each member by that member's own norm, with the rule of `torch.nn.utils.clip_grad_norm_`.
 
-    With one norm over all adapters, a member with large gradients would shrink the updates of all others. Under ZeRO
-    call it between backward and step (see [`MemberClipper`]).
+    With one norm over all adapters, a member with large gradients would shrink the updates of all others. The gradients
+    of a member whose norm is NaN or infinite become zero: they would make all its weights NaN, and under ZeRO-2 and
+    ZeRO-3 DeepSpeed would skip the step of all members. Under ZeRO call it between backward and step (see
+    [`MemberClipper`]).
 
     Args:
         model: The model after the backward, wrapped or not.
@@ -351,7 +360,8 @@ def clip_member_grad_norms(
         loss_scale: The factor that the gradients are multiplied by (fp16). Gradients keep it; norms are without it.
 
     Returns:
-        Norm of each member before clipping; 0.0 for a member without gradients.
+        Norm of each member before clipping; 0.0 for a member without gradients, NaN or infinite for one whose
+        gradients were zeroed.
     """
     gradients = {name: _find_gradients(model, name) for name in names}
     first = next(iter(member_parameters(model, names[0]).values()))
@@ -360,11 +370,13 @@ def clip_member_grad_norms(
     if is_zero_parameter(first):
         torch.distributed.all_reduce(squares)
     norms = squares.sqrt() / loss_scale
-    if max_norm > 0:
-        # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
-        factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-        for name, factor in zip(names, factors.tolist(), strict=True):
-            for gradient in gradients[name]:
+    # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
+    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norms)
+    for name, norm, factor in zip(names, norms.tolist(), factors.tolist(), strict=True):
+        for gradient in gradients[name]:
+            if not math.isfinite(norm):
+                gradient.zero_()  # not `mul_`: NaN times 0 is NaN
+            elif max_norm > 0:
                 gradient.mul_(factor)
     return dict(zip(names, norms.tolist(), strict=True))
 
@@ -416,6 +428,24 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
             parameter.grad = None
 
 
+def step_in_spite_of_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """
+    Makes a `GradScaler` step although it has met gradients that are not finite. Call it after these have been zeroed.
+
+    The scaler would skip the step of all members for one. Its scale still falls, because the scale may be too large for
+    that member.
+
+    Args:
+        scaler: Has unscaled the gradients of this step.
+        optimizer: The one that the scaler steps, without accelerate's wrapper.
+    """
+    for found in scaler._found_inf_per_device(optimizer).values():
+        found.zero_()
+    scale, growth_tracker = scaler._check_scale_growth_tracker("step_in_spite_of_overflow")
+    scale.mul_(scaler.get_backoff_factor())
+    growth_tracker.zero_()
+
+
 class MemberClipper:
     """
     Clips every member by its own norm before each optimizer step, with DeepSpeed and without.
@@ -423,10 +453,12 @@ class MemberClipper:
     Args:
         names: The members.
         max_norm: Largest norm per member. With 0 or less the norms are measured and nothing is clipped.
+        warns: Whether this rank warns of members whose gradients are not finite.
     """
 
-    def __init__(self, names: Sequence[str], max_norm: float):
-        self.names, self.max_norm = names, max_norm
+    def __init__(self, names: Sequence[str], max_norm: float, warns: bool = True):
+        self.names, self.max_norm, self.warns = names, max_norm, warns
+        self._broken_steps = dict.fromkeys(names, 0)  # steps in a row in which a member's norm was not finite
         # Norms that a DeepSpeed engine's last step has measured; `None` without DeepSpeed.
         self._found_inside: dict[str, float] | None = None
 
@@ -445,9 +477,15 @@ class MemberClipper:
 
         def clip_and_step(*args, **kwargs):
             # In fp16 the gradients still carry the loss scale: DeepSpeed removes it inside its step.
-            scale = engine.optimizer.loss_scale
+            scale, offloads = engine.optimizer.loss_scale, _offloads_gradients(engine.optimizer)
             self._found_inside = clip_member_grad_norms(engine, self.names, self.max_norm, scale)
-            return step(*args, **kwargs)
+            broken = [name for name, norm in self._found_inside.items() if not math.isfinite(norm)]
+            if broken and offloads:
+                _forget_overflow(engine, broken)
+            step(*args, **kwargs)
+            if broken and engine.fp16_enabled():
+                # The scale may be too large for them. It falls after the step, which divides by it.
+                engine.optimizer.loss_scaler.update_scale(True)
 
         engine.step = clip_and_step
 
@@ -463,12 +501,63 @@ class MemberClipper:
 
         Returns:
             Norm of each member before clipping.
+
+        Raises:
+            `RuntimeError`: If a member's norm was NaN or infinite in ten of its steps in a row.
         """
         norms = self._found_inside
         if norms is None:
             norms = clip_member_grad_norms(model, self.names, self.max_norm)
+        self._watch(norms)
         withhold_gradients(model, [name for name in self.names if name not in busy])
         return norms
+
+    def _watch(self, norms: Mapping[str, float]) -> None:
+        """Warns of members whose gradients are not finite, and raises after `BROKEN_STEPS` such steps in a row."""
+        for name, norm in norms.items():
+            if math.isfinite(norm):
+                # A norm of 0 says nothing: the member has no rows, or no advantage.
+                self._broken_steps[name] *= norm == 0
+                continue
+            self._broken_steps[name] += 1
+            if self._broken_steps[name] == BROKEN_STEPS:
+                raise RuntimeError(
+                    f"The gradient norm of {name} was not finite in {BROKEN_STEPS} steps in a row; now it is {norm}. "
+                    "Look into its rows in `rollouts/`, and start a new run with `warm_start` from a checkpoint before "
+                    "that: with a lower `learning_rate`, or without what makes its loss infinite (`beta` at a low "
+                    "`temperature`, a reward function)."
+                )
+            if self.warns:
+                logger.warning(
+                    "The gradient norm of %s is %s. Its gradients are zero in this step; the other members are not "
+                    "affected. After %d such steps in a row the run stops.",
+                    name,
+                    norm,
+                    BROKEN_STEPS,
+                )
+
+
+def _offloads_gradients(optimizer) -> bool:
+    """Says whether ZeRO keeps optimizer state and gradients on the CPU."""
+    # The first attribute is that of stages 1 and 2, the second that of stage 3.
+    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
+
+
+def _forget_overflow(engine, names: Sequence[str]) -> None:
+    """
+    Lets ZeRO step although members had gradients that are not finite, which are zero by now.
+
+    With offload ZeRO measures gradients when it moves them to the CPU. Otherwise it looks at them within its step.
+    """
+    optimizer = engine.optimizer
+    optimizer.local_overflow = False
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3 looks for overflow in what it has moved from
+        optimizer.grad_partitions_flat_buffer.nan_to_num_(0.0, 0.0, 0.0)
+    for name in names:
+        for parameter in member_parameters(engine, name).values():
+            key = optimizer.get_param_id(parameter)
+            if key in optimizer.norm_for_param_grads:
+                optimizer.norm_for_param_grads[key].zero_()
 
 
 # What DeepSpeed's ZeRO-3 must know before it partitions a model with routed layers.
