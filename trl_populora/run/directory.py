@@ -29,7 +29,7 @@ from transformers import TrainingArguments
 
 from trl_populora.files import write_whole
 from trl_populora.run import nodes
-from trl_populora.run.checkpoint import PREFIX, UNFINISHED, choose_checkpoint, find_newest
+from trl_populora.run.checkpoint import PREFIX, UNFINISHED, check_optimizer_state, choose_checkpoint, find_newest
 from trl_populora.run.read import LINEAGE, METRICS, POPULATION_FILE, TIMES, read_lines
 
 
@@ -135,11 +135,14 @@ class RunDirectory:
             The checkpoint to resume from; `None` to start from the first step.
 
         Raises:
-            `ValueError`: On every rank, if a new run would start where a run lies, or if the run in this directory has
-                later checkpoints than the one that is wanted.
+            `ValueError`: On every rank, if a new run would start where a run lies, if the run in this directory has
+                later checkpoints than the one that is wanted, or if the checkpoint has no optimizer state that this
+                backend can load.
         """
         where = self.args.output_dir
         found = choose_checkpoint(wanted, where)
+        if found is not None:
+            check_optimizer_state(found, self.accelerator)
         _refuse(self._find_obstacle(wanted, found) if self.args.should_save else None)
         # A resume changes the records only in `go_on_from`, after its checkpoint has been loaded.
         if found is None:
