@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import LoraConfig
@@ -101,7 +102,7 @@ class PopuLoRATrainer(HubTrainer):
         eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
             `eval_strategy`.
         processing_class: Tokenizer with a chat template; loaded with the base when `None`.
-        reward_processing_classes, callbacks, optimizers: As in TRL. An optimizer must hold every member's parameters.
+        reward_processing_classes, callbacks: As in TRL.
         quantization_config: Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
         peft_config: Adapter of every member; rank 32, alpha 64, all linear layers when `None`.
 
@@ -138,7 +139,6 @@ class PopuLoRATrainer(HubTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: LoraConfig | None = None,
         **unsupported: Any,
@@ -175,7 +175,6 @@ class PopuLoRATrainer(HubTrainer):
                 processing_class=tokenizer,
                 reward_processing_classes=start.list_reward_processors(reward_processing_classes),
                 callbacks=callbacks,
-                optimizers=optimizers,
             )
         self._choose_generation(base)
         self._choose_update(base)
@@ -294,7 +293,13 @@ class PopuLoRATrainer(HubTrainer):
         Raises:
             `ValueError`: If another process trains in `output_dir`, if a run lies there that is not resumed, or if the
                 checkpoint cannot be resumed.
+            `RuntimeError`: If this trainer has trained before, under DeepSpeed.
         """
+        if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
+            raise RuntimeError(
+                "Under DeepSpeed a trainer trains once, because its engine ends with the training: make another "
+                "trainer, and give it `resume_from_checkpoint` or `warm_start`."
+            )
         self._open()
         self._best_step = None
         self._forget_unfinished_step()
@@ -541,11 +546,15 @@ class PopuLoRATrainer(HubTrainer):
         return loss
 
     def create_optimizer(self, model=None):
+        rates = start.choose_learning_rates(self.args, self.population)
         if self.optimizer is None:
             optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            rates = start.choose_learning_rates(self.args, self.population)
             groups = lora_members.member_param_groups(self.model, rates, self.args.weight_decay)
             self.optimizer = optimizer_class(groups, **kwargs)
+        elif not isinstance(
+            self.optimizer, AcceleratedOptimizer
+        ):  # the user's own; the other is of an earlier `train`
+            lora_members.check_groups(self.optimizer, self.model, rates)
         return super().create_optimizer(model)
 
     def _clip_grad_norm(self, model):

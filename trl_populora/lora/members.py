@@ -341,6 +341,36 @@ def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_dec
     ]
 
 
+def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]) -> None:
+    """
+    Checks that an optimizer of the user's own has all members' parameters, and no group with those of two members.
+
+    Args:
+        optimizer: Not yet wrapped by accelerate or DeepSpeed.
+        model: The model.
+        rates: Learning rate of each member, by name, for the message.
+
+    Raises:
+        `ValueError`: If it has not. The message has the call that makes the right groups.
+    """
+    owners = {id(p): name for name in rates for p in member_parameters(model, name).values()}
+    held = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    mixed = [sorted({owners.get(each, "the base") for each in group}) for group in held]
+    mixed = [names for names in mixed if len(names) > 1 or names == ["the base"]]
+    missing = owners.keys() - {each for group in held for each in group}
+    if mixed or missing:
+        flaw = (
+            f"has a parameter group of {' and '.join(mixed[0])}"
+            if mixed
+            else f"lacks parameters of {', '.join(sorted({owners[each] for each in missing}))}"
+        )
+        raise ValueError(
+            f"The optimizer {flaw}. Each member needs a group of its own, which has its learning rate. Set "
+            f"`trainer.optimizer = {type(optimizer).__name__}(member_param_groups(trainer.model, {dict(rates)!r}))`, "
+            "with `member_param_groups` of `trl_populora.lora.members`, and make a scheduler for that optimizer anew."
+        )
+
+
 @torch.no_grad()
 def clip_member_grad_norms(
     model: nn.Module, names: Sequence[str], max_norm: float, loss_scale: float = 1.0
@@ -348,10 +378,9 @@ def clip_member_grad_norms(
     """
     Clips the gradients of each member by that member's own norm, with the rule of `torch.nn.utils.clip_grad_norm_`.
 
-    With one norm over all adapters, a member with large gradients would shrink the updates of all others. The gradients
-    of a member whose norm is NaN or infinite become zero: they would make all its weights NaN, and under ZeRO-2 and
-    ZeRO-3 DeepSpeed would skip the step of all members. Under ZeRO call it between backward and step (see
-    [`MemberClipper`]).
+    With one norm over all adapters, a member with large gradients would shrink the updates of all others. A member
+    whose norm is NaN or infinite gets gradients of zero: with its own, all its weights would become NaN, and DeepSpeed
+    would skip the step of all members. Under ZeRO call it between backward and step (see [`MemberClipper`]).
 
     Args:
         model: The model after the backward, wrapped or not.
@@ -401,8 +430,9 @@ def _sum_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.T
     """Sums the squares of all elements of some gradients, in fp32."""
     if not gradients:
         return torch.zeros((), device=device)
-    # One call computes the norms of all tensors. A loop would start kernels for each of them.
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
+    # One call computes the norms of all tensors. A loop would start kernels for each of them. Without a launcher
+    # `device_map="auto"` may have spread the layers over several devices.
+    norms = torch.stack([norm.to(device, torch.float32) for norm in torch._foreach_norm(gradients)])
     total = torch.linalg.vector_norm(norms.full_tensor() if isinstance(norms, DTensor) else norms)
     return total.square().to(device)
 
@@ -432,7 +462,7 @@ def step_in_spite_of_overflow(scaler: torch.amp.GradScaler, optimizer: torch.opt
     """
     Makes a `GradScaler` step although it has met gradients that are not finite. Call it after these have been zeroed.
 
-    The scaler would skip the step of all members for one. Its scale still falls, because the scale may be too large for
+    For one member the scaler would skip the step of all. Its scale still falls, because the scale may be too large for
     that member.
 
     Args:
@@ -472,12 +502,17 @@ class MemberClipper:
         """
         if self._found_inside is not None:
             return
+        from deepspeed.accelerator import get_accelerator
+
         self._found_inside, step = {}, engine.step
         engine.optimizer.clip_grad = 0.0
 
         def clip_and_step(*args, **kwargs):
             # In fp16 the gradients still carry the loss scale: DeepSpeed removes it inside its step.
             scale, offloads = engine.optimizer.loss_scale, _offloads_gradients(engine.optimizer)
+            if offloads:
+                # ZeRO-2 copies gradients to the CPU without waiting, and waits within its step.
+                get_accelerator().synchronize()
             self._found_inside = clip_member_grad_norms(engine, self.names, self.max_norm, scale)
             broken = [name for name, norm in self._found_inside.items() if not math.isfinite(norm)]
             if broken and offloads:
@@ -522,8 +557,8 @@ class MemberClipper:
             self._broken_steps[name] += 1
             if self._broken_steps[name] == BROKEN_STEPS:
                 raise RuntimeError(
-                    f"The gradient norm of {name} was not finite in {BROKEN_STEPS} steps in a row; now it is {norm}. "
-                    "Look into its rows in `rollouts/`, and start a new run with `warm_start` from a checkpoint before "
+                    f"The gradient norm of {name} was not finite in {BROKEN_STEPS} steps in a row; it is {norm}. Look "
+                    "into its rows in `rollouts/`, and start a new run with `warm_start` from a checkpoint before "
                     "that: with a lower `learning_rate`, or without what makes its loss infinite (`beta` at a low "
                     "`temperature`, a reward function)."
                 )
