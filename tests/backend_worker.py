@@ -7,8 +7,10 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
   second step with learning rate 0;
 - `evolve` has an evolution event after the second of three steps;
 - `plain` is the same run without the event; for ZeRO-3 the user has everything partitioned;
+- `broken` is a run in whose second step the loss of a member is NaN;
 - `savings` is the first step of each loss, with and without blank rows and shared prompts;
-- `resume` and `resume quantised` play a game straight, and again cut in two by a checkpoint;
+- `resume`, `resume quantised` and `resume bf16` play a game straight, and again cut in two by a checkpoint;
+- `groups` are runs in which one role stays or is not there;
 - `evaluate` is one evaluation on held-out tasks;
 - `shard` is FSDP2, which needs no trainer;
 - `half` is one step in fp16 with a loss scale, which only DeepSpeed does on a CPU;
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import sys
 from pathlib import Path
@@ -32,8 +35,14 @@ from tests import fsdp_worker, held_out_worker, populora_run
 from tests.fixed_rows import POPULATION, TEACHERS, play_fixed_rows
 from tests.launching import leave
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.lora.members import _find_optimizer_entries, member_parameters, read_member, withhold_gradients
-from trl_populora.run.checkpoint import UNFINISHED
+from trl_populora.lora.members import (
+    _find_optimizer_entries,
+    adds_nothing,
+    member_parameters,
+    read_member,
+    withhold_gradients,
+)
+from trl_populora.run.checkpoint import MANIFEST, UNFINISHED
 from trl_populora.sandbox import Job
 from trl_populora.start import check_quantised, refuse_unsupported
 from trl_populora.trainer import PopuLoRATrainer
@@ -108,6 +117,17 @@ def why_idle_is_refused(trainer) -> tuple[str, str]:
         why_refused(ValueError, refuse_unsupported, crowded, {}),
         why_refused(RuntimeError, withhold_gradients, trainer.model_wrapped, ["teacher_0"]),
     )
+
+
+def why_sections_are_refused(args: PopuLoRAConfig) -> list[str]:
+    """The messages that refuse a DeepSpeed JSON file with these sections."""
+    told = []
+    for section in ("optimizer", "scheduler"):
+        changed, plugin = copy.copy(args), copy.copy(args.deepspeed_plugin)
+        plugin.deepspeed_config = plugin.deepspeed_config | {section: {"type": "Any"}}
+        changed.deepspeed_plugin = plugin
+        told.append(why_refused(ValueError, refuse_unsupported, changed, {}))
+    return told
 
 
 def why_refused(kind: type[Exception], function, *arguments) -> str:
@@ -208,6 +228,23 @@ def plain(base: str, output: str) -> dict:
     return seen | {"zero": zero_options() if launched_by_deepspeed() else {}}
 
 
+BROKEN = (1, "student_1")
+
+
+def broken(base: str, output: str) -> dict:
+    """A run of three steps, and the norms that it logs."""
+    trainer = make_trainer(base, output, evolve_every=0, **CLIPPED)
+    play_fixed_rows(trainer, broken=BROKEN)
+    trainer.train()
+    names = trainer.population.names
+    return identity(trainer) | {
+        "members": {name: read_member(trainer.model_wrapped, name) for name in names},
+        "norms": [entry[f"member/{BROKEN[1]}/grad_norm"] for entry in trainer.state.log_history if "loss" in entry],
+        "again": why_refused(RuntimeError, trainer.train) if launched_by_deepspeed() else "",
+        "sections": why_sections_are_refused(trainer.args) if launched_by_deepspeed() else [],
+    }
+
+
 def launched_by_deepspeed() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
 
@@ -241,16 +278,19 @@ def savings(base: str, output: str) -> dict:
     return identity(trainer) | {"savings": seen}
 
 
-def resume(base: str, output: str, **settings) -> dict:
+def resume(base: str, output: str, cut: int = 5, **settings) -> dict:
     """Eight steps straight, and others of five and three, cut amid the rows of a game; what of them differs."""
-    settings |= {"evolve_every": 2, "max_steps": 8, "num_iterations": 2}
+    settings = {"evolve_every": 2, "max_steps": 8, "num_iterations": 2} | settings
     straight = populora_run.make_trainer(base, f"{output}/straight", settings | {"save_strategy": "no"})
     straight.train()
     wanted = populora_run.state_of(straight)
-    resumed = populora_run.cut_run(base, f"{output}/cut", settings, cut=5)
+    resumed = populora_run.cut_run(base, f"{output}/cut", settings, cut)
     resumed.accelerator.wait_for_everyone()
     found = populora_run.state_of(resumed)
+    manifest = json.loads(Path(output, "cut", f"checkpoint-{cut}", MANIFEST).read_text())
     return identity(resumed) | {
+        "backend": manifest["backend"],
+        "moved": sorted(name for name in resumed.population.names if not adds_nothing(resumed.model_wrapped, name)),
         "differing": [key for key in wanted if wanted[key] != found[key]],
         "births": [event["step"] for event in wanted["lineage"]],
     }
@@ -261,12 +301,47 @@ def resume_quantised(base: str, output: str) -> dict:
     return resume(base, output, model_init_kwargs={"quantization_config": QUANTISED})
 
 
+def resume_bf16(base: str, output: str) -> dict:
+    """Four steps in bf16, of two games that are trained on twice, with a KL term; the cut is amid the second."""
+    if launched_by_deepspeed():
+        AcceleratorState._reset_state()  # it holds the precision of the first trainer
+    seen = resume(base, output, cut=3, bf16=True, beta=0.01, max_steps=4)
+    forget_precision()
+    return seen
+
+
+def forget_precision() -> None:
+    """Lets later trainers choose theirs; transformers leaves that of the last one in the environment."""
+    AcceleratorState._reset_state()
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
+def groups(base: str, output: str) -> dict:
+    """Which members a step of each run moves."""
+    moved = {}
+    for name, settings in GROUPS.items():
+        own = settings | {"max_steps": 1, "evolve_every": 0, "save_strategy": "no", "weight_decay": 0.1}
+        trainer = populora_run.make_trainer(base, f"{output}/{name}", own)
+        before = {each: read_member(trainer.model, each) for each in trainer.population.adapters}
+        trainer.train()
+        after = {each: read_member(trainer.model_wrapped, each) for each in before}
+        assert all(value.isfinite().all() for factors in after.values() for value in factors.values())
+        moved[name] = [each for each in before if any((after[each][k] != v).any() for k, v in before[each].items())]
+    return identity(trainer) | {"moved": moved}
+
+
+GROUPS = {
+    "without teachers": {"teachers": 0, "per_device_train_batch_size": 8},
+    "teachers that stay": {"teacher_learning_rate": 0.0},
+}
+
+
 def evaluate(base: str, output: str) -> dict:
     return held_out_worker.ranks(base, output)
 
 
 def shard(base: str, output: str) -> dict:
-    return fsdp_worker.run()
+    return fsdp_worker.run(output)
 
 
 def half(base: str, output: str) -> dict:
@@ -285,8 +360,7 @@ def half(base: str, output: str) -> dict:
         "norms": [logged[f"member/{name}/grad_norm"] for name in trainer.population.names],
         "replaced": read_member(wrapped, REPLACED),
     }
-    AcceleratorState._reset_state()
-    del os.environ["ACCELERATE_MIXED_PRECISION"]  # transformers left it there
+    forget_precision()
     return seen
 
 
@@ -308,9 +382,12 @@ SCENARIOS = {
     "replace": replace,
     "evolve": evolve,
     "plain": plain,
+    "broken": broken,
     "savings": savings,
     "resume": resume,
     "resume quantised": resume_quantised,
+    "resume bf16": resume_bf16,
+    "groups": groups,
     "evaluate": evaluate,
     "shard": shard,
     "half": half,

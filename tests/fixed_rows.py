@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
-from peft import PeftModel
-from transformers import TrainerCallback
+from peft import PeftModel, get_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.small_run import QUIET
@@ -85,8 +85,11 @@ def play_rows(trainer, rows: list[Row], records: list[dict]) -> None:
     trainer.scorer.score(trainer.played)
 
 
-def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
-    """Lets a `PopuLoRATrainer` train on its rank's share of the fixed rows: whole groups, half of every member."""
+def play_fixed_rows(trainer, rows_of=rows_of_step, broken: tuple[int, str] | None = None) -> None:
+    """
+    Lets a `PopuLoRATrainer` train on its rank's share of the fixed rows: whole groups, half of every member. `broken`
+    names a step and a member whose loss is NaN there.
+    """
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
 
     def play(prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
@@ -94,6 +97,9 @@ def play_fixed_rows(trainer, rows_of=rows_of_step) -> None:
         shares = [[row for row in rows if int(row.group[-1]) % world == other] for other in range(world)]
         paid = [[replace(row, pay=reward_of(row)) for row in share] for share in shares]
         play_rows(trainer, paid[rank], [row.record() for share in paid for row in share])
+        if broken is not None and trainer.state.global_step == broken[0]:
+            mine = trainer.played.local_worth
+            mine.advantages[mine.members == trainer.population[broken[1]].index] = float("nan")
         return trainer.played.tokens
 
     trainer.rollout_func = play
@@ -133,3 +139,15 @@ class GradientLog(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.steps.append({key: p.grad.clone() for key, p in self.parameters.items()})
+
+
+def solo_run(base: str, member_dir, name: str, output_dir, **options):
+    """Final factors and the gradients of each step of one member trained alone by stock TRL."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), member_dir, is_trainable=True)
+    trainer = solo_trainer(model, AutoTokenizer.from_pretrained(base), name, str(output_dir), **options)
+    parameters = {path.replace(".default", ""): p for path, p in model.named_parameters() if ".default." in path}
+    log = GradientLog(parameters)
+    trainer.add_callback(log)
+    trainer.train()
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return get_peft_model_state_dict(model, adapter_name="default"), log.steps, norms

@@ -48,12 +48,14 @@ def run_script(command: list[str], output: Path, extras: Collection[str] = (), f
 
 
 def launch(config: str) -> list[str]:
+    """The launcher with one of the configs, after which options may stand that win over it."""
+    config, *options = config.split()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = str(ROOT / "accelerate_configs" / config)
     module = "accelerate.commands.launch"
-    return [sys.executable, "-m", module, "--config_file", path, "--main_process_port", str(port)]
+    return [sys.executable, "-m", module, "--config_file", path, "--main_process_port", str(port), *options]
 
 
 def leave() -> NoReturn:

@@ -7,10 +7,13 @@ import torch
 
 from tests.adapter_models import gradients, make_population, make_rows, token_logps
 from trl_populora.lora.members import (
+    BROKEN_STEPS,
+    MemberClipper,
     clip_member_grad_norms,
     member_param_groups,
     member_parameters,
     read_member,
+    step_in_spite_of_overflow,
     withhold_gradients,
 )
 
@@ -80,3 +83,74 @@ def test_without_withholding_momentum_would_move_an_idle_member():
     backward(model, router, [0, 0])
     optimizer.step()
     assert not any(torch.equal(value, before[key]) for key, value in read_member(model, "member_1").items())
+
+
+def break_gradients(model, name: str, value: float) -> None:
+    """One element of one gradient is enough."""
+    next(iter(member_parameters(model, name).values())).grad[0, 0] = value
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_gradients_of_a_member_whose_norm_is_not_finite_become_zero_and_the_others_are_as_without(value, max_norm):
+    model, router, names = make_population(3)
+    backward(model, router, [0, 1, 1, 2, 2, 2])
+    norms = clip_member_grad_norms(model, names, max_norm)
+    expected = {name: gradients(model, name) for name in names}
+    expected = {name: {path: g.clone() for path, g in found.items()} for name, found in expected.items()}
+    backward(model, router, [0, 1, 1, 2, 2, 2])
+    break_gradients(model, "member_1", value)
+    found = clip_member_grad_norms(model, names, max_norm)
+    assert str(found.pop("member_1")) == str(value)
+    assert found == {name: norms[name] for name in found}
+    for name in names:
+        for path, gradient in gradients(model, name).items():
+            assert torch.equal(gradient, torch.zeros_like(gradient) if name == "member_1" else expected[name][path])
+
+
+def test_a_member_whose_gradients_are_not_finite_is_named_and_after_ten_of_its_steps_in_a_row_ends_the_run(caplog):
+    model, router, names = make_population(3)
+    clipper = MemberClipper(names, 1.0)
+
+    def step(broken: bool, rows=(0, 1, 2)) -> None:
+        backward(model, router, list(rows))
+        if broken:
+            break_gradients(model, "member_1", float("nan"))
+        clipper.clip(model, busy=names)
+
+    for broken in [True] * (BROKEN_STEPS - 1) + [False] + [True] * (BROKEN_STEPS - 1):
+        step(broken)
+    assert len(caplog.messages) == 2 * (BROKEN_STEPS - 1)
+    assert all("The gradient norm of member_1 is nan. Its gradients are zero" in line for line in caplog.messages)
+    step(broken=False, rows=(0, 2))  # it has no rows, which is no proof that it is well
+    with pytest.raises(RuntimeError, match="The gradient norm of member_1 was not finite in 10 steps in a row"):
+        step(broken=True)
+
+
+def test_a_rank_that_is_not_to_warn_does_not(caplog):
+    model, router, names = make_population(2)
+    backward(model, router, [0, 1])
+    break_gradients(model, "member_1", float("nan"))
+    MemberClipper(names, 1.0, warns=False).clip(model, busy=names)
+    assert not caplog.messages
+
+
+def test_a_grad_scaler_steps_the_others_and_lowers_its_scale():
+    """As with `fp16=True` on a GPU; accelerate makes no scaler on a CPU, torch does."""
+    model, router, names = make_population(3)
+    optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    router.set([0, 1, 2])
+    scaler.scale(token_logps(model, make_rows(3)).sum()).backward()
+    break_gradients(model, "member_1", float("inf"))
+    before = {name: read_member(model, name) for name in names}
+    scaler.unscale_(optimizer)
+    clip_member_grad_norms(model, names, 1.0)
+    step_in_spite_of_overflow(scaler, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512
+    for name in names:
+        # Weight decay moves a member without gradients by less than a thousandth.
+        moved = [(value - before[name][key]).norm() / value.norm() for key, value in read_member(model, name).items()]
+        assert max(moved) < 1e-3 if name == "member_1" else min(moved) > 1e-3

@@ -15,19 +15,24 @@ import pytest
 import torch
 
 from tests import backend_worker, fsdp_worker, held_out_worker
-from tests.backend_worker import EVENT, LOSS_SCALE, REPLACED, new_factors
-from tests.fixed_rows import SETTINGS
+from tests.backend_worker import BROKEN, CLIPPED, EVENT, LOSS_SCALE, REPLACED, new_factors
+from tests.fixed_rows import SETTINGS, solo_run
 from tests.launching import BACKENDS, launch, run_script
+from trl_populora.lora.members import save_member
 from trl_populora.population.factors import compare
 from trl_populora.population.operators import average
 
 
+ZERO1 = {"zero1": ("cpu_zero2.yaml --zero_stage 1", "DeepSpeedEngine", 1)}
+
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
+COMMON = ["replace", "evolve", "plain", "broken", "savings", "resume bf16"]
 SCENARIOS = {
-    "ddp": ["replace", "evolve", "plain", "savings", "resume", "evaluate", "shard"],
-    "zero2": ["replace", "evolve", "plain", "savings", "resume", "half", "unwritable"],
-    "zero3": ["replace", "evolve", "plain", "savings", "half"],
+    "ddp": [*COMMON, "groups", "resume", "evaluate", "shard"],
+    "zero1": ["replace", "broken"],
+    "zero2": [*COMMON, "groups", "resume", "half", "unwritable"],
+    "zero3": [*COMMON, "half"],
 }
 
 
@@ -57,7 +62,7 @@ def launched(base, tmp_path_factory):
     def go(backend: str) -> dict:
         assert backend not in begun, "its launch has failed, as the first test of it says"
         begun.add(backend)
-        config, wrapper, stage = BACKENDS[backend]
+        config, wrapper, stage = (BACKENDS | ZERO1)[backend]
         output, scenarios = tmp_path_factory.mktemp(backend) / "run", SCENARIOS[backend]
         log = run_script(worker(config, base, output, *scenarios), output, fails="unwritable" in scenarios)
         seen = {scenario: load(output / scenario) for scenario in scenarios if scenario != "unwritable"}
@@ -66,8 +71,8 @@ def launched(base, tmp_path_factory):
             found = [(rank["world"], rank["wrapper"], rank["stage"]) for rank in ranks if "wrapper" in rank]
             assert found in ([], [(2, wrapper, stage)] * 2), scenario
         assert all(rank["base is split"] == (stage == 3) for rank in seen["replace"])
-        lineage = (output / "evolve" / "lineage.jsonl").read_text().splitlines()
-        return seen | {"lineage": [json.loads(line) for line in lineage], "output": output, "log": log}
+        lineage = [json.loads(line) for path in output.glob("evolve/lineage.jsonl") for line in path.open()]
+        return seen | {"lineage": lineage, "output": output, "log": log}
 
     return go
 
@@ -75,7 +80,7 @@ def launched(base, tmp_path_factory):
 @pytest.fixture(params=BACKENDS)
 def runs(request, launched) -> dict:
     """What both processes of a backend saw. One that silently is another fails here."""
-    if BACKENDS[request.param][2] is not None:
+    if request.param != "ddp":
         pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
     return launched(request.param)
 
@@ -157,6 +162,30 @@ def test_every_member_is_clipped_by_its_own_norm(alone, ranks):
         torch.testing.assert_close(torch.tensor(rank["norms"]), torch.tensor(alone["norms"]), rtol=1e-4, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def solo(base, tmp_path_factory) -> dict:
+    """What stock TRL makes of each member alone, but of the one that is to break."""
+    directory = tmp_path_factory.mktemp("solo")
+    trainer, members = backend_worker.make_trainer(base, str(directory / "run"), evolve_every=0), {}
+    trainer.close()
+    for name in trainer.population.names:
+        if name != BROKEN[1]:
+            save_member(trainer.model, name, directory / "start")
+            members[name], *_ = solo_run(base, directory / "start", name, directory / name, **CLIPPED)
+    return members
+
+
+def test_a_member_whose_loss_is_nan_leaves_the_others_to_train_as_if_alone(solo, runs):
+    for rank in runs["broken"]:
+        for name, factors in solo.items():
+            for key, expected in factors.items():
+                difference = (rank["members"][name][key] - expected).norm() / expected.norm()
+                assert difference < 1e-5, f"{name} {key}: {difference:.1e}"
+        assert [norm is None for norm in rank["norms"]] == [False, True, False]
+        assert all(value.isfinite().all() for value in rank["members"][BROKEN[1]].values())
+    assert runs["log"].count(f"The gradient norm of {BROKEN[1]} is nan.") == 1, "the main process alone says it"
+
+
 @only("zero2", "zero3")
 def test_members_are_clipped_by_norms_without_the_loss_scale(alone, runs):
     wanted = alone["seen"]["before the write"]["read"]  # after one step, in fp32
@@ -166,6 +195,41 @@ def test_members_are_clipped_by_norms_without_the_loss_scale(alone, runs):
         for key, value in wanted.items():
             if ".lora_B." in key:  # which began at zero
                 assert (rank["replaced"][key] - value).norm() / value.norm() < 0.1, key
+
+
+def test_a_deepspeed_file_with_an_optimizer_or_a_schedule_is_refused(runs):
+    for rank in runs["broken"]:
+        for section, told in zip(["optimizer", "scheduler"], rank["sections"], strict=rank["stage"] is not None):
+            assert f"The DeepSpeed config has `{section}`: {{'type': 'Any'}}" in told
+            assert "one learning rate. Remove the section" in told
+
+
+def test_a_second_training_is_refused_where_deepspeeds_engine_is_gone(runs):
+    for rank in runs["broken"]:
+        assert (rank["again"] == "") if rank["stage"] is None else ("a trainer trains once" in rank["again"])
+
+
+@only("zero1")
+def test_zero_1_gives_the_members_of_one_process(alone, solo, runs):
+    test_final_members_are_those_of_one_process(alone, runs["replace"])
+    test_every_rank_ends_with_the_same_members(runs["replace"])
+    test_a_member_whose_loss_is_nan_leaves_the_others_to_train_as_if_alone(solo, runs)
+
+
+@only("ddp", "zero2")
+def test_members_train_in_groups_of_every_form(runs):
+    """DeepSpeed fails with an empty parameter group; there is none, because a group is a member."""
+    students = ["student_0", "student_1"]
+    for rank in runs["groups"]:
+        assert rank["moved"]["without teachers"] == rank["moved"]["teachers that stay"] == students
+
+
+def test_a_cut_run_in_bf16_with_a_kl_term_and_two_iterations_equals_a_straight_one(runs):
+    """Its rows are generated, under ZeRO-3 by a base that is split."""
+    for rank in runs["resume bf16"]:
+        assert rank["differing"] == []
+        assert rank["moved"] == ["student_0", "student_1", "teacher_0", "teacher_1"]
+        assert rank["backend"] == ("DDP" if rank["stage"] is None else f"ZeRO-{rank['stage']}")
 
 
 @only("ddp", "zero2")
@@ -320,6 +384,11 @@ def test_pytorchs_fsdp2_gives_the_members_of_one_process(runs):
             assert equal(rank["members"][name], ranks[0]["members"][name])
             for key, expected in factors.items():
                 assert (rank["members"][name][key] - expected).norm() / expected.norm() < 1e-5
+    for rank in ranks:
+        for form in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            assert rank["seen"][form]["members"] == rank["seen"][form]["states"] == list(alone["members"])
+            assert rank["seen"][form]["saved"]
+            assert all(".lora_" in key for key in rank["seen"][form]["saved"]), "the frozen base is in no checkpoint"
     for run in [alone, *ranks]:
         assert run["seen"]["reset"]
         assert [run["seen"][f"idle member moved in step {step}"] for step in range(3)] == [True, False, True]

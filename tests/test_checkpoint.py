@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
@@ -246,6 +247,16 @@ def enlist(root: Path, file: str) -> None:
     (root / MANIFEST).write_text(json.dumps(listing))
 
 
+def listed(**facts):
+    """A checkpoint whose listing says other things of its run; `None` for nothing, as in early versions."""
+
+    def damage(root: Path) -> None:
+        found = json.loads((root / MANIFEST).read_text()) | facts
+        (root / MANIFEST).write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+    return damage
+
+
 def cut_off(file: str, listed: bool = False):
     def damage(root: Path) -> None:
         content = (root / file).read_bytes()
@@ -327,6 +338,8 @@ class TestDamage:
             (older_archive, "archive.parquet: field `populora_archive` of the schema is 0, this version reads 4"),
             (archive_without_a_column, "archive.parquet: column `outputs` is missing"),
             (of_an_earlier_version, "rank_state_0.pt is of another version of this package"),
+            (listed(backend="ZeRO-2"), "was saved under ZeRO-2, and this run uses DDP .one process.*`warm_start='/"),
+            (listed(backend=None, optimizer=None), None),
         ],
     )
     def test_is_refused_by_file_and_field(self, saved, tmp_path, damage, complaint):
@@ -359,6 +372,20 @@ class TestDamage:
         assert "_unfinished/checkpoint-9: the run ended while it was being written" in caplog.text
         assert "checkpoint-8: the file rng_state.pth has" in caplog.text
         assert find_flaw(tmp_path / "checkpoint-5") is None
+
+    def test_a_checkpoint_without_optimizer_state_is_refused_and_starts_another_run(self, base, tmp_path):
+        once = {"max_steps": 1, "save_steps": 1}
+        make_trainer(base, str(tmp_path / "run"), once | {"save_only_model": True}).train()
+        saved, settings = str(tmp_path / "run" / "checkpoint-1"), {"max_steps": 2, "save_strategy": "no"}
+        trainer = make_trainer(base, str(tmp_path / "run"), settings)
+        with pytest.raises(
+            ValueError, match=f"{saved} was saved with `save_only_model`.*`warm_start='{saved}'` begins"
+        ):
+            trainer.train(resume_from_checkpoint=True)
+        warm = make_trainer(base, str(tmp_path / "warm"), settings | {"warm_start": saved})
+        wanted = load_file(f"{saved}/members/student_0/adapter_model.safetensors")
+        assert all(torch.equal(value, wanted[key]) for key, value in read_member(warm.model, "student_0").items())
+        warm.close()
 
     def test_nothing_to_resume_from(self, base, tmp_path):
         assert find_newest(str(tmp_path)) is None

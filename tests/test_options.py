@@ -52,6 +52,8 @@ OTHER = {
     "optim_target_modules": "all-linear",
     "gradient_accumulation_steps": 2,
     "auto_find_batch_size": True,
+    "ds3_gather_for_generation": False,
+    "ddp_static_graph": True,
 }
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import HELD_OUT, letters
 from tests.vllm_models import randomise
-from trl_populora.lora.members import read_member
+from trl_populora.lora.members import member_param_groups, read_member
 from trl_populora.population.evolution import Birth
 from trl_populora.report.load import load_evaluations, load_history, load_run
 from trl_populora.report.page import write_report
@@ -657,6 +657,30 @@ class TestRefusals:
     def test_arguments_that_a_population_cannot_use(self, random_base, make_args, argument):
         with pytest.raises(ValueError, match=f"`{argument}` is not supported: .*(evaluate|TaskKind)"):
             PopuLoRATrainer(random_base, args=make_args(), **{argument: [1]})
+
+    def test_an_optimizer_that_is_older_than_the_members(self, random_base, make_args):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        with pytest.raises(ValueError, match=r"`optimizers` is not supported: .*set `trainer.optimizer` to .*AdamW\("):
+            PopuLoRATrainer(random_base, args=make_args(), optimizers=(optimizer, None))
+        PopuLoRATrainer(random_base, args=make_args(), optimizers=(None, None)).close()  # TRL's default
+
+    def test_an_own_optimizer_without_a_group_per_member(self, make_trainer):
+        trainer, names = make_trainer(teacher_learning_rate=0.0), ["teacher_0", "teacher_1", "student_0"]
+        trainable = [p for p in trainer.model.parameters() if p.requires_grad]
+        for groups, flaw in [
+            (trainable, "has a parameter group of student_0 and student_1 and teacher_0 and teacher_1. Each"),
+            (trainer.model.parameters(), "has a parameter group of student_0 and .* and the base. Each"),
+            (member_param_groups(trainer.model, dict.fromkeys(names, 0.1)), "lacks parameters of student_1"),
+        ]:
+            trainer.optimizer = torch.optim.AdamW(groups)
+            with pytest.raises(ValueError, match=f"The optimizer {flaw}") as refused:
+                trainer.train()
+        (call,) = re.findall(r"`trainer.optimizer = (.*?)`,", str(refused.value))
+        members, before = {"AdamW": torch.optim.AdamW, "member_param_groups": member_param_groups}, members_of(trainer)
+        trainer.optimizer = eval(call, members | {"trainer": trainer})
+        trainer.train()
+        after = members_of(trainer)
+        assert {name for name in before if same(before[name], after[name])} == {"teacher_0", "teacher_1"}
 
     @pytest.mark.parametrize("how", ["launcher", "arguments"])
     def test_fsdp_of_the_first_version(self, random_base, make_args, monkeypatch, how):

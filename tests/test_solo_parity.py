@@ -10,8 +10,6 @@ import dataclasses
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.fixed_rows import (
     ATTEMPTS,
@@ -23,7 +21,7 @@ from tests.fixed_rows import (
     GradientLog,
     play_fixed_rows,
     rows_of_step,
-    solo_trainer,
+    solo_run,
 )
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.lora.members import member_parameters, read_member, save_member
@@ -51,7 +49,7 @@ LOSSES = {
 SLOW = {"grpo with KL", "dapo", "dr_grpo", "cispo", "cispo with KL"}
 
 
-def joint_trainer(base: str, output_dir, lora, rows_of=rows_of_step, **options) -> PopuLoRATrainer:
+def joint_trainer(base: str, output_dir, lora, rows_of=rows_of_step, broken=None, **options) -> PopuLoRATrainer:
     settings = {
         "teachers": TEACHERS,
         "students": STUDENTS,
@@ -66,20 +64,8 @@ def joint_trainer(base: str, output_dir, lora, rows_of=rows_of_step, **options) 
     }
     args = PopuLoRAConfig(str(output_dir), **(settings | SETTINGS | options))
     trainer = PopuLoRATrainer(base, args=args, peft_config=lora)
-    play_fixed_rows(trainer, rows_of)
+    play_fixed_rows(trainer, rows_of, broken)
     return trainer
-
-
-def solo_run(base: str, member_dir, name: str, output_dir, **options):
-    """Final factors and the gradients of each step of one member trained alone by stock TRL."""
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), member_dir, is_trainable=True)
-    trainer = solo_trainer(model, AutoTokenizer.from_pretrained(base), name, str(output_dir), **options)
-    parameters = {path.replace(".default", ""): p for path, p in model.named_parameters() if ".default." in path}
-    log = GradientLog(parameters)
-    trainer.add_callback(log)
-    trainer.train()
-    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    return get_peft_model_state_dict(model, adapter_name="default"), log.steps, norms
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +125,21 @@ def test_joint_training_is_solo_training(random_base, start, tmp_path, lora, los
                 for key, gradient in reference.items():
                     atol = tolerance * gradient.abs().max().item()
                     torch.testing.assert_close(seen[name, key], gradient, rtol=1e-4, atol=atol)
+
+
+def test_a_member_whose_loss_is_nan_leaves_the_others_to_train_as_if_alone(random_base, start, tmp_path, lora, caplog):
+    options, names = OPTIONS | {"loss_type": "dapo"}, sorted({row.member for row in rows_of_step(0)})
+    members, steps = joint_run(random_base, tmp_path / "joint", lora, names, **options, broken=(1, "student_1"))
+    for name in names:
+        gradients = [gradient for (member, _), gradient in steps[1].items() if member == name]
+        if name == "student_1":
+            assert not any(gradient.any() for gradient in gradients)
+            assert all(value.isfinite().all() for value in members[name].values())
+            continue
+        factors, _, _ = solo_run(random_base, start / name, name, tmp_path / name, **options)
+        for key, expected in factors.items():
+            assert (members[name][key] - expected).norm() / expected.norm() < 1e-5, f"{name} {key}"
+    assert [line for line in caplog.messages if "The gradient norm of student_1 is nan" in line]
 
 
 def test_a_pull_on_teachers_alone_is_solo_training_with_it_and_students_are_trained_without(

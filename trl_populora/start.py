@@ -107,6 +107,10 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
     if not isinstance(args, PopuLoRAConfig):
         raise TypeError(f"`args` must be a `PopuLoRAConfig` (it extends `GRPOConfig`), got `{type(args).__name__}`.")
     ways_out = {
+        "optimizers": "members exist once the trainer is made. Then set `trainer.optimizer` to "
+        "`torch.optim.AdamW(member_param_groups(trainer.model, rates))`, with a learning rate by member and "
+        "`member_param_groups` of `trl_populora.lora.members`; a scheduler of that optimizer goes to "
+        "`trainer.lr_scheduler`",
         "rollout_func": "the trainer plays its own rollouts; write a `TaskKind` to change what is played",
         "tools": "tasks are answered in one turn; write a `TaskKind` to change what is played",
         "environment_factory": "tasks are answered in one turn; write a `TaskKind` to change what is played",
@@ -114,7 +118,7 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
     for name, value in unsupported.items():
         if name not in ways_out:
             raise TypeError(f"`PopuLoRATrainer` has no argument `{name}`.")
-        if value is not None:
+        if value not in (None, (None, None)):
             raise ValueError(f"`{name}` is not supported: {ways_out[name]}.")
     if _fsdp_version(args) == 1:
         raise ValueError(
@@ -122,6 +126,7 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             "member's weights or gradients can be told apart. Use FSDP2 (`accelerate_configs/fsdp2.yaml`, or "
             "`fsdp_config={'version': 2}`)."
         )
+    check_deepspeed(args)
     # DeepSpeed steps all parameters together. A member without a gradient would still be moved by its momentum.
     plays_all = not args.teachers or no_student_idles(args.teachers, args.students)
     if args.deepspeed_plugin is not None and not plays_all:
@@ -131,6 +136,25 @@ def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
             "steps would leave a student idle. DeepSpeed cannot leave that student out of the optimizer step: "
             f"momentum would move it. `students={fits}` or `teachers={args.students}` works; so does DDP."
         )
+
+
+def check_deepspeed(args: PopuLoRAConfig) -> None:
+    """
+    Checks the sections of a DeepSpeed JSON file.
+
+    Raises:
+        `ValueError`: If the file has an `optimizer` or a `scheduler`.
+    """
+    config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
+    reasons = {
+        "optimizer": "DeepSpeed would put all members into one parameter group, with one learning rate. Remove the "
+        "section; `optim`, `optim_args`, `learning_rate` and `weight_decay` choose the optimizer",
+        "scheduler": "DeepSpeed would give all members one learning rate. Remove the section; `lr_scheduler_type` and "
+        "`warmup_steps` choose the schedule",
+    }
+    for section, reason in reasons.items():
+        if section in config:
+            raise ValueError(f"The DeepSpeed config has `{section}`: {config[section]!r:.200}. {reason}.")
 
 
 def _fsdp_version(args: PopuLoRAConfig) -> int | None:

@@ -9,6 +9,7 @@ The game itself is in `step/play.py`. The overrides for a step stand in the orde
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import LoraConfig
@@ -102,7 +104,7 @@ class PopuLoRATrainer(HubTrainer):
         eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
             `eval_strategy`.
         processing_class: Tokenizer with a chat template; loaded with the base when `None`.
-        reward_processing_classes, callbacks, optimizers: As in TRL. An optimizer must hold every member's parameters.
+        reward_processing_classes, callbacks: As in TRL.
         quantization_config: Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
         peft_config: Adapter of every member; rank 32, alpha 64, all linear layers when `None`.
 
@@ -140,7 +142,6 @@ class PopuLoRATrainer(HubTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: LoraConfig | None = None,
         **unsupported: Any,
@@ -178,7 +179,6 @@ class PopuLoRATrainer(HubTrainer):
                 processing_class=tokenizer,
                 reward_processing_classes=start.list_reward_processors(reward_processing_classes),
                 callbacks=callbacks,
-                optimizers=optimizers,
             )
         self._choose_generation(base)
         self._choose_update(base)
@@ -224,7 +224,8 @@ class PopuLoRATrainer(HubTrainer):
             skips_blank_rows=self.beta == 0,  # a KL term reaches every row; entropy terms are refused
         )
         self._phases = PhaseClock()
-        self._clipper = lora_members.MemberClipper(self.population.adapters, args.max_grad_norm)
+        main = args.process_index == 0
+        self._clipper = lora_members.MemberClipper(self.population.adapters, args.max_grad_norm, warns=main)
         self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
         if self.is_deepspeed_enabled:
             lora_members.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
@@ -296,7 +297,13 @@ class PopuLoRATrainer(HubTrainer):
         Raises:
             `ValueError`: If another process trains in `output_dir`, if a run lies there that is not resumed, or if the
                 checkpoint cannot be resumed.
+            `RuntimeError`: If this trainer has trained before, under DeepSpeed.
         """
+        if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
+            raise RuntimeError(
+                "Under DeepSpeed a trainer trains once, because its engine ends with the training: make another "
+                "trainer, and give it `resume_from_checkpoint` or `warm_start`."
+            )
         self._open()
         self._best_step = None
         self._forget_unfinished_step()
@@ -548,17 +555,23 @@ class PopuLoRATrainer(HubTrainer):
         return loss
 
     def create_optimizer(self, model=None):
+        rates = start.choose_learning_rates(self.args, self.population)
         if self.optimizer is None:
             optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            rates = start.choose_learning_rates(self.args, self.population)
             groups = lora_members.member_param_groups(self.model, rates, self.args.weight_decay)
             self.optimizer = optimizer_class(groups, **kwargs)
+        elif not isinstance(
+            self.optimizer, AcceleratedOptimizer
+        ):  # the user's own; the other is of an earlier `train`
+            lora_members.check_groups(self.optimizer, self.model, rates)
         return super().create_optimizer(model)
 
     def _clip_grad_norm(self, model):
         if not self.is_deepspeed_enabled:
             self.accelerator.unscale_gradients()
         norms = self._clipper.clip(model, {self.population.adapter(name) for name in self.played.members})
+        if self.accelerator.scaler is not None and not all(map(math.isfinite, norms.values())):
+            lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer)
         self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters})
         return torch.tensor(list(norms.values())).norm()
 

@@ -16,6 +16,8 @@ Shapes: M members, r LoRA rank.
 from __future__ import annotations
 
 import copy
+import logging
+import math
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
@@ -33,9 +35,14 @@ from trl_populora.files import FORMAT, read_json, write_json
 from .layers import routed_layers
 
 
+logger = logging.getLogger(__name__)
+
 # This file lies beside the weights of an adapter and says at which optimizer step they were saved. The file of the
 # weights does not say it, so that equal adapters are equal files.
 MEMBER_FILE = "member.json"
+
+# A member whose gradients are not finite in so many steps in a row ends the run.
+BROKEN_STEPS = 10
 
 # What `torch.compile` and activation checkpointing add to the names of modules. Saved adapters must not hold it.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -335,6 +342,36 @@ def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_dec
     ]
 
 
+def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]) -> None:
+    """
+    Checks that an optimizer of the user's own has all members' parameters, and no group with those of two members.
+
+    Args:
+        optimizer: Not yet wrapped by accelerate or DeepSpeed.
+        model: The model.
+        rates: Learning rate of each member, by name, for the message.
+
+    Raises:
+        `ValueError`: If it has not. The message has the call that makes the right groups.
+    """
+    owners = {id(p): name for name in rates for p in member_parameters(model, name).values()}
+    held = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    mixed = [sorted({owners.get(each, "the base") for each in group}) for group in held]
+    mixed = [names for names in mixed if len(names) > 1 or names == ["the base"]]
+    missing = owners.keys() - {each for group in held for each in group}
+    if mixed or missing:
+        flaw = (
+            f"has a parameter group of {' and '.join(mixed[0])}"
+            if mixed
+            else f"lacks parameters of {', '.join(sorted({owners[each] for each in missing}))}"
+        )
+        raise ValueError(
+            f"The optimizer {flaw}. Each member needs a group of its own, which has its learning rate. Set "
+            f"`trainer.optimizer = {type(optimizer).__name__}(member_param_groups(trainer.model, {dict(rates)!r}))`, "
+            "with `member_param_groups` of `trl_populora.lora.members`, and make a scheduler for that optimizer anew."
+        )
+
+
 @torch.no_grad()
 def clip_member_grad_norms(
     model: nn.Module, names: Sequence[str], max_norm: float, loss_scale: float = 1.0
@@ -342,8 +379,9 @@ def clip_member_grad_norms(
     """
     Clips the gradients of each member by that member's own norm, with the rule of `torch.nn.utils.clip_grad_norm_`.
 
-    With one norm over all adapters, a member with large gradients would shrink the updates of all others. Under ZeRO
-    call it between backward and step (see [`MemberClipper`]).
+    With one norm over all adapters, a member with large gradients would shrink the updates of all others. A member
+    whose norm is NaN or infinite gets gradients of zero: with its own, all its weights would become NaN, and DeepSpeed
+    would skip the step of all members. Under ZeRO call it between backward and step (see [`MemberClipper`]).
 
     Args:
         model: The model after the backward, wrapped or not.
@@ -352,7 +390,8 @@ def clip_member_grad_norms(
         loss_scale: The factor that the gradients are multiplied by (fp16). Gradients keep it; norms are without it.
 
     Returns:
-        Norm of each member before clipping; 0.0 for a member without gradients.
+        Norm of each member before clipping; 0.0 for a member without gradients, NaN or infinite for one whose
+        gradients were zeroed.
     """
     gradients = {name: _find_gradients(model, name) for name in names}
     first = next(iter(member_parameters(model, names[0]).values()))
@@ -361,11 +400,13 @@ def clip_member_grad_norms(
     if is_zero_parameter(first):
         torch.distributed.all_reduce(squares)
     norms = squares.sqrt() / loss_scale
-    if max_norm > 0:
-        # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
-        factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-        for name, factor in zip(names, factors.tolist(), strict=True):
-            for gradient in gradients[name]:
+    # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
+    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norms)
+    for name, norm, factor in zip(names, norms.tolist(), factors.tolist(), strict=True):
+        for gradient in gradients[name]:
+            if not math.isfinite(norm):
+                gradient.zero_()  # not `mul_`: NaN times 0 is NaN
+            elif max_norm > 0:
                 gradient.mul_(factor)
     return dict(zip(names, norms.tolist(), strict=True))
 
@@ -390,8 +431,9 @@ def _sum_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.T
     """Sums the squares of all elements of some gradients, in fp32."""
     if not gradients:
         return torch.zeros((), device=device)
-    # One call computes the norms of all tensors. A loop would start kernels for each of them.
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
+    # One call computes the norms of all tensors. A loop would start kernels for each of them. Without a launcher
+    # `device_map="auto"` may have spread the layers over several devices.
+    norms = torch.stack([norm.to(device, torch.float32) for norm in torch._foreach_norm(gradients)])
     total = torch.linalg.vector_norm(norms.full_tensor() if isinstance(norms, DTensor) else norms)
     return total.square().to(device)
 
@@ -417,6 +459,24 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
             parameter.grad = None
 
 
+def step_in_spite_of_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """
+    Makes a `GradScaler` step although it has met gradients that are not finite. Call it after these have been zeroed.
+
+    For one member the scaler would skip the step of all. Its scale still falls, because the scale may be too large for
+    that member.
+
+    Args:
+        scaler: Has unscaled the gradients of this step.
+        optimizer: The one that the scaler steps, without accelerate's wrapper.
+    """
+    for found in scaler._found_inf_per_device(optimizer).values():
+        found.zero_()
+    scale, growth_tracker = scaler._check_scale_growth_tracker("step_in_spite_of_overflow")
+    scale.mul_(scaler.get_backoff_factor())
+    growth_tracker.zero_()
+
+
 class MemberClipper:
     """
     Clips every member by its own norm before each optimizer step, with DeepSpeed and without.
@@ -424,10 +484,12 @@ class MemberClipper:
     Args:
         names: The members.
         max_norm: Largest norm per member. With 0 or less the norms are measured and nothing is clipped.
+        warns: Whether this rank warns of members whose gradients are not finite.
     """
 
-    def __init__(self, names: Sequence[str], max_norm: float):
-        self.names, self.max_norm = names, max_norm
+    def __init__(self, names: Sequence[str], max_norm: float, warns: bool = True):
+        self.names, self.max_norm, self.warns = names, max_norm, warns
+        self._broken_steps = dict.fromkeys(names, 0)  # steps in a row in which a member's norm was not finite
         # Norms that a DeepSpeed engine's last step has measured; `None` without DeepSpeed.
         self._found_inside: dict[str, float] | None = None
 
@@ -441,14 +503,25 @@ class MemberClipper:
         """
         if self._found_inside is not None:
             return
+        from deepspeed.accelerator import get_accelerator
+
         self._found_inside, step = {}, engine.step
         engine.optimizer.clip_grad = 0.0
 
         def clip_and_step(*args, **kwargs):
             # In fp16 the gradients still carry the loss scale: DeepSpeed removes it inside its step.
-            scale = engine.optimizer.loss_scale
+            scale, offloads = engine.optimizer.loss_scale, _offloads_gradients(engine.optimizer)
+            if offloads:
+                # ZeRO-2 copies gradients to the CPU without waiting, and waits within its step.
+                get_accelerator().synchronize()
             self._found_inside = clip_member_grad_norms(engine, self.names, self.max_norm, scale)
-            return step(*args, **kwargs)
+            broken = [name for name, norm in self._found_inside.items() if not math.isfinite(norm)]
+            if broken and offloads:
+                _forget_overflow(engine, broken)
+            step(*args, **kwargs)
+            if broken and engine.fp16_enabled():
+                # The scale may be too large for them. It falls after the step, which divides by it.
+                engine.optimizer.loss_scaler.update_scale(True)
 
         engine.step = clip_and_step
 
@@ -466,13 +539,61 @@ class MemberClipper:
             Norm of each member before clipping.
 
         Raises:
-            `RuntimeError`: Under ZeRO, if a member is idle.
+            `RuntimeError`: If a member's norm was NaN or infinite in ten of its steps in a row.
         """
         norms = self._found_inside
         if norms is None:
             norms = clip_member_grad_norms(model, self.names, self.max_norm)
+        self._watch(norms)
         withhold_gradients(model, [name for name in self.names if name not in busy])
         return norms
+
+    def _watch(self, norms: Mapping[str, float]) -> None:
+        """Warns of members whose gradients are not finite, and raises after `BROKEN_STEPS` such steps in a row."""
+        for name, norm in norms.items():
+            if math.isfinite(norm):
+                # A norm of 0 says nothing: the member has no rows, or no advantage.
+                self._broken_steps[name] *= norm == 0
+                continue
+            self._broken_steps[name] += 1
+            if self._broken_steps[name] == BROKEN_STEPS:
+                raise RuntimeError(
+                    f"The gradient norm of {name} was not finite in {BROKEN_STEPS} steps in a row; it is {norm}. Look "
+                    "into its rows in `rollouts/`, and start a new run with `warm_start` from a checkpoint before "
+                    "that: with a lower `learning_rate`, or without what makes its loss infinite (`beta` at a low "
+                    "`temperature`, a reward function)."
+                )
+            if self.warns:
+                logger.warning(
+                    "The gradient norm of %s is %s. Its gradients are zero in this step; the other members are not "
+                    "affected. After %d such steps in a row the run stops.",
+                    name,
+                    norm,
+                    BROKEN_STEPS,
+                )
+
+
+def _offloads_gradients(optimizer) -> bool:
+    """Says whether ZeRO keeps optimizer state and gradients on the CPU."""
+    # The first attribute is that of stages 1 and 2, the second that of stage 3.
+    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
+
+
+def _forget_overflow(engine, names: Sequence[str]) -> None:
+    """
+    Lets ZeRO step although members had gradients that are not finite, which are zero by now.
+
+    With offload ZeRO measures gradients when it moves them to the CPU. Otherwise it looks at them within its step.
+    """
+    optimizer = engine.optimizer
+    optimizer.local_overflow = False
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3 looks for overflow in what it has moved from
+        optimizer.grad_partitions_flat_buffer.nan_to_num_(0.0, 0.0, 0.0)
+    for name in names:
+        for parameter in member_parameters(engine, name).values():
+            key = optimizer.get_param_id(parameter)
+            if key in optimizer.norm_for_param_grads:
+                optimizer.norm_for_param_grads[key].zero_()
 
 
 # What DeepSpeed's ZeRO-3 must know before it partitions a model with routed layers.

@@ -11,7 +11,8 @@ The HF `Trainer` writes optimizer, scheduler, generators and `trainer_state.json
                           held-out scores, if the run measures any
     rank_state_<n>.pt     state of rank n: count of micro-batches, rows still to train on and the step they belong to,
                           metrics and loss that are not logged yet
-    whole.json            names and sizes of all other files, and the number of processes; written last
+    whole.json            names and sizes of all other files, the number of processes, the backend, and whether there
+                          is optimizer state; written last
 
 A resume reads in this order: members, `trainer_state.json` (FSDP and DeepSpeed read the members after it), optimizer,
 scheduler, then [`load_game`]. The generators and the loss that is not logged yet are restored just before the first
@@ -38,7 +39,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase, TrainerState, TrainingArguments
@@ -91,6 +92,34 @@ def choose_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     return wanted or None
 
 
+def name_backend(accelerator: Accelerator) -> str:
+    """Names what decides in which form optimizer state is saved. One process and DDP save it alike."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    return "FSDP" if accelerator.distributed_type == DistributedType.FSDP else "DDP"
+
+
+def check_optimizer_state(checkpoint: str, accelerator: Accelerator) -> None:
+    """
+    Checks that a checkpoint has optimizer state that this backend can load. Otherwise a resume would begin with new
+    moments and a new schedule.
+
+    Raises:
+        `ValueError`: If it has none, or that of another backend.
+    """
+    manifest, ours = read_json(Path(checkpoint, MANIFEST)), name_backend(accelerator)
+    saved = manifest.get("backend", ours)  # early versions did not write it
+    if manifest.get("optimizer", True) and saved == ours:
+        return
+    flaw = f"was saved under {saved}, and this run uses {ours} (one process counts as DDP): it cannot read"
+    if not manifest.get("optimizer", True):
+        flaw = "was saved with `save_only_model`: it lacks"
+    raise ValueError(
+        f"{checkpoint} {flaw} the state of optimizer and schedule. A new run with `warm_start={checkpoint!r}` begins "
+        "with its members."
+    )
+
+
 class Staging:
     """
     The folder in which a checkpoint is written until it is whole.
@@ -136,7 +165,12 @@ class Staging:
                 state.save_to_json(str(unfinished / "trainer_state.json"))
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                _move_into_place(unfinished, target, self.accelerator.num_processes)
+                facts = {
+                    "processes": self.accelerator.num_processes,
+                    "backend": name_backend(self.accelerator),
+                    "optimizer": not self.args.save_only_model,
+                }
+                _move_into_place(unfinished, target, facts)
         # A full disk raises any of these, depending on the library that was writing. This rank does not tell the
         # others: they may be waiting inside a collective of FSDP or DeepSpeed. The launcher ends them once it sees
         # this process end.
@@ -222,14 +256,14 @@ def is_disk_full(error: BaseException, directory: Path) -> bool:
     return told or shutil.disk_usage(directory).free < 2**16
 
 
-def _move_into_place(unfinished: Path, target: Path, world: int) -> None:
+def _move_into_place(unfinished: Path, target: Path, facts: Mapping[str, Any]) -> None:
     """
     Lists and flushes the files of a complete checkpoint, then moves it to its final path. An older checkpoint of the
-    same step is replaced.
+    same step is replaced. The list has these facts, too.
     """
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
-    write_json(unfinished / MANIFEST, {"format": FORMAT, "processes": world, "files": sizes})
+    write_json(unfinished / MANIFEST, {"format": FORMAT, **facts, "files": sizes})
     # First everything inside, then the rename: after a power cut a checkpoint under its final name has all its bytes.
     for path in (*unfinished.rglob("*"), unfinished):
         _flush(path)

@@ -30,7 +30,7 @@ from transformers import TrainingArguments
 
 from trl_populora.files import write_whole
 from trl_populora.run import nodes
-from trl_populora.run.checkpoint import PREFIX, UNFINISHED, choose_checkpoint, find_newest
+from trl_populora.run.checkpoint import PREFIX, UNFINISHED, check_optimizer_state, choose_checkpoint, find_newest
 from trl_populora.run.read import LINEAGE, METRICS, POPULATION_FILE, TIMES, read_lines
 
 
@@ -138,11 +138,14 @@ class RunDirectory:
             The checkpoint to resume from; `None` to start from the first step.
 
         Raises:
-            `ValueError`: If the wanted checkpoint is missing or damaged. On every rank, if another run lies in the
-                directory, or if the run in it has later checkpoints than the wanted one.
+            `ValueError`: If the wanted checkpoint is missing or damaged, or has no optimizer state that this backend
+                can load. On every rank, if another run lies in the directory, or if the run in it has later
+                checkpoints than the wanted one.
         """
         where = self.args.output_dir
         found = choose_checkpoint(wanted, where)
+        if found is not None:
+            check_optimizer_state(found, self.accelerator)
         _refuse(self._find_obstacle(wanted, found) if self.args.should_save else None)
         # A resume changes the records only in `go_on_from`, after its checkpoint has been loaded.
         if found is None:

@@ -35,7 +35,8 @@ LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo"
 
 REORDERS = "it reorders rows, so that other members' adapters would compute them"
 
-# Options of TRL that may couple members or change what they share: the name, the value to keep, and the reason.
+# Options that a population cannot use; most may mix up members or what they share. Each must keep the value beside it,
+# for the reason after.
 COUPLE_MEMBERS = (
     ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
     ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
@@ -46,6 +47,8 @@ COUPLE_MEMBERS = (
     ("optim_target_modules", None, "such optimizers group parameters by module instead of by member"),
     ("sync_ref_model", False, "it would move the reference, which is the frozen base that all members share"),
     ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
+    ("ds3_gather_for_generation", True, "routed layers need the whole base while members generate"),
+    ("ddp_static_graph", None, "which layers a step reaches follows from its rows"),
     ("off_policy_mask_threshold", None, "it drops rows by the sign of advantages, as if all were of one policy"),
 )
 
