@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -677,6 +678,17 @@ class TestRefusals:
         with pytest.raises(ValueError, match="[Nn]umber of reward weights"):
             PopuLoRATrainer(random_base, args=args)
         assert (args.beta, args.model_init_kwargs) == (0.5, {"attn_implementation": "eager"})
+
+
+def test_the_arguments_of_a_caller_stay_as_they_were(make_trainer, random_base, make_args, seed_dataset, lora):
+    """The next trainer that gets them chooses anew."""
+    chosen = {"prompt_style": None, "shots": None, "reward_weights": [2.0]}
+    args = make_args(**chosen, max_completion_length=32, gradient_checkpointing=True, dataloader_num_workers=1)
+    before = copy.deepcopy(vars(args))
+    trainer = PopuLoRATrainer(random_base, letters, args, train_dataset=seed_dataset, peft_config=lora)
+    trainer.train()
+    assert {name: value for name, value in vars(args).items() if before.get(name) != value} == {}
+    assert trainer.args.prompt_style and trainer.args.shots is not None and len(trainer.args.reward_weights) == 3
 
 
 def test_the_tokenizer_comes_from_where_the_base_does(make_args, random_base, monkeypatch):

@@ -13,11 +13,12 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.code_tasks import DOUBLE
 from tests.models import CHATML, make_tokenizer, save_base
+from trl_populora import start
 from trl_populora.assets import real_seed_tasks, tiny_base_path
 from trl_populora.generate.player import make_completions
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
-from trl_populora.start import choose_shots, choose_style
+from trl_populora.start import choose_shots, choose_style, count_parameters
 from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Refusal, Task, TaskArchive, TaskKind, load_seed_tasks
 from trl_populora.tasks.kind import KindSettings
@@ -176,6 +177,15 @@ def test_the_base_decides_about_style_and_solved_tasks(make_args, roomy_base):
     trainer.close()
     assert choose_shots(1, "turns", trainer.model) == 1
     assert choose_shots(2, "compact", trainer.model) == 0, "compact prompts have one turn"
+
+
+def test_adapters_do_not_make_a_base_large(make_args, roomy_base, monkeypatch):
+    size = count_parameters(Qwen3ForCausalLM.from_pretrained(roomy_base))
+    monkeypatch.setattr(start, "FEW_PARAMETERS", size + 1)
+    trainer = PopuLoRATrainer(roomy_base, args=make_args(**TURNS))
+    trainer.close()
+    assert trainer.model.num_parameters() > size + 1
+    assert trainer.game.referee.shots == 3
 
 
 def test_a_large_base_is_shown_none():

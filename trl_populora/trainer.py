@@ -94,7 +94,7 @@ class PopuLoRATrainer(HubTrainer):
         reward_funcs: Further reward functions in TRL's signature, added to the two built-in ones. They get the columns
             of [`~trl_populora.step.rows.Row`] up to `program`, and return `None` for rows that they do not judge.
             `args.reward_weights`, if set, has one weight for each of them.
-        args: Settings of the run.
+        args: Settings of the run. The trainer works on a copy, `trainer.args`; the caller's stay as they are.
         train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`. When `None`, the
             package's: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
         eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
@@ -145,6 +145,7 @@ class PopuLoRATrainer(HubTrainer):
         args = PopuLoRAConfig("populora") if args is None else args
         lora_config = peft_config or start.make_default_lora()
         start.check_setup(args, unsupported, model, lora_config)
+        args = start.copy_settings(args)
         args.prompt_style = start.choose_style(args.prompt_style, model, args.model_init_kwargs)
         kinds = start.make_kinds(args)
         rules = start.make_rules(args, kinds)
@@ -184,6 +185,7 @@ class PopuLoRATrainer(HubTrainer):
         self.staging = checkpoint.Staging(args, self.accelerator)
         self.directory = directory.RunDirectory(args, self.accelerator)
         referee = start.make_referee(args, kinds, base, tokenizer, held_out)
+        args.shots = referee.shots  # for `population.json`
         player = Player(
             generate=self._generate_rows,
             gather=lambda value: gather_object([value]),
