@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from trl_populora.population.operators import average
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 SCENARIOS = {
-    "ddp": ["replace", "evolve", "plain", "savings", "resume", "evaluate", "shard"],
+    "ddp": ["replace", "evolve", "plain", "savings", "resume", "evaluate", "own", "shard"],
     "zero2": ["replace", "evolve", "plain", "savings", "resume", "half", "unwritable"],
     "zero3": ["replace", "evolve", "plain", "savings", "half"],
 }
@@ -202,6 +203,22 @@ def test_an_evaluation_gives_the_figures_of_one_process(runs, base, tmp_path):
     assert together | seconds == alone | seconds
     assert 0 < alone["eval_solve_rate_mean"] < 1
     assert "eval_student_1/solve_rate" in alone
+
+
+@only("ddp")
+def test_ranks_stay_together_whatever_a_users_own_functions_say_on_each(runs):
+    one, other = runs["own"]
+    assert one["state"] == other["state"]
+    assert torch.equal(one["advantages"], other["advantages"])
+    assert all(equal(factors, other["members"][name]) for name, factors in one["members"].items())
+
+
+@only("ddp")
+def test_an_event_of_ranks_that_have_come_apart_ends_the_run_by_name(runs):
+    told = [rank["apart"] for rank in runs["own"]]
+    assert told[0] == told[1]
+    where = r"before the evolution after step 3: student_0: mu is \d.* on rank 0 and 7.0 on rank 1"
+    assert re.match(f"The ranks have come apart {where}", told[0])
 
 
 def test_a_quantised_base_is_refused_under_zero_by_name(ranks):

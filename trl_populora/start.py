@@ -368,7 +368,7 @@ def load_tokenizer(
 
 
 def choose_shots(wanted: int | None, style: str, base: PreTrainedModel) -> int:
-    """Chooses how many solved tasks a student is shown: the wanted number, else by the base's size without adapters."""
+    """Chooses how many solved tasks a student is shown: the wanted number, else by the size of the base."""
     if style == "compact":
         return 0  # the embedded base was not trained on them
     if wanted is not None:
@@ -457,6 +457,20 @@ def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     if args.reward_weights is not None and len(args.reward_weights) == len(extra):
         args.reward_weights = [1.0, 1.0, *args.reward_weights]
     return [teacher_reward, student_reward, *extra]
+
+
+def check_reward_names(names: Sequence[str]) -> None:
+    """
+    Refuses reward functions of one name, because TRL would log the mean of their figures under it.
+
+    Raises:
+        `ValueError`: If two have the same name, the two built-in ones included.
+    """
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"Two reward functions are called {twice[0]!r}, so that their metrics would be mixed. Give one another "
+            "name (`__name__`)."
+        )
 
 
 def list_reward_processors(given: Any) -> list | None:
