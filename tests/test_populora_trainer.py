@@ -696,8 +696,8 @@ class TestRefusals:
 
 def test_the_arguments_of_a_caller_stay_as_they_were(make_trainer, random_base, make_args, seed_dataset, lora):
     """The next trainer that gets them chooses anew."""
-    chosen = {"prompt_style": None, "shots": None, "reward_weights": [2.0]}
-    args = make_args(**chosen, max_completion_length=48, gradient_checkpointing=True, dataloader_num_workers=1)
+    chosen = {"prompt_style": None, "shots": None, "reward_weights": [2.0], "task_kinds": ["code_o"]}
+    args = make_args(**chosen, max_completion_length=48, gradient_checkpointing=True)
     before = copy.deepcopy(vars(args))
     trainer = PopuLoRATrainer(random_base, letters, args, train_dataset=seed_dataset, peft_config=lora)
     trainer.train()
