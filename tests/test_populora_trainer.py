@@ -698,10 +698,10 @@ def test_the_arguments_of_a_caller_stay_as_they_were(make_trainer, random_base, 
     """The next trainer that gets them chooses anew."""
     chosen = {"prompt_style": None, "shots": None, "reward_weights": [2.0], "task_kinds": ["code_o"]}
     args = make_args(**chosen, max_completion_length=48, gradient_checkpointing=True)
-    before = copy.deepcopy(vars(args))
+    before = copy.deepcopy(args.to_dict())
     trainer = PopuLoRATrainer(random_base, letters, args, train_dataset=seed_dataset, peft_config=lora)
     trainer.train()
-    assert {name: value for name, value in vars(args).items() if before.get(name) != value} == {}
+    assert {name: value for name, value in args.to_dict().items() if before[name] != value} == {}
     assert (trainer.args.prompt_style, trainer.args.shots, len(trainer.args.reward_weights)) == ("turns", 3, 3)
 
 
