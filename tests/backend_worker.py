@@ -12,6 +12,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `resume`, `resume quantised` and `resume bf16` play a game straight, and again cut in two by a checkpoint;
 - `groups` are runs in which one role stays or is not there;
 - `evaluate` is one evaluation on held-out tasks;
+- `own` is a game whose pairs and advantages are a user's own functions, which say something else on each rank;
 - `shard` is FSDP2, which needs no trainer;
 - `half` is one step in fp16 with a loss scale, which only DeepSpeed does on a CPU;
 - `unwritable` fails to save, because a file stands where the main process wants a directory. It ends the process.
@@ -23,6 +24,7 @@ import copy
 import gc
 import json
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -340,6 +342,33 @@ def evaluate(base: str, output: str) -> dict:
     return held_out_worker.ranks(base, output)
 
 
+def choose_by_chance(student, teacher) -> float:
+    """A weight of pairs, other on each rank."""
+    return CHANCE.random()
+
+
+def estimate_by_chance(rewards, members, kinds, groups) -> torch.Tensor:
+    """Advantages, other on each rank."""
+    return torch.tensor([CHANCE.uniform(-1, 1) for _ in rewards], dtype=torch.float64)
+
+
+CHANCE = random.Random(os.environ.get("RANK"))
+
+
+def own(base: str, output: str) -> dict:
+    """A game with functions of a user's own that differ between ranks, then an event of ranks that have come apart."""
+    settings = {"matchmaking": "choose_by_chance", "student_baseline": "estimate_by_chance"}
+    settings = {option: f"tests.backend_worker:{name}" for option, name in settings.items()}
+    trainer = populora_run.make_trainer(base, output, settings | {"max_steps": 2, "save_strategy": "no"})
+    trainer.train()
+    members = {name: read_member(trainer.model_wrapped, name) for name in trainer.population.names}
+    state = {"population": trainer.population.state_dict(), "pairs": trainer.game.matchmaker.state_dict()}
+    seen = {"members": members, "advantages": trainer.played.worth.advantages, "state": state}
+    if trainer.accelerator.process_index:
+        trainer.population["student_0"].mu = 7.0
+    return identity(trainer) | seen | {"apart": why_refused(RuntimeError, trainer.evolution.evolve, 3)}
+
+
 def shard(base: str, output: str) -> dict:
     return fsdp_worker.run(output)
 
@@ -389,6 +418,7 @@ SCENARIOS = {
     "resume bf16": resume_bf16,
     "groups": groups,
     "evaluate": evaluate,
+    "own": own,
     "shard": shard,
     "half": half,
     "unwritable": unwritable,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 COMMON = ["replace", "evolve", "plain", "broken", "savings", "resume bf16"]
 SCENARIOS = {
-    "ddp": [*COMMON, "groups", "resume", "evaluate", "shard"],
+    "ddp": [*COMMON, "groups", "resume", "evaluate", "own", "shard"],
     "zero1": ["replace", "broken"],
     "zero2": [*COMMON, "groups", "resume", "half", "unwritable"],
     "zero3": [*COMMON, "half"],
@@ -266,6 +267,22 @@ def test_an_evaluation_gives_the_figures_of_one_process(runs, base, tmp_path):
     assert together | seconds == alone | seconds
     assert 0 < alone["eval_solve_rate_mean"] < 1
     assert "eval_student_1/solve_rate" in alone
+
+
+@only("ddp")
+def test_ranks_stay_together_whatever_a_users_own_functions_say_on_each(runs):
+    one, other = runs["own"]
+    assert one["state"] == other["state"]
+    assert torch.equal(one["advantages"], other["advantages"])
+    assert all(equal(factors, other["members"][name]) for name, factors in one["members"].items())
+
+
+@only("ddp")
+def test_an_event_of_ranks_that_have_come_apart_ends_the_run_by_name(runs):
+    told = [rank["apart"] for rank in runs["own"]]
+    assert told[0] == told[1]
+    where = r"before the evolution after step 3: student_0: mu is \d.* on rank 0 and 7.0 on rank 1"
+    assert re.match(f"The ranks have come apart {where}", told[0])
 
 
 def test_a_quantised_base_is_refused_under_zero_by_name(ranks):

@@ -89,7 +89,7 @@ def test_students_are_rated_by_what_they_solve():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("replay", 0.5), ("teacher_reward", "rarity"), ("teacher_learning_rate", 0.0)],
+    [("replay", 0.5), ("teacher_reward", "rarity"), ("teacher_baseline", "group"), ("teacher_learning_rate", 0.0)],
 )
 def test_what_needs_teachers_is_refused(name, value, tmp_path):
     with pytest.raises(ValueError, match=rf"`{name}={value}`.*`teachers=0`"):

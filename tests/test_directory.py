@@ -112,6 +112,20 @@ class TestRecords:
         assert {name: before[name] for name in before if "checkpoint-2/" in name}.items() <= branched.items()
         assert not any("_previous" in name for name in branched)
 
+    def test_an_end_that_lies_before_the_checkpoint_is_refused(self, base, four, tmp_path, caplog):
+        run = tmp_path / "run"
+        shutil.copytree(four[0], run)
+        before = contents(run)
+        with pytest.raises(
+            ValueError, match="`max_steps=3`, but .*checkpoint-4 has reached step 4. Raise `max_steps`"
+        ):
+            make_trainer(base, str(run), SAVING | {"max_steps": 3}).train(resume_from_checkpoint=True)
+        assert contents(run) == before
+        trainer = make_trainer(base, str(run), SAVING | {"max_steps": 4})
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 4
+        assert "has reached the last step, 4: nothing is trained. Raise `max_steps`." in caplog.text
+
     def test_what_came_after_the_newest_whole_checkpoint_is_cut_back(self, base, four, tmp_path):
         run = Path(shutil.copytree(four[0], tmp_path / "run"))
         for step in (3, 4):
@@ -235,6 +249,20 @@ class TestLock:
             assert not (tmp_path / "_lock").read_text()
             with (tmp_path / "_lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def test_a_save_after_training_keeps_to_the_lock(self, base, tmp_path):
+        """As scripts save: another run may have begun there since `train` ended."""
+        trainer = make_trainer(base, str(tmp_path / "run"), {"max_steps": 1})
+        trainer.train()
+        with (tmp_path / "run" / "_lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            before = contents(tmp_path / "run")
+            with pytest.raises(ValueError, match="is in use by"):
+                trainer.save_model()
+            trainer.save_model(str(tmp_path / "elsewhere"))
+            assert contents(tmp_path / "run") == before
+        trainer.save_model()
+        assert (tmp_path / "run" / "members").is_dir()
 
     def test_a_file_system_without_locks_is_told_and_trained_on(self, base, tmp_path, caplog, monkeypatch):
         def refuse(file, how):

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from trl_populora.files import write_json, write_whole
+from trl_populora.files import read_json, write_json, write_whole
+
+
+def test_a_list_is_no_object(tmp_path):
+    (tmp_path / "found.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"found.json holds no JSON object but a list\.$"):
+        read_json(tmp_path / "found.json")
 
 
 def test_a_file_that_is_not_finished_leaves_the_one_before(tmp_path):

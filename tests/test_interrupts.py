@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+from accelerate.commands.launch import deepspeed_launcher, multi_gpu_launcher
+from torch.distributed.launcher.api import LaunchConfig
 from transformers import TrainerCallback
 
 from tests.populora_run import EVALUATED, make_trainer
 from trl_populora.lora.members import read_saved_step
+from trl_populora.run.callbacks import StopAtSignals
 from trl_populora.run.checkpoint import find_newest, is_disk_full
 from trl_populora.run.read import read_population
 from trl_populora.run.saved_population import check_one_moment
@@ -66,6 +71,29 @@ def test_where_nothing_was_saved_it_is_said(base, tmp_path, caplog):
     train(base, tmp_path, [signal.SIGINT, signal.SIGINT], KeyboardInterrupt)
     assert find_newest(str(tmp_path)) is None
     assert "There is no checkpoint (`save_steps`)" in caplog.text
+
+
+@pytest.mark.parametrize(("world", "patience", "told"), [("1", None, False), ("2", None, True), ("2", "600", False)])
+def test_the_first_signal_of_several_processes_says_when_their_launcher_kills_them(
+    monkeypatch, caplog, world, patience, told
+):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if patience:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", patience)
+    StopAtSignals(SimpleNamespace(args=SimpleNamespace(process_index=0)))._receive(signal.SIGTERM, None)
+    assert ("Its launcher waits 30 seconds" in caplog.text) == told
+
+
+def test_launchers_wait_as_long_as_the_variable_says(monkeypatch):
+    """`accelerate launch` hands its command to `torchrun`, which reads it."""
+    seen = []
+    for patience in ("600", None):
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", patience) if patience else monkeypatch.undo()
+        seen.append(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2).shutdown_timeout)
+    assert seen == [600, 30]
+    assert "distrib_run.run(args)" in inspect.getsource(multi_gpu_launcher)
+    assert "distrib_run.run(args)" in inspect.getsource(deepspeed_launcher)
 
 
 def test_a_full_disk_is_told_from_other_errors(tmp_path, monkeypatch):

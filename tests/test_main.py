@@ -556,6 +556,15 @@ def test_a_command_refuses_a_directory_with_a_run_before_it_loads_the_model(tmp_
         cli.main(["train", "--config", recipe, "--output_dir", "runs/mine", "--model_name_or_path", "nowhere"])
 
 
+def test_quickstart_names_no_directory_where_the_user_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(cli, "train", asked.append)
+    for options in (["--output_dir", "runs/mine"], ["--output-dir=runs/mine"]):
+        cli.quickstart(options)
+    assert [arguments[2:] for arguments in asked] == [["--output_dir", "runs/mine"], ["--output-dir=runs/mine"]]
+
+
 def test_quickstart_takes_the_next_free_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []

@@ -37,7 +37,6 @@ def test_options_of_trl_and_of_transformers_stand_apart():
 ELSEWHERE = {"parallelism_config"}  # TRL's own refusal, which needs an environment of several devices
 OTHER = {
     "router_aux_loss_coef": 0.01,
-    "num_generations": 3,
     "num_generations_eval": 3,
     "generation_batch_size": 12,
     "steps_per_generation": 2,

@@ -8,8 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from transformers import TrainerCallback
 
-from tests.populora_run import HELD_OUT, SETTINGS
+from tests.populora_run import HELD_OUT, SETTINGS, letters
+from tests.small_run import small_trainer
 from trl_populora import cli
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.population.evolution import read_mixture
@@ -17,7 +19,7 @@ from trl_populora.population.members import Population
 from trl_populora.population.operators import find_operator
 from trl_populora.population.ratings import Matchmaker
 from trl_populora.step.advantages import estimate_advantages
-from trl_populora.step.rows import add_metrics, find_metrics
+from trl_populora.step.rows import add_own_metrics, find_metrics
 
 
 HERE = "tests.test_own_parts"
@@ -198,9 +200,74 @@ class TestErrors:
         with pytest.raises(ValueError, match="`pfsp_kappa=1.0` says nothing to `matchmaking="):
             make_args(matchmaking=f"{HERE}:weigh", pfsp_kappa=1.0)
 
-    def test_a_metric_with_the_name_of_another_is_refused(self):
-        with pytest.raises(ValueError, match="`own_metrics` gives 'solve/rate', which is another metric's name"):
-            add_metrics({"solve/rate": 0.5}, {"solve/rate": 1.0})
+    @pytest.mark.parametrize(
+        ("name", "told"),
+        [
+            ("solve/rate", "is another metric's name"),
+            ("reward", "is another metric's name"),
+            ("loss", "is another metric's name"),
+            ("member/student_0/grad_norm", "is another metric's name"),
+            ("step_time", "is another metric's name"),
+            ("epoch", "is another metric's name"),
+            ("eval_mine", "begins as the names of an evaluation do"),
+        ],
+    )
+    @pytest.mark.parametrize("source", ["own_metrics", "log_metric"])
+    def test_a_metric_with_the_name_of_another_is_refused_at_the_first_step(
+        self, base, tmp_path, monkeypatch, source, name, told
+    ):
+        def reward(completions, log_metric, **columns):
+            log_metric(name if source == "log_metric" else "mine", 1.0)
+            return letters(completions)
+
+        monkeypatch.setitem(globals(), "given", {name: 1.0} if source == "own_metrics" else {"own": 1.0})
+        trainer = small_trainer(
+            base, HELD_OUT[1:], reward, **SETTINGS | {"output_dir": str(tmp_path), "own_metrics": [f"{HERE}:give"]}
+        )
+        with pytest.raises(ValueError, match=f"`{source}` gives '{name}', which {told}. Choose another one."):
+            trainer.train()
+        assert trainer.state.global_step == 1
+
+    def test_two_functions_with_one_metric_are_refused(self):
+        metrics: dict = {}
+        add_own_metrics(metrics, {"mine": 1.0})
+        with pytest.raises(ValueError, match="Two functions of `own_metrics` give 'mine'"):
+            add_own_metrics(metrics, {"mine": 2.0})
+
+    def test_a_reward_function_with_the_name_of_another_is_refused(self, base, tmp_path):
+        def student_reward(completions, **columns):
+            return letters(completions)
+
+        with pytest.raises(ValueError, match="Two reward functions are called 'student_reward'"):
+            small_trainer(base, HELD_OUT[1:], student_reward, **SETTINGS | {"output_dir": str(tmp_path)})
+
+
+def test_metrics_of_a_users_own_are_logged_by_their_names_beside_an_evaluation(base, tmp_path, monkeypatch):
+    def reward(completions, log_metric, **columns):
+        log_metric("mine", 2.0)
+        return letters(completions)
+
+    monkeypatch.setitem(globals(), "given", {"own": 1.0})
+    settings = SETTINGS | {"output_dir": str(tmp_path), "own_metrics": [f"{HERE}:give"], "eval_attempts": 1}
+    held_out = [{"kind": "letters", "program": "", "inputs": [], "outputs": [], "message": "xyz"}]
+    # The evaluation after the first step is logged while the metrics of this step still wait.
+    settings |= {"logging_steps": 2, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = small_trainer(base, HELD_OUT[1:], reward, held_out, **settings)
+    trainer.train()
+    (logged,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert (logged["own"], logged["mine"]) == (1.0, 2.0)
+    assert not [key for key in logged if "`" in key]
+
+
+def test_a_log_of_a_users_own_that_begins_as_an_evaluation_does_ends_no_run(base, tmp_path):
+    class Log(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.log({"eval_mine": 1.0})
+
+    settings = SETTINGS | {"output_dir": str(tmp_path), "max_steps": 1, "disable_tqdm": False}
+    trainer = small_trainer(base, HELD_OUT[1:], letters, **settings)
+    trainer.add_callback(Log)
+    trainer.train()
 
 
 def test_defaults_name_no_function_of_a_users_own():

@@ -26,6 +26,25 @@ def test_batch_follows_from_the_population(make_args):
     assert args.steps_per_generation == args.gradient_accumulation_steps == 5
 
 
+@pytest.mark.parametrize(
+    ("given", "attempts"),
+    [
+        ({}, 8),
+        ({"num_generations": 2}, 2),
+        ({"attempts_per_task": 2}, 2),
+        ({"attempts_per_task": 2, "num_generations": 2}, 2),
+    ],
+)
+def test_trls_name_for_the_attempts_at_a_task_sets_them(tmp_path, given, attempts):
+    args = PopuLoRAConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+    assert (args.attempts_per_task, args.num_generations) == (attempts, attempts)
+
+
+def test_two_different_numbers_of_attempts_are_refused_also_if_one_is_trls_default(make_args):
+    with pytest.raises(ValueError, match="`num_generations=8` and `attempts_per_task=2` are the same thing here"):
+        make_args(num_generations=8, attempts_per_task=2)
+
+
 def test_defaults_make_a_legal_step(tmp_path):
     args = PopuLoRAConfig(str(tmp_path), use_cpu=True, bf16=False)
     assert args.rows_per_step % args.per_device_train_batch_size == 0
@@ -132,7 +151,8 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ({"num_iterations": 4, "evolve_every": 10}, "`evolve_every=10` must be a multiple of `num_iterations=4`"),
         ({"sandbox_workers": 0}, "`sandbox_workers` must be at least 1"),
         ({"sandbox_seconds": -1.0}, "`sandbox_seconds` must be positive"),
-        ({"sandbox_memory_mb": 0}, "`sandbox_memory_mb` must be at least 1"),
+        ({"sandbox_memory_mb": 63}, "`sandbox_memory_mb` must be at least 64, got 63"),
+        ({"sandbox_seconds": 3601.0}, "`sandbox_seconds` must be positive and at most 3600, got 3601.0"),
         ({"pfsp_kappa": -1.0}, "`pfsp_kappa` must be at least 0"),
         ({"replay": 1.5}, "`replay` must be below 1, got 1.5"),
         ({"replay": -0.5}, "`replay` must be at least 0, got -0.5"),

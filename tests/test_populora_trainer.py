@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
 import os
 import re
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 import pyarrow.parquet as pq
@@ -653,6 +655,19 @@ class TestRefusals:
             make_trainer(output_dir=str(tmp_path / "runs" / "mine"), **settings)
         assert not list(tmp_path.iterdir())
 
+    def test_a_start_that_fails_leaves_no_process(self, make_trainer, seed_dataset):
+        """Also while somebody holds the error, as a notebook does."""
+        before = psutil.Process().children(recursive=True)
+        for settings in ({"own_metrics": ["nowhere:f"]}, {"max_completion_length": 10**6}):
+            with pytest.raises(ValueError, match=r"nowhere|context|tokens") as held:
+                make_trainer(**settings)
+            assert psutil.Process().children(recursive=True) == before, held.value
+        trainer = make_trainer()
+        trainer.close()
+        with pytest.raises(ValueError, match="eval_dataset"):
+            trainer.evaluate(seed_dataset.select(range(0)))
+        assert psutil.Process().children(recursive=True) == before
+
     @pytest.mark.parametrize("argument", ["tools", "rollout_func", "environment_factory"])
     def test_arguments_that_a_population_cannot_use(self, random_base, make_args, argument):
         with pytest.raises(ValueError, match=f"`{argument}` is not supported: .*(evaluate|TaskKind)"):
@@ -706,6 +721,17 @@ class TestRefusals:
         assert (args.beta, args.model_init_kwargs) == (0.5, {"attn_implementation": "eager"})
 
 
+def test_the_arguments_of_a_caller_stay_as_they_were(make_trainer, random_base, make_args, seed_dataset, lora):
+    """The next trainer that gets them chooses anew."""
+    chosen = {"prompt_style": None, "shots": None, "reward_weights": [2.0], "task_kinds": ["code_o"]}
+    args = make_args(**chosen, max_completion_length=48, gradient_checkpointing=True)
+    before = copy.deepcopy(args.to_dict())
+    trainer = PopuLoRATrainer(random_base, letters, args, train_dataset=seed_dataset, peft_config=lora)
+    trainer.train()
+    assert {name: value for name, value in args.to_dict().items() if before[name] != value} == {}
+    assert (trainer.args.prompt_style, trainer.args.shots, len(trainer.args.reward_weights)) == ("turns", 3, 3)
+
+
 def test_the_tokenizer_comes_from_where_the_base_does(make_args, random_base, monkeypatch):
     base, load, seen = AutoModelForCausalLM.from_pretrained(random_base), AutoTokenizer.from_pretrained, {}
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **given: seen.update(given) or load(name))
@@ -751,6 +777,17 @@ def test_scaled_gradients_are_unscaled_before_they_are_clipped(make_trainer, tmp
     assert max(norms[0]) > 0.01, "clipping bites"
     one, other = members_of(plain), members_of(scaled)
     assert all(same(one[name], other[name]) for name in one)
+
+
+def test_the_line_of_a_step_tells_all_rewards_of_a_role(make_trainer, capfd):
+    trainer = make_trainer(max_steps=1)
+    trainer.train()
+    rows = rollouts_of(trainer.args.output_dir)
+    means = {role: fmean(row["reward"] for row in rows if row["role"] == role) for role in ("teacher", "student")}
+    (logged,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert {role: logged[f"reward/{role}"] for role in means} == pytest.approx(means)
+    assert logged["reward/student"] != pytest.approx(logged["rewards/student_reward/mean"], abs=0.01)
+    assert f"reward teacher {means['teacher']:+.2f} student {means['student']:+.2f} " in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("disable_tqdm", [True, False])

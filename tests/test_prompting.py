@@ -13,11 +13,12 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.code_tasks import DOUBLE
 from tests.models import CHATML, make_tokenizer, save_base
+from trl_populora import start
 from trl_populora.assets import real_seed_tasks, tiny_base_path
 from trl_populora.generate.player import make_completions
 from trl_populora.sandbox import Sandbox
 from trl_populora.sandbox.values import encode
-from trl_populora.start import choose_shots, choose_style
+from trl_populora.start import choose_shots, choose_style, count_parameters
 from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import TASK_KINDS, CodeF, CodeI, CodeO, Refusal, Task, TaskArchive, TaskKind, load_seed_tasks
 from trl_populora.tasks.kind import KindSettings
@@ -178,6 +179,15 @@ def test_the_base_decides_about_style_and_solved_tasks(make_args, roomy_base):
     assert choose_shots(2, "compact", trainer.model) == 0, "compact prompts have one turn"
 
 
+def test_adapters_do_not_make_a_base_large(make_args, roomy_base, monkeypatch):
+    size = count_parameters(Qwen3ForCausalLM.from_pretrained(roomy_base))
+    monkeypatch.setattr(start, "FEW_PARAMETERS", size + 1)
+    trainer = PopuLoRATrainer(roomy_base, args=make_args(**TURNS))
+    trainer.close()
+    assert trainer.model.num_parameters() > size + 1
+    assert trainer.game.referee.shots == 3
+
+
 def test_a_large_base_is_shown_none():
     with torch.device("meta"):
         base = Qwen3ForCausalLM(Qwen3Config(hidden_size=2048, num_hidden_layers=28, intermediate_size=8192))
@@ -204,7 +214,13 @@ def test_texts_of_a_users_own_stand_in_the_place_of_ours(make_args, roomy_base, 
     [
         ({"code_x/solve": "?"}, ValueError, "has the key 'code_x/solve'; the keys are code_o/propose"),
         ({"code_o/solve": 3}, TypeError, r"`prompt_texts\['code_o/solve'\]` must be a text, got 3"),
-        ({"code_o/solve": "a {dict}"}, ValueError, "has braces that name nothing .'dict'.. Known are {count}"),
+        ({"code_o/solve": "a {dict}"}, ValueError, "has braces that name nothing .'dict'.. Known are {program_chars}"),
+        (
+            {"code_o/solve": "{count} of {value_chars}"},
+            ValueError,
+            "nothing .'count'.. Known are {program_chars}, {val",
+        ),
+        ({"code_f/solve": "{message_chars}"}, ValueError, "has braces that name nothing .'message_chars'"),
         ({"code_o/solve": "a {"}, ValueError, "a brace itself is written twice"),
         (["code_o/solve"], TypeError, "`prompt_texts` must be a dict of texts by name"),
     ],

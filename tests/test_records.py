@@ -50,6 +50,7 @@ def test_rollouts_tell_a_member_from_its_successor_and_its_opponent(tmp_path):
         ({"eval_mine_runtime": 1.0}, "evaluation"),
         ({"train_runtime": 1.0, "train_loss": 0.1, "propose/valid_rate": 0.5}, None),
         ({"of_my_own": 1.0}, None),
+        ({"eval_of_my_own": 1.0}, None),
         (None, None),
     ],
 )

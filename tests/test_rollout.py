@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.games import PROPOSALS, G, make_game, play, proposal, solve_by_plan
+from trl_populora.population import ratings
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
 from trl_populora.step.pay import Rules
@@ -249,6 +250,18 @@ class TestRanks:
         for mine, theirs in zip(*results, strict=True):
             assert str(mine.metrics) == str(theirs.metrics)
             assert len(mine.rows) == len(theirs.rows) == 2 * 2 * (1 + G)
+
+    def test_ranks_agree_whatever_a_users_own_functions_say_on_each(self, sandbox, seed_tasks, monkeypatch):
+        """A weight of pairs and the features of a kind that differ from call to call."""
+        draws = random.Random(0)
+        monkeypatch.setattr(CodeO, "features", lambda self, task: (str(draws.random()),))
+        monkeypatch.setattr(ratings, "choose_weight", lambda name, kappa: lambda student, teacher: draws.random())
+        games, _ = self.play_together(
+            sandbox, seed_tasks, lambda rank, i: proposal(f"def f(a):\n    return a * {rank + 3} + {i}", "6"), steps=3
+        )
+        assert games[0].population.state_dict() == games[1].population.state_dict()
+        assert games[0].matchmaker.state_dict() == games[1].matchmaker.state_dict()
+        assert games[0].features.state_dict() == games[1].features.state_dict()
 
     def test_a_task_proposed_on_both_ranks_counts_once(self, sandbox, seed_tasks):
         games, results = self.play_together(

@@ -104,7 +104,7 @@ def quickstart(arguments: Sequence[str]) -> None:
 
     given = ["--config", str(find_shipped("recipes") / "tiny" / "quickstart.yaml")]
     # A directory belongs to one run, so each quick start takes the next free name: quickstart, quickstart-2, ...
-    if not any(option.startswith("--resume") for option in arguments):
+    if not any(option.startswith(("--resume", "--output_dir", "--output-dir")) for option in arguments):
         names = itertools.chain(["quickstart"], map("quickstart-{}".format, itertools.count(2)))
         given += ["--output_dir", next(f"runs/{name}" for name in names if not Path("runs", name).exists())]
     train([*given, *arguments])

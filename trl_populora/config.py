@@ -78,9 +78,8 @@ class PopuLoRAConfig(GRPOConfig):
 
     It has all options of [`~trl.GRPOConfig`]. The batch follows from the population: with teachers and without
     `replay` one population step has `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows. So the config
-    derives `generation_batch_size`, `steps_per_generation`, `gradient_accumulation_steps` and `num_generations`; leave
-    them unset. Choose only `per_device_train_batch_size`: times the number of processes it must divide the number of
-    rows.
+    derives `generation_batch_size`, `steps_per_generation` and `gradient_accumulation_steps`; leave them unset. Choose
+    only `per_device_train_batch_size`: times the number of processes it must divide the number of rows.
 
     Args:
         teachers, students: Number of adapters of each role (paper: 4). With `teachers=0` all students attempt the same
@@ -95,7 +94,8 @@ class PopuLoRAConfig(GRPOConfig):
             `"package.module:Class"`.
         proposals_per_teacher: Tasks that each teacher proposes in a step, spread over the kinds. AZR proposes 64 per
             kind with one agent.
-        attempts_per_task: Attempts of the matched student at each task: the group of the GRPO baseline (AZR: 8).
+        attempts_per_task: Attempts of the matched student at each task: the group of the GRPO baseline. TRL's name
+            `num_generations` sets it, too. When both are `None`, 8 (AZR).
         references_per_proposal: Archived tasks that a teacher is shown when it proposes code_i or code_o (AZR: 6). For
             code_f it is shown one program and, in the style `"turns"`, this many code_f tasks as earlier turns.
         inputs_per_function: Inputs that a code_f proposal must give (AZR: 10). The student is shown half of the pairs.
@@ -181,7 +181,6 @@ class PopuLoRAConfig(GRPOConfig):
 
     if TYPE_CHECKING:  # fields of GRPOConfig that `__post_init__` assigns
         generation_batch_size: int | None
-        num_generations: int | None
         num_generations_eval: int | None
         gradient_accumulation_steps: int
         ddp_find_unused_parameters: bool | None
@@ -196,6 +195,7 @@ class PopuLoRAConfig(GRPOConfig):
     lr_scheduler_type: str = _option("constant", "AZR: constant; children need it flat.")
     logging_steps: float = _option(1, "Optimizer steps from one log to the next.")
     max_completion_length: int | None = _option(2048, "Tokens per proposal or attempt.")
+    num_generations: int | None = _option(None, "Another name for `attempts_per_task`.")
     router_aux_loss_coef: float | None = _option(0.0, "Must be 0: this loss would couple members.")
 
     # Population
@@ -207,7 +207,7 @@ class PopuLoRAConfig(GRPOConfig):
     # Tasks
     task_kinds: list[str] = field(default_factory=lambda: ["code_i", "code_o", "code_f"])
     proposals_per_teacher: int = 12
-    attempts_per_task: int = 8
+    attempts_per_task: int = None  # type: ignore[assignment]  # a number once `__post_init__` has run
     references_per_proposal: int = 6
     inputs_per_function: int = KindSettings.inputs_per_function
     prompt_style: str | None = None
@@ -284,16 +284,11 @@ class PopuLoRAConfig(GRPOConfig):
                 f"{self.steps_per_generation}`: both follow from the population ({rows} rows per step here). Leave "
                 "them unset and choose `per_device_train_batch_size`."
             )
-        for theirs, default, ours in (
-            ("num_generations", 8, "attempts_per_task"),
-            ("num_generations_eval", None, "eval_attempts"),
-        ):
-            if getattr(self, theirs) not in (default, getattr(self, ours)):
-                raise ValueError(
-                    f"`{theirs}={getattr(self, theirs)}` and `{ours}={getattr(self, ours)}` are the same thing here. "
-                    f"Set only `{ours}`."
-                )
-        self.num_generations = self.attempts_per_task
+        if self.num_generations_eval not in (None, self.eval_attempts):
+            raise ValueError(
+                f"`num_generations_eval={self.num_generations_eval}` and `eval_attempts={self.eval_attempts}` are the "
+                "same thing here. Set only `eval_attempts`."
+            )
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # no parameter is unused: every member is in every backward
         self.generation_batch_size = rows
@@ -332,11 +327,19 @@ class PopuLoRAConfig(GRPOConfig):
         return room(**{name: getattr(self, name) for name in names}, **further)
 
     def _check_numbers(self):
-        """Refuses values that are no numbers where numbers belong, and numbers out of bounds."""
+        """Refuses values that are no numbers where numbers belong, and numbers out of bounds. Settles the attempts."""
         if self.max_grad_norm is None:
             self.max_grad_norm = 0.0  # also means "do not clip", and transformers compares the value with 0
+        if self.attempts_per_task is None:  # TRL's name for it may be given instead
+            self.attempts_per_task = 8 if self.num_generations is None else self.num_generations
         check_numbers(self)
         check_bounds(self, BOUNDS)
+        if self.num_generations not in (None, self.attempts_per_task):
+            raise ValueError(
+                f"`num_generations={self.num_generations}` and `attempts_per_task={self.attempts_per_task}` are the "
+                "same thing here. Set only `attempts_per_task`."
+            )
+        self.num_generations = self.attempts_per_task
 
     def _check_rooms(self) -> list[object]:
         """Builds the settings of the rooms below, because each checks its values when it is built."""
@@ -449,7 +452,7 @@ def check_no_teachers(given: Mapping[str, Any], known: Mapping[str, Field]) -> N
     """
     for name in (
         *("replay", "teacher_reward", "teacher_reward_invalid", "teacher_reward_unsolved"),
-        *("teacher_beta", "teacher_learning_rate"),
+        *("teacher_baseline", "teacher_beta", "teacher_learning_rate"),
     ):
         default = known[name].default
         if (value := given[name]) != default:

@@ -82,7 +82,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
         state = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}).") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"{path}: found {found!r}, wanted a JSON object with field `format` {FORMAT}.")
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds no JSON object but a {type(state).__name__}.")
+    if state.get("format") != FORMAT:
+        raise ValueError(f"{path}: field `format` is {state.get('format')!r}, this version reads {FORMAT}.")
     return state

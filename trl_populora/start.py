@@ -11,7 +11,9 @@ All these checks come before training starts. In the order of reading:
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import os
 import random
 import tempfile
@@ -94,6 +96,15 @@ def check_setup(
             adapters = 1 if args.single_agent else args.teachers + args.students
             check_engine_arguments(args.vllm_engine_kwargs or {}, adapters, lora_config)
         check_vllm(source, args, lora_config)
+
+
+def copy_settings(args: PopuLoRAConfig) -> PopuLoRAConfig:
+    """Copies the settings of a run, so that what the run chooses and derives is not written into the caller's."""
+    own = copy.copy(args)  # not `dataclasses.replace`: it would derive the derived settings a second time
+    for name, value in vars(args).items():
+        if isinstance(value, (dict, list)):
+            setattr(own, name, copy.copy(value))
+    return own
 
 
 def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
@@ -393,9 +404,20 @@ def choose_shots(wanted: int | None, style: str, base: PreTrainedModel) -> int:
         return 0  # the embedded base was not trained on them
     if wanted is not None:
         return wanted
-    # ZeRO-3 leaves an empty tensor on each rank; `ds_numel` is the number of elements of the whole one.
-    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in base.parameters())
-    return SHOTS if size < FEW_PARAMETERS else 0
+    return SHOTS if count_parameters(base) < FEW_PARAMETERS else 0
+
+
+def count_parameters(base: PreTrainedModel) -> int:
+    """Counts the weights of a base, without those of adapters that were added to it."""
+    # ZeRO-3 leaves an empty tensor on each rank; `ds_numel` is the number of elements of the whole one. With 4 bits
+    # two weights share a byte; `quant_state` knows the shape of the matrix.
+    return sum(
+        math.prod(state.shape)
+        if (state := getattr(parameter, "quant_state", None)) is not None
+        else getattr(parameter, "ds_numel", parameter.numel())
+        for name, parameter in base.named_parameters()
+        if "lora_" not in name
+    )
 
 
 def make_sharing(base: PreTrainedModel, args: PopuLoRAConfig) -> Sharing | None:
@@ -469,6 +491,20 @@ def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     return [teacher_reward, student_reward, *extra]
 
 
+def check_reward_names(names: Sequence[str]) -> None:
+    """
+    Refuses reward functions of one name, because TRL would log the mean of their figures under it.
+
+    Raises:
+        `ValueError`: If two have the same name, the two built-in ones included.
+    """
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"Two reward functions are called {twice[0]!r}, so that their metrics would be mixed. Give one another "
+            "name (`__name__`)."
+        )
+
+
 def list_reward_processors(given: Any) -> list | None:
     """Lists the tokenizers of reward models in TRL's order. The two built-in rewards are functions and need none."""
     if given is None:
@@ -509,7 +545,7 @@ def make_referee(
     Makes the referee of a run, and starts a sandbox if none is given. Collective.
 
     Args:
-        args: Settings of the run. Its `shots` are set here.
+        args: Settings of the run.
         kinds: The kinds of task by name.
         base: The base. If `shots` is unset, its size decides how many solved tasks students are shown.
         tokenizer: Its control tokens may stand in no task.
@@ -517,10 +553,10 @@ def make_referee(
         sandbox: Runs the programs.
     """
     assert args.prompt_style is not None, "`choose_style` comes before `make_kinds`"
-    args.shots = choose_shots(args.shots, args.prompt_style, base)
+    shots = choose_shots(args.shots, args.prompt_style, base)
     forbidden = find_control_texts(tokenizer)
     pool = sandbox or make_sandbox(args)
-    return Referee(kinds, pool, args.prompt_style, forbidden, held_out or (), shots=args.shots)
+    return Referee(kinds, pool, args.prompt_style, forbidden, held_out or (), shots=shots)
 
 
 def make_game(

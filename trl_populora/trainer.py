@@ -12,7 +12,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,12 @@ from trl_populora.run.callbacks import PhaseClock, StopAtSignals, use_step_line
 from trl_populora.run.read import read_population
 from trl_populora.run.saved_population import Shape, describe
 from trl_populora.step import microbatch
-from trl_populora.step.advantages import LOSS_NORMALISERS, Scorer, Scoring
+from trl_populora.step.advantages import LOSS_NORMALISERS, Scorer, Scoring, average_by_role
 from trl_populora.step.microbatch import LossMetrics
 from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import count_free_tokens, trained_context
-from trl_populora.step.rows import Played
+from trl_populora.step.rows import LOG_METRIC, Played, name_own_metrics
 from trl_populora.tasks.dataset import build_archive
 
 
@@ -85,6 +85,7 @@ class PopuLoRATrainer(HubTrainer):
       norm.
     - `evaluate` and `_evaluate` let students attempt held-out tasks. `predict` is refused; `member` lends one member.
     - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM end it after the step, and it saves.
+    - `_log_metric` and `log` keep a user's own metrics apart until all names of a step are known.
     - `_get_output_dir` and `_save_checkpoint` write a checkpoint aside, and move it into place when it is whole.
     - `save_model` and `_save` write an ordinary PEFT directory per member, and outside of checkpoints the best student
       at the root.
@@ -98,7 +99,7 @@ class PopuLoRATrainer(HubTrainer):
         reward_funcs: Further reward functions in TRL's signature, added to the two built-in ones. They get the columns
             of [`~trl_populora.step.rows.Row`] up to `program`, and return `None` for rows that they do not judge.
             `args.reward_weights`, if set, has one weight for each of them.
-        args: Settings of the run.
+        args: Settings of the run. The trainer works on a copy, `trainer.args`; the caller's stay as they are.
         train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`. When `None`, the
             package's: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
         eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
@@ -149,6 +150,7 @@ class PopuLoRATrainer(HubTrainer):
         args = PopuLoRAConfig("populora") if args is None else args
         lora_config = peft_config or start.make_default_lora()
         start.check_setup(args, unsupported, model, lora_config)
+        args = start.copy_settings(args)
         args.prompt_style = start.choose_style(args.prompt_style, model, args.model_init_kwargs)
         kinds = start.make_kinds(args)
         rules = start.make_rules(args, kinds)
@@ -180,6 +182,7 @@ class PopuLoRATrainer(HubTrainer):
                 reward_processing_classes=start.list_reward_processors(reward_processing_classes),
                 callbacks=callbacks,
             )
+        start.check_reward_names(self.reward_func_names)
         self._choose_generation(base)
         self._choose_update(base)
 
@@ -188,24 +191,29 @@ class PopuLoRATrainer(HubTrainer):
         self.staging = checkpoint.Staging(args, self.accelerator)
         self.directory = directory.RunDirectory(args, self.accelerator)
         referee = start.make_referee(args, kinds, base, tokenizer, held_out)
-        player = Player(
-            generate=self._generate_rows,
-            gather=lambda value: gather_object([value]),
-            rank=self.accelerator.process_index,
-            world=self.accelerator.num_processes,
-        )
-        self.game = start.make_game(args, self.population, archive, referee, player, rules)
-        start.check_outputs(list_given_tables(train_dataset, held_out), referee, player)
-        self._add_callbacks()
-        if args.warm_start:
-            warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
-        if args.use_vllm:
-            self._start_vllm()
-        context = self.vllm_generation.find_context_length() if self.use_vllm else trained_context(base)
-        longest, tokenize = args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
-        free_tokens = count_free_tokens(context, longest, tokenize, tokenizer)
-        start.fit_into_context(referee, archive, held_out, free_tokens, bool(args.teachers))
-        start.check_prompts(referee, archive, references, held_out, tokenizer, longest)
+        with ExitStack() as failed:  # a start that fails below leaves no process
+            failed.callback(referee.sandbox.close)
+            args.shots = referee.shots  # for `population.json`
+            player = Player(
+                generate=self._generate_rows,
+                gather=lambda value: gather_object([value]),
+                rank=self.accelerator.process_index,
+                world=self.accelerator.num_processes,
+            )
+            self.game = start.make_game(args, self.population, archive, referee, player, rules)
+            start.check_outputs(list_given_tables(train_dataset, held_out), referee, player)
+            self._add_callbacks()
+            if args.warm_start:
+                warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
+            if args.use_vllm:
+                self._start_vllm()
+                failed.callback(self.vllm_generation.close)
+            context = self.vllm_generation.find_context_length() if self.use_vllm else trained_context(base)
+            longest, tokenize = args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
+            free_tokens = count_free_tokens(context, longest, tokenize, tokenizer)
+            start.fit_into_context(referee, archive, held_out, free_tokens, bool(args.teachers))
+            start.check_prompts(referee, archive, references, held_out, tokenizer, longest)
+            failed.pop_all()
         completions.mkdir(parents=True, exist_ok=True)
 
     def _choose_update(self, base: PreTrainedModel) -> None:
@@ -296,7 +304,7 @@ class PopuLoRATrainer(HubTrainer):
 
         Raises:
             `ValueError`: If another process trains in `output_dir`, if a run lies there that is not resumed, or if the
-                checkpoint cannot be resumed.
+                checkpoint cannot be resumed or is from a later step than `max_steps`.
             `RuntimeError`: If this trainer has trained before, under DeepSpeed.
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
@@ -310,6 +318,8 @@ class PopuLoRATrainer(HubTrainer):
         try:
             with self.directory, StopAtSignals(self):
                 found = self.directory.claim(resume_from_checkpoint)
+                if found is not None:
+                    checkpoint.check_steps_left(found, self.args.max_steps)
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()
@@ -376,8 +386,6 @@ class PopuLoRATrainer(HubTrainer):
         if self.is_deepspeed_enabled and self.model_wrapped is self.model:
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
         was_closed = self._closed
-        referee, player = self._open().referee, self.game.player
-        held_out = start.choose_held_out(eval_dataset, self.held_out, referee, player, self.args)
         students, adapter = self.population.students, self.population.adapter
         untrained = {
             each.name for each in students if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
@@ -385,6 +393,8 @@ class PopuLoRATrainer(HubTrainer):
         # TRL's completion tables are for rows that train, so `log` writes none here. Outside of `pause_training`,
         # `log` would report training's metrics of this moment as the evaluation's, and clear them.
         try:
+            referee, player = self._open().referee, self.game.player
+            held_out = start.choose_held_out(eval_dataset, self.held_out, referee, player, self.args)
             with pause_training(self.model), start.replace_attributes(self, log_completions=False):
                 metrics = held_out.measure(
                     referee,
@@ -418,6 +428,7 @@ class PopuLoRATrainer(HubTrainer):
         self._phases.add(played.seconds)
         self._log_values(played.metrics)
         self.scorer.score(played)
+        self._log_values(average_by_role(played.records, played.worth.rewards))
         return played.tokens
 
     def _generate_rows(
@@ -648,9 +659,12 @@ class PopuLoRATrainer(HubTrainer):
         )
 
     def save_model(self, output_dir=None, _internal_call=False):
+        # Files of the run itself need the lock, which `train` gives back at its end.
+        own = output_dir is None or Path(output_dir).resolve() == Path(self.args.output_dir).resolve()
         # The overridden method calls `_save` only on ranks that write (transformers 5.17), but under ZeRO and FSDP all
         # ranks read the members together.
-        self._save(output_dir)
+        with self.directory if own else nullcontext():
+            self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -695,6 +709,14 @@ class PopuLoRATrainer(HubTrainer):
             self._tr_loss += self._resumed.loss
             self._globalstep_last_logged = self._resumed.logged
             self._resumed = None
+
+    def _log_metric(self, name, value):
+        super()._log_metric(LOG_METRIC + name, value)
+
+    def log(self, logs, start_time=None):
+        if self.model.training:  # an evaluation amid training logs nothing of training
+            name_own_metrics(self._metrics["train"], logs)
+        super().log(logs, start_time)
 
     def _log_values(self, values: Mapping[str, float]) -> None:
         """Adds values to TRL's metrics of this step."""

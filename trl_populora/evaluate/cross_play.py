@@ -14,6 +14,7 @@ import math
 import os
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -276,13 +277,12 @@ def assemble(
             names[place.name] = prefixes[index] + member["name"]
     # 3. The referee, whose sandbox is started here, and the player.
     referee = start.make_referee(args, kinds, base, tokenizer)
-    try:
+    with ExitStack() as failed:  # a start that fails here leaves no process
+        failed.callback(referee.sandbox.close)
         start.fit_into_context(referee, archive, None, make_free_token_counter(base, tokenizer, args))
-    except ValueError:
-        referee.sandbox.close()
-        raise
-    player = make_player(model, tokenizer, router, population.names, args)
-    teachers, students = ([member.name for member in population.role(role)] for role in entries)
+        player = make_player(model, tokenizer, router, population.names, args)
+        teachers, students = ([member.name for member in population.role(role)] for role in entries)
+        failed.pop_all()
     return Contest(args, model, names, referee, player, archive, teachers, students)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, gather_object
 from transformers import TrainerCallback
 
 from trl_populora.options import check_bounds, check_numbers
@@ -201,6 +201,33 @@ def breed(birth: Birth, parents: Sequence[Factors]) -> Factors:
     return operator(*parents, torch.Generator().manual_seed(birth.seed), strength=birth.strength)
 
 
+def check_agreement(population: Population, births: Sequence[Birth], step: int) -> None:
+    """
+    Checks that all ranks have the same members and plan the same births. Collective.
+
+    Raises:
+        `RuntimeError`: On every rank, if one of them differs from rank 0. The message names rank, member and values.
+    """
+    mine = {f"{m['name']}: {key}": value for m in population.state_dict()["members"] for key, value in m.items()}
+    mine |= {f"birth {place}": repr(birth) for place, birth in enumerate(births)}
+    first, *others = gather_object([mine])
+    for rank, theirs in enumerate(others, 1):
+        for what in dict.fromkeys([*first, *theirs]):
+            if not _is_same(first.get(what), theirs.get(what)):
+                raise RuntimeError(
+                    f"The ranks have come apart before the evolution after step {step}: {what} is "
+                    f"{first.get(what)} on rank 0 and {theirs.get(what)} on rank {rank}. A function of your own may "
+                    "give other values on another rank (a kind, a reward, a callback): let it depend on its arguments "
+                    "alone."
+                )
+
+
+def _is_same(one: object, other: object) -> bool:
+    # Ranks on other hardware may round a rating in another way.
+    both_numbers = isinstance(one, float) and isinstance(other, float)
+    return math.isclose(one, other, rel_tol=1e-9) if both_numbers else one == other  # type: ignore[arg-type]
+
+
 def rate_newborn(parents: Sequence[Member]) -> tuple[float, float]:
     """
     Computes the rating `(mu, sigma)` that a newborn starts with.
@@ -292,6 +319,7 @@ class EvolutionCallback(TrainerCallback):
         """
         rng = random.Random(f"evolution {self.breeding.seed} {step}")
         births = plan_births(self.population, self.breeding, rng)
+        check_agreement(self.population, births, step)
         events = [self._give_birth(birth, step) for birth in births]
         self._metrics["evolve/replaced"] = float(len(events))
         cosines = [event["cosine"][0] for event in events if event["cosine"][0] is not None]

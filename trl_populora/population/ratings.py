@@ -152,12 +152,19 @@ class Matchmaker:
             ("match/win_prob_mean", "match/win_prob_std", "match/student_share_mean", "match/rating_error"), math.nan
         )
 
-    def pair(self, population: Population) -> list[Match]:
-        """Draws one match per teacher, in the teachers' order. Without teachers each student has one match."""
+    def pair(self, population: Population, agree: Callable[[Any], Any] = lambda weights: weights) -> list[Match]:
+        """
+        Draws one match per teacher, in the teachers' order. Without teachers each student has one match.
+
+        Args:
+            population: The members.
+            agree: Returns rank 0's value on every rank, because a user's own function may give other weights on
+                another rank. Collective.
+        """
         teachers, students = population.teachers, population.students
         if not teachers:
             return [Match(index, "", student.name) for index, student in enumerate(students)]
-        weights = np.array([[self.weight(student, teacher) for student in students] for teacher in teachers])
+        weights = np.array(agree([[self.weight(student, teacher) for student in students] for teacher in teachers]))
         # Hopeless odds may let a weight underflow to 0. The least positive number keeps its log finite, so that noise
         # can still bring such a pair together.
         scores = np.log(np.maximum(weights, np.finfo(float).tiny)) + self._rng.gumbel(size=weights.shape)

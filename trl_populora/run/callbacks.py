@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import threading
 import time
@@ -91,8 +92,8 @@ def format_step(step: int, max_steps: int, logs: dict[str, Any]) -> str:
         f"step {step:>{len(str(max_steps))}}/{max_steps}",
         f"valid {_format_percent(logs.get('propose/valid_rate'))}{_format_rejects(logs)}",
         f"solved {_format_percent(logs.get('solve/rate'))}",
-        f"reward teacher {_format_number(logs.get('rewards/teacher_reward/mean'))}"
-        f" student {_format_number(logs.get('rewards/student_reward/mean'))}",
+        f"reward teacher {_format_number(logs.get('reward/teacher'))}"
+        f" student {_format_number(logs.get('reward/student'))}",
     ]
     if logs.get("evolve/replaced"):
         parts.append(f"replaced {logs['evolve/replaced']:.0f}")
@@ -112,7 +113,7 @@ def format_evaluation(step: int, max_steps: int, logs: dict[str, Any]) -> list[s
     lines = []
     # A run may evaluate on several named tables. Each table has one key that ends in `solve_rate_mean`: there is no
     # such key for a member, a kind or the base.
-    seconds = next(value for key, value in logs.items() if key.endswith("_runtime"))
+    seconds = next((value for key, value in logs.items() if key.endswith("_runtime")), math.nan)
     for key in logs:
         prefix, found, rest = key.partition("solve_rate_mean")
         if not found or rest:
@@ -257,6 +258,20 @@ def _name_reason(played: Played) -> str:
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
+# The launchers of PyTorch and Accelerate pass a signal on, and kill the processes that are left after so many seconds.
+PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+def _tell_seconds_left() -> str:
+    """Writes a sentence about the launcher's patience; empty without a launcher, or if the user has set it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or PATIENCE in os.environ:
+        return ""
+    return (
+        " Its launcher waits 30 seconds, then it kills the run without a checkpoint. If a step takes longer, start "
+        f"the launcher with {PATIENCE}=600 in its environment (seconds)."
+    )
+
+
 class StopAtSignals(TrainerCallback):
     """
     The context in which `train()` runs. A signal ends the run on all ranks after the step in which the signal came.
@@ -314,7 +329,9 @@ class StopAtSignals(TrainerCallback):
         if self.received == number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.received is None and self.trainer.args.process_index == 0:
-            logger.warning("The run ends after this step and saves. A second Ctrl-C ends it at once.")
+            logger.warning(
+                "The run ends after this step and saves. A second Ctrl-C ends it at once.%s", _tell_seconds_left()
+            )
         self.received = number
 
     def on_step_end(self, args, state, control, **kwargs):

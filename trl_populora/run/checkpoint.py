@@ -49,7 +49,7 @@ from trl import GRPOConfig
 from trl_populora.files import FORMAT, read_json, write_json
 from trl_populora.lora import members as lora_members
 from trl_populora.population.members import Population
-from trl_populora.run.read import POPULATION_FILE
+from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.run.saved_population import Shape, check_same_shape, check_settings
 from trl_populora.step.play import Game
 from trl_populora.tasks.archive import TaskArchive, load_archive, save_archive
@@ -118,6 +118,23 @@ def check_optimizer_state(checkpoint: str, accelerator: Accelerator) -> None:
         f"{checkpoint} {flaw} the state of optimizer and schedule. A new run with `warm_start={checkpoint!r}` begins "
         "with its members."
     )
+
+
+def check_steps_left(checkpoint: str, max_steps: int) -> None:
+    """
+    Checks that a resumed run has steps to train. Warns if it has reached its end already.
+
+    Raises:
+        `ValueError`: If the checkpoint is from a later step than the run's last one.
+    """
+    reached = read_population(checkpoint)["step"]
+    if reached > max_steps:
+        raise ValueError(
+            f"`max_steps={max_steps}`, but {checkpoint} has reached step {reached}. Raise `max_steps` to train on, or "
+            "resume an earlier checkpoint in another `output_dir`."
+        )
+    if reached == max_steps:
+        logger.warning("%s has reached the last step, %d: nothing is trained. Raise `max_steps`.", checkpoint, reached)
 
 
 class Staging:
@@ -413,6 +430,13 @@ def load_game(
     same_processes = processes == args.world_size
     check_settings(args, root, saved, same_processes)
     load_stateful(root, stateful, game.archive)
+    # The trainer has checked the given tasks, but these took their place.
+    if shared := [task for task in game.archive if task in game.referee.held_out]:
+        raise ValueError(
+            f"{root} has {len(shared)} of its {len(game.archive)} archived tasks in common with `eval_dataset`, so a "
+            "high score would prove nothing. Resume with the saved run's `eval_dataset`, or take these tasks out of "
+            f"it. The first is {shared[0].program!r:.200}."
+        )
     # A longer completion leaves fewer tokens of the context for the prompt, so some archived tasks may no longer fit.
     if (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0):
         game.referee.leave_out_long(game.archive)

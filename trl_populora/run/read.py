@@ -25,9 +25,11 @@ def classify_log(logs: Mapping[str, Any] | None) -> str | None:
         `"step"`, `"evaluation"`, or `None` for anything else: the summary at the end of a run, or a log that the
         user's code wrote.
     """
-    # The summary repeats metrics that are not logged yet, so it looks like a step. Only it has `train_runtime`.
+    # Every evaluation has both, and `metrics.jsonl` and `times.jsonl` one each. A log of the user's own code may begin
+    # with `eval`, too. The summary repeats metrics that are not logged yet, so it looks like a step. Only it has
+    # `train_runtime`.
     keys = set(logs or ())
-    if any(key.startswith(("eval/", "eval_")) for key in keys):
+    if any(key.startswith(("eval/", "eval_")) and key.endswith(("solve_rate_mean", "runtime")) for key in keys):
         return EVALUATION
     return STEP if keys & {"loss", PLAYED} and "train_runtime" not in keys else None
 

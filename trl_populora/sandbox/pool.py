@@ -138,11 +138,12 @@ class SandboxSettings:
     sandbox_allow_weak: bool = False
 
     def __post_init__(self):
-        for name in ("sandbox_workers", "sandbox_memory_mb"):
-            if (value := getattr(self, name)) is not None and not value >= 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        if not self.sandbox_seconds > 0:
-            raise ValueError(f"`sandbox_seconds` must be positive, got {self.sandbox_seconds}.")
+        # 64 MiB and an hour are what `Limits` allows. It would name fields that are no options.
+        for name, least in (("sandbox_workers", 1), ("sandbox_memory_mb", 64)):
+            if (value := getattr(self, name)) is not None and not value >= least:
+                raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+        if not 0 < self.sandbox_seconds <= 3600:
+            raise ValueError(f"`sandbox_seconds` must be positive and at most 3600, got {self.sandbox_seconds}.")
 
     @property
     def limits(self) -> Limits:

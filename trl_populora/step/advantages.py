@@ -15,10 +15,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from accelerate.utils import gather
+from accelerate.utils import broadcast, gather
 
 from trl_populora.options import find_function, is_own
-from trl_populora.population.members import Population
+from trl_populora.population.members import ROLES, Population
 from trl_populora.step.microbatch import Sharing, plan_micro_batches
 from trl_populora.step.rows import Played, Worth
 
@@ -117,9 +117,10 @@ class Scorer:
         rewards_R = (played.rewards * self.reward_weights.to(device)).nansum(dim=1)
         baselines = {"teacher": settings.teacher_baseline, "student": settings.student_baseline}
         scaled = settings.scale_rewards == "group"
+        advantages_R = compute_step_advantages(played.records, rewards_R, members_R, baselines, scaled)
         return Worth(
             rewards_R,
-            compute_step_advantages(played.records, rewards_R, members_R, baselines, scaled),
+            broadcast(advantages_R),  # a user's own function may give other values on another rank
             members_R,
             compute_member_factors(members_R, num_tokens_R, settings.loss_type),
             measure_flat_fraction(played.records, rewards_R),
@@ -167,6 +168,16 @@ def measure_flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch
         if record["role"] == "student":
             groups.setdefault(record["group"], []).append(reward)
     return fmean(max(group) - min(group) < FLAT for group in groups.values())
+
+
+def average_by_role(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> dict[str, float]:
+    """Computes the mean reward of each role's rows, of all reward functions together; NaN for a role without rows."""
+    rewards = rewards_R.tolist()
+    means = {}
+    for role in ROLES:
+        own = [reward for record, reward in zip(records, rewards, strict=True) if record["role"] == role]
+        means[f"reward/{role}"] = fmean(own) if own else float("nan")
+    return means
 
 
 def _number(names: Sequence[str]) -> torch.Tensor:

@@ -23,7 +23,7 @@ from trl_populora.population.ratings import Match, Matchmaker
 from trl_populora.step.pay import Answer, Outcome, Rules, estimate_chance
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee, Written
-from trl_populora.step.rows import Metrics, Played, add_metrics, make_rows, measure_step
+from trl_populora.step.rows import Metrics, Played, add_own_metrics, make_rows, measure_step
 from trl_populora.step.slot import Sample, Slot
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.features import CANDIDATES, Features, draw_evenly, name_features
@@ -97,7 +97,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
     rng = random.Random(f"{game.seed}/{done}/{game.player.rank}")
     seconds: dict[str, float] = {}
     with _time(seconds, "match"):
-        matches = game.matchmaker.pair(game.population)
+        matches = game.matchmaker.pair(game.population, lambda weights: game.player.gather(weights)[0])
     with _time(seconds, "propose"):
         slots = _propose(game, matches, done, rng)
     with _time(seconds, "verify"):
@@ -120,7 +120,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
     for noun in (game.matchmaker, game.population, game.archive, game.features):
         played.metrics |= noun.metrics()
     for tell in game.metrics:
-        add_metrics(played.metrics, tell(played.records))
+        add_own_metrics(played.metrics, tell(played.records))
     return played
 
 
@@ -207,16 +207,22 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
         replace(outcome, author=slot.match.teacher, step=step) if isinstance(outcome, Task) else outcome
         for (slot, _), outcome in zip(proposed, judged, strict=True)
     ]
-    accepted = []
+    # A user's own kind might name other features on another rank, so the rank of the author names them for all.
+    named = [
+        (outcome, name_features(game.referee.kinds[outcome.kind], outcome) if isinstance(outcome, Task) else ())
+        for outcome in found
+    ]
+    accepted: list[Task] = []
+    words: dict[str, tuple[str, ...]] = {}
     # Every rank adds the tasks of all ranks in the same order, so all archives agree on who was first.
-    for rank, part in enumerate(game.player.gather(found)):
-        for place, outcome in enumerate(part):
+    for rank, part in enumerate(game.player.gather(named)):
+        for place, (outcome, features) in enumerate(part):
             if isinstance(outcome, Task):
                 if game.archive.add(outcome):
                     accepted.append(outcome)
+                    words[outcome.task_id] = features
                 elif rank == game.player.rank:
                     found[place] = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
-    words = {task.task_id: name_features(game.referee.kinds[task.kind], task) for task in accepted}
     for task in accepted:  # all are counted before any is priced, so no rarity depends on the order of tasks
         game.features.add(words[task.task_id])
     for (slot, _), outcome in zip(proposed, found, strict=True):

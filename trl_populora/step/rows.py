@@ -190,7 +190,7 @@ class Played:
         slots: This rank's slots, from which the rows were made; none after a resume.
         tasks: Accepted proposals of all ranks; none after a resume.
         seconds: Wall time per phase on this rank.
-        metrics: Over all ranks.
+        metrics: Over all ranks; a user's own stand under keys that begin with `OWN_METRICS`.
         rewards: What every reward function gives for the rows of all ranks, `[W * R, functions]`, NaN for `None`.
         worth, local_worth: What the rows of all ranks are worth, and what this rank's are.
         plan: Which of this rank's rows are computed together, as
@@ -380,13 +380,35 @@ def _find_metric(path: str) -> Metrics:
     return tell
 
 
-def add_metrics(metrics: dict[str, float], told: Mapping[str, float]) -> None:
+# Start the keys of a user's own metrics until they are logged: only then all other names of a step are known.
+OWN_METRICS, LOG_METRIC = "`own_metrics`: ", "`log_metric`: "
+# What `Trainer` adds to a log after all others, and the key by which `run/read.py` knows the summary of a run.
+_TAKEN = ("epoch", "step", "train_runtime")
+
+
+def add_own_metrics(metrics: dict[str, float], told: Mapping[str, float]) -> None:
+    """Adds a user's own metrics to those of a step, each with `OWN_METRICS` before its name."""
+    for name, value in told.items():
+        if (key := OWN_METRICS + name) in metrics:
+            raise ValueError(f"Two functions of `own_metrics` give {name!r}. Choose another name for one.")
+        metrics[key] = value
+
+
+def name_own_metrics(metrics: dict[str, list[float]], logs: Collection[str]) -> None:
     """
-    Adds a user's own metrics to those of the step.
+    Gives a user's own metrics their names, just before they are logged.
+
+    Args:
+        metrics: All metrics that TRL has collected since the last log. The keys of a user's own are changed in place.
+        logs: Further keys of this log.
 
     Raises:
-        `ValueError`: If one has the name of a metric that is there already.
+        `ValueError`: If a name is that of another metric, or begins as those of an evaluation do.
     """
-    if taken := sorted(told.keys() & metrics.keys()):
-        raise ValueError(f"`own_metrics` gives {taken[0]!r}, which is another metric's name. Choose another name.")
-    metrics.update(told)
+    for key in [key for key in metrics if key.startswith((OWN_METRICS, LOG_METRIC))]:
+        source, _, name = key.partition(": ")
+        taken = name in metrics or name in logs or name in _TAKEN
+        if taken or name.startswith(("eval_", "eval/")):
+            reason = "is another metric's name" if taken else "begins as the names of an evaluation do"
+            raise ValueError(f"{source} gives {name!r}, which {reason}. Choose another one.")
+        metrics[name] = metrics.pop(key)

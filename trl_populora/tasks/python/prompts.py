@@ -72,7 +72,9 @@ TURNS = {
     "code_f/solve": "Write a Python function `f` that does what the message and the examples say, in a ```python "
     "block.",
 }
-_PLACEHOLDERS = ("count", "program_chars", "value_chars", "message_chars")
+# The names in braces that an instruction may use: those for all, and further ones for some.
+_PLACEHOLDERS = ("program_chars", "value_chars")
+_FURTHER_PLACEHOLDERS = {"code_f/propose": ("count", "message_chars")}
 
 PROPOSE_GOAL = {
     "code_o": "The programmer will see program and input, and must work out the output without running anything.",
@@ -216,12 +218,13 @@ def check_texts(texts: Any) -> None:
         if not isinstance(text, str):
             raise TypeError(f"`prompt_texts[{name!r}]` must be a text, got {text!r:.80}.")
         # A wrong brace would otherwise stop the run at the first prompt of its kind.
+        known = (*_PLACEHOLDERS, *_FURTHER_PLACEHOLDERS.get(name, ()))
         try:
-            text.format(**dict.fromkeys(_PLACEHOLDERS, 1))
+            text.format(**dict.fromkeys(known, 1))
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"`prompt_texts[{name!r}]` has braces that name nothing ({error}). Known are "
-                f"{', '.join('{' + each + '}' for each in _PLACEHOLDERS)}; a brace itself is written twice."
+                f"{', '.join('{' + each + '}' for each in known)}; a brace itself is written twice."
             ) from error
 
 
