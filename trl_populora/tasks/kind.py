@@ -22,8 +22,9 @@ import hashlib
 import json
 import logging
 import random
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -407,6 +408,8 @@ def _warn_once(kind: str, method: str, error: str) -> None:
 
 # Names that no measure may have: they are columns of the archive, or metrics under `curriculum/`, already.
 _RESERVED = {*COLUMNS, "key", "match", "solve_rate", "coverage", "entropy", "features"}
+# Names of kinds and measures become parts of metrics, in which a slash separates the parts.
+NAME = re.compile(r"[\w.-]+")
 
 
 def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
@@ -415,7 +418,7 @@ def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
 
     Raises:
         `TypeError`: If the kind answers with anything but a dict of numbers. The message names kind and method.
-        `ValueError`: If the name of a measure is taken.
+        `ValueError`: If the name of a measure is taken, or is no single word.
     """
     measures = check_type(kind.name, "complexity", estimate(kind, "complexity", {}, task), (dict,))
     for name, value in measures.items():
@@ -423,12 +426,33 @@ def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
             raise TypeError(
                 f"task kind {kind.name!r}: `complexity` must give numbers by name, got {name!r}: {value!r:.80}"
             )
+    check_measures(kind.name, "complexity", measures)
+    return {name: float(value) for name, value in measures.items()}
+
+
+def check_measures(kind: str, where: str, names: Iterable[str]) -> None:
+    """
+    Checks the names of a kind's measures.
+
+    Args:
+        kind: Name of the kind.
+        where: What gives the names, `"complexity"` or `"measures"`.
+        names: The names.
+
+    Raises:
+        `ValueError`: If a name is taken, or is no single word.
+    """
+    for name in names:
         if name in _RESERVED:
             raise ValueError(
-                f"task kind {kind.name!r}: `complexity` calls a measure {name!r}, which has a meaning already. "
-                "Give it another name."
+                f"task kind {kind!r}: `{where}` calls a measure {name!r}, which has a meaning already. Give it another "
+                "name."
             )
-    return {name: float(value) for name, value in measures.items()}
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(
+                f"task kind {kind!r}: `{where}` calls a measure {name!r}; a name has letters, digits, `_`, `-` and "
+                "`.` only."
+            )
 
 
 def check_type(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> Any:
