@@ -50,6 +50,13 @@ def test_fewer_than_four_proposals_of_a_kind_are_warned_of(make_args, caplog, se
     assert ("is below 4 for each of the" in caplog.text) == told
 
 
+def test_a_kind_that_proposes_nothing_is_played_without_teachers(make_args):
+    kinds = ["tests.countdown:GivenCountdown"]
+    assert list(make_kinds(make_args(task_kinds=kinds, teachers=0))) == ["countdown"]
+    with pytest.raises(ValueError, match="'countdown' has no `proposal_prompt`, .*`accept`.*set `teachers=0`"):
+        make_kinds(make_args(task_kinds=kinds, teachers=1, per_device_train_batch_size=1))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -219,13 +219,20 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     Makes the run's kinds of task, by name, in the order in which they rotate.
 
     Raises:
-        `ValueError`: If a kind does not exist, or two kinds share a name.
+        `ValueError`: If a kind does not exist, if two kinds share a name, or if there are teachers and a kind lacks
+            methods that they need.
     """
     kinds = [resolve_kind(name) for name in args.task_kinds]
     for kind in kinds:
         kind.configure(args.build(KindSettings))
     if len({kind.name for kind in kinds}) < len(kinds):
         raise ValueError(f"`task_kinds={args.task_kinds}` names a kind twice. All take equal turns: list each once.")
+    for kind in kinds if args.teachers else ():
+        if missing := kind.missing_for_proposals():
+            raise ValueError(
+                f"Task kind {kind.name!r} has no {', '.join(f'`{name}`' for name in missing)}, which teachers need to "
+                "propose its tasks. Write them, or set `teachers=0`: students then solve given tasks."
+            )
     if args.teachers and args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
         logger.warning(
             "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "

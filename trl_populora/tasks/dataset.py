@@ -144,7 +144,9 @@ def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing
             "with. Add seed tasks of these kinds, or change `task_kinds`."
         )
     for kind in kinds.values() if proposing else ():
-        if not kind.writes_program and not archive.sample(kind.reference_kinds, 1, random.Random(0)):
+        if kind.missing_for_proposals() or kind.writes_program:
+            continue
+        if not archive.sample(kind.reference_kinds, 1, random.Random(0)):
             raise ValueError(
                 f"`train_dataset` holds no task of the kinds {', '.join(kind.reference_kinds)}, and {kind.name} "
                 f"proposes about their programs. Add such a task, or leave {kind.name} out of `task_kinds`."

@@ -265,6 +265,8 @@ class TaskKind(ABC):
     `solving_prompt`, `parse_attempt`, `trial` and `correct`. The sandbox runs the jobs that `check` and `trial`
     return, and its verdicts go to `accept` and `correct`. If `check` or `trial` returns `None`, nothing runs, and the
     verdict is `None`.
+
+    A kind without the four methods of a proposal is played with `teachers=0`: students solve given tasks.
     """
 
     name: str
@@ -284,7 +286,6 @@ class TaskKind(ABC):
         """Says how many archived tasks of `reference_kinds` a teacher is shown; `k` is what the run asks for."""
         return k
 
-    @abstractmethod
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         """
         Writes the chat messages that ask a teacher for one proposal.
@@ -294,6 +295,7 @@ class TaskKind(ABC):
                 gets at most the one that the proposal is about. Other references are shown as earlier chat turns.
             style: `"turns"`, `"chat"` or `"compact"`.
         """
+        raise NotImplementedError
 
     def write_proposal(self, task: Task) -> str:
         """
@@ -307,17 +309,22 @@ class TaskKind(ABC):
         """Says whether references are shown as earlier turns, in which a proposal is asked for and written."""
         return style == "turns" and type(self).write_proposal is not TaskKind.write_proposal
 
-    @abstractmethod
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal | Reject:
         """Reads a teacher's completion, without its end-of-turn token. Must not raise, whatever the text."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check(self, proposal: Proposal) -> Job | None:
         """Says what the sandbox must run to know whether the proposal is valid; `None` for nothing."""
+        raise NotImplementedError
 
-    @abstractmethod
     def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal | Reject:
         """Makes a task from a proposal and its verdict, or says why it is none. `rng` decides all that is random."""
+        raise NotImplementedError
+
+    def missing_for_proposals(self) -> list[str]:
+        """Lists the methods that teachers need and this kind has not. Empty if teachers can propose its tasks."""
+        needed = ("proposal_prompt", "parse_proposal", "check", "accept")
+        return [name for name in needed if getattr(type(self), name) is getattr(TaskKind, name)]
 
     @abstractmethod
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
