@@ -26,7 +26,20 @@ READINGS = [
 ]
 
 FRAGMENTS = st.sampled_from(
-    ["```python\n", "```py\n", "```input\n", "```output\n", "```json\n", "```\n", "```", "~~~\n", "  ```\n", "````\n", "``` foo\n", "3```"]
+    [
+        "```python\n",
+        "```py\n",
+        "```input\n",
+        "```output\n",
+        "```json\n",
+        "```\n",
+        "```",
+        "~~~\n",
+        "  ```\n",
+        "````\n",
+        "``` foo\n",
+        "3```",
+    ]
     + ["\n", "x", " ", "def f(x):\n", "<think>", "</think>", "\n</think>", "\r", "f(1)", "3"]
 )
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def check_setup(
     source = resolve_model_path(model) if isinstance(model, str) else model
     if isinstance(source, str):
         refuse_gguf(source)
+    check_wandb(args)
     check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
     if args.use_vllm:
         check_vllm(source, args, lora_config)
@@ -157,6 +159,26 @@ def check_output_dir(path: str) -> None:
             f"`output_dir={path!r}` is not writable ({error.strerror or error}). Choose a directory that you may "
             f"write to, for example {str(Path.home() / 'runs')!r}."
         ) from error
+
+
+def check_wandb(args: PopuLoRAConfig) -> None:
+    """
+    Checks that W&B can be reached as a user, if the run reports to it. W&B itself would say so when training starts.
+
+    Raises:
+        `ValueError`: If W&B has no key, and nobody can be asked for one.
+    """
+    if "wandb" not in args.report_to or args.process_index or os.environ.get("WANDB_API_KEY") or sys.stdin.isatty():
+        return
+    import wandb
+
+    online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
+    with suppress(wandb.Error):  # a key that is refused, or no network: W&B says it best
+        if online and not wandb.login(prompt=False):
+            raise ValueError(
+                "`report_to` names wandb, which has no key here. Log in once (`wandb login`), set `WANDB_API_KEY`, "
+                "keep the figures on this machine (`WANDB_MODE=offline`), or leave wandb out of `report_to`."
+            )
 
 
 def refuse_gguf(model: str) -> None:

@@ -43,10 +43,8 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
         say: Receives the prompts, and how many texts could be read.
     """
     missing = kind.missing_for_proposals()
-    if 0 < len(missing) < 4:
-        return [f"{', '.join(f'`{name}`' for name in missing)} missing: teachers need all four methods of a proposal"]
-    if missing and not any(task.kind == kind.name for task in tasks):
-        return [f"no task of the kind {kind.name!r} was given, and without the methods of a proposal it makes none"]
+    if gaps := _find_gaps(kind, tasks, missing):
+        return gaps
     problems, rng, archive, shown = dict[str, str](), random.Random(0), TaskArchive(), list[Task]()
     own, texts = [task for task in tasks if task.kind == kind.name], HOSTILE.copy()
     for task in tasks:
@@ -83,9 +81,18 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
             for text in _read_twice(kind, problems, "parse_attempt", texts, task)[:RUNS]:
                 with _note_problems(kind, problems, text):
                     referee.grade([task], [text])
-    told = f"{len(formed)} were read as proposals; {len(made)} of the first {RUNS} became tasks"
-    say(f"--- {len(texts)} texts: {'read as attempts alone' if missing else told}")
+    became = f"{len(formed)} were read as proposals; {len(made)} of the first {RUNS} became tasks"
+    say(f"--- {len(texts)} texts: {'read as attempts alone' if missing else became}")
     return list(problems.values())
+
+
+def _find_gaps(kind: TaskKind, tasks: Sequence[Task], missing: Sequence[str]) -> list[str]:
+    """Finds what keeps a kind that does not propose from being played: half of a proposal's methods, or no task."""
+    if 0 < len(missing) < 4:
+        return [f"{', '.join(f'`{name}`' for name in missing)} missing: teachers need all four methods of a proposal"]
+    if missing and not any(task.kind == kind.name for task in tasks):
+        return [f"no task of the kind {kind.name!r} was given, and without the methods of a proposal it makes none"]
+    return []
 
 
 @contextmanager
@@ -134,9 +141,7 @@ def _read_twice(kind: TaskKind, problems: dict, method: str, texts: Sequence[str
                 found, again = (getattr(kind, method)(text, about) for _ in range(2))
                 signal.alarm(0)
                 if found != again:
-                    raise ValueError(
-                        f"`{method}` must read a text always alike, got {found!r:.80} and {again!r:.80}"
-                    )
+                    raise ValueError(f"`{method}` must read a text always alike, got {found!r:.80} and {again!r:.80}")
                 formed += [text] * getattr(found, "well_formed", not isinstance(found, Reject | Refusal))
     finally:
         # An error that is no problem of the kind, such as Ctrl-C, leaves the caller's handler in place, too.

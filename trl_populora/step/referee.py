@@ -282,12 +282,10 @@ class Referee:
             return Grade(replace(attempt, reason=reason, detail=detail), False)
         kind = self.kinds[task.kind]
         right = check_type(task.kind, "correct", kind.correct(task, attempt, verdict), (bool,))
-        failed = not right and verdict is not None and not verdict.ok
-        return Grade(
-            replace(attempt, reason=verdict.status.value, detail=verdict.reason) if failed else attempt,
-            right,
-            check_type(task.kind, "identify_mistake", kind.identify_mistake(task, attempt, verdict), (str,)),
-        )
+        said = check_type(task.kind, "identify_mistake", kind.identify_mistake(task, attempt, verdict), (str,))
+        if not right and verdict is not None and not verdict.ok:
+            attempt = replace(attempt, reason=verdict.status.value, detail=verdict.reason)
+        return Grade(attempt, right, said)
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
         """Estimates the solve rate of guessing at each task, by the answer's form or blind inputs: the higher one."""

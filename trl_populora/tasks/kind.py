@@ -452,8 +452,8 @@ def check_measures(kind: str, where: str, names: Iterable[str]) -> None:
     for name in names:
         if name in _RESERVED:
             raise ValueError(
-                f"task kind {kind!r}: `{where}` calls a measure {name!r}, which has a meaning already. Give it another "
-                "name."
+                f"task kind {kind!r}: `{where}` calls a measure {name!r}, which has a meaning already. "
+                "Give it another name."
             )
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(

@@ -104,12 +104,13 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
 #
 # * A fence may be indented, and may have more than three backticks, or tildes. Its name may be in upper case, and
 #   attributes may follow.
-# * Within a block, a line that begins with its own fence ends the block. The rest of that line is prose, because a base
-#   that goes on writing often does so behind the fence. In a block of values the fence may also stand behind a value.
+# * Within a block, a line that begins with its own fence ends the block. The rest of that line is prose, because a
+#   base that goes on writing often does so behind the fence. In a block of values the fence may also stand behind a
+#   value.
 # * A fence with one of the names below inside of a block ends that block and begins the next. A block that is not
 #   closed ends with the text.
-# * Where prose shares a line with a fence, the next fence without a name may open a block or close one. A block that it
-#   opens stands for nothing.
+# * Where prose shares a line with a fence, the next fence without a name may open a block or close one. A block that
+#   it opens stands for nothing.
 # * Names have the aliases below. If no block has the name, a block without a name may stand for it. A message may also
 #   stand in a block of plain text, and a value in one of plain text, JSON or Python.
 # * If several blocks fit, the last one counts: the others are drafts. A Python block that defines no `f` counts only
