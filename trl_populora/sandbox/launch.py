@@ -1,6 +1,6 @@
 """The script of a zygote. In a child its loop calls the program, and is all that the program finds below itself.
 
-`main` serves until it is in a child. There it empties the names of this script, and yields one call after another. It
+`main` empties the names of this script and serves until it is in a child. There it yields one call after another. It
 is suspended while a call runs. So a program that goes down the frames finds this script alone, with the call and a
 list of two that takes the answer.
 """

@@ -266,8 +266,10 @@ def main(answer: list, surroundings: dict) -> Calls[None]:
 
     Args:
         answer: Takes what comes of each call.
-        surroundings: The names of the script that makes the calls. In a child only `answer` stays.
+        surroundings: The names of the script that makes the calls. Only `answer` stays, because programs see them.
     """
+    surroundings.clear()
+    surroundings["answer"] = answer
     control = _control(int(sys.argv[1]))
     options = json.loads(sys.argv[2])
     order = None
@@ -286,8 +288,6 @@ def main(answer: list, surroundings: dict) -> Calls[None]:
         control.send(EVENT.pack(FAILED, 0, 0, 0.0, 0.0, 0) + report)
     if order is None:
         os._exit(0)
-    surroundings.clear()
-    surroundings["answer"] = answer
     yield from _become_child(order, zygote, answer)
 
 
